@@ -1,0 +1,61 @@
+"""The one tree of errors meant for the user; each class carries the exit code of the process.
+
+A message says what happened, why, and the next command. Anything else that is raised is a bug of ours.
+"""
+
+from __future__ import annotations
+
+
+class DisttrainError(Exception):
+    """Something the user can act on (exit code 1).
+
+    `what` is one sentence; `why` gives the evidence (values given, values allowed); `next_step` is the
+    exact command or edit that helps.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, why: str = "", next_step: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.why, self.next_step) if part)
+
+
+class UsageError(DisttrainError):
+    """The command line itself is wrong (exit code 2)."""
+
+    exit_code = 2
+
+
+class SpecError(DisttrainError):
+    """A file the user wrote or edited (run file, plan, profile) is malformed (exit code 1)."""
+
+
+class MismatchError(DisttrainError):
+    """Artefacts that do not belong together; both fingerprints are named (exit code 1)."""
+
+
+class DataError(DisttrainError):
+    """The dataset is missing, empty, changed or too damaged to go on (exit code 1)."""
+
+
+class InfeasibleError(DisttrainError):
+    """No plan fits; `why` names the constraint that binds (exit code 3)."""
+
+    exit_code = 3
+
+
+class RankFailedError(DisttrainError):
+    """A worker or rank failed; `what` names it and `why` gives the path of its log (exit code 4)."""
+
+    exit_code = 4
+
+
+class ConditionHoldsError(DisttrainError):
+    """A `--fail-if` condition holds (exit code 5)."""
+
+    exit_code = 5

@@ -1,0 +1,4 @@
+"""A multimodal model as a graph of modules, each a list of pipeline layers over transformers and diffusers classes.
+
+Start at `layer.py` (what a layer is), then `graph.py` (which layers a model has).
+"""

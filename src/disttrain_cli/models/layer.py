@@ -1,0 +1,104 @@
+"""What a pipeline layer is: a module that maps a dict of named tensors to a dict, and says which it reads and writes.
+
+State tensors are rows: the first dimension counts rows, and every item (an image read, a packed sequence, an
+image to be generated) owns a known number of them, so that any set of items can be cut out, sent to another
+rank and put back in order without looking at the values (`data.slots` has the row counts).
+
+Shape letters used in this room:
+    N items · R rows · M sequences of a microbatch · L sequence length · D hidden width
+    P patches of an image · K context tokens of a generated image · C channels · H, W height, width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Item = Literal["image", "sequence", "target"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A named state tensor [R, *shape]: whose rows it holds, how many per item, and the shape of a row.
+
+    `rows` names a column of the slot's item table (`data.slots.Slot.rows`):
+    image: "patches" (with extra tokens), "tokens"; sequence: "tokens"; target: "one", "context".
+    """
+
+    name: str
+    item: Item
+    rows: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one replica works on in one slot, as tensors on its device; fields a stage did not ask for are None.
+
+    Images, sequences and targets are in the replica's own order, which every state tensor follows.
+    """
+
+    image_grids: list[tuple[int, int]]  # patches (rows, columns) of each image; equal grids are adjacent
+    pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
+    token_ids: Tensor | None = None  # [M, L] int64
+    positions: Tensor | None = None  # [M, L] int64, restarting with every sample
+    documents: Tensor | None = None  # [M, L] int64, number of the sample inside its sequence, -1 = padding
+    image_rows: Tensor | None = None  # [R] int64, places in M·L of the image tokens, in image order
+    context_rows: Tensor | None = None  # [N·K] int64, places in M·L of the context tokens, in target order
+    labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
+    target_pixels: Tensor | None = None  # [N, C, H, W] in -1..1
+    target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
+    noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
+    label_tokens: float = 1.0  # label tokens of the whole global batch
+    targets: float = 1.0  # images to generate of the whole global batch
+    cache: dict[str, Tensor] = field(default_factory=dict)  # per batch, shared by the layers of a stage (masks)
+
+
+#: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "pixels": ("pixels",),
+    "tokens": ("token_ids", "image_rows"),
+    "layout": ("positions", "documents"),
+    "context": ("context_rows",),
+    "labels": ("labels",),
+    "targets": ("target_pixels", "target_weights", "noise_seeds"),
+}
+
+#: State names with this prefix are summed losses (scalars), already weighted and normalised by global counts.
+LOSS_PREFIX = "loss/"
+
+
+class PipelineLayer(nn.Module):
+    """The smallest piece that can be placed on a stage.
+
+    Subclasses set the attributes below and implement `compute`; `forward` skips the computation when the
+    layer's items are none (deepspeed traps 29) and emits empty tensors instead.
+    """
+
+    name: str  # "llm.block.3": unique in the model, stable over layouts
+    module: str  # "llm"
+    kind: str  # cost kind: layers of equal kind have equal costs ("block")
+    reads: tuple[str, ...] = ()  # state tensors it needs
+    writes: tuple[TensorSpec, ...] = ()  # state tensors it leaves (also those it replaces)
+    needs: tuple[str, ...] = ()  # keys of FIELDS
+    loss: str | None = None  # name of the loss it adds ("text"), if any
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Map the tensors named in `reads` to those in `writes` (plus `loss/NAME`)."""
+        raise NotImplementedError
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        """Whether the replica has nothing for this layer in this slot."""
+        raise NotImplementedError
+
+    def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """`compute`, or empty tensors where there is nothing to compute."""
+        if not self.is_empty(state, batch):
+            return self.compute(state, batch)
+        reference = next(self.parameters(), None)
+        dtype = torch.float32 if reference is None else reference.dtype
+        device = None if reference is None else reference.device
+        return {spec.name: torch.zeros((0, *spec.shape), dtype=dtype, device=device) for spec in self.writes}

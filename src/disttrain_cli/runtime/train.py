@@ -1,0 +1,153 @@
+"""The launcher's side of a training job: prepares the run's folder, starts the ranks, and collects what they report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.runtime import launch as launching
+from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.trace import Job
+
+
+class TrainResult(BaseModel):
+    """What `train --json` prints."""
+
+    run_dir: str
+    steps: list[dict[str, Any]]
+    skipped_samples: list[dict[str, str]]
+    resumed_from_step: int | None
+    checkpoint: str | None
+    trace: str
+    images: list[str]
+    reference_losses: dict[str, float]
+
+
+def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
+          on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> TrainResult:
+    """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample images.
+
+    The plan must have been checked against the run and profile (`planning.check`). A fresh start moves what an
+    earlier one left to `earlier/`; `resume` goes on from the newest checkpoint.
+
+    Raises:
+        SpecError: the plan asks for what this runtime does not run (TP).
+        RankFailedError: a rank failed.
+    """
+    refuse_unsupported(plan)
+    root, total = run.dir, steps if steps is not None else run.file.train.steps
+    resumed = _newest_step(root.checkpoints) if resume else None
+    if resume and resumed is None:
+        raise SpecError(f"There is no checkpoint to resume from in {root.checkpoints}",
+                        next_step="Start without --resume.")
+    if resumed is not None and resumed >= total:
+        raise SpecError(f"The newest checkpoint is of step {resumed}, and the run ends at step {total}",
+                        next_step=f"Give more steps: disttrain train --resume --steps {resumed + total}")
+    if not resume:
+        _move_aside(root.root)
+    name = f"start-{len(list(root.traces.glob('steps/*.parquet'))):03d}"
+    job = Job(run=name, strategy=plan.plan.strategy, layout=plan.plan, predicted=plan.predicted, profile=profile)
+    write_whole(root.traces / "job.json", job.model_dump_json(indent=1))
+    reports = root.logs / f"{name}-steps.jsonl"
+    reports.parent.mkdir(parents=True, exist_ok=True)
+    reports.touch()
+    reader = _Reports(reports, on_step, progress, total)
+    payload = {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "name": name,
+               "profile": profile.model_dump(mode="json"), "steps": total, "resume": resume,
+               "steps_file": str(reports), "skipped_dir": str(root.logs)}
+    progress("starting ranks", 0, 0)
+    launching.launch(plan.plan.gpus_used, "disttrain_cli.runtime.worker:main", payload, root.logs,
+                     on_poll=reader.poll)
+    newest = root.checkpoints / f"step-{total:06d}"
+    return TrainResult(run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(root.logs),
+                       resumed_from_step=resumed, checkpoint=str(newest), trace=str(root.traces),
+                       images=_generate(run, profile, newest, progress), reference_losses=_references(run, profile))
+
+
+def refuse_unsupported(plan: Plan) -> None:
+    """Refuse, by name, what plans may hold and this runtime does not run yet."""
+    for unit in plan.plan.units:
+        if unit.tp > 1:
+            raise SpecError(f"Unit {unit.name} has tp {unit.tp}: this version trains with tp 1 only",
+                            next_step="Plan with a profile of tp 1, or edit the plan: tp: 1 with more pp or dp.")
+
+
+class _Reports:
+    """Follows the file to which rank 0 appends one line per step."""
+
+    def __init__(self, path: Path, on_step: Callable[[dict[str, Any]], None] | None, progress: Progress,
+                 total: int) -> None:
+        self._file = path.open()
+        self._on_step, self._progress, self._total = on_step, progress, total
+        self._partial = ""
+        self.steps: list[dict[str, Any]] = []
+
+    def poll(self) -> None:
+        """Take in the steps reported since the last call."""
+        *lines, self._partial = (self._partial + self._file.read()).split("\n")
+        for line in lines:
+            row = json.loads(line)
+            step = {"step": row["step"], "loss": row["loss"],
+                    "losses": {"text": row["loss_text"], "image": row["loss_image"]},
+                    **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu",
+                                                 "data_wait_s")}}
+            self.steps.append(step)
+            if self._on_step is not None:
+                self._on_step(step)
+            self._progress("training", row["step"] + 1, self._total)
+
+
+def _newest_step(checkpoints: Path) -> int | None:
+    found = sorted(path.parent.name for path in checkpoints.glob("step-*/checkpoint.json"))
+    return int(found[-1].removeprefix("step-")) if found else None
+
+
+def _move_aside(root: Path) -> None:
+    """Keep what an earlier start left, under `earlier/NNN/`."""
+    left = [root / name for name in ("traces", "checkpoints", "logs", "images") if (root / name).exists()]
+    if left:
+        number = len(list((root / "earlier").glob("*")))
+        folder = root / "earlier" / f"{number:03d}"
+        folder.mkdir(parents=True)
+        for path in left:
+            shutil.move(path, folder / path.name)
+
+
+def _skipped(logs: Path) -> list[dict[str, str]]:
+    found: dict[str, str] = {}
+    for path in sorted(logs.glob("skipped-rank-*.json")):
+        found.update(json.loads(path.read_text()))
+    return [{"sample": name, "reason": reason} for name, reason in sorted(found.items())]
+
+
+def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> list[str]:
+    """Images from the trained model, where it has a generator."""
+    if profile.inputs.target is None or not run.file.samples.images:
+        return []
+    progress("generating images", 0, 0)
+    folder = run.dir.images / checkpoint.name
+    launching.launch(1, "disttrain_cli.runtime.sampling:main",
+                     {"run": str(run.path.resolve()), "profile": profile.model_dump(mode="json"),
+                      "checkpoint": str(checkpoint), "images": str(folder)}, run.dir.logs / "sampling")
+    return [str(path) for path in sorted(folder.glob("*.png"))]
+
+
+def _references(run: Run, profile: Profile) -> dict[str, float]:
+    """What a model that learned nothing reaches: the data's unigram entropy, and predicting zero noise."""
+    from disttrain_cli.data.index import read_index
+    from disttrain_cli.data.statistics import unigram_entropy
+
+    references = {"text_unigram_entropy": unigram_entropy(run, read_index(run, profile.inputs), profile.inputs)}
+    if profile.inputs.target is not None:
+        references["image_zero_noise"] = 1.0
+    return references

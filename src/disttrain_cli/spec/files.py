@@ -1,0 +1,118 @@
+"""Reading, writing and fingerprinting artefacts: written whole or not at all, refused with the field's path."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from disttrain_cli.errors import SpecError
+
+
+class Strict(BaseModel):
+    """Base of every artefact: unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
+
+
+def fingerprint(value: Any) -> str:
+    """First 16 hex digits of the SHA-256 of `value` (a model or plain data) as canonical JSON."""
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_whole(path: Path, content: str | bytes) -> Path:
+    """Write `content` beside `path` and rename it into place, so that no reader sees half a file.
+
+    Raises:
+        SpecError: the folder cannot be written (missing permission, disk full).
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        raise SpecError(f"Cannot write {path}", str(error), "Free space there or choose another folder.") from None
+    return path
+
+
+def parse_yaml(path: Path, what: str, next_step: str) -> Any:
+    """Read YAML (or JSON, its subset) safely.
+
+    Raises:
+        SpecError: the file is missing, unreadable or not YAML.
+    """
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+    except FileNotFoundError:
+        raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"Cannot read the {what} {path}", str(error)) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"The {what} {path} is not valid YAML", str(error)) from None
+
+
+def parse_json(path: Path, what: str, next_step: str) -> Any:
+    """Read JSON; raises SpecError where it is missing or malformed."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"Cannot read the {what} {path}", str(error), next_step) from None
+
+
+def validate(kind: type[ArtefactT], value: Any, path: Path, what: str) -> ArtefactT:
+    """Check plain data against `kind`, naming every wrong field by its path, what was given and what is allowed."""
+    if not isinstance(value, dict):
+        raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(value).__name__}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        lines = [_explain(dict(problem), kind) for problem in error.errors()[:8]]
+        raise SpecError(f"The {what} {path} has {error.error_count()} wrong field(s)", "\n".join(lines)) from None
+
+
+def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
+    where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    if problem["type"] == "extra_forbidden":
+        allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
+        return f"  {where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
+    given = problem.get("input")
+    shown = "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"  {where}: {message[0].lower()}{message[1:]}{shown}"
+
+
+def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain model."""
+    current: Any = kind
+    for part in location:
+        field = getattr(current, "model_fields", {}).get(part)
+        if field is None:
+            arguments = getattr(current, "__args__", ())
+            current = next((a for a in arguments if hasattr(a, "model_fields")), None)
+            if current is None:
+                return []
+            continue
+        current = field.annotation
+        candidates = [current, *getattr(current, "__args__", ())]
+        current = next((c for c in candidates if hasattr(c, "model_fields")), current)
+    return sorted(getattr(current, "model_fields", {}))

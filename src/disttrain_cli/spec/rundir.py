@@ -1,0 +1,53 @@
+"""Where the artefacts of one run lie: `runs/NAME/` beside the run file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside a run's folder; nothing is created by asking."""
+
+    root: Path
+
+    @property
+    def index(self) -> Path:
+        """Sample index, Parquet (`spec.index`)."""
+        return self.root / "index.parquet"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.yaml"
+
+    @property
+    def traces(self) -> Path:
+        """Folder of trace segments (`rank-00000/segment-00000.parquet`), `steps.parquet` and `job.json`."""
+        return self.root / "traces"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def images(self) -> Path:
+        """PNG files that the model generated."""
+        return self.root / "images"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+
+def rank_log(logs: Path, rank: int) -> Path:
+    """Log file of one rank."""
+    return logs / f"rank-{rank:05d}.log"

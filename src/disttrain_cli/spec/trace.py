@@ -1,0 +1,59 @@
+"""The trace schema: one row per operation of a rank, in Parquet segments that DuckDB reads in place.
+
+Layout of `runs/NAME/traces/`:
+  job.json                                  `Job`: plan, FLOP models and peak, written when training starts
+  rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
+  steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
+Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from disttrain_cli.spec.files import Strict, parse_json, validate
+from disttrain_cli.spec.plan import Layout, Prediction
+from disttrain_cli.spec.profile import Profile
+
+# Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time until
+# earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage.
+COMPUTE = ("forward", "backward")
+TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
+OPERATIONS = ("load", *COMPUTE, *TRANSFERS, "wait", "reduce", "step", "checkpoint")
+
+# Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the unit;
+# tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items for encoder and
+# generator, images read for the LLM); bytes of a transfer; peer is the other rank, -1 for several or none.
+TRACE_COLUMNS: dict[str, str] = {
+    "run": "string", "step": "int32", "slot": "int32", "unit": "string", "module": "string", "stage": "int32",
+    "replica": "int32", "tp_rank": "int32", "rank": "int32", "host": "string", "operation": "string",
+    "start_ns": "int64", "end_ns": "int64", "tokens": "int64", "images": "int64", "sequences": "int64",
+    "sum_length_sq": "int64", "bytes": "int64", "peer": "int32",
+}
+
+STEP_COLUMNS: dict[str, str] = {
+    "run": "string", "step": "int32", "loss": "float64", "loss_text": "float64", "loss_image": "float64",
+    "grad_norm": "float64", "learning_rate": "float64", "iteration_s": "float64", "sequences_per_s": "float64",
+    "mfu": "float64", "data_wait_s": "float64", "tokens": "int64", "images": "int64", "targets": "int64",
+    "model_flops": "float64", "end_ns": "int64",
+}
+
+
+class Job(Strict):
+    """What the analysis must know of a run besides its rows."""
+
+    version: Literal[1] = 1
+    run: str
+    strategy: str
+    layout: Layout
+    predicted: Prediction
+    profile: Profile = Field(description="Device peak, FLOP and time models of every module.")
+
+
+def read_job(path: Path) -> Job:
+    """Read and check `job.json`; raises SpecError."""
+    value: Any = parse_json(path, "job description", "Record a run with: disttrain train")
+    return validate(Job, value, path, "job description")

@@ -1,0 +1,83 @@
+"""Ranks and reference of the equivalence tests: the same steps, once split over ranks and once in one process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttrain_cli.data.index import read_index
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
+from disttrain_cli.runtime import checkpoint
+from disttrain_cli.runtime.process import joined
+from disttrain_cli.runtime.topology import build_topology
+from disttrain_cli.runtime.tracing import Tracer
+from disttrain_cli.runtime.worker import build_engine, to_batch
+from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
+from disttrain_cli.spec.runfile import Run, read_run
+
+
+def ranks(payload: dict[str, Any]) -> None:
+    """Run several layouts, one after the other, in the same processes; rank 0 writes losses and norms of each."""
+    with joined("cpu", 120.0) as device:
+        for case in payload["cases"]:
+            run = read_run(Path(case["run"]))
+            plan = Plan.model_validate(case["plan"])
+            topology = build_topology(plan.plan, [info.module for info in layer_table(run)])
+            place = topology.place(int(os.environ["RANK"]))
+            stage_layers = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
+            out = Path(case["out"])
+            engine = build_engine(run, plan, topology, place, device, Tracer(out / "traces", "test", place))
+            dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
+            inputs = describe(run)
+            history = []
+            with Loader(run, inputs, plan.plan, read_index(run, inputs), unit=place.unit.name, replica=place.replica,
+                        fields=sorted({f for info in stage_layers for f in info.needs}), first_step=0) as loader:
+                for step in range(case["steps"]):
+                    order = loader.order(step)
+                    engine.run_step(order, lambda slot, o=order: to_batch(loader.fetch(o.step, slot), o, device, dtype),
+                                    run.file.train.optimizer.lr)
+                    own = engine.runner.take_losses()
+                    sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64)
+                    torch.distributed.all_reduce(sums)
+                    history.append([*sums.tolist(), engine.grad_norm()])
+            checkpoint.save(out / "checkpoints", case["steps"], "test", engine, keep=1)
+            engine.tracer.close()
+            if place.rank == 0:
+                (out / "history.json").write_text(json.dumps(history))
+            engine.destroy()
+
+
+def reference(run: Run, steps: int) -> tuple[list[list[float]], dict[str, torch.Tensor], list[Any]]:
+    """The same steps in this process: losses and norms per step, final parameters, and the orders used."""
+    layers = build_layers(run, 0, len(layer_table(run)))
+    parameters = checkpoint.named_parameters(layers)
+    spec = run.file.train.optimizer
+    optimizer = torch.optim.AdamW([p for _, p in parameters], lr=spec.lr, betas=spec.betas, eps=spec.eps,
+                                  weight_decay=spec.weight_decay)
+    inputs = describe(run)
+    batch_size = run.file.train.global_batch_size
+    unit = UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])
+    layout = Layout(global_batch_size=batch_size, microbatch_size=batch_size, microbatches=1, gpus_used=1, units=[unit])
+    history, orders = [], []
+    with Loader(run, inputs, layout, read_index(run, inputs), unit="all", replica=0, fields=sorted(FIELDS),
+                first_step=0) as loader:
+        for step in range(steps):
+            order = loader.order(step)
+            orders.append(order)
+            state: dict[str, torch.Tensor] = {}
+            batch = to_batch(loader.fetch(step, 0), order, torch.device("cpu"), torch.float32)
+            for layer in layers:
+                state.update(layer(state, batch))
+            losses = {name: loss for name, loss in state.items() if name.startswith(LOSS_PREFIX)}
+            optimizer.zero_grad()
+            torch.stack(list(losses.values())).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_([p for _, p in parameters], run.file.train.gradient_clipping)
+            optimizer.step()
+            history.append([float(losses.get(f"{LOSS_PREFIX}{name}", 0.0)) for name in ("text", "image")] + [float(norm)])
+    return history, {name: p.detach().clone() for name, p in parameters}, orders

@@ -1,0 +1,69 @@
+"""Small runs and hand-made plans for the runtime's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+from disttrain_cli.spec.profile import Fingerprints
+from disttrain_cli.spec.runfile import Run, read_run
+
+MODEL: dict[str, Any] = {
+    "modules": {
+        "image_encoder": {"kind": "encoder", "architecture": "vit", "merge": 2,
+                          "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                                     "intermediate_size": 64, "image_size": 64, "patch_size": 8}},
+        "llm": {"kind": "llm", "architecture": "llama",
+                "config": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+                           "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 272,
+                           "max_position_embeddings": 512}},
+        "image_generator": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 16,
+                            "context_tokens": 4,
+                            "config": {"block_out_channels": [16, 32], "layers_per_block": 1, "norm_num_groups": 8,
+                                       "cross_attention_dim": 32, "attention_head_dim": 8, "in_channels": 3,
+                                       "out_channels": 3, "sample_size": 16,
+                                       "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+                                       "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"]}},
+    },
+    "loss_weights": {"text": 1.0, "image": 0.5},
+}
+
+
+def write_run(folder: Path, data: Path, *, name: str = "test", modules: tuple[str, ...] = tuple(MODEL["modules"]),
+              **train: Any) -> Run:
+    """A run file in `folder` over the sample data in `data`; `train` overrides its training section."""
+    model = MODEL | {"modules": {key: MODEL["modules"][key] for key in modules}}
+    content = {
+        "name": name, "model": model,
+        "data": {"sources": [{"path": str(data / "interleaved")}, {"path": str(data / "captions")}],
+                 "sequence_length": 256, "max_image_pixels": 4096},
+        "cluster": {"gpus_per_node": 6, "device": "cpu"},
+        "train": {"global_batch_size": 6, "steps": 3, "precision": "fp32", "zero_stage": 0,
+                  "gradient_clipping": 0.5, "ordering": "none",
+                  "optimizer": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01}} | train,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "disttrain.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return read_run(path)
+
+
+def unit(name: str, modules: list[str], layers: list[int], dp: int = 1) -> UnitPlan:
+    """A unit with one stage per entry of `layers`."""
+    return UnitPlan(name=name, modules=modules, dp=dp, pp=len(layers), gpus=dp * len(layers), layers_per_stage=layers)
+
+
+def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
+    """A plan with these units and no prediction to speak of."""
+    llm_dp = next(u.dp for u in units if "llm" in u.modules)
+    batch = run.file.train.global_batch_size
+    layout = Layout(global_batch_size=batch, microbatch_size=microbatch_size,
+                    microbatches=batch // (llm_dp * microbatch_size), gpus_used=sum(u.gpus for u in units), units=units)
+    layout.check_slots("llm")
+    return Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout,
+                predicted=Prediction(iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0,
+                                     bubble_fraction=0, memory=[]),
+                search=Search(solve_s=0, candidates=1, exact=True))

@@ -1,0 +1,25 @@
+"""Ranks that behave badly, for the launcher's tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+
+def write_rank(payload: dict[str, Any]) -> None:
+    Path(payload["folder"], os.environ["RANK"]).write_text(os.environ["WORLD_SIZE"])
+
+
+def fail(payload: dict[str, Any]) -> None:
+    if os.environ["RANK"] == payload["rank"]:
+        raise ValueError("this rank is broken")
+    time.sleep(600)
+
+
+def killed(payload: dict[str, Any]) -> None:
+    if os.environ["RANK"] == payload["rank"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)

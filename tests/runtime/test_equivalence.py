@@ -1,0 +1,115 @@
+"""Every layout trains the same model: losses, gradient norms and parameters equal a single process (fp32, 1e-5)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from disttrain_cli.data.index import build_index
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime import checkpoint
+from disttrain_cli.runtime.launch import launch
+from disttrain_cli.spec.plan import UnitPlan
+from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.runfile import Run
+from tests.runtime.equivalence_worker import reference
+from tests.runtime.factory import plan_of, unit, write_run
+
+STEPS = 3
+ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
+
+
+def _counts(run: Run) -> dict[str, int]:
+    modules = [info.module for info in layer_table(run)]
+    return {name: modules.count(name) for name in dict.fromkeys(modules)}
+
+
+def _layouts(run: Run) -> dict[str, tuple[list[UnitPlan], int]]:
+    """Name → (units, microbatch size); all on six ranks, so that they share their start-up."""
+    e, m, g = (_counts(run)[name] for name in (ENCODER, LLM, GENERATOR))
+
+    def three(encoder: UnitPlan, llm: UnitPlan, generator: UnitPlan) -> list[UnitPlan]:
+        return [encoder, llm, generator]
+
+    everything = [ENCODER, LLM, GENERATOR]
+    total = e + m + g
+    return {
+        "3-2-1": (three(unit("enc", [ENCODER], [e], 3), unit("llm", [LLM], [m], 2), unit("gen", [GENERATOR], [g])), 1),
+        "1-2-3": (three(unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], 2), unit("gen", [GENERATOR], [g], 3)), 1),
+        "2-pp2-2": (three(unit("enc", [ENCODER], [e], 2), unit("llm", [LLM], [2, m - 2]),
+                          unit("gen", [GENERATOR], [g], 2)), 2),
+        "1-pp2dp2-1": (three(unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m - 1, 1], 2),
+                             unit("gen", [GENERATOR], [g])), 1),
+        "pp2-2-pp2": (three(unit("enc", [ENCODER], [1, e - 1]), unit("llm", [LLM], [m], 2),
+                            unit("gen", [GENERATOR], [3, g - 3])), 1),
+        "monolithic-pp3dp2": ([unit("all", everything, [e + 1, m + 1, g - 2], 2)], 1),
+        "monolithic-pp6": ([unit("all", everything, [2, e, m - 1, 2, 2, total - e - m - 5])], 1),
+        "monolithic-dp6": ([unit("all", everything, [total], 6)], 1),
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Six ranks train every layout in the same processes; the reference trains alone."""
+    folder = tmp_path_factory.mktemp("equivalence")
+    write_sample_data(folder / "data")
+    run = write_run(folder, folder / "data")
+    zero = write_run(folder / "zero", folder / "data", name="zero", zero_stage=1)
+    bf16 = write_run(folder / "bf16", folder / "data", name="bf16", zero_stage=1, precision="bf16")
+    for each in (run, zero, bf16):
+        build_index(each, describe(each), silent)
+    cases = [(name, run, *layout) for name, layout in _layouts(run).items()]
+    cases += [(f"zero1-{name}", zero, *_layouts(zero)[name]) for name in ("3-2-1", "monolithic-pp3dp2")]
+    cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in ("1-2-3",)]
+    payload = {"cases": [{"run": str(each.path.resolve()), "plan": plan_of(each, units, m).model_dump(mode="json"),
+                          "steps": STEPS, "out": str(folder / "out" / name)} for name, each, units, m in cases]}
+    launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
+    history, parameters, orders = reference(run, STEPS)
+    return {"folder": folder / "out", "history": history, "parameters": parameters, "orders": orders}
+
+
+def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    out: Path = runs["folder"] / name
+    folder = checkpoint.latest(out / "checkpoints")
+    assert folder is not None
+    layers = [layer for listed in checkpoint.describe(folder)["files"].values() for layer in listed]
+    return json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder, layers, ("weight",))
+
+
+FP32 = ["3-2-1", "1-2-3", "2-pp2-2", "1-pp2dp2-1", "pp2-2-pp2", "monolithic-pp3dp2", "monolithic-pp6",
+        "monolithic-dp6", "zero1-3-2-1", "zero1-monolithic-pp3dp2"]
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
+    history, weights = _trained(runs, name)
+    assert torch.allclose(torch.tensor(history), torch.tensor(runs["history"]), rtol=1e-5, atol=1e-5)
+    assert len(weights) == len(runs["parameters"])
+    for key, expected in runs["parameters"].items():
+        assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+
+
+def test_bf16_follows_the_reference(runs: dict[str, Any]) -> None:
+    history, _ = _trained(runs, "bf16-1-2-3")
+    assert torch.allclose(torch.tensor(history), torch.tensor(runs["history"]), rtol=0.05)
+
+
+def test_the_data_has_what_the_layouts_are_tested_for(runs: dict[str, Any]) -> None:
+    """Sequences without images to read, and without images to generate, are among those trained on."""
+    slots = [order.slots[0] for order in runs["orders"]]
+    readers = [set(slot.image_sequence.tolist()) for slot in slots]
+    writers = [set(slot.target_sequence.tolist()) for slot in slots]
+    everyone = [set(range(len(slot.sequences))) for slot in slots]
+    assert any(all_ - reading for all_, reading in zip(everyone, readers, strict=True))
+    assert any(all_ - writing for all_, writing in zip(everyone, writers, strict=True))
+
+
+def test_the_comparison_finds_faults(runs: dict[str, Any]) -> None:
+    """The tolerance is far below what one step of training changes."""
+    first, last = runs["history"][0], runs["history"][-1]
+    assert abs(first[0] - last[0]) > 1e-3

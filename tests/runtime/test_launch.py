@@ -1,0 +1,35 @@
+"""The launcher runs every rank, and names the one that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from disttrain_cli.errors import RankFailedError
+from disttrain_cli.runtime.launch import launch
+
+
+def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
+    launch(3, "tests.runtime.launch_worker:write_rank", {"folder": str(tmp_path)}, tmp_path / "logs")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
+        "0": "3", "1": "3", "2": "3"}
+
+
+def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(3, "tests.runtime.launch_worker:fail", {"rank": "1"}, tmp_path)
+    assert caught.value.exit_code == 4
+    assert "Rank 1 ended with exit code 1" in caught.value.what
+    assert "this rank is broken" in caught.value.why
+    assert str(tmp_path / "rank-00001.log") in caught.value.why
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="Rank 2 was killed by SIGKILL"):
+        launch(3, "tests.runtime.launch_worker:killed", {"rank": "2"}, tmp_path)
+
+
+def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="Rank 0 did not finish in time"):
+        launch(1, "tests.runtime.launch_worker:fail", {"rank": "none"}, tmp_path, timeout_s=1.0)
