@@ -13,13 +13,22 @@ from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
-from disttrain_cli.runtime import checkpoint
+from disttrain_cli.runtime import broker, checkpoint
+from disttrain_cli.runtime.assemble import build_engine
 from disttrain_cli.runtime.process import joined
+from disttrain_cli.runtime.routes import Route
 from disttrain_cli.runtime.topology import build_topology
 from disttrain_cli.runtime.tracing import Tracer
-from disttrain_cli.runtime.worker import build_engine, to_batch
+from disttrain_cli.runtime.worker import fetcher, to_batch
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
+
+GATHER = broker._gather
+
+
+def _reversed_rows(tensor: torch.Tensor, route: Route) -> torch.Tensor:
+    """A broken broker, to show that the comparison notices one."""
+    return GATHER(tensor, route).flip(0)
 
 
 def ranks(payload: dict[str, Any]) -> None:
@@ -32,16 +41,16 @@ def ranks(payload: dict[str, Any]) -> None:
             place = topology.place(int(os.environ["RANK"]))
             stage_layers = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
             out = Path(case["out"])
+            broker._gather = _reversed_rows if case["name"] == "faulty" else GATHER
             engine = build_engine(run, plan, topology, place, device, Tracer(out / "traces", "test", place))
             dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
             inputs = describe(run)
             history = []
             with Loader(run, inputs, plan.plan, read_index(run, inputs), unit=place.unit.name, replica=place.replica,
-                        fields=sorted({f for info in stage_layers for f in info.needs}), first_step=0) as loader:
+                        fields={f for info in stage_layers for f in info.needs}, first_step=0) as loader:
                 for step in range(case["steps"]):
                     order = loader.order(step)
-                    engine.run_step(order, lambda slot, o=order: to_batch(loader.fetch(o.step, slot), o, device, dtype),
-                                    run.file.train.optimizer.lr)
+                    engine.run_step(order, fetcher(loader, order, device, dtype), run.file.train.optimizer.lr)
                     own = engine.runner.take_losses()
                     sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64)
                     torch.distributed.all_reduce(sums)
@@ -65,7 +74,7 @@ def reference(run: Run, steps: int) -> tuple[list[list[float]], dict[str, torch.
     unit = UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])
     layout = Layout(global_batch_size=batch_size, microbatch_size=batch_size, microbatches=1, gpus_used=1, units=[unit])
     history, orders = [], []
-    with Loader(run, inputs, layout, read_index(run, inputs), unit="all", replica=0, fields=sorted(FIELDS),
+    with Loader(run, inputs, layout, read_index(run, inputs), unit="all", replica=0, fields=set(FIELDS),
                 first_step=0) as loader:
         for step in range(steps):
             order = loader.order(step)
@@ -79,5 +88,6 @@ def reference(run: Run, steps: int) -> tuple[list[list[float]], dict[str, torch.
             torch.stack(list(losses.values())).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_([p for _, p in parameters], run.file.train.gradient_clipping)
             optimizer.step()
-            history.append([float(losses.get(f"{LOSS_PREFIX}{name}", 0.0)) for name in ("text", "image")] + [float(norm)])
+            both = [float(losses[f"{LOSS_PREFIX}{name}"].detach()) for name in ("text", "image")]
+            history.append([*both, float(norm)])
     return history, {name: p.detach().clone() for name, p in parameters}, orders

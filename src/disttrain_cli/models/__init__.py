@@ -1,4 +1,4 @@
-"""A multimodal model as a graph of modules, each a list of pipeline layers over transformers and diffusers classes.
+"""A multimodal model as a graph of modules, each a list of pipeline layers over Hugging Face classes.
 
 Start at `layer.py` (what a layer is), then `graph.py` (which layers a model has).
 """

@@ -9,7 +9,7 @@ The numbers in the comments are the traps listed in docs/deepspeed.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from disttrain_cli.runtime.grid import UnitGrid
 from disttrain_cli.runtime.stage import StageRunner
 from disttrain_cli.runtime.topology import Place
 from disttrain_cli.runtime.tracing import Tracer
-from disttrain_cli.spec.runfile import TrainSpec
 from disttrain_cli.spec.work import Work
 
 
@@ -41,11 +40,12 @@ class StageModule(PipelineModule):
         self._local_start, self._local_stop = place.stage.layers.start, place.stage.layers.stop
         self.stage_id, self.num_stages = grid.stage_id, grid.pipe_parallel_size
         self.global_rank, self.world_size = place.rank, grid.world_size
-        self.loss_fn, self.tied_comms, self.tied_modules = None, {}, nn.ModuleDict()
+        self.loss_fn, self.tied_modules = None, nn.ModuleDict()
+        self.tied_comms: dict[str, Any] = {}
         self.activation_checkpoint_interval = 0
         self.dynamic_shape = True
         for parameter in self.parameters():
-            parameter.ds_pipe_replicated = False  # type: ignore[attr-defined]
+            parameter.ds_pipe_replicated = False
 
     def mpu(self) -> UnitGrid:
         return self._grid
@@ -58,7 +58,7 @@ class UnitEngine(PipelineEngine):
 
     def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer, config: dict[str, Any],
                  runner: StageRunner, upstream: Broker | None, downstream: Broker | None, place: Place,
-                 tracer: Tracer, module_kinds: dict[str, str]) -> None:
+                 tracer: Tracer, module_kinds: Mapping[str, str]) -> None:
         super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
                          config_class=DeepSpeedConfig(config, module.mpu()))
         self._starting = False
@@ -247,22 +247,3 @@ def _world_norm(tensors: Sequence[Tensor], weight: float, device: torch.device) 
         squared = weight * torch.stack(torch._foreach_norm(list(tensors))).float().square().sum()
     dist.all_reduce(squared)
     return squared.sqrt()
-
-
-def deepspeed_config(train: TrainSpec, slots: int, dp: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of one unit: `template.json` with the numbers of this run filled in.
-
-    micro batch 1 and train batch DP · slots satisfy its assertions for any split of a slot.
-    """
-    import json
-    from importlib.resources import files
-
-    config: dict[str, Any] = json.loads((files("disttrain_cli") / "templates" / "deepspeed.json").read_text())
-    config["train_batch_size"] = dp * slots
-    config["gradient_accumulation_steps"] = slots
-    config["gradient_clipping"] = train.gradient_clipping
-    config["zero_optimization"]["stage"] = train.zero_stage
-    if train.precision == "bf16":
-        config["bf16"] = {"enabled": True}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config

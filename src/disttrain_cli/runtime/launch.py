@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import RankFailedError
+from disttrain_cli.errors import DisttrainError, RankFailedError
+from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.rundir import rank_log
 
 POLL_S = 0.05
@@ -49,9 +50,11 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(world_size):
+                _error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
                 with rank_log(log_dir, rank).open("wb") as log:
                     ranks.append(subprocess.Popen(
-                        [sys.executable, "-m", "disttrain_cli.runtime.launch", target, str(file)],
+                        [sys.executable, "-m", "disttrain_cli.runtime.launch", target, str(file),
+                         str(rank_log(log_dir, rank))],
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
             _wait(ranks, log_dir, deadline, on_poll)
@@ -87,10 +90,19 @@ def _failure(ranks: list[subprocess.Popen[bytes]], failed: list[int], log_dir: P
     cause = next((r for r in failed if ranks[r].returncode < 0), None)
     if cause is None:
         cause = next((r for r in failed if not any(sign in logs[r] for sign in lost_peer)), failed[0])
+    log = rank_log(log_dir, cause)
+    if (told := _error_file(log)).exists():
+        error = json.loads(told.read_text())
+        return RankFailedError(f"Rank {cause} stopped: {error['what']}", f"{error['why']}\nlog: {log}".strip(),
+                               error["next_step"])
     code = ranks[cause].returncode
     ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     last = next((line for line in reversed(logs[cause].splitlines()) if line.strip()), "")
-    return RankFailedError(f"Rank {cause} {ending}", f"{last}\nlog: {rank_log(log_dir, cause)}".strip())
+    return RankFailedError(f"Rank {cause} {ending}", f"{last}\nlog: {log}".strip())
+
+
+def _error_file(log: Path) -> Path:
+    return log.with_suffix(".error.json")
 
 
 def _tail(path: Path, limit: int = 8192) -> str:
@@ -124,11 +136,16 @@ def _free_port() -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of a rank's process: TARGET PAYLOAD_FILE."""
-    target, file = arguments
+    """Entry of a rank's process: TARGET PAYLOAD_FILE LOG. An error meant for the user goes beside the log."""
+    target, file, log = arguments
     module, _, function = target.partition(":")
     payload = json.loads(Path(file).read_text())
-    getattr(importlib.import_module(module), function)(payload)
+    try:
+        getattr(importlib.import_module(module), function)(payload)
+    except DisttrainError as error:
+        write_whole(_error_file(Path(log)), json.dumps(
+            {"what": error.what, "why": error.why, "next_step": error.next_step}))
+        raise
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import read_run
+
+
+MOST_STEPS = 16  # global batches searched for images to generate
 
 
 def main(payload: dict[str, Any]) -> None:
@@ -33,16 +37,17 @@ def main(payload: dict[str, Any]) -> None:
     units = [UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])]
     slots = run.file.train.global_batch_size
     layout = Layout(global_batch_size=slots, microbatch_size=1, microbatches=slots, gpus_used=1, units=units)
-    out, written = Path(payload["images"]), 0
+    out, written, wanted = Path(payload["images"]), 0, run.file.samples.images
     with Loader(run, profile.inputs, layout, read_index(run, profile.inputs), unit="all", replica=0,
-                fields=sorted(FIELDS), first_step=0) as loader:
-        order = loader.order(0)
-        for slot in range(slots):
-            if written >= run.file.samples.images or not len(order.slots[slot].target_sequence):
+                fields=set(FIELDS), first_step=0) as loader:
+        for step, slot in product(range(MOST_STEPS), range(slots)):
+            order = loader.order(step)
+            if written >= wanted or not len(order.slots[slot].target_sequence):
                 continue
-            batch = to_batch(loader.fetch(0, slot), order, device, torch.float32)
-            images = generate(layers, batch, profile.inputs, run.file.samples.denoising_steps, run.file.train.seed)
-            for image in images[:run.file.samples.images - written]:
+            batch = to_batch(loader.fetch(step, slot), order, device, torch.float32)
+            images = generate(layers, batch, profile.inputs, run.file.samples.denoising_steps,
+                              seed=run.file.train.seed + step * slots + slot)
+            for image in images[:wanted - written]:
                 _, png = cv2.imencode(".png", image[:, :, ::-1])
                 write_whole(out / f"{written:02d}.png", png.tobytes())
                 written += 1

@@ -14,7 +14,8 @@ from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS
 
 SEGMENT_ROWS = 20_000
-_NOTHING = {"slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0, "sum_length_sq": 0, "bytes": 0, "peer": -1}
+_NOTHING = {"slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0,
+            "sum_length_sq": 0, "bytes": 0, "peer": -1}
 
 
 @dataclass

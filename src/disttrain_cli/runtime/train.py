@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from disttrain_cli.data.index import read_index
+from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime import launch as launching
 from disttrain_cli.spec.files import write_whole
@@ -69,7 +71,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     launching.launch(plan.plan.gpus_used, "disttrain_cli.runtime.worker:main", payload, root.logs,
                      on_poll=reader.poll)
     newest = root.checkpoints / f"step-{total:06d}"
-    return TrainResult(run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(root.logs),
+    return TrainResult(run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(run, profile),
                        resumed_from_step=resumed, checkpoint=str(newest), trace=str(root.traces),
                        images=_generate(run, profile, newest, progress), reference_losses=_references(run, profile))
 
@@ -115,7 +117,7 @@ def _newest_step(checkpoints: Path) -> int | None:
 def _move_aside(root: Path) -> None:
     """Keep what an earlier start left, under `earlier/NNN/`."""
     left = [root / name for name in ("traces", "checkpoints", "logs", "images") if (root / name).exists()]
-    if left:
+    if (root / "traces").exists():
         number = len(list((root / "earlier").glob("*")))
         folder = root / "earlier" / f"{number:03d}"
         folder.mkdir(parents=True)
@@ -123,9 +125,11 @@ def _move_aside(root: Path) -> None:
             shutil.move(path, folder / path.name)
 
 
-def _skipped(logs: Path) -> list[dict[str, str]]:
-    found: dict[str, str] = {}
-    for path in sorted(logs.glob("skipped-rank-*.json")):
+def _skipped(run: Run, profile: Profile) -> list[dict[str, str]]:
+    """Samples that indexing left out, and images that training could not decode."""
+    index = read_index(run, profile.inputs)
+    found = {f"{entry.shard}/{entry.key}": entry.reason for entry in index.skipped}
+    for path in sorted(run.dir.logs.glob("skipped-rank-*.json")):
         found.update(json.loads(path.read_text()))
     return [{"sample": name, "reason": reason} for name, reason in sorted(found.items())]
 
@@ -143,11 +147,8 @@ def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) 
 
 
 def _references(run: Run, profile: Profile) -> dict[str, float]:
-    """What a model that learned nothing reaches: the data's unigram entropy, and predicting zero noise."""
-    from disttrain_cli.data.index import read_index
-    from disttrain_cli.data.statistics import unigram_entropy
-
-    references = {"text_unigram_entropy": unigram_entropy(run, read_index(run, profile.inputs), profile.inputs)}
+    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting zero noise."""
+    references = {"text_unigram_entropy": unigram_entropy(run, read_index(run, profile.inputs))}
     if profile.inputs.target is not None:
         references["image_zero_noise"] = 1.0
     return references

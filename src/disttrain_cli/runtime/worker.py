@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from disttrain_cli.costs.flops import model_flops
+from disttrain_cli.costs.flops import mfu, module_flops
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.slots import SlotBatch, StepOrder
-from disttrain_cli.models.graph import build_layers, layer_table, live_tensors
+from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import checkpoint
-from disttrain_cli.runtime.broker import Broker
+from disttrain_cli.runtime.assemble import build_engine
 from disttrain_cli.runtime.process import joined
-from disttrain_cli.runtime.topology import Place, Topology, build_topology
+from disttrain_cli.runtime.topology import build_topology
 from disttrain_cli.runtime.tracing import Tracer, step_writer
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
@@ -41,7 +41,7 @@ def main(payload: dict[str, Any]) -> None:
     topology = build_topology(plan.plan, [info.module for info in table])
     place = topology.place(int(os.environ["RANK"]))
     stage_layers = table[place.stage.layers.start:place.stage.layers.stop]
-    fields = sorted({field for info in stage_layers for field in info.needs})
+    fields = {field for info in stage_layers for field in info.needs}
     with ExitStack() as stack:
         device = stack.enter_context(joined(profile.device.kind, run.file.train.timeout_s))
         tracer = Tracer(run.dir.traces, payload["name"], place,
@@ -61,33 +61,6 @@ def latest_checkpoint(run: Run) -> Path | None:
     return checkpoint.latest(run.dir.checkpoints)
 
 
-def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device,
-                 tracer: Tracer) -> Any:
-    """Build this rank's layers and the DeepSpeed engine around them."""
-    from disttrain_cli.runtime.engine import StageModule, UnitEngine, deepspeed_config
-    from disttrain_cli.runtime.grid import UnitGrid
-    from disttrain_cli.runtime.stage import StageRunner, build_segments
-
-    train, table, stage = run.file.train, layer_table(run), place.stage
-    dtype = torch.bfloat16 if train.precision == "bf16" else torch.float32
-    layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device)
-    runner = StageRunner(build_segments(layers, stage.layers.start, lambda cut: live_tensors(table, cut)))
-    upstream = downstream = None
-    if stage.number > 0:
-        upstream = Broker(place, topology.stages[stage.number - 1], live_tensors(table, stage.layers.start),
-                          dtype, device)
-    if stage.number + 1 < len(topology.stages):
-        downstream = Broker(place, topology.stages[stage.number + 1], live_tensors(table, stage.layers.stop),
-                            dtype, device)
-    module = StageModule(layers, UnitGrid(topology, place), place)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=train.optimizer.lr, betas=train.optimizer.betas,
-                                  eps=train.optimizer.eps, weight_decay=train.optimizer.weight_decay,
-                                  fused=device.type == "cuda" and train.zero_stage == 0 or None)
-    config = deepspeed_config(train, plan.plan.microbatches, place.unit.dp)
-    kinds = {name: spec.kind for name, spec in run.file.model.modules.items()}
-    return UnitEngine(module, optimizer, config, runner, upstream, downstream, place, tracer, kinds)
-
-
 def _train(run: Run, plan: Plan, profile: Profile, payload: dict[str, Any], engine: Any, loader: Loader,
            first: int, device: torch.device) -> None:
     """The step loop: train, report, checkpoint."""
@@ -97,7 +70,7 @@ def _train(run: Run, plan: Plan, profile: Profile, payload: dict[str, Any], engi
     for step in range(first, last):
         engine.tracer.step = step
         order = loader.order(step)
-        fetch = _fetcher(loader, order, device, dtype)
+        fetch = fetcher(loader, order, device, dtype)
         start = time.perf_counter()
         rate = learning_rate(train.optimizer, step)
         engine.run_step(order, fetch, rate)
@@ -117,7 +90,7 @@ def _train(run: Run, plan: Plan, profile: Profile, payload: dict[str, Any], engi
         engine.tracer.end_step()
     if loader.skipped:
         Path(payload["skipped_dir"], f"skipped-rank-{engine.place.rank:05d}.json").write_text(
-            json.dumps([list(entry) for entry in loader.skipped]))
+            json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
@@ -125,7 +98,8 @@ def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
     return optimizer.lr * min(1.0, (step + 1) / max(1, optimizer.warmup_steps))
 
 
-def _fetcher(loader: Loader, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Callable[[int], Batch]:
+def fetcher(loader: Loader, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Callable[[int], Batch]:
+    """What the engine calls to wait for this rank's inputs of a slot."""
     def fetch(slot: int) -> Batch:
         return to_batch(loader.fetch(order.step, slot), order, device, dtype)
     return fetch
@@ -162,11 +136,10 @@ def _world_losses(run: Run, engine: Any, device: torch.device) -> dict[str, floa
 def _step_row(run: Run, flops: float, profile: Profile, name: str, order: StepOrder, losses: dict[str, float],
               grad_norm: float, rate: float, iteration_s: float) -> dict[str, Any]:
     """One row of `spec.trace.STEP_COLUMNS`, without its end."""
-    devices = 1 if profile.device.kind == "cpu" else int(os.environ["WORLD_SIZE"])
     return {"run": name, "step": order.step, "loss": losses["loss"], "loss_text": losses["text"],
             "loss_image": losses["image"], "grad_norm": grad_norm, "learning_rate": rate,
             "iteration_s": iteration_s, "sequences_per_s": run.file.train.global_batch_size / iteration_s,
-            "mfu": flops / (iteration_s * profile.device.peak_tflops * 1e12 * devices),
+            "mfu": mfu(flops, iteration_s, profile.device, int(os.environ["WORLD_SIZE"])),
             "data_wait_s": losses["data_wait_s"],
             "tokens": int(sum(slot.sequence_tokens.sum() for slot in order.slots)),
             "images": sum(len(slot.image_sequence) for slot in order.slots),
@@ -175,7 +148,7 @@ def _step_row(run: Run, flops: float, profile: Profile, name: str, order: StepOr
 
 def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> float:
     """Model FLOPs of a global batch, forward and backward, from the counted models."""
-    return sum(model_flops(module, slot.work(module.kind, items))
+    return sum(module_flops(module, slot.work(module.kind, items))
                for slot in order.slots for name, module in profile.modules.items()
                for items in slot.replicas[layout.unit_of(name).name])
 

@@ -20,7 +20,8 @@ class ModuleSpec(Strict):
     kind: Kind = Field(description="Where the module stands: before the LLM, the LLM, or after it.")
     architecture: str | None = Field(None, description="Architecture by name: vit, llama, unet2d_condition.")
     folder: str | None = Field(None, description="Local folder with a Hugging Face config.json, instead of a name.")
-    config: dict[str, Any] = Field(default_factory=dict, description="Fields of the architecture's configuration class.")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of the architecture's configuration class.")
     merge: int = Field(1, ge=1, description="Encoders: patches per side that one LLM token stands for.")
     image_size: int | None = Field(None, ge=8, description="Generators: side of a generated image in pixels.")
     context_tokens: int = Field(8, ge=1, description="Generators: LLM positions that condition one generated image.")
@@ -45,7 +46,8 @@ class ModelSpec(Strict):
     """The multimodal model: modules by name, joined by projectors."""
 
     modules: dict[str, ModuleSpec] = Field(description="Modules by name, in any order.")
-    projector_hidden: int | None = Field(None, ge=1, description="Hidden width of the two-layer projectors; the LLM's width if not given.")
+    projector_hidden: int | None = Field(
+        None, ge=1, description="Hidden width of the two-layer projectors; the LLM's width if not given.")
     loss_weights: LossWeights = Field(default_factory=LossWeights)
 
     @model_validator(mode="after")
@@ -72,7 +74,8 @@ class SourceSpec(Strict):
     """One dataset."""
 
     path: str = Field(description="Folder or file of shards (*.tar), relative to the run file.")
-    weight: float = Field(1.0, gt=0, description="How often its samples are drawn, relative to the other sources (1 = once per epoch).")
+    weight: float = Field(
+        1.0, gt=0, description="How often its samples are drawn, relative to the other sources (1 = once per epoch).")
 
 
 class DataSpec(Strict):
@@ -81,8 +84,10 @@ class DataSpec(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     tokenizer: str = Field("bytes", description="'bytes', or a local Hugging Face tokenizer folder.")
     sequence_length: int = Field(8192, ge=16, description="Tokens of one packed sequence.")
-    max_image_pixels: int = Field(1048576, ge=64, description="Pixels of one image read; larger ones are scaled down to it.")
-    max_bad_fraction: float = Field(0.01, ge=0, le=1, description="Share of samples that may be broken before the run stops.")
+    max_image_pixels: int = Field(
+        1048576, ge=64, description="Pixels of one image read; larger ones are scaled down to it.")
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="Share of samples that may be broken before the run stops.")
 
 
 class ClusterSpec(Strict):
@@ -92,7 +97,8 @@ class ClusterSpec(Strict):
     gpus_per_node: int = Field(8, ge=1, description="Devices of one node; on a CPU, processes.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_gib: float | None = Field(None, gt=0, description="Memory of one device; measured when not given.")
-    peak_tflops: float | None = Field(None, gt=0, description="Dense peak of one device; needed when the device is not in the catalogue.")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="Dense peak of one device; needed when the device is not in the catalogue.")
     cpu_nodes: int = Field(0, ge=0, description="Nodes that only preprocess data.")
 
     @property

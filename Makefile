@@ -1,0 +1,54 @@
+# make run      the whole chain on a small real dataset: profile, plan, train, analyze
+# make test     the test suite (under 10 minutes on 2 cores)
+# make test-all everything: also the full matrices, the chain as a user runs it, and the fault tests
+# make check    ruff, mypy, import rules, docs completeness
+# make docs     write docs/cli.md, docs/runfile.md and docs/schema/ again
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test test-slow test-all check docs clean
+
+run: $(VENV)/.demo
+	$(BIN)/disttrain init demo --preset tiny --sample-data
+	cd demo && $(BIN)/disttrain profile && $(BIN)/disttrain plan && $(BIN)/disttrain train && $(BIN)/disttrain analyze
+
+test: $(VENV)/.dev
+	$(PYTEST) -q -m "not slow"
+
+test-slow: $(VENV)/.dev
+	$(PYTEST) -q -m slow
+
+test-all: $(VENV)/.dev
+	$(PYTEST) -q
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) demo
+
+# A stamp says that the environment holds what these two files ask for.
+$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) -e '.[demo,dev]'
+	@touch $@
+
+$(VENV)/.created:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "disttrain needs Python 3.11 or newer. Install it, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@

@@ -1,0 +1,115 @@
+"""Write the generated part of the documentation, or check that it is up to date.
+
+    python docs/generate.py            write docs/cli.md, docs/runfile.md and docs/schema/
+    python docs/generate.py --check    exit with 1 and name the files that differ
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.app import app
+from disttrain_cli.app import main as disttrain
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+
+DOCS = Path(__file__).parent
+NOTICE = "<!-- Written by docs/generate.py; edit the code instead. -->"
+# Typer and Rich read these when they draw the first page: the same page on every machine.
+PLAIN = {"TERMINAL_WIDTH": "100", "COLUMNS": "100", "NO_COLOR": "1", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
+FORCING = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")
+SCHEMAS = {"runfile": RunFile, "profile": Profile, "plan": Plan}
+
+
+def cli() -> str:
+    """The CLI reference: `--help` of every command."""
+    os.environ |= PLAIN
+    for name in FORCING:
+        os.environ.pop(name, None)
+    names = ["", *(command.name or "" for command in app.registered_commands)]
+    parts = ["# Command line reference", NOTICE]
+    for name in names:
+        words = [word for word in (name, "--help") if word]
+        parts += [f"## `{' '.join(['disttrain', *words[:-1]])}`", f"```text\n{_help(words)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _help(words: list[str]) -> str:
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
+        disttrain(words)
+    return "\n".join(line.rstrip() for line in page.getvalue().strip().splitlines())
+
+
+def runfile() -> str:
+    """The fields of the run file, one table per section."""
+    schema = RunFile.model_json_schema()
+    parts = ["# The run file", NOTICE,
+             "`disttrain.yaml` says everything that a user decides about a run. Unknown keys are errors. "
+             "[schema/runfile.schema.json](schema/runfile.schema.json) is the same as a JSON Schema, for editors.",
+             *_section("Top level", schema, schema["$defs"])]
+    for name, definition in schema["$defs"].items():
+        parts += _section(name, definition, schema["$defs"])
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(name: str, definition: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
+    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for field, about in definition["properties"].items():
+        default = "required" if field in definition.get("required", []) else "its own defaults"
+        if "default" in about:
+            default = f"`{json.dumps(about['default'])}`"
+        rows.append(f"| `{field}` | {_type(about)} | {default} | {about.get('description', '')} |")
+    return [f"## {name}", *([definition["description"]] if "description" in definition else []), "\n".join(rows)]
+
+
+def _type(about: dict[str, Any]) -> str:
+    """A JSON Schema type in a few words."""
+    if "$ref" in about:
+        name = about["$ref"].rsplit("/", 1)[-1]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in about:
+        return " or ".join(_type(option) for option in about["anyOf"])
+    if "enum" in about or "const" in about:
+        return ", ".join(f"`{value}`" for value in about.get("enum", [about.get("const")]))
+    if about.get("type") == "array":
+        inner = about.get("items") or (about.get("prefixItems") or [{}])[0]
+        return f"list of {_type(inner)}"
+    if about.get("type") == "object" and isinstance(about.get("additionalProperties"), dict):
+        return f"mapping of name to {_type(about['additionalProperties'])}"
+    limits = [f"{sign} {about[key]}" for key, sign in
+              (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")) if key in about]
+    return " ".join([about.get("type", "any"), *limits])
+
+
+def pages() -> dict[Path, str]:
+    """Every generated file with its content."""
+    found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile()}
+    for name, kind in SCHEMAS.items():
+        schema = json.dumps(kind.model_json_schema(), indent=2, ensure_ascii=False)
+        found[DOCS / "schema" / f"{name}.schema.json"] = schema + "\n"
+    return found
+
+
+def main() -> int:
+    found = pages()
+    stale = [path for path, text in found.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if "--check" in sys.argv[1:]:
+        for path in stale:
+            print(f"{path.relative_to(DOCS.parent)} is out of date; write it with: make docs", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found[path], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

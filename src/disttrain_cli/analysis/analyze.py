@@ -1,0 +1,196 @@
+"""From trace folders to an `Analysis`: run the queries, replay the steps, judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.analysis.database import Database, open_database
+from disttrain_cli.analysis.losses import split_losses
+from disttrain_cli.analysis.replay import build_graph
+from disttrain_cli.analysis.result import (
+    Analysis,
+    Comparison,
+    JobSummary,
+    Place,
+    RankSummary,
+    Slowest,
+    Stragglers,
+    UnitSummary,
+    Verdict,
+    WhatIf,
+)
+from disttrain_cli.analysis.verdict import judge, unknown
+from disttrain_cli.analysis.what_if import what_if
+from disttrain_cli.costs.flops import peak_tflops
+from disttrain_cli.errors import DataError
+
+
+def analyze(paths: list[Path]) -> Analysis:
+    """Analyse the traces of one job.
+
+    Args:
+        paths: the run's folder or its `traces` folder; several are parts of one trace.
+
+    Raises:
+        DataError: a path does not exist, or no step can be read in any of them.
+    """
+    return analyze_database(open_database(paths))
+
+
+def analyze_database(database: Database) -> Analysis:
+    """The same for traces that are open already (the report asks them again)."""
+    times = database.query("iterations")[0]
+    if not times["measured"]:
+        raise DataError("The trace holds no whole step", f"{times['recorded']} step(s) were recorded; a measured step needs "
+                        "forward and backward of every rank, and the first one is warm-up",
+                        "Record more: disttrain train --steps 5")
+    shares = database.query("idle_totals")[0]
+    units = _units(database, times["iteration_s"])
+    comparisons = _comparisons(database, times, 1 - shares["compute"], _job_mfu(database, units, times["iteration_s"]))
+    ranks = [RankSummary(**row) for row in database.query("ranks")]
+    stragglers, verdict, study = _straggle(database, shares, ranks, comparisons)
+    job = database.job
+    summary = JobSummary(
+        run=database.run, layout=job.layout.describe() if job is not None else
+        " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units),
+        ranks=len(ranks), steps=times["recorded"], steps_measured=times["measured"],
+        warmup_steps_excluded=times["warmup"], iteration_s=times["iteration_s"], iteration_p50_s=times["p50_s"],
+        iteration_p95_s=times["p95_s"], sequences_per_s=times["sequences_per_s"],
+        mfu=_job_mfu(database, units, times["iteration_s"]), bubble_fraction=1 - shares["compute"],
+        exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
+        time_shares={name: share for name, share in shares.items() if name != "data_wait_s"})
+    _check(database, times, units, summary)
+    return Analysis(job=summary, units=units, stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study,
+                    predicted_vs_measured=comparisons, slowest=_slowest(database),
+                    warnings=list(dict.fromkeys(database.warnings)))
+
+
+def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
+    """Per unit; its MFU is its model FLOPs ÷ (step time × its share of the peak).
+
+    On CUDA that share is the peak of its devices. A CPU is one device for all: every unit gets the part of the
+    machine's peak that its ranks are of all ranks, though it may use more while others wait.
+    """
+    units = []
+    total = sum(row["gpus"] for row in database.sql("SELECT gpus FROM units"))
+    for row in database.query("units"):
+        flops = row.pop("flops_per_step")
+        mfu = None
+        if flops is not None and database.job is not None:
+            device = database.job.profile.device
+            mfu = flops / (iteration_s * 1e12 * peak_tflops(device, total) * row["gpus"] / total)
+        units.append(UnitSummary(**row, mfu=mfu, model_tflop_per_step=None if flops is None else flops / 1e12))
+    return units
+
+
+def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -> float | None:
+    """Model FLOPs of all units ÷ (step time × peak), or None where a unit's are unknown."""
+    if database.job is None:
+        return None
+    tflop = 0.0
+    for unit in units:
+        if unit.model_tflop_per_step is None:
+            return None
+        tflop += unit.model_tflop_per_step
+    return tflop / (iteration_s * peak_tflops(database.job.profile.device, sum(unit.gpus for unit in units)))
+
+
+def _comparisons(database: Database, times: dict[str, Any], bubble: float, mfu: float | None) -> list[Comparison]:
+    """Predicted beside measured: the plan's figures, and the profile at the recorded sizes."""
+    job = database.job
+    if job is None:
+        return []
+    rows: list[Comparison] = []
+
+    def add(what: str, unit: str | None, basis: str, predicted: float | None, measured: float | None, measure: str) -> None:
+        if predicted and measured is not None:
+            rows.append(Comparison(what=what, unit=unit, basis=basis, predicted=predicted, measured=measured,
+                                   measure=measure, error_pct=100 * (measured - predicted) / predicted))
+
+    add("iteration_s", None, "plan", job.predicted.iteration_s, times["iteration_s"], "s")
+    add("sequences_per_s", None, "plan", job.predicted.sequences_per_s,
+        job.layout.global_batch_size / times["iteration_s"], "1/s")
+    add("mfu", None, "plan", job.predicted.mfu, mfu, "fraction")
+    add("bubble_fraction", None, "plan", job.predicted.bubble_fraction, bubble, "fraction")
+    passes = {(row["unit"], row["operation"]): row for row in database.query("unit_passes")}
+    planned = {time.unit: time for time in job.predicted.units}
+    for unit in job.layout.units:
+        for operation in ("forward", "backward", "stage"):
+            row = passes.get((unit.name, operation))
+            if row is None:
+                continue
+            if unit.name in planned:
+                add(f"{operation}_ms", unit.name, "plan", getattr(planned[unit.name], f"{operation}_ms"),
+                    row["measured_ms"], "ms")
+            add(f"{operation}_ms", unit.name, "same work", row["same_work_ms"], row["measured_ms"], "ms")
+    return rows
+
+
+def _straggle(database: Database, shares: dict[str, float], ranks: list[RankSummary],
+              comparisons: list[Comparison]) -> tuple[Stragglers, Verdict, WhatIf | None]:
+    graph = build_graph(database)
+    if graph is None:
+        return (Stragglers(slowdown=None, ideal_s=None, lost_s=None), unknown("no recorded step is whole enough to replay"),
+                None)
+    losses = split_losses(graph)
+    where = {rank.rank: Place(**rank.model_dump(include={"unit", "stage", "replica", "rank", "host"})) for rank in ranks}
+    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
+    unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
+    if unexplained > 0.05:
+        database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
+    return (Stragglers(slowdown=measured_s / ideal_s, ideal_s=ideal_s,
+                       lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}),
+            judge(losses, shares, where, len(ranks), comparisons), what_if(graph))
+
+
+def _slowest(database: Database) -> list[Slowest]:
+    """The slowest stage, replica and slot."""
+    cells = database.query("cells")
+    rows = []
+    for kind in ("stage", "replica"):
+        groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for cell in cells:
+            groups.setdefault((cell["unit"], cell[kind]), []).append(cell)
+        found = []
+        for (unit, number), members in groups.items():
+            if sum(1 for other, _ in groups if other == unit) < 2:
+                continue
+            normal = [cell["normalised"] for cell in members if cell["normalised"] is not None]
+            found.append(Slowest(kind=kind, unit=unit, number=number, mean_ms=_mean(members, "mean_ms"),
+                                 ratio=_mean(members, "ratio"),
+                                 normalised_ratio=sum(normal) / len(normal) if normal else None))
+        if found:
+            rows.append(max(found, key=lambda row: row.ratio))
+    slot = max(database.query("slots"), key=lambda row: row["ms"])
+    work = slot["work_ratio"]
+    rows.append(Slowest(kind="slot", unit=None, number=slot["slot"], mean_ms=slot["ms"], ratio=slot["ratio"],
+                        normalised_ratio=slot["ratio"] / work if work else None))
+    return rows
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(row[key] or 0.0 for row in rows) / len(rows)
+
+
+def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], summary: JobSummary) -> None:
+    """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared cores."""
+    warn, job = database.warnings.append, database.job
+    if times["warmup"] == 0:
+        warn("only one step was recorded, so its warm-up could not be left out")
+    if times["incomplete"]:
+        warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
+    if job is not None and summary.ranks < job.layout.gpus_used:
+        warn(f"the trace holds {summary.ranks} of {job.layout.gpus_used} ranks: figures are of those only")
+    expected = times["last_step"] - times["first_step"] + 1
+    if times["recorded"] < expected:
+        warn(f"{expected - times['recorded']} step(s) between {times['first_step']} and {times['last_step']} are missing")
+    if times["reported"] < times["measured"]:
+        warn(f"{times['measured'] - times['reported']} measured step(s) have no reported loss and time")
+    if summary.mfu is not None and summary.mfu > 1:
+        warn(f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong")
+    if summary.iteration_s > 1.1 * times["window_s"]:
+        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['window_s']:.3g} s")
+    if job is not None and job.profile.device.kind == "cpu" and summary.ranks > 1:
+        warn(f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a rank is slower while others "
+             "compute, so which unit or rank is slow is less certain than on separate devices")

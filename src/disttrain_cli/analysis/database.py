@@ -1,0 +1,202 @@
+"""An in-memory DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
+
+Nothing is copied: `trace` and `steps` read the files whenever they are asked. After the views exist, the
+connection may open no file but the segments, load no extension and change no setting, so that `--sql` can run
+a stranger's query. Names of files and strings of a trace reach SQL only as quoted literals or parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.analysis.costing import StageCost, stage_costs
+from disttrain_cli.analysis.files import find_traces
+from disttrain_cli.errors import DataError, UsageError
+from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE"}
+#: Views made from `queries/view_NAME.sql`, in the order in which they need each other.
+_VIEWS = ("windows", "operations", "idle")
+
+
+@dataclass
+class Database:
+    """An open connection, the job it describes, and what had to be left out."""
+
+    connection: DuckDBPyConnection
+    job: Job | None
+    run: str
+    warnings: list[str] = field(default_factory=list)
+
+    def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
+        """Rows of `queries/NAME.sql`, with `$parameter` values."""
+        return self.sql(query_text(name), parameters)
+
+    def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
+        """The same as NumPy columns, for long results."""
+        return self.connection.execute(query_text(name), parameters or None).fetchnumpy()
+
+    def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Rows of an SQL text of ours."""
+        cursor = self.connection.execute(text, parameters or None)
+        names = [column[0] for column in cursor.description or []]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a query answered."""
+
+    columns: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+def open_database(paths: list[Path]) -> Database:
+    """Views over the traces in `paths`; see `documented_views` for what can be asked.
+
+    Raises:
+        DataError: a path does not exist, or nothing in it can be read.
+    """
+    import duckdb
+
+    files = find_traces(paths)
+    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
+    try:
+        _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
+        _make_source(connection, "step_segments", files.steps, STEP_COLUMNS)
+        run = _choose_starts(connection, files.job, files.warnings)
+        _make_layout(connection, files.job, files.warnings)
+        for view in _VIEWS:
+            connection.execute(query_text(f"view_{view}"))
+        connection.execute(f"SET allowed_paths = {_literals([*files.segments, *files.steps], str, _no_glob)}")
+        connection.execute("SET enable_external_access = false")
+        connection.execute("SET lock_configuration = true")
+    except duckdb.Error as error:
+        raise DataError("The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment.") from None
+    return Database(connection, files.job, run, files.warnings)
+
+
+def run_sql(paths: list[Path], query: str) -> Table:
+    """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
+
+    Raises:
+        DataError: nothing can be read in `paths`.
+        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
+    """
+    import duckdb
+
+    connection = open_database(paths).connection
+    views = "The views are: " + ", ".join(documented_views())
+    try:
+        statements = connection.extract_statements(query)
+        if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
+            raise UsageError("--sql takes exactly one SELECT statement", f"given: {query}", views)
+        cursor = connection.execute(statements[0])
+        return Table([column[0] for column in cursor.description or []], cursor.fetchall())
+    except duckdb.Error as error:
+        raise UsageError("The query failed", str(error), views) from None
+
+
+def query_text(name: str) -> str:
+    """The text of `queries/NAME.sql`."""
+    return (resources.files("disttrain_cli.analysis") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
+
+
+def documented_views() -> dict[str, str]:
+    """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
+    own = {
+        "trace": "One row per operation of a rank, as recorded, of the analysed run. Columns: "
+                 + ", ".join(TRACE_COLUMNS),
+        "steps": "One row per optimizer step, as reported while training. Columns: " + ", ".join(STEP_COLUMNS),
+        "units": "One row per unit of the plan. Columns: unit, place, modules, tp, dp, pp, gpus, first_depth",
+        "costs": "One row per module, stage and direction: summed coefficients of FLOPs and of time in ms. Columns: "
+                 + ", ".join(StageCost._fields),
+    }
+    return own | {name: _header(query_text(f"view_{name}")) for name in _VIEWS}
+
+
+def _header(text: str) -> str:
+    """The leading comment of an SQL file as one line."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("--"):
+            break
+        lines.append(line.removeprefix("--").strip())
+    return " ".join(lines)
+
+
+def _literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
+    """A SQL list of quoted file names, each in every given form."""
+    names = [form(str(path.resolve())) for path in paths for form in forms]
+    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+
+
+def _no_glob(name: str) -> str:
+    """The name with the characters that DuckDB would expand standing for themselves."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _make_source(connection: DuckDBPyConnection, name: str, files: list[Path], columns: dict[str, str]) -> None:
+    """A view over Parquet files with the columns of our schema, or an empty table of the same shape."""
+    if files:
+        casts = ", ".join(f"CAST({column} AS {_TYPES[kind]}) AS {column}" for column, kind in columns.items())
+        connection.execute(f"CREATE VIEW {name} AS SELECT {casts} FROM "
+                           f"read_parquet({_literals(files, _no_glob)}, union_by_name = true)")
+    else:
+        shape = ", ".join(f"{column} {_TYPES[kind]}" for column, kind in columns.items())
+        connection.execute(f"CREATE TABLE {name} ({shape})")
+
+
+def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> str:
+    """Views `trace` and `steps` of the starts of one job; a step repeated after resuming counts once, as last done.
+
+    Every start of a job is a `run` of its own. Starts whose ranks hold other places than the job's last start
+    belong to another plan and are left out.
+    """
+    starts = connection.execute(
+        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS places, min(start_ns) "
+        "FROM segments GROUP BY run ORDER BY min(start_ns), run").fetchall()
+    places = {str(name): places for name, places, _ in starts}
+    last = job.run if job is not None and job.run in places else list(places)[-1]
+    if job is not None and job.run not in places:
+        warnings.append(f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is analysed")
+    alike = [name for name in places if set(places[name]) <= set(places[last]) or set(places[last]) <= set(places[name])]
+    others = ", ".join(repr(name) for name in places if name not in alike)
+    if others:
+        warnings.append(f"starts of different plans are mixed here: {last!r} is analysed, {others} left out")
+    connection.execute("CREATE TABLE kept AS SELECT step, arg_max(run, start_ns) AS run, count(DISTINCT run) AS starts "
+                       "FROM segments WHERE list_contains($runs, run) GROUP BY step", {"runs": alike})
+    connection.execute("CREATE VIEW trace AS SELECT s.* FROM segments s JOIN kept USING (step, run)")
+    connection.execute("CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
+                       "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1")
+    repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
+    if repeated:
+        warnings.append(f"{repeated} step(s) were repeated after resuming; the last time is analysed")
+    return last
+
+
+def _make_layout(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> None:
+    """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage and module)."""
+    connection.execute("CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp INTEGER, "
+                       "pp INTEGER, gpus INTEGER, first_depth INTEGER)")
+    connection.execute("CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation VARCHAR, "
+                       + ", ".join(f"{name} DOUBLE" for name in StageCost._fields[5:]) + ")")
+    if job is None:
+        connection.execute(query_text("layout_from_trace"))
+        return
+    depth = 0
+    for place, unit in enumerate(job.layout.units):
+        connection.execute("INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                           [unit.name, place, unit.modules, unit.tp, unit.dp, unit.pp, unit.gpus, depth])
+        depth += unit.pp
+    rows = stage_costs(job, warnings)
+    if rows:
+        connection.executemany(f"INSERT INTO costs VALUES ({', '.join('?' * len(StageCost._fields))})",
+                               [list(row) for row in rows])

@@ -1,0 +1,32 @@
+-- What a replay needs: every forward and backward of the chosen steps with what preceded it on its rank since the
+-- previous one (waiting for data, handing over tensors, receiving, and time covered by no row). Seconds from the
+-- start of the step; `received_from_s` is when the rank began to wait for this pass's tensors.
+WITH chosen AS (SELECT step, start_ns FROM windows WHERE list_contains($steps, step)),
+passes AS (
+    SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, any_value(o.stage) AS stage,
+           any_value(o.replica) AS replica, any_value(o.depth) AS depth, min(o.start_ns) AS start_ns,
+           max(o.end_ns) AS end_ns, sum(coalesce(o.predicted_ms, 0)) / 1e3 AS predicted_s
+    FROM operations o JOIN chosen USING (step) WHERE o.operation IN ('forward', 'backward')
+    GROUP BY o.step, o.rank, o.slot, o.operation
+), others AS (
+    SELECT o.step, o.rank, o.operation, o.start_ns, o.end_ns FROM operations o JOIN chosen USING (step)
+    WHERE o.operation NOT IN ('forward', 'backward', 'checkpoint')
+), preceding AS (
+    SELECT p.step, p.rank, p.slot, p.operation,
+           sum(o.end_ns - o.start_ns) AS covered_ns,
+           coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation = 'load'), 0) AS load_ns,
+           coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation LIKE 'receive%'), 0) AS received_ns,
+           min(o.start_ns) FILTER (o.operation LIKE 'receive%') AS received_from_ns
+    FROM others o ASOF JOIN passes p ON o.step = p.step AND o.rank = p.rank AND o.start_ns <= p.start_ns
+    GROUP BY p.step, p.rank, p.slot, p.operation
+)
+SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth, p.predicted_s,
+       (p.start_ns - c.start_ns) / 1e9 AS start_s, (p.end_ns - p.start_ns) / 1e9 AS duration_s,
+       coalesce(q.load_ns, 0) / 1e9 AS load_s, coalesce(q.received_ns, 0) / 1e9 AS received_s,
+       (coalesce(q.received_from_ns, p.start_ns) - c.start_ns) / 1e9 AS received_from_s,
+       coalesce(q.covered_ns - q.load_ns - q.received_ns, 0) / 1e9 AS handover_s,
+       greatest(0, p.start_ns - coalesce(lag(p.end_ns) OVER (PARTITION BY p.step, p.rank ORDER BY p.start_ns), c.start_ns)
+                   - coalesce(q.covered_ns, 0)) / 1e9 AS gap_s
+FROM passes p JOIN chosen c USING (step)
+LEFT JOIN preceding q ON q.step = p.step AND q.rank = p.rank AND q.slot = p.slot AND q.operation = p.operation
+ORDER BY p.step, p.rank, p.start_ns;

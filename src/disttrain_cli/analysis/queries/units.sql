@@ -1,0 +1,16 @@
+-- How much does each unit compute, how busy are its ranks, and what do its ranks wait for? Per step.
+WITH steps AS (SELECT count(*) AS steps, sum(window_s) AS window_s FROM windows WHERE measured),
+work AS (
+    SELECT unit, sum(flops) AS flops, sum(duration_ns) / 1e9 AS compute_s,
+           count(DISTINCT rank) AS ranks
+    FROM operations WHERE measured AND operation IN ('forward', 'backward') GROUP BY unit
+), waits AS (
+    SELECT unit, avg(data_wait_s) AS data_wait_s, avg(warmup_s + drain_s) AS warmup_drain_s,
+           avg(other_unit_s) AS other_unit_s, avg(other_stage_s) AS other_stage_s, avg(transfer_s) AS transfer_s,
+           avg(update_s) AS update_s, avg(gap_s) AS gap_s
+    FROM idle GROUP BY unit
+)
+SELECT u.unit AS name, u.modules, u.tp, u.dp, u.pp, u.gpus, w.flops / steps AS flops_per_step,
+       w.compute_s / (w.ranks * steps) AS compute_s,
+       w.compute_s / (w.ranks * window_s) AS busy_fraction, waits.* EXCLUDE (unit)
+FROM units u JOIN work w USING (unit) JOIN waits USING (unit), steps ORDER BY u.place;

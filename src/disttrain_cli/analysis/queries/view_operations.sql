@@ -1,0 +1,19 @@
+-- One row per operation of the trace with what the plan and the profile know of it: depth (stage counted through
+-- the whole pipeline), items (images or sequences), duration, model FLOPs of this rank, time predicted for this
+-- very work, and whether its step is measured (see windows).
+-- Columns: those of trace, depth, pp, items, duration_ns, flops, predicted_ms, measured
+CREATE VIEW operations AS
+SELECT t.*, u.first_depth + t.stage AS depth, u.pp,
+       CASE WHEN c.kind = 'llm' THEN t.sequences ELSE t.images END AS items,
+       t.end_ns - t.start_ns AS duration_ns,
+       CASE WHEN items + t.tokens + t.sum_length_sq = 0 THEN 0.0
+            ELSE c.flops_base + c.flops_per_item * items + c.flops_per_token * t.tokens
+                 + c.flops_per_length_sq * t.sum_length_sq END AS flops,
+       CASE WHEN items + t.tokens + t.sum_length_sq = 0 THEN 0.0
+            ELSE c.ms_base + c.ms_per_item * items + c.ms_per_token * t.tokens
+                 + c.ms_per_length_sq * t.sum_length_sq END AS predicted_ms,
+       coalesce(w.measured, false) AS measured
+FROM trace t
+LEFT JOIN units u USING (unit)
+LEFT JOIN windows w USING (step)
+LEFT JOIN costs c ON c.unit = t.unit AND c.stage = t.stage AND c.module = t.module AND c.operation = t.operation;

@@ -1,0 +1,119 @@
+"""The `disttrain` command: subcommands registered, exceptions turned into messages and exit codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from disttrain_cli import __version__
+from disttrain_cli.commands import analyze, init, plan, profile, train
+from disttrain_cli.console import Console
+from disttrain_cli.errors import DisttrainError
+
+EPILOG = """Examples:
+
+$ disttrain init demo --preset tiny --sample-data
+$ cd demo
+$ disttrain profile
+$ disttrain plan
+$ disttrain train
+$ disttrain analyze
+
+Exit codes:
+
+0  success
+1  an error you can act on (what, why, and what to do next)
+2  wrong usage
+3  no feasible plan (with what binds)
+4  a worker or rank failed (which, and where its log is)
+5  a --fail-if condition holds
+130  interrupted
+
+A traceback appears only with DISTTRAIN_DEBUG=1.
+"""
+
+# Conditions of the machine, not bugs of ours.
+MACHINE_ERRORS = {errno.ENOSPC: "Free some space and run the command again.",
+                  errno.EDQUOT: "Free some of your quota and run the command again.",
+                  errno.EACCES: "Give yourself access to it, or choose another folder.",
+                  errno.EPERM: "Give yourself access to it, or choose another folder.",
+                  errno.EROFS: "Choose a folder that can be written.",
+                  errno.EMFILE: "Raise the limit of open files: ulimit -n 65536"}
+
+app = typer.Typer(name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"disttrain {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
+                                          help="Print the version and exit.")] = False,
+) -> None:
+    """Train a multimodal LLM with its own GPUs and parallelism for every module.
+
+    Each command reads one run file and what the command before it left: profile, plan, train, analyze.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for name, command in {"init": init, "profile": profile, "plan": plan, "train": train, "analyze": analyze}.items():
+    app.command(name, epilog=command.EPILOG)(command.run)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code (see `errors.py` for what each means)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    sys.exit(_run(words, Console(json_mode="--json" in words)))
+
+
+def _run(words: list[str], console: Console) -> int:
+    try:
+        code = app(words, prog_name="disttrain", standalone_mode=False)
+    except DisttrainError as error:
+        _traceback_if_wanted()
+        console.error(error.what, error.why, error.next_step, error.exit_code)
+        return error.exit_code
+    except typer.TyperException as error:
+        names = [command.name or "" for command in app.registered_commands]
+        command = next((word for word in words if word in names), "")
+        console.error(error.format_message(), "", " ".join(["disttrain", command, "--help"]).replace("  ", " "),
+                      exit_code=2)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except OSError as error:
+        _traceback_if_wanted()
+        if error.errno not in MACHINE_ERRORS:
+            return _bug(error, console)
+        console.error(f"Cannot use {error.filename or 'a file'}: {error.strerror}", "", MACHINE_ERRORS[error.errno])
+        return 1
+    except Exception as error:
+        _traceback_if_wanted()
+        return _bug(error, console)
+    if code == 130:
+        console.error("Interrupted", exit_code=130)
+    return code if isinstance(code, int) else 0
+
+
+def _bug(error: Exception, console: Console) -> int:
+    next_step = "Run it again with DISTTRAIN_DEBUG=1 to see the traceback, and report it."
+    console.error("This is a bug in disttrain, not in your input", f"{type(error).__name__}: {error}", next_step)
+    return 1
+
+
+def _traceback_if_wanted() -> None:
+    if os.environ.get("DISTTRAIN_DEBUG") == "1":
+        traceback.print_exc(file=sys.stderr)

@@ -1,0 +1,50 @@
+"""What the subcommands share: the run file argument, the output flags, and the next command to suggest."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.runfile import Run
+
+DEFAULT_RUN_FILE = Path("disttrain.yaml")
+
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No chatter; print only the path written.")]
+OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of in the run's folder.")]
+
+
+def open_run(path: Path) -> Run:
+    """Read the run file the user named; a folder stands for the `disttrain.yaml` in it."""
+    from disttrain_cli.spec.runfile import read_run
+
+    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path)
+
+
+def next_command(command: str, run_file: Path, **options: object) -> str:
+    """`disttrain COMMAND`, with the run file and those options that are not at their default (None)."""
+    words = ["disttrain", command]
+    if run_file != DEFAULT_RUN_FILE:
+        words.append(str(run_file))
+    for name, value in options.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def percent(fraction: float | None) -> str:
+    """0.1234 as "12.3 %"; a dash where there is no value."""
+    return "–" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def short_path(path: Path) -> str:
+    """A path relative to the working folder where it lies inside it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

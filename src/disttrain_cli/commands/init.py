@@ -1,0 +1,86 @@
+"""`disttrain init`: a run folder from a preset, with a small real dataset if asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, short_path
+from disttrain_cli.console import Console
+from disttrain_cli.errors import SpecError, UsageError
+
+EPILOG = """Examples:
+
+$ disttrain init demo --preset tiny --sample-data
+$ disttrain init my-run
+
+Writes DIR/disttrain.yaml, and with --sample-data the scanned digits of scikit-learn as WebDataset tars in DIR/data.
+"""
+
+
+def run(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],
+    preset: Annotated[str, typer.Option(metavar="NAME", help="Which run file to start from.")] = "tiny",
+    sample_data: Annotated[bool, typer.Option("--sample-data", help="Write a small real dataset too.")] = False,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Write a run file to start from."""
+    from disttrain_cli.spec.files import write_whole
+
+    console = Console(json_mode=json_mode, quiet=quiet)
+    path, content = folder / DEFAULT_RUN_FILE, fitted(preset_text(preset), cuda_devices())
+    if path.exists() and path.read_text(encoding="utf-8") != content:
+        raise SpecError(f"{path} exists and differs from the preset {preset}", "It is left as it is.",
+                        "Choose another folder, or move the file away first.")
+    write_whole(path, content)
+    sources: list[str] = []
+    if sample_data:
+        from disttrain_cli.data.sample_data import write_sample_data
+
+        with console.progress() as progress:
+            progress("writing sample data", 0, 0)
+            sources = write_sample_data(folder / "data", seed=0)
+    console.result({"path": str(path), "preset": preset, "data": [str(folder / "data" / name) for name in sources]}, path)
+    console.say(f"Wrote {short_path(path)} (preset {preset})")
+    for name in sources:
+        console.say(f"Wrote {short_path(folder / 'data' / name)}")
+    console.hint(f"cd {shlex.quote(str(folder))} && disttrain profile")
+
+
+def preset_names() -> list[str]:
+    """Presets that ship with the package."""
+    folder = files("disttrain_cli") / "templates" / "presets"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def preset_text(name: str) -> str:
+    """The run file of a preset; raises UsageError with the names there are."""
+    if name not in preset_names():
+        raise UsageError(f"There is no preset {name!r}", f"presets: {', '.join(preset_names())}",
+                         "disttrain init DIR --preset tiny")
+    return (files("disttrain_cli") / "templates" / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def fitted(text: str, gpus: int) -> str:
+    """A preset for this machine: not more GPUs per node than it has; without GPUs it stays as it is."""
+    return re.sub(r"(?m)^(  gpus_per_node: )(\d+)", lambda found: found[1] + str(min(int(found[2]), gpus or int(found[2]))),
+                  text)
+
+
+def cuda_devices() -> int:
+    """GPUs that the driver shows, asked without loading torch; 0 where there is no driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    found = sum(line.startswith("GPU ") for line in answer.splitlines())
+    return found if visible is None else min(found, len([name for name in visible.split(",") if name.strip()]))

@@ -1,0 +1,167 @@
+"""`disttrain train`: run a plan and show the prediction beside what happens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from disttrain_cli.commands.common import (
+    DEFAULT_RUN_FILE,
+    JsonFlag,
+    QuietFlag,
+    RunFileArgument,
+    next_command,
+    open_run,
+    percent,
+    short_path,
+)
+from disttrain_cli.console import Console
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.train import TrainResult
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.progress import Progress
+
+EPILOG = """Examples:
+
+$ disttrain train
+$ disttrain train --dry-run
+$ disttrain train --steps 200 --resume
+$ disttrain train demo/disttrain.yaml --plan monolithic.yaml
+
+Exit code 4 means that a rank failed; the message names it and its log.
+"""
+
+TABLE_STEPS = 7  # steps shown at the end: the first, the last, and some between
+
+
+def run(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan to run, instead of the run's own.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show ranks, groups and memory; start nothing.")] = False,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Train by the plan; write checkpoints and traces."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    opened = open_run(run_file)
+    from disttrain_cli.planning.check import check
+    from disttrain_cli.spec.plan import read_plan
+    from disttrain_cli.spec.profile import read_profile
+
+    chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
+    check(chosen, opened.file, profile)
+    if dry_run:
+        _show_ranks(console, chosen, profile)
+        console.hint(next_command("train", run_file, plan=plan, steps=steps))
+        return
+    from disttrain_cli.runtime.train import train
+
+    with console.progress() as progress:
+        live = LiveStep(progress)
+        result = train(opened, chosen, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live)
+    console.result(result, result.run_dir)
+    _render(console, result, chosen)
+    console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
+                 else f"disttrain analyze {short_path(opened.dir.root)}")
+
+
+class LiveStep:
+    """Progress that shows the latest step's figures, and how long the rest will take, while training."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._figures = ""
+        self._first: tuple[float, int] | None = None
+
+    def on_step(self, step: dict[str, Any]) -> None:
+        """Take in one finished step."""
+        parts = [f"loss {step['loss']:.4f} ({_losses(step)})", f"{step['sequences_per_s']:.2f} sequences/s",
+                 f"MFU {percent(step['mfu'])}", f"data wait {1000 * step['data_wait_s']:.0f} ms",
+                 f"grad norm {_number(step['grad_norm'], '.3g')}"]
+        self._figures = "  ".join(parts)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what == "training" and self._figures:
+            what = f"{what}  {self._figures}  {self._left(done, total)}"
+        self._progress(what, done, total)
+
+    def _left(self, done: int, total: int) -> str:
+        now_s = time.monotonic()
+        if self._first is None or done <= self._first[1]:
+            self._first = (now_s, done)
+            return ""
+        since_s, since = self._first
+        left_s = round((now_s - since_s) / (done - since) * (total - done))
+        return f"{left_s // 60}:{left_s % 60:02d} left"
+
+
+def _losses(step: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in step["losses"].items() if value is not None)
+
+
+def _render(console: Console, result: TrainResult, chosen: Plan) -> None:
+    steps = result.steps
+    gaps = min(TABLE_STEPS, len(steps)) - 1
+    shown = [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)] if gaps > 0 else steps
+    console.table(
+        "Steps", ["step", "loss", *(shown[0]["losses"] if shown else ()), "grad norm", "s per step", "sequences/s",
+                  "MFU", "data wait ms"],
+        [[step["step"], f"{step['loss']:.4f}", *(_number(value, ".4f") for value in step["losses"].values()),
+          _number(step["grad_norm"], ".3g"), f"{step['iteration_s']:.3f}", f"{step['sequences_per_s']:.2f}",
+          percent(step["mfu"]), f"{1000 * step['data_wait_s']:.1f}"] for step in shown])
+    if steps:
+        median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
+        console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")
+    for name, value in result.reference_losses.items():
+        console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
+    if result.resumed_from_step is not None:
+        console.say(f"Resumed from step {result.resumed_from_step}")
+    for sample in result.skipped_samples[:3]:
+        console.say(f"Skipped {sample['sample']}: {sample['reason']}")
+    if len(result.skipped_samples) > 3:
+        console.say(f"Skipped {len(result.skipped_samples) - 3} more; see the logs folder")
+    if result.checkpoint:
+        console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
+    console.say(f"Traces      {short_path(Path(result.trace))}")
+    if result.images:
+        console.say(f"Images      {len(result.images)} generated in {short_path(Path(result.images[0]).parent)}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _show_ranks(console: Console, chosen: Plan, profile: Profile) -> None:
+    """Who would run what: one row per stage."""
+    from disttrain_cli.runtime.topology import build_topology
+
+    layer_modules = [name for name, module in profile.modules.items() for _ in module.layers]
+    topology = build_topology(chosen.plan, layer_modules)
+    memory = {(stage.unit, stage.stage): stage for stage in chosen.predicted.memory}
+    stages: list[dict[str, Any]] = [
+        {"stage": stage.number, "unit": stage.unit.name, "unit_stage": stage.index, "ranks": list(stage.ranks),
+         "layers": [stage.layers.start, stage.layers.stop - 1],
+         "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None)}
+        for stage in topology.stages]
+    console.result({"plan": chosen.plan.model_dump(mode="json"), "ranks": topology.world_size, "stages": stages})
+    console.say(f"{topology.world_size} ranks, {chosen.plan.microbatches} slots per step. Nothing was started.")
+    console.table("Stages; the ranks of one stage are its data-parallel group",
+                  ["stage", "unit", "stage of unit", "ranks", "layers", "peak GiB"],
+                  [[stage["stage"], stage["unit"], stage["unit_stage"], _span(stage["ranks"]), _span(stage["layers"]),
+                    _number(stage["peak_gib"], ".3f")] for stage in stages])
+
+
+def _span(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}–{last}"

@@ -1,0 +1,145 @@
+"""The one output sink: results on stdout; chatter, progress and errors on stderr.
+
+| flags            | stdout                          | stderr                     |
+|------------------|---------------------------------|----------------------------|
+| none             | text and tables                 | notes, progress, one hint  |
+| `--json`         | one JSON document, nothing else | the same                   |
+| `--quiet`        | the path that was written       | errors only                |
+| `--json --quiet` | one JSON document, nothing else | errors only                |
+
+Rooms never import this: they report through a callback (`spec.progress.Progress`) that `progress` provides.
+Rich is imported only where a live bar is drawn, so that `disttrain --help` starts quickly.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from disttrain_cli.spec.progress import Progress
+
+PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
+NUMERIC = frozenset("0123456789+-–.,%×/ ")
+
+
+class Console:
+    """Where a command's words go, by the flags the user gave."""
+
+    def __init__(self, *, json_mode: bool = False, quiet: bool = False) -> None:
+        self.json_mode = json_mode
+        self.quiet = quiet
+
+    def say(self, text: str = "") -> None:
+        """Text of the result, for people."""
+        if not (self.json_mode or self.quiet):
+            print(text, file=sys.stdout)
+
+    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table of the result, for people; nothing where there are no rows."""
+        if rows:
+            self.say(f"\n{title}\n{format_table(headers, rows)}")
+
+    def result(self, document: BaseModel | dict[str, Any], path: Path | str = "") -> None:
+        """The result for programs: the JSON document with `--json`, the bare `path` with `--quiet`."""
+        if self.json_mode:
+            print(to_json(document), file=sys.stdout)
+        elif self.quiet and str(path):
+            print(path, file=sys.stdout)
+
+    def note(self, text: str) -> None:
+        """One line of chatter."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def hint(self, command: str) -> None:
+        """The command to run next."""
+        self.note(f"\nNext: {command}")
+
+    def error(self, what: str, why: str = "", next_step: str = "", exit_code: int = 1) -> None:
+        """What happened, why, and what to do: on stderr, or with `--json` as the document on stdout."""
+        if self.json_mode:
+            fields = {"what": what, "why": why, "next": next_step, "exit_code": exit_code}
+            print(to_json({"error": fields}), file=sys.stdout)
+            return
+        print(f"Error: {what}", file=sys.stderr)
+        if why:
+            print("\n".join(f"  {line}" for line in why.splitlines()), file=sys.stderr)
+        if next_step:
+            print(f"Next: {next_step}", file=sys.stderr)
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A `Progress` callback: a live bar on a terminal, now and then a plain line elsewhere, or nothing."""
+        if self.quiet:
+            yield lambda what, done, total: None
+        elif sys.stderr.isatty():
+            with _live_bar() as report:
+                yield report
+        else:
+            yield _plain_lines(self)
+
+
+@contextmanager
+def _live_bar() -> Iterator[Progress]:
+    from rich.console import Console as RichConsole
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
+               TimeElapsedColumn())
+    with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        yield report
+
+
+def _plain_lines(console: Console) -> Progress:
+    """Say when an operation starts, every few seconds while it lasts, and when it is done."""
+    said_s, last_line = 0.0, ""
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal said_s, last_line
+        line = f"{what}  {done}/{total}" if total else what
+        starts_or_ends = done == 0 or 0 < total <= done
+        if line != last_line and (starts_or_ends or time.monotonic() - said_s > PLAIN_LINE_EVERY_S):
+            said_s, last_line = time.monotonic(), line
+            console.note(line)
+
+    return report
+
+
+def to_json(document: BaseModel | dict[str, Any]) -> str:
+    """One JSON document; pydantic models may stand anywhere in it."""
+    plain = document if isinstance(document, dict) else document.model_dump(mode="json")
+    return json.dumps(plain, indent=2, ensure_ascii=False, default=_plain_value)
+
+
+def _plain_value(value: Any) -> Any:
+    if hasattr(value, "model_dump"):
+        return value.model_dump(mode="json")
+    if hasattr(value, "item"):  # numpy scalars
+        return value.item()
+    return str(value)
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the right."""
+    cells = [["" if value is None else str(value) for value in row] for row in rows]
+    columns = list(zip(headers, *cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(set(cell) <= NUMERIC for cell in column[1:]) and any(column[1:]) for column in columns]
+    lines = [headers, ["-" * width for width in widths], *cells]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if numeric else cell.ljust(width)
+                  for cell, width, numeric in zip(line, widths, right, strict=True)).rstrip()
+        for line in lines)

@@ -1,0 +1,52 @@
+"""Model FLOPs and MFU: counted operations over what the devices could have done in the time.
+
+Forward plus backward that the step needs; padding does not count. A CPU's peak is the whole machine's and
+counts once, however many ranks share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from disttrain_cli.costs.stage import NO_WORK
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.profile import DeviceProfile, ModuleProfile, Profile
+from disttrain_cli.spec.work import Work
+
+
+def module_flops(module: ModuleProfile, work: Work) -> float:
+    """FLOPs of forward and backward of a module for this work."""
+    if work == NO_WORK:
+        return 0.0
+    by_kind = {kind: cost.forward_flops(work) + cost.backward_flops(work) for kind, cost in module.costs.items()}
+    return float(sum(by_kind[kind] for kind in module.layers))
+
+
+def model_flops(profile: Profile, works: Mapping[str, Work]) -> float:
+    """FLOPs of forward and backward of the modules named in `works`."""
+    return sum(module_flops(profile.modules[name], work) for name, work in works.items())
+
+
+def flops_per_sequence(profile: Profile) -> dict[str, float]:
+    """Mean FLOPs that one packed sequence of the data costs in each module, forward and backward."""
+    return {name: module_flops(module, module.work_per_sequence) for name, module in profile.modules.items()}
+
+
+def peak_tflops(device: DeviceProfile, gpus: int) -> float:
+    """Peak of what `gpus` ranks run on, in TFLOP/s."""
+    return device.peak_tflops if device.kind == "cpu" else device.peak_tflops * gpus
+
+
+def mfu(flops: float, seconds: float, device: DeviceProfile, gpus: int) -> float:
+    """Model FLOPs utilisation as a fraction.
+
+    Raises:
+        SpecError: it exceeds 1, so the peak (or the time) must be wrong.
+    """
+    peak = peak_tflops(device, gpus)
+    value = flops / (seconds * peak * 1e12)
+    if value > 1.0:
+        raise SpecError(f"An MFU of {100 * value:.1f} % is impossible",
+                        f"{flops / 1e12:.4g} TFLOP in {seconds:.4g} s on a peak of {peak:.4g} TFLOP/s ({device.name})",
+                        "Correct cluster.peak_tflops and profile again: disttrain profile")
+    return value

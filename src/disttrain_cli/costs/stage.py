@@ -1,0 +1,89 @@
+"""Time of layers and stages: the fitted polynomials of a profile, evaluated.
+
+Everything is linear in work, so with the data's own mix of sizes the time of a layer is
+base + slope · sequences. `UnitTimes` keeps both numbers per layer; the planner evaluates millions of options
+with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.profile import LayerTime, ModuleProfile, Polynomial, Profile
+from disttrain_cli.spec.work import Work
+
+Floats = NDArray[np.float64]
+NO_WORK = Work()
+
+
+def slope(polynomial: Polynomial, work: Work) -> float:
+    """The part of a polynomial that grows with work, without its base."""
+    return polynomial(work) - polynomial.base
+
+
+def tp_degrees(profile: Profile, modules: Sequence[str]) -> list[int]:
+    """TP degrees at which every layer of the modules was profiled, ascending."""
+    known = [set(cost.tp) for name in modules for cost in profile.modules[name].costs.values()]
+    return sorted(int(tp) for tp in set.intersection(*known)) if known else []
+
+
+def layer_time(module: ModuleProfile, kind: str, tp: int) -> LayerTime:
+    """Fitted time of one kind of layer; raises SpecError where the TP degree was not profiled."""
+    times = module.costs[kind].tp
+    if str(tp) not in times:
+        raise SpecError(f"The profile has no times of {kind} at TP {tp}", f"it has TP {', '.join(times)}",
+                        "Use one of these, or profile again: disttrain profile")
+    return times[str(tp)]
+
+
+def layer_times_ms(module: ModuleProfile, tp: int, work: Work) -> tuple[Floats, Floats]:
+    """Forward and backward time of every layer [L] for this work; no work takes no time."""
+    if work == NO_WORK:
+        return np.zeros(len(module.layers)), np.zeros(len(module.layers))
+    by_kind = {kind: layer_time(module, kind, tp) for kind in set(module.layers)}
+    forward = [max(0.0, by_kind[kind].forward_ms(work)) for kind in module.layers]
+    backward = [max(0.0, by_kind[kind].backward_ms(work)) for kind in module.layers]
+    return np.array(forward), np.array(backward)
+
+
+def module_time_ms(module: ModuleProfile, tp: int, work: Work) -> tuple[float, float]:
+    """Forward and backward time of a whole module."""
+    forward, backward = layer_times_ms(module, tp, work)
+    return float(forward.sum()), float(backward.sum())
+
+
+def stage_time_ms(profile: Profile, modules: Sequence[str], tp: int, start: int, stop: int,
+                  works: Mapping[str, Work]) -> tuple[float, float]:
+    """Forward and backward time of layers start..stop-1 of a unit, numbered over all of its modules."""
+    times = [layer_times_ms(profile.modules[name], tp, works[name]) for name in modules]
+    forward, backward = (np.concatenate(part) for part in zip(*times, strict=True))
+    return float(forward[start:stop].sum()), float(backward[start:stop].sum())
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Times of a unit's layers [L] at one TP degree: base + slope · sequences, in ms, for the data's mean mix."""
+
+    forward_base: Floats
+    forward_slope: Floats
+    backward_base: Floats
+    backward_slope: Floats
+
+
+def unit_times(profile: Profile, modules: Sequence[str], tp: int) -> UnitTimes:
+    """Linear times of every layer of a unit; a module that the data brings no work for takes no time."""
+    rows: list[tuple[float, float, float, float]] = []
+    for name in modules:
+        module = profile.modules[name]
+        work = module.work_per_sequence
+        for kind in module.layers:
+            time = layer_time(module, kind, tp)
+            forward, backward = time.forward_ms, time.backward_ms
+            rows.append((0.0, 0.0, 0.0, 0.0) if work == NO_WORK else
+                        (forward.base, slope(forward, work), backward.base, slope(backward, work)))
+    return UnitTimes(*np.array(rows).T)

@@ -1,0 +1,83 @@
+"""Image sizes from header bytes (JPEG, PNG, WebP), without decoding a pixel."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+#: Larger images are refused before anything is decoded (a few bytes can claim gigabytes of pixels).
+MAX_PIXELS = 100_000_000
+
+#: Reads (offset, length) of one image file; shorter at its end.
+Read = Callable[[int, int], bytes]
+
+
+class ImageHeader(NamedTuple):
+    format: Literal["jpeg", "png", "webp"]
+    width_px: int
+    height_px: int
+
+
+def read_header(read: Read) -> ImageHeader:
+    """Format and size of an image file; ValueError with the reason where it is none or too large."""
+    head = read(0, 32)
+    try:
+        if head.startswith(b"\xff\xd8"):
+            header = _jpeg(read)
+        elif head.startswith(b"\x89PNG\r\n\x1a\n") and head[12:16] == b"IHDR":
+            header = ImageHeader("png", *struct.unpack(">II", head[16:24]))
+        elif head.startswith(b"RIFF") and head[8:12] == b"WEBP":
+            header = _webp(head)
+        else:
+            raise ValueError("not a JPEG, PNG or WebP image")
+    except struct.error:
+        raise ValueError("image header cut short") from None
+    if header.width_px < 1 or header.height_px < 1:
+        raise ValueError(f"image of {header.width_px}x{header.height_px} pixels")
+    if header.width_px * header.height_px > MAX_PIXELS:
+        size = f"{header.width_px}x{header.height_px}"
+        raise ValueError(f"oversized image: {size} pixels, at most {MAX_PIXELS} are read")
+    return header
+
+
+def is_whole(data: bytes) -> bool:
+    """Whether the file ends as its format says; decoders fill what is missing without telling."""
+    if data.startswith(b"\xff\xd8"):
+        return b"\xff\xd9" in data[-4096:]
+    if data.startswith(b"\x89PNG"):
+        return b"IEND" in data[-4096:]
+    return len(data) >= 8 and len(data) >= int.from_bytes(data[4:8], "little") + 8
+
+
+def _jpeg(read: Read) -> ImageHeader:
+    """Walk the segments to the start of frame (ITU T.81, B.1.1.3)."""
+    at = 2
+    while True:
+        marker, code, length = struct.unpack(">BBH", read(at, 4))
+        if marker != 0xFF:
+            raise ValueError("damaged JPEG header")
+        if code == 0xFF:  # fill byte
+            at += 1
+        elif 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
+            height, width = struct.unpack(">HH", read(at + 5, 4))
+            return ImageHeader("jpeg", width, height)
+        elif code in (0xD9, 0xDA):
+            raise ValueError("JPEG without a frame header")
+        else:
+            at += 2 + length
+
+
+def _webp(head: bytes) -> ImageHeader:
+    """Sizes of the three kinds of WebP (RFC 9649, 2.5 to 2.7)."""
+    chunk = head[12:16]
+    if chunk == b"VP8X":
+        width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
+        return ImageHeader("webp", width, height)
+    if chunk == b"VP8L":
+        (bits,) = struct.unpack("<I", head[21:25])
+        return ImageHeader("webp", (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
+    if chunk == b"VP8 ":
+        width, height = struct.unpack("<HH", head[26:30])
+        return ImageHeader("webp", width & 0x3FFF, height & 0x3FFF)
+    raise ValueError("unknown kind of WebP")

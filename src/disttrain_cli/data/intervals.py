@@ -1,0 +1,73 @@
+"""Order of the microbatches in a 1F1B pipeline (the inter-microbatch reordering of the paper).
+
+Between two backwards, the first stage waits an interval that a forward can fill. The smallest microbatch
+goes first (short warm-up), the p - 1 smallest of the rest are kept for the end (short cool-down), and every
+other place gets the microbatch whose forward fits its interval best. Intervals come from a 1F1B schedule that
+is extended by one microbatch at a time, so that l microbatches over p stages take O(l * (l + p)).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from disttrain_cli.data.slots import Ints
+
+
+def interval_order(costs: Ints) -> Ints:
+    """Positions of the microbatches in the order to run them.
+
+    `costs` [l, p]: integer time (forward and backward together) of each microbatch on each stage; a third of
+    it is taken for the forward.
+    """
+    total, stages = costs.sum(axis=1), costs.shape[1]
+    forward = costs // 3
+    ascending = np.argsort(total, kind="stable").tolist()
+    rear = ascending[1:stages]
+    left = ascending[1 + len(rear) :]
+    order = [ascending[0]]
+    clock = _Clock(stages)
+    clock.run(forward[order[0]], costs[order[0]] - forward[order[0]])
+    # While the first microbatch travels down and back, stages - 1 forwards share one interval.
+    first_interval = int(costs[order[0], 1:].sum())
+    while left:
+        if len(order) < stages:
+            target = max(0, first_interval - int(forward[order[1:], 0].sum())) // (stages - len(order))
+        else:
+            target = clock.interval()
+        best = left.pop(int(np.abs(forward[left, 0] - target).argmin()))
+        order.append(best)
+        clock.run(forward[best], costs[best] - forward[best])
+    return np.array(order + rear[::-1], dtype=np.int64)
+
+
+class _Clock:
+    """When each stage of a 1F1B pipeline is done with what it was given so far."""
+
+    def __init__(self, stages: int) -> None:
+        self._free = [0] * stages
+        self._returned: list[int | None] = [None] * stages  # end of the latest backward on each stage
+        self._backward: list[list[int]] = []
+
+    def interval(self) -> int:
+        """Time the first stage would wait for its next backward if it ran no forward."""
+        if len(self._free) == 1:
+            return 0
+        arrival = self._returned[1]
+        return 0 if arrival is None else max(0, arrival - self._free[0])
+
+    def run(self, forward: Ints, backward: Ints) -> None:
+        """Add a microbatch: its forward on every stage, then the backward that 1F1B puts after it."""
+        number, last = len(self._backward), len(self._free) - 1
+        self._backward.append([int(time) for time in backward])
+        arrived = 0
+        for stage, time in enumerate(forward.tolist()):
+            arrived = self._free[stage] = max(arrived, self._free[stage]) + time
+        before = list(self._returned)
+        for stage in range(last, -1, -1):
+            back = number - (last - stage)
+            if back < 0:
+                break
+            arrival = before[stage + 1] if stage < last else 0
+            assert arrival is not None
+            end = max(arrival, self._free[stage]) + self._backward[back][stage]
+            self._returned[stage] = self._free[stage] = end

@@ -1,0 +1,186 @@
+"""Packs whole samples into sequences of fixed length, and numbers the sequences of all epochs in one stream.
+
+Samples are drawn in a shuffled order and put, block by block, the longest first, into the fullest open
+sequence that still has room (best fit decreasing within a bounded window): O(n log n), equal on every machine.
+Sequence k of the stream belongs to the same samples whatever the layout; a global batch is a range of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from disttrain_cli.data.arrays import mix, ranges, starts_of
+from disttrain_cli.data.index import Index
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.index import IMAGE, TARGET
+from disttrain_cli.spec.inputs import ModelInputs
+
+BLOCK_SAMPLES = 2048  # samples that are sorted together
+OPEN_SEQUENCES = 512  # sequences kept open from block to block, those with the most room
+
+# Purposes of `mix`, so that equal numbers used for different things give different hashes.
+DRAW, ORDER, SEQUENCE_ORDER = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Packed sequences [Q] with what they hold; members of all sequences lie one after the other."""
+
+    index: Index
+    ids: Ints  # [Q] numbers in the stream of all epochs
+    sample_start: Ints  # [Q + 1]
+    samples: Ints  # rows of the index
+    tokens: Ints  # [Q] without padding
+    length_sq: Ints  # [Q] Σ length² over the samples inside
+    label_tokens: Ints  # [Q]
+    image_start: Ints  # [Q + 1]
+    image_segment: Ints  # segments of the index, in order of place
+    image_grid: Ints  # [images, 2] patches (rows, columns)
+    target_start: Ints  # [Q + 1]
+    target_segment: Ints
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def fill_fraction(self) -> float:
+        """Tokens that are not padding, of all."""
+        return float(self.tokens.sum()) / (len(self) * self.index.inputs.sequence_length)
+
+    def of_sequences(self, start: Ints, per_item: Ints) -> Ints:
+        """[Q] sums of a value per image or target (`start` = image_start or target_start)."""
+        total = starts_of(per_item)
+        return total[start[1:]] - total[start[:-1]]
+
+
+def pack(index: Index, inputs: ModelInputs, seed: int, epoch: int) -> Packing:
+    """All sequences of one epoch; their ids count from 0.
+
+    Raises:
+        DataError: the weights of the sources draw no sample.
+    """
+    assert inputs == index.inputs
+    sample_start, samples = _pack_epoch(index, seed, epoch)
+    return _describe(index, np.arange(len(sample_start) - 1, dtype=np.int64), sample_start, samples)
+
+
+class SequenceStream:
+    """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache."""
+
+    def __init__(self, index: Index, seed: int) -> None:
+        self._index = index
+        self._seed = seed
+        self._first = [0]  # stream number of the first sequence of each epoch known so far
+        self._packed: dict[int, tuple[Ints, Ints]] = {}
+
+    def batch(self, first: int, count: int) -> Packing:
+        """Sequences first .. first + count - 1 of the stream, over the ends of epochs where need be."""
+        counts, samples = [], []
+        at = first
+        while at < first + count:
+            epoch = self._epoch_of(at)
+            start, rows = self._epoch(epoch)
+            low = at - self._first[epoch]
+            high = min(len(start) - 1, first + count - self._first[epoch])
+            counts.append(np.diff(start[low : high + 1]))
+            samples.append(rows[start[low] : start[high]])
+            at = self._first[epoch] + high
+        ids = np.arange(first, first + count, dtype=np.int64)
+        return _describe(self._index, ids, starts_of(np.concatenate(counts)), np.concatenate(samples))
+
+    def _epoch_of(self, number: int) -> int:
+        while self._first[-1] <= number:
+            self._epoch(len(self._first) - 1)
+        return bisect_left(self._first, number + 1) - 1
+
+    def _epoch(self, epoch: int) -> tuple[Ints, Ints]:
+        if epoch not in self._packed:
+            self._packed = {number: kept for number, kept in self._packed.items() if number == epoch - 1}
+            self._packed[epoch] = _pack_epoch(self._index, self._seed, epoch)
+        if epoch + 1 == len(self._first):
+            self._first.append(self._first[epoch] + len(self._packed[epoch][0]) - 1)
+        return self._packed[epoch]
+
+
+def _pack_epoch(index: Index, seed: int, epoch: int) -> tuple[Ints, Ints]:
+    """(start [Q + 1], samples) of one epoch's sequences."""
+    drawn = _draw(index, seed, epoch)
+    bins = _fill(index.lengths[drawn].tolist(), index.inputs.sequence_length)
+    order = np.argsort(mix(seed, epoch, SEQUENCE_ORDER, np.arange(len(bins))), kind="stable")
+    members = [sorted(bins[number]) for number in order]
+    start = starts_of(np.array([len(places) for places in members], dtype=np.int64))
+    return start, drawn[np.array([place for places in members for place in places], dtype=np.int64)]
+
+
+def _draw(index: Index, seed: int, epoch: int) -> Ints:
+    """Rows of an epoch in shuffled order: weight 2.5 draws every sample twice and half of them once more."""
+    rows, copies = [], []
+    for source, weight in enumerate(index.weights):
+        own = np.flatnonzero(index.source == source)
+        again = round((weight - int(weight)) * len(own))
+        by_chance = own[np.argsort(mix(seed, epoch, DRAW, own), kind="stable")[:again]]
+        for copy, part in enumerate([*[own] * int(weight), by_chance]):
+            rows.append(part)
+            copies.append(np.full(len(part), copy, dtype=np.int64))
+    drawn, copy_number = np.concatenate(rows), np.concatenate(copies)
+    if not len(drawn):
+        raise DataError(
+            "The weights of data.sources draw no sample",
+            f"weights: {index.weights}",
+            "Raise the weight of at least one source.",
+        )
+    return drawn[np.argsort(mix(seed, epoch, ORDER, drawn, copy_number), kind="stable")]
+
+
+def _fill(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Places of `lengths` by sequence; none exceeds `capacity`."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # open sequences as (tokens free, number), sorted
+    shortest = min(lengths)
+    for first in range(0, len(lengths), BLOCK_SAMPLES):
+        block = range(first, min(first + BLOCK_SAMPLES, len(lengths)))
+        for place in sorted(block, key=lambda i: (-lengths[i], i)):
+            length = lengths[place]
+            at = bisect_left(room, (length, -1))
+            if at < len(room):
+                free, number = room.pop(at)
+                bins[number].append(place)
+            else:
+                free, number = capacity, len(bins)
+                bins.append([place])
+            if free - length >= shortest:
+                insort(room, (free - length, number))
+        del room[:-OPEN_SEQUENCES]
+    return bins
+
+
+def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Packing:
+    """Everything an ordering needs of the given sequences."""
+    lengths, labels = index.lengths[samples], index.label_tokens[samples]
+
+    def per_sequence(values: Ints) -> Ints:
+        total = starts_of(values)
+        return total[sample_start[1:]] - total[sample_start[:-1]]
+
+    counts = np.diff(index.segment_start)[samples]
+    segments = ranges(index.segment_start[samples], counts)
+    sequence = np.repeat(np.repeat(np.arange(len(ids)), np.diff(sample_start)), counts)
+    images, targets = (np.flatnonzero(index.kinds[segments] == kind) for kind in (IMAGE, TARGET))
+    return Packing(
+        index=index,
+        ids=ids,
+        sample_start=sample_start,
+        samples=samples,
+        tokens=per_sequence(lengths),
+        length_sq=per_sequence(lengths**2),
+        label_tokens=per_sequence(labels),
+        image_start=starts_of(np.bincount(sequence[images], minlength=len(ids))),
+        image_segment=segments[images],
+        image_grid=index.grids[segments[images]],
+        target_start=starts_of(np.bincount(sequence[targets], minlength=len(ids))),
+        target_segment=segments[targets],
+    )

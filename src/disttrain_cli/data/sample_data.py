@@ -1,0 +1,165 @@
+"""A small real dataset: the 1,797 handwritten digits of scikit-learn as JPEG files in WebDataset tars.
+
+`interleaved/`: texts about digits with images to read and images to generate, all of skewed number and size;
+`captions/`: one image and its caption per sample. Sizes suit sequences of 256 bytes and patches of 16 pixels per
+token: a sample takes 20 to 254 tokens.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.files import write_whole
+
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+INTERLEAVED_SHARDS = 4
+CAPTIONS = 320  # scans in the caption shard
+SAMPLE_TOKENS = 254  # bytes of text and image tokens that a sample may take
+TARGET_TOKENS = 8  # counted for an image to be generated
+TOKEN_PX = 16
+IMAGE_TOKENS = 64  # of the largest image after scaling
+
+READ_COUNTS = (0, 1, 2, 3, 4, 6, 8)
+READ_SHARES = (0.22, 0.40, 0.18, 0.10, 0.05, 0.03, 0.02)
+TARGET_COUNTS = (0, 1, 2)
+TARGET_SHARES = (0.55, 0.36, 0.09)
+
+Files = list[tuple[str, bytes]]
+
+
+def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
+    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same seed.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+        SpecError: the folder cannot be written.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "The sample dataset needs scikit-learn, which is not installed",
+            next_step="Install it with: pip install 'disttrain[demo]'",
+        ) from None
+    digits = load_digits()
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(digits.images))
+    scans = iter([(digits.images[i], int(digits.target[i])) for i in order])
+    captions = [_caption(number, *next(scans), random) for number in range(CAPTIONS)]
+    interleaved = list(_interleaved(scans, random))
+    for shard in range(INTERLEAVED_SHARDS):
+        _write_tar(folder / "interleaved" / f"{shard:05d}.tar", interleaved[shard::INTERLEAVED_SHARDS])
+    _write_tar(folder / "captions" / "00000.tar", captions)
+    return ["interleaved", "captions"]
+
+
+def _caption(number: int, scan: Any, digit: int, random: np.random.Generator) -> Files:
+    key = f"{number:06d}"
+    data, _ = _jpeg(scan, random, IMAGE_TOKENS)
+    return [(f"{key}.jpg", data), (f"{key}.txt", f"A scan of the handwritten digit {WORDS[digit]}.".encode())]
+
+
+def _interleaved(scans: Iterator[tuple[Any, int]], random: np.random.Generator) -> Iterator[Files]:
+    """Samples until every scan is used."""
+    left = list(scans)
+    number = 0
+    while left:
+        reads = int(random.choice(READ_COUNTS, p=READ_SHARES))
+        targets = int(random.choice(TARGET_COUNTS, p=TARGET_SHARES))
+        reads = min(reads, len(left))
+        targets = min(targets, len(left) - reads)
+        yield _sample(f"{number:06d}", [left.pop() for _ in range(reads)], [left.pop() for _ in range(targets)], random)
+        number += 1
+
+
+def _sample(
+    key: str, reads: list[tuple[Any, int]], targets: list[tuple[Any, int]], random: np.random.Generator
+) -> Files:
+    """Images that are read and named, facts, and images to be generated, each announced by the text before it."""
+    files: Files = []
+    segments: list[dict[str, Any]] = []
+    left = SAMPLE_TOKENS - sum(TARGET_TOKENS + len(_request(digit)) for _, digit in targets)
+
+    def add(scan: Any, generate: bool, most_tokens: int) -> int:
+        data, tokens = _jpeg(scan, random, most_tokens, square=generate)
+        name = f"{key}.{len(files)}.jpg"
+        files.append((name, data))
+        segments.append({"type": "image", "file": name, "generate": generate})
+        return tokens
+
+    for place, (scan, digit) in enumerate(reads):
+        after = len(reads) - place - 1  # images that still need at least a token and their sentence
+        text = f"This is a {WORDS[digit]}.\n"
+        left -= len(text)
+        left -= add(scan, False, min(IMAGE_TOKENS, left - 24 * after))
+        segments.append({"type": "text", "value": text})
+    wanted = int(random.lognormal(0.9, 0.9)) + (not reads and not targets)
+    facts = ""
+    for fact in (_fact([digit for _, digit in reads], random) for _ in range(wanted)):
+        if len(facts) + len(fact) <= left:
+            facts += fact
+    if facts:
+        segments.append({"type": "text", "value": facts})
+    for scan, digit in targets:
+        segments.append({"type": "text", "value": _request(digit)})
+        add(scan, True, IMAGE_TOKENS)
+    return [(f"{key}.json", json.dumps({"segments": segments}).encode()), *files]
+
+
+def _request(digit: int) -> str:
+    return f"Draw a {WORDS[digit]}.\n"
+
+
+def _fact(shown: list[int], random: np.random.Generator) -> str:
+    """One sentence: about the digits shown where there are several, else counting, spelling or adding."""
+    kind = int(random.integers(4))
+    first, second = (int(digit) for digit in random.integers(0, 10, size=2))
+    if kind == 0 and len(shown) > 1:
+        return f"The largest is {WORDS[max(shown)]}, the smallest is {WORDS[min(shown)]}.\n"
+    if kind == 1:
+        return f"{WORDS[first].capitalize()} is spelled {'-'.join(WORDS[first])}.\n"
+    if kind == 2 and first != second:
+        low, high = min(first, second), max(first, second)
+        return f"Count: {', '.join(WORDS[low : high + 1])}.\n"
+    return f"{first} plus {second} is {first + second}.\n"
+
+
+def _jpeg(scan: Any, random: np.random.Generator, most_tokens: int, square: bool = False) -> tuple[bytes, int]:
+    """A scan of 8 x 8 as JPEG of log-normal size between 16 and 256 pixels, and its image tokens."""
+    import cv2
+
+    side = 38 * random.lognormal(0, 0.65)
+    shape = 1.0 if square else random.lognormal(0, 0.25)
+    width, height = (int(np.clip(side * factor, 16, 256)) for factor in (shape, 1 / shape))
+    tokens = _tokens(width, height)
+    if tokens > most_tokens:  # what is left of the sample: shrink
+        scale = max(1, most_tokens) ** 0.5 * TOKEN_PX / max(width, height)
+        width, height = (max(TOKEN_PX, int(size * scale)) for size in (width, height))
+        tokens = _tokens(width, height)
+    ink = np.clip(255 - scan * (255 / 16), 0, 255).astype(np.uint8)
+    picture = cv2.resize(ink, (width, height), interpolation=cv2.INTER_CUBIC)
+    return cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes(), tokens
+
+
+def _tokens(width: int, height: int) -> int:
+    """At most what the image takes where a token stands for 16 x 16 pixels."""
+    return min(IMAGE_TOKENS, -(-width // TOKEN_PX) * -(-height // TOKEN_PX))
+
+
+def _write_tar(path: Path, samples: list[Files]) -> None:
+    """Write the samples' files without times and owners, so that equal data is equal bytes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for name, data in (file for sample in samples for file in sample):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    write_whole(path, buffer.getvalue())

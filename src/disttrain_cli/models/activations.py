@@ -1,0 +1,43 @@
+"""Bytes that a layer keeps from its forward to its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.models.layer import Batch, PipelineLayer
+
+
+def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
+    """Bytes saved for backward by one forward of a layer, each storage counted once.
+
+    Its input counts if it is saved, its output only if the layer itself saves it, so a sum over layers counts
+    every tensor about once. Weights, the batch and what a stage prepares once per batch (masks) do not count.
+    Needs a real device: attention takes another path on the meta device.
+    """
+    with torch.no_grad():
+        layer(dict(state), batch)  # fills the batch's cache
+    known = {_key(tensor) for tensor in (*layer.parameters(), *_tensors(batch))}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _key(tensor) not in known:
+            saved[_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = layer(dict(state), batch)  # kept until counted, so that no storage is given out twice
+    total = sum(saved.values())
+    del results
+    return total
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    values = [*vars(batch).values(), *(batch.pixels or []), *batch.cache.values()]
+    return [value for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,54 @@
+"""Building a layer anywhere with weights that depend on nothing but the run's seed and the layer's name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from disttrain_cli.models.layer import PipelineLayer
+
+
+@dataclass(frozen=True)
+class LayerMaker:
+    """How to construct one layer, and how its weights start.
+
+    `std` is the deviation of normal weights (biases zero, norms one), or None for each class's own defaults.
+    """
+
+    construct: Callable[[], PipelineLayer]
+    std: float | None
+
+    def on_meta(self) -> PipelineLayer:
+        """The layer without memory for its weights."""
+        with torch.device("meta"):
+            return self.construct()
+
+    def build(self, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> PipelineLayer:
+        """The layer with its initial weights, drawn on the CPU in float32 on any device."""
+        layer = self.on_meta()
+        if torch.device(device).type == "meta":
+            return layer.to(dtype)
+        assert not list(layer.buffers()), "a buffer's value would be lost on the meta device"
+        layer.to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            digest = hashlib.sha256(f"{seed}/{layer.name}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:7], "big"))
+            _initialise(layer, self.std)
+        return layer.to(device=device, dtype=dtype)
+
+
+@torch.no_grad()
+def _initialise(layer: nn.Module, std: float | None) -> None:
+    for part in layer.modules():
+        if std is None and hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.ndim == 1:
+                parameter.fill_(1.0 if name == "weight" else 0.0)
+            else:
+                parameter.normal_(0.0, 0.02 if std is None else std)

@@ -1,0 +1,7 @@
+"""From a profile to a plan: which unit gets how many GPUs in which shape, and why.
+
+Start with `solve` (what `disttrain plan` calls). `units` groups modules, `options` lists the shapes of a unit
+and their times, `partition` splits its layers over stages, `search` finds the best combination exactly under
+the formula of `objective`, `baselines` are the other strategies, `predict` runs the simulator, `check` guards
+plans edited by hand, `explain` says why.
+"""

@@ -1,0 +1,70 @@
+"""The objective: how long a step takes, as DistTrain's paper models it (section on model orchestration).
+
+    T = T_warmup + T_steady
+    T_warmup = time of the first slot through the whole pipeline, forward and backward
+    T_steady = time of one slot on the slowest stage × (n - 1)
+
+The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base + slope ·
+sequences, because a kernel launch or a small GEMM does not shrink with its work; with base 0 and evenly
+divisible layers the formula is the paper's. Transfers between units count on the stages at both ends.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.planning.units import Unit
+from disttrain_cli.spec.plan import Layout
+
+Floats = NDArray[np.float64]
+
+
+def busiest_load(holds_llm: bool, slot_sequences: int, items_per_sequence: float, dp: Floats) -> Floats:
+    """Sequences' worth of work of a unit's busiest replica in a slot, for every DP.
+
+    LLM replicas have exactly S/DP sequences. Encoders and generators share T = S · items images over their
+    replicas, and an image cannot be cut: of T images one replica has ceil(T/DP). T varies from slot to slot;
+    if its remainder by DP is uniform the mean of that ceiling is T/DP + (DP-1)/(2·DP). A replica that has any
+    has one, and none has more than all: hence min(T, max(1, that)).
+    """
+    if holds_llm or items_per_sequence == 0:
+        return slot_sequences / dp
+    total = slot_sequences * items_per_sequence
+    images = np.minimum(total, np.maximum(1.0, total / dp + (dp - 1) / (2 * dp)))
+    return images / items_per_sequence
+
+
+class Time(NamedTuple):
+    """The formula's two terms, in ms."""
+
+    warmup_ms: float
+    steady_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.warmup_ms + self.steady_ms
+
+
+def combine(unit_ms: list[float], stage_ms: list[float], slots: int) -> Time:
+    """From every unit's whole time and slowest stage per slot."""
+    return Time(sum(unit_ms), max(stage_ms) * (slots - 1))
+
+
+def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], slot_sequences: int) -> list[float]:
+    """Time of every stage of a unit for one slot, forward + backward + transfers."""
+    base, slope = unit.layer_ms(tp)
+    load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)]))[0]
+    layers = np.maximum(0.0, base + slope * load)
+    ends = np.cumsum(layers_per_stage)
+    return [float(layers[stop - count:stop].sum()) for count, stop in zip(layers_per_stage, ends, strict=True)]
+
+
+def layout_time(units: list[Unit], layout: Layout) -> Time:
+    """The formula for a whole layout."""
+    slot = layout.global_batch_size // layout.microbatches
+    stages = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot)
+              for unit, plan in zip(units, layout.units, strict=True)]
+    return combine([sum(times) for times in stages], [max(times) for times in stages], layout.microbatches)

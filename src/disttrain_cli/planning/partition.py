@@ -1,0 +1,94 @@
+"""Splits of a unit's layers into contiguous stages so that the slowest stage is as fast as possible. Exact.
+
+Dynamic programme from the last layer: g[r][i] = the slowest stage's time when layers i.. are split into r
+stages = min over j of max(time of i..j-1, g[r-1][j]). One run gives every number of stages at once, and since
+r counts stages to the end of the unit, the slots in flight on a stage (r + stages after the unit) are known
+inside the recurrence, so memory is a constraint on ranges and the result stays exact. Vectorised over options.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+CHUNK_BYTES = 32 * 2**20
+
+
+def _ranges(values: Floats) -> Floats:
+    """[B, L] → [B, L+1, L+1]: sums over layers i..j-1."""
+    prefix = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+    return prefix[:, None, :] - prefix[:, :, None]
+
+
+def slowest_stage(times: Floats, states: Floats, activations: Floats, limit: float, slots: int, after: int,
+                  most: int, allowed: NDArray[np.bool_] | None = None) -> Floats:
+    """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where nothing fits.
+
+    Args:
+        times, states, activations: [B, L] per layer: time, static memory, memory per slot in flight.
+        limit: memory of a device, in the unit of the two others.
+        slots: slots per step, which bounds the slots in flight.
+        after: stages of the units after this one.
+        most: largest number of stages wanted.
+        allowed: [L+1, L+1] layer ranges that may form a stage; None = any.
+    """
+    options, layers = times.shape
+    result = np.full((options, most + 1), np.inf)
+    chunk = max(1, CHUNK_BYTES // (8 * (layers + 1) ** 2))
+    for first in range(0, options, chunk):
+        part = slice(first, first + chunk)
+        result[part] = _slowest(times[part], states[part], activations[part], limit, slots, after, most, allowed)
+    return result
+
+
+def _slowest(times: Floats, states: Floats, activations: Floats, limit: float, slots: int, after: int,
+             most: int, allowed: NDArray[np.bool_] | None) -> Floats:
+    options, layers = times.shape
+    shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
+    if allowed is not None:
+        shape &= allowed
+    span = np.where(shape, _ranges(times), np.inf)
+    static, dynamic = _ranges(states), _ranges(activations)
+    fits_always = bool((static[:, 0, -1] + dynamic[:, 0, -1] * slots <= limit).all())
+    result = np.full((options, most + 1), np.inf)
+    best = np.full((options, layers + 1), np.inf)
+    best[:, layers] = 0.0
+    for stages in range(1, most + 1):
+        cost = span
+        if not fits_always:
+            cost = np.where(static + dynamic * min(slots, stages + after) <= limit, span, np.inf)
+        best = np.maximum(cost, best[:, None, :]).min(axis=2)
+        result[:, stages] = best[:, 0]
+    return result
+
+
+def split(times: Floats, states: Floats, activations: Floats, limit: float, slots: int, after: int,
+          stages: int, allowed: NDArray[np.bool_] | None = None) -> list[int] | None:
+    """Layers of each stage of the best split of one unit; of equally fast ones, the most even.
+
+    Arguments as in `slowest_stage`, with [L] per layer. None where nothing fits.
+    """
+    table = slowest_stage(times[None], states[None], activations[None], limit, slots, after, stages, allowed)
+    slowest = table[0, stages]
+    if not np.isfinite(slowest):
+        return None
+    layers = len(times)
+    span, static, dynamic = (_ranges(values[None])[0] for values in (times, states, activations))
+    shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
+    if allowed is not None:
+        shape &= allowed
+    shape &= span <= slowest * (1 + 1e-12)
+    best = np.full(layers + 1, np.inf)
+    best[layers] = 0.0
+    choices = []
+    for left in range(1, stages + 1):
+        fits = shape & (static + dynamic * min(slots, left + after) <= limit)
+        cost = np.where(fits, span**2 + best[None, :], np.inf)
+        choices.append(cost.argmin(axis=1))
+        best = cost.min(axis=1)
+    counts, start = [], 0
+    for choice in reversed(choices):
+        counts.append(int(choice[start]) - start)
+        start = int(choice[start])
+    return counts

@@ -1,0 +1,141 @@
+"""Which device this machine offers, how many, how much memory each has, and how fast it can be at best.
+
+The peak of a GPU is its vendor's dense bf16 figure (the hardware catalogue) or what the run file states; it is
+never guessed. The peak of a CPU is the best matrix-product rate of the whole machine, measured here, and counted once
+however many processes share it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from disttrain_cli.costs.hardware import lookup
+from disttrain_cli.errors import DisttrainError
+from disttrain_cli.spec.profile import DeviceProfile
+from disttrain_cli.spec.runfile import ClusterSpec
+
+GIB = float(1 << 30)
+GEMM_SIDES = (128, 1024)  # smallest and largest
+GEMM_SECONDS = 1.0
+
+
+def choose_kind(wanted: str) -> str:
+    """"cpu" or "cuda" for "auto", "cpu" or "cuda".
+
+    Raises:
+        DisttrainError: CUDA was asked for and torch sees no CUDA device.
+    """
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        raise DisttrainError("No CUDA device was found", f"torch {torch.__version__} ({build}) sees 0 devices",
+                             "Measure on the CPU with: disttrain profile --device cpu")
+    return wanted
+
+
+def local_processes(cluster: ClusterSpec, kind: str) -> int:
+    """Processes that a run starts on this machine: one per device of a node.
+
+    Raises:
+        DisttrainError: the run file states more GPUs per node than torch sees.
+    """
+    if kind == "cpu":
+        return cluster.gpus_per_node
+    seen = torch.cuda.device_count()
+    if seen < cluster.gpus_per_node:
+        raise DisttrainError(
+            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {seen} CUDA device(s)",
+            "; ".join(torch.cuda.get_device_name(i) for i in range(seen)),
+            f"Set cluster.gpus_per_node to {seen}, or profile on a node of the cluster.")
+    return cluster.gpus_per_node
+
+
+def describe_device(cluster: ClusterSpec, kind: str, precision: str) -> DeviceProfile:
+    """Name, count, memory and peak of the device; on a CPU this measures the peak (a few seconds).
+
+    Raises:
+        SpecError: the peak of this GPU is not known and the run file does not state it.
+    """
+    processes = local_processes(cluster, kind)
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        return DeviceProfile(
+            name=properties.name, kind="cuda", count=cluster.gpus,
+            memory_gib=cluster.memory_gib or properties.total_memory / GIB,
+            peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_tflops,
+            shared_by=1, cores=machine_cores())
+    return DeviceProfile(
+        name=cpu_name(), kind="cpu", count=cluster.gpus,
+        memory_gib=cluster.memory_gib or machine_memory_gib() / processes,
+        peak_tflops=cluster.peak_tflops or gemm_peak_tflops(precision),
+        shared_by=processes, cores=machine_cores())
+
+
+def gemm_peak_tflops(precision: str, cores: int | None = None, seconds: float = GEMM_SECONDS) -> float:
+    """Best rate of matrix products with every core busy, in TFLOP/s; takes about `seconds`.
+
+    One thread per core, each timed by its own CPU time, so that other programs on the machine do not lower the
+    result; their best rates are summed. Every operand layout is tried, because a CPU without bf16 units runs some
+    of them many times slower; with bf16 the fp32 rate counts too: such a CPU's peak is what it could do.
+    """
+    dtypes = [torch.float32, torch.bfloat16] if precision == "bf16" else [torch.float32]
+    count = cores or machine_cores()
+    with ThreadPoolExecutor(count, "gemm") as pool:
+        rates = list(pool.map(lambda _: _core_rate(dtypes, seconds), range(count)))
+    return sum(rates) / 1e12
+
+
+def _core_rate(dtypes: list[torch.dtype], seconds: float) -> float:
+    """Best FLOP/s of the calling thread over data types, operand layouts and sides."""
+    torch.set_num_threads(1)  # of this thread
+    best = 0.0
+    tries = [(dtype, layout) for dtype in dtypes for layout in ("nn", "nt", "tn")]
+    for dtype, layout in tries:
+        deadline, side, taken_s = time.perf_counter() + seconds / len(tries), GEMM_SIDES[0], 0.0
+        while time.perf_counter() < deadline:
+            left, right = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
+            left, right = (left.t() if layout == "tn" else left), (right.t() if layout == "nt" else right)
+            begin_ns = time.thread_time_ns()
+            left @ right
+            taken_s = (time.thread_time_ns() - begin_ns) * 1e-9
+            best = max(best, 2.0 * side**3 / taken_s)
+            if taken_s < seconds / 200 and side < GEMM_SIDES[1]:
+                side *= 2
+    return best
+
+
+def machine_cores() -> int:
+    """Cores this process may use: its affinity, and the container's share where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+def machine_memory_gib() -> float:
+    """Memory of the machine, or the container's limit where it is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _read(Path("/sys/fs/cgroup/memory.max")).strip()
+    return (min(total, int(limit)) if limit.isdigit() else total) / GIB
+
+
+def cpu_name() -> str:
+    """Model name of the processor, as the system reports it."""
+    lines = _read(Path("/proc/cpuinfo")).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

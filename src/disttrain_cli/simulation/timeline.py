@@ -1,0 +1,70 @@
+"""What a simulation takes and returns: times per (slot, stage, replica), and when everything happened.
+
+Shape letters: n slots · S stages of the whole pipeline · R replicas of the widest unit. Entries of replicas
+that a stage does not have are NaN in a timeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The work of one step: stages in a line, numbered through all units."""
+
+    replicas: NDArray[np.int64]  # [S] replicas of each stage
+    entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
+    forward_s: Floats  # [n, S, R]
+    backward_s: Floats  # [n, S, R]
+    transfer_s: Floats  # [S-1] time of one crossing between stage s and s+1, either way
+    reduce_s: Floats  # [S] gradient reduction at the end of the step
+    step_s: float = 0.0  # optimizer step, after every reduction
+
+    @property
+    def present(self) -> NDArray[np.bool_]:
+        """[S, R] which replicas exist."""
+        return np.arange(self.forward_s.shape[2])[None, :] < self.replicas[:, None]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Start and end of every forward and backward in s, [n, S, R], and what follows from them."""
+
+    forward_start: Floats
+    forward_end: Floats
+    backward_start: Floats
+    backward_end: Floats
+    iteration_s: float
+
+    @property
+    def busy_s(self) -> Floats:
+        """[S, R] time that every rank computes; NaN for replicas that do not exist."""
+        forward = (self.forward_end - self.forward_start).sum(axis=0)
+        return forward + (self.backward_end - self.backward_start).sum(axis=0)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time, over the whole iteration, in which they do not compute."""
+        busy = self.busy_s
+        ranks = int(np.isfinite(busy).sum())
+        return float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
+
+
+def operations(slots: int, stages: int, stage: int) -> list[tuple[bool, int]]:
+    """Order of a stage's operations as (is forward, slot): DeepSpeed's TrainSchedule (1F1B).
+
+    The backward of slot k comes after the forward of slot k + stages - 1 - stage, or of the last slot.
+    """
+    ahead = stages - 1 - stage
+    order = [(True, slot) for slot in range(min(ahead, slots))]
+    for slot in range(slots):
+        if slot + ahead < slots:
+            order.append((True, slot + ahead))
+        order.append((False, slot))
+    return order

@@ -1,0 +1,101 @@
+"""`disttrain analyze` on a synthetic trace."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tests.analysis import synthetic
+
+from disttrain_cli.app import main
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("analyzed") / "runs" / "demo"
+    synthetic.write(folder / "traces", synthetic.Synthetic())
+    return folder
+
+
+def call(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["analyze", *(str(word) for word in words)])
+    shown = capsys.readouterr()
+    return left.value.code, shown.out, shown.err
+
+
+def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):
+    code, out, err = call([run_dir], capsys)
+    document = json.loads(call([run_dir, "--json"], capsys)[1])
+    lines = out.splitlines()
+    assert code == 0 and lines[0] == document["verdict"]["headline"]
+    assert lines[-1].split() == ["Report", str(run_dir / "report.html")] and (run_dir / "report.html").stat().st_size > 5000
+    for word in ("Units", "Predicted against measured", "Slowest", *(unit["name"] for unit in document["units"])):
+        assert word in out
+    assert f"Next: {document['verdict']['next_command']}" in err
+
+
+def test_json_has_the_promised_keys(run_dir, capsys):
+    code, out, _ = call([run_dir, "--json", "--quiet"], capsys)
+    document = json.loads(out)
+    assert code == 0 and {"job", "units", "stragglers", "verdict", "ranks", "what_if", "warnings"} <= set(document)
+    assert {"ranks", "steps", "iteration_s", "mfu", "bubble_fraction",
+            "exposed_communication_fraction"} <= set(document["job"])
+    assert {"unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
+            "unexplained"} <= set(document["stragglers"]["lost_s"])
+    assert {"cause", "place", "confidence", "evidence", "advice"} <= set(document["verdict"])
+    assert {"rank", "span_us", "idle_us", "compute_us", "non_compute_us", "overlap_pct",
+            "collective_wait_us"} <= set(document["ranks"][0])
+
+
+def test_sql_answers_as_a_table_or_as_json(run_dir, capsys):
+    query = "SELECT count(DISTINCT rank) AS ranks, 'a''b' AS text FROM trace"
+    assert call([run_dir, "--sql", query], capsys)[1].splitlines()[-1].split() == ["6", "a'b"]
+    assert json.loads(call([run_dir, "--sql", query, "--json"], capsys)[1]) == {"columns": ["ranks", "text"],
+                                                                               "rows": [[6, "a'b"]]}
+    code, out, err = call([run_dir, "--sql", "DROP TABLE units"], capsys)
+    assert code == 2 and out == "" and "SELECT" in err
+
+
+def test_fail_if_is_exit_5_and_keeps_stdout_one_document(run_dir, capsys):
+    code, out, err = call([run_dir, "--fail-if", "job.iteration_s > 0"], capsys)
+    assert code == 5 and "Units" in out and "holds" in err
+    code, out, _ = call([run_dir, "--fail-if", "job.iteration_s > 0", "--json"], capsys)
+    assert code == 5 and json.loads(out)["fail_if"]["holds"] is True
+    code, out, _ = call([run_dir, "--fail-if", "job.iteration_s > 1e9", "--json"], capsys)
+    assert code == 0 and json.loads(out)["fail_if"]["holds"] is False
+    assert call([run_dir, "--fail-if", "nonsense"], capsys)[0] == 2
+
+
+def test_compare_and_html(run_dir, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    code, out, _ = call([run_dir / "traces", "--compare", run_dir, "--html", page], capsys)
+    assert code == 0 and f"Against {run_dir}" in out and "job.iteration_s" in out and page.exists()
+
+
+def test_quiet_prints_the_report_only(run_dir, capsys):
+    assert call([run_dir, "--quiet"], capsys) == (0, f"{run_dir / 'report.html'}\n", "")
+
+
+def test_no_trace_is_an_error_that_names_the_next_command(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "missing", tmp_path / "empty"):
+        code, out, err = call([folder], capsys)
+        assert code == 1 and out == "" and str(folder) in err and "disttrain train" in err
+
+
+def test_without_a_path_the_run_of_the_run_file_here_is_taken(run_dir, run_folder, monkeypatch, capsys):
+    shutil.copytree(run_dir / "traces", run_folder / "runs" / "tiny" / "traces")
+    monkeypatch.chdir(run_folder)
+    code, out, _ = call([], capsys)
+    assert code == 0 and out.splitlines()[-1].split() == ["Report", "runs/tiny/report.html"]
+
+
+def test_analyze_loads_no_torch(run_dir):
+    code = ("import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['analyze', sys.argv[1], '--quiet'])\n"
+            "except SystemExit as left:\n    assert left.code == 0\n"
+            "print('LOADED', sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"

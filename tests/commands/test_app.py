@@ -1,0 +1,119 @@
+"""The command line as a whole: help, exit codes, and errors as people and programs see them."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from disttrain_cli import __version__
+from disttrain_cli.app import app, main
+from disttrain_cli.commands import plan as plan_command
+from disttrain_cli.errors import (
+    ConditionHoldsError,
+    DataError,
+    DisttrainError,
+    InfeasibleError,
+    MismatchError,
+    RankFailedError,
+    SpecError,
+    UsageError,
+)
+
+COMMANDS = [command.name for command in app.registered_commands]
+
+
+def call(words, capsys):
+    """Exit code, stdout and stderr of one command line, in this process."""
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    shown = capsys.readouterr()
+    return left.value.code, shown.out, shown.err
+
+
+def test_the_commands_are_the_promised_ones():
+    assert COMMANDS == ["init", "profile", "plan", "train", "analyze"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_every_option_and_gives_examples(name, capsys):
+    code, out, err = call([name, "--help"], capsys)
+    assert code == 0 and err == ""
+    assert "Examples:" in out and out.count(f"$ disttrain {name}") >= 2
+    assert "--json" in out and "--quiet" in out
+
+
+def test_bare_call_shows_the_commands(capsys):
+    code, out, _ = call([], capsys)
+    assert code == 0 and all(name in out for name in COMMANDS) and "$ disttrain init" in out
+
+
+def test_version(capsys):
+    assert call(["--version"], capsys) == (0, f"disttrain {__version__}\n", "")
+
+
+@pytest.mark.parametrize(("words", "given"), [
+    (["plon"], "plon"), (["plan", "--gpu-count", "3"], "--gpu-count"), (["plan", "--gpus", "many"], "--gpus"),
+    (["plan", "--gpus", "0"], "--gpus"), (["plan", "a.yaml", "b.yaml"], "b.yaml"), (["init"], "DIR"),
+    (["profile", "--device", "tpu"], "tpu"), (["init", "x", "--preset", "huge"], "huge")])
+def test_wrong_usage_is_exit_2_and_names_what_was_given(words, given, capsys):
+    code, out, err = call(words, capsys)
+    assert code == 2 and out == "" and given in err and "Next: disttrain" in err
+    code, out, err = call([*words, "--json"], capsys)
+    error = json.loads(out)["error"]
+    assert code == 2 and err == "" and error["exit_code"] == 2 and given in error["what"]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    (DisttrainError, 1), (UsageError, 2), (SpecError, 1), (MismatchError, 1), (DataError, 1), (InfeasibleError, 3),
+    (RankFailedError, 4), (ConditionHoldsError, 5)])
+def test_every_error_has_its_exit_code(kind, expected, capsys, monkeypatch):
+    raise_in_plan(monkeypatch, kind("It broke", "because", "disttrain fix"))
+    code, out, err = call(["plan"], capsys)
+    assert (code, out, err) == (expected, "", "Error: It broke\n  because\nNext: disttrain fix\n")
+
+
+def test_anything_else_is_called_a_bug_and_hides_the_traceback(capsys, monkeypatch):
+    raise_in_plan(monkeypatch, KeyError("missing"))
+    monkeypatch.delenv("DISTTRAIN_DEBUG", raising=False)
+    code, out, err = call(["plan"], capsys)
+    assert code == 1 and out == "" and "bug in disttrain" in err and "KeyError" in err and "Traceback" not in err
+    monkeypatch.setenv("DISTTRAIN_DEBUG", "1")
+    code, out, err = call(["plan", "--json"], capsys)
+    assert code == 1 and "Traceback" in err and json.loads(out)["error"]["exit_code"] == 1
+
+
+def test_interrupt_is_130(capsys, monkeypatch):
+    raise_in_plan(monkeypatch, KeyboardInterrupt())
+    code, _, err = call(["plan"], capsys)
+    assert code == 130 and "Interrupted" in err and "Traceback" not in err
+
+
+def test_a_full_disk_is_not_a_bug(capsys, monkeypatch):
+    raise_in_plan(monkeypatch, OSError(errno.ENOSPC, "No space left on device", "/data/x"))
+    code, _, err = call(["plan"], capsys)
+    assert code == 1 and "/data/x" in err and "No space left" in err and "bug" not in err
+
+
+def raise_in_plan(monkeypatch, error):
+    """Make `disttrain plan` raise `error` as soon as it starts."""
+    def fail(**flags):
+        raise error
+
+    monkeypatch.setattr(plan_command, "Console", fail)
+
+
+def test_help_loads_nothing_heavy():
+    heavy = {"torch", "transformers", "diffusers", "deepspeed", "duckdb", "pyarrow", "cv2", "scipy", "sklearn", "numpy"}
+    code = (f"import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+            f"print('LOADED', sorted({heavy} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_console_script_and_module_are_the_same():
+    script = os.path.join(os.path.dirname(sys.executable), "disttrain")
+    for words in ([script, "--version"], [sys.executable, "-m", "disttrain_cli", "--version"]):
+        assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"disttrain {__version__}\n"

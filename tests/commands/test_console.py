@@ -1,0 +1,80 @@
+"""The output sink: what goes to stdout and stderr in each mode."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from disttrain_cli.console import Console, format_table, to_json
+from disttrain_cli.spec.profile import Distribution
+from disttrain_cli.spec.work import Work
+
+
+def speak(console: Console) -> None:
+    console.note("chatter")
+    console.say("text")
+    console.table("title", ["a", "b"], [["x", 1]])
+    console.result({"answer": 42}, "some/path")
+    console.hint("disttrain next")
+
+
+@pytest.mark.parametrize("json_mode", [False, True])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_stdout_holds_the_result_only(json_mode, quiet, capsys):
+    speak(Console(json_mode=json_mode, quiet=quiet))
+    shown = capsys.readouterr()
+    if json_mode:
+        assert json.loads(shown.out) == {"answer": 42}
+    elif quiet:
+        assert shown.out == "some/path\n"
+    else:
+        assert shown.out == "text\n\ntitle\na  b\n-  -\nx  1\n"
+    assert shown.err == ("" if quiet else "chatter\n\nNext: disttrain next\n")
+
+
+def test_errors_are_on_stderr_or_the_one_document(capsys):
+    Console().error("what", "why\nmore", "do this")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "Error: what\n  why\n  more\nNext: do this\n")
+    Console(json_mode=True).error("what", "why", "do this", 3)
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"error": {"what": "what", "why": "why", "next": "do this", "exit_code": 3}}
+    assert shown.err == ""
+
+
+def test_plain_progress_says_start_and_end_of_each_operation(capsys):
+    with Console().progress() as progress:
+        for done in range(1000):
+            progress("reading", done, 999)
+        progress("writing", 0, 0)
+        progress("writing", 0, 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "reading  0/999" and lines[-2:] == ["reading  999/999", "writing"]
+    assert len(lines) < 50
+
+
+def test_quiet_progress_says_nothing(capsys):
+    with Console(quiet=True).progress() as progress:
+        progress("reading", 0, 10)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_live_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with Console().progress() as progress:
+        progress("reading [brackets]", 1, 2)
+        progress("writing", 2, 2)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "writing" in shown.err
+
+
+def test_tables_align_numbers_to_the_right():
+    assert format_table(["name", "n"], [["a", 1], ["bcdef", 100]]) == "name     n\n-----  ---\na        1\nbcdef  100"
+
+
+def test_json_takes_models_and_numpy_anywhere():
+    mean = Distribution(mean=1, p50=1, p95=2, p99=3, max=4)
+    document = json.loads(to_json({"mean": mean, "n": np.int64(3), "work": Work(1, 2, 3)}))
+    assert document == {"mean": mean.model_dump(), "n": 3, "work": [1, 2, 3]}

@@ -1,0 +1,58 @@
+"""Peak memory: bytes per parameter, worst work, slots in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disttrain_cli.costs.memory import GIB, bytes_per_parameter, layout_memory, stages_to_end, worst_mix
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.work import Work
+from tests.planning import synthetic
+
+
+@pytest.mark.parametrize(("precision", "zero", "dp", "expected"), [
+    ("bf16", 1, 4, 2 + 2 + 4 + 12 / 4), ("fp32", 0, 4, 4 + 4 + 8), ("fp32", 1, 4, 4 + 4 + 8 / 4)])
+def test_bytes_per_parameter(precision: str, zero: int, dp: int, expected: float) -> None:
+    kept, shared = bytes_per_parameter(precision, zero)
+    assert kept + shared / dp == expected
+
+
+def layout(microbatches: int) -> Layout:
+    units = [UnitPlan(name="e", modules=["image_encoder"], dp=3, gpus=3, layers_per_stage=[4]),
+             UnitPlan(name="l", modules=["llm"], dp=2, pp=2, gpus=4, layers_per_stage=[3, 3]),
+             UnitPlan(name="g", modules=["image_generator"], gpus=1, layers_per_stage=[4])]
+    return Layout(global_batch_size=4 * microbatches, microbatch_size=2, microbatches=microbatches, gpus_used=8,
+                  units=units)
+
+
+def test_slots_in_flight_count_over_all_units() -> None:
+    assert stages_to_end(layout(8)) == [[4], [3, 2], [1]]
+
+
+def test_llm_stage_by_hand() -> None:
+    profile = synthetic.tiny(synthetic.run_file())
+    memory = layout_memory(profile, layout(8), 1, 4.0)
+    assert [(m.unit, m.stage, m.limit_gib) for m in memory] == [("e", 0, 4.0), ("l", 0, 4.0), ("l", 1, 4.0),
+                                                                 ("g", 0, 4.0)]
+    first = 40_000 + 2 * 200_000  # parameters of embed and two blocks
+    activations = 2 * 256 * (500 + 2 * 8e3)  # two sequences of 256 tokens at worst
+    assert memory[1].peak_gib * GIB == pytest.approx(first * (4 + 4 + 8 / 2) + 3 * activations)
+    few = layout_memory(profile, layout(2), 1, 4.0)
+    assert few[1].peak_gib * GIB == pytest.approx(first * 12 + 2 * activations)
+
+
+def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
+    profile = synthetic.tiny(synthetic.run_file())
+    module = profile.modules["image_encoder"]
+    mean, worst = module.work_per_sequence, module.max_work_per_sequence
+    busiest = worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)  # a slot has 4 sequences
+    activations = sum(module.costs[kind].activation_bytes(busiest) for kind in module.layers)
+    states = module.parameters * (8 + 8 / 3)
+    assert layout_memory(profile, layout(8), 1, 4.0)[0].peak_gib * GIB == pytest.approx(states + 4 * activations)
+
+
+def test_one_replica_has_the_whole_slot() -> None:
+    worst, mean, item = worst_mix(False, 4, np.array([1.0]))
+    assert (worst[0], mean[0], item[0]) == (1.0, 3.0, 0.0)
+    assert Work(9, 1, 1).scaled(float(worst[0])) == Work(9, 1, 1)

@@ -1,0 +1,50 @@
+"""Sizes from headers equal the decoded ones; what is no image, or too large, is refused."""
+
+from __future__ import annotations
+
+import struct
+
+import cv2
+import numpy as np
+import pytest
+
+from disttrain_cli.data.headers import ImageHeader, is_whole, read_header
+from tests.data.dataset import encoded
+
+
+def header(data: bytes) -> ImageHeader:
+    return read_header(lambda offset, length: data[offset:offset + length])
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
+@pytest.mark.parametrize("size", [(16, 16), (33, 250), (300, 17)])
+def test_size_of_every_format(suffix: str, size: tuple[int, int]) -> None:
+    data = encoded(*size, suffix)
+    assert header(data)[1:] == size
+    assert is_whole(data) and not is_whole(data[:-12])
+
+
+def test_webp_kinds_and_segments_before_the_frame() -> None:
+    pixels = np.zeros((20, 45, 3), np.uint8)
+    lossless = cv2.imencode(".webp", pixels, [cv2.IMWRITE_WEBP_QUALITY, 101])[1].tobytes()
+    lossy = cv2.imencode(".webp", pixels, [cv2.IMWRITE_WEBP_QUALITY, 60])[1].tobytes()
+    assert {lossless[12:16], lossy[12:16]} == {b"VP8L", b"VP8 "}
+    extended = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + (44).to_bytes(3, "little") + (19).to_bytes(3, "little")
+    assert {header(d)[1:] for d in (lossless, lossy, extended)} == {(45, 20)}
+    jpeg = encoded(40, 24)
+    with_segment = jpeg[:2] + b"\xff\xe1" + struct.pack(">H", 60002) + bytes(60000) + jpeg[2:]
+    assert header(with_segment) == ("jpeg", 40, 24)
+
+
+@pytest.mark.parametrize(("data", "reason"), [
+    (b"", "not a JPEG"),
+    (b"hello, this is a text and no image", "not a JPEG"),
+    (b"\xff\xd8\xff\xe0", "cut short|damaged"),
+    (b"\xff\xd8" + bytes(40), "damaged"),
+    (b"\xff\xd8\xff\xda" + bytes(40), "without a frame"),
+    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 100_000, 100_000) + bytes(8), "oversized"),
+    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 0, 5) + bytes(8), "0x5"),
+])
+def test_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        header(data)

@@ -1,0 +1,211 @@
+"""What a rank is given: right tokens, labels and places, the same for any threads, layout or prefetch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from disttrain_cli.data.decoding import decode_image, decode_target
+from disttrain_cli.data.index import Index, build_index
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.packing import SequenceStream
+from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.sequences import NOT_TRAINED
+from disttrain_cli.data.slots import SlotBatch
+from disttrain_cli.data.tokenizer import ByteTokenizer
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.runfile import Run
+from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, encoded, image, interleaved, text
+
+ALL = {"pixels", "tokens", "layout", "context", "labels", "targets"}
+MakeRun = Callable[..., Run]
+
+
+def loader(run: Run, index: Index, layout: Layout, unit: str, replica: int, fields: set[str] = ALL,
+           **options: Any) -> Loader:
+    return Loader(run, INPUTS, layout, index, unit=unit, replica=replica, fields=fields, **options)
+
+
+def fetch_step(run: Run, index: Index, layout: Layout, unit: str, replica: int, step: int = 0,
+               fields: set[str] = ALL) -> list[SlotBatch]:
+    with loader(run, index, layout, unit, replica, fields, first_step=step) as source:
+        return [source.fetch(step, slot) for slot in range(layout.microbatches)]
+
+
+def with_preprocess(run: Run, workers: int, prefetch_slots: int) -> Run:
+    preprocess = run.file.preprocess.model_copy(update={"workers": workers, "prefetch_slots": prefetch_slots})
+    return run.model_copy(update={"file": run.file.model_copy(update={"preprocess": preprocess})})
+
+
+def arrays(batch: SlotBatch) -> dict[str, bytes]:
+    return {name: b"".join(a.tobytes() for a in value) if isinstance(value, list) else value.tobytes()
+            for name, value in vars(batch).items() if value is not None}
+
+
+def test_tokens_say_what_the_samples_say(run: Run, index: Index) -> None:
+    """Rebuild every sequence's samples from its tokens and compare with the shards."""
+    tokens = ByteTokenizer()
+    reader = ShardReader(index, tokens)
+    stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    labels_seen = 0
+    for replica in range(2):
+        with loader(run, index, MONOLITHIC, "all", replica) as source:
+            order = source.order(0)
+            for place, slot in enumerate(order.slots):
+                batch = source.fetch(0, place)
+                assert batch.token_ids is not None and batch.labels is not None
+                assert batch.positions is not None and batch.documents is not None
+                (sequence,) = slot.sequences[slot.replicas["all"][replica].sequences]
+                samples = stream.samples[stream.sample_start[sequence]:stream.sample_start[sequence + 1]]
+                ids, labels = batch.token_ids[0], batch.labels[0]
+                for number, row in enumerate(samples.tolist()):
+                    own = ids[batch.documents[0] == number]
+                    assert own[0] == tokens.bos and own[-1] == tokens.eos and len(own) == index.lengths[row]
+                    assert own[own < 256].tolist() == [t for part in reader.texts(row) for t in part]
+                    assert batch.positions[0][batch.documents[0] == number].tolist() == list(range(len(own)))
+                assert (ids[batch.documents[0] == -1] == tokens.pad).all()
+                where = np.flatnonzero(labels != NOT_TRAINED)
+                assert (labels[where] == ids[where + 1]).all()
+                assert ((labels[where] < 256) | (labels[where] == tokens.eos)).all()
+                assert (batch.documents[0][where] == batch.documents[0][where + 1]).all()
+                labels_seen += len(where)
+    assert labels_seen == order.label_tokens
+
+
+def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
+    """Image rows hold the placeholder, in the order and number of the pixels; context rows likewise."""
+    tokens, merged = ByteTokenizer(), 4
+    reader = ShardReader(index, tokens)
+    stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
+    with loader(run, index, MONOLITHIC, "all", 1) as source:
+        for place, slot in enumerate(source.order(0).slots):
+            batch, own = source.fetch(0, place), slot.replicas["all"][1]
+            assert batch.token_ids is not None and batch.pixels is not None and batch.target_pixels is not None
+            assert batch.image_rows is not None and batch.context_rows is not None
+            flat = batch.token_ids.reshape(-1)
+            assert sorted(batch.image_rows) == np.flatnonzero(flat == tokens.image).tolist()
+            assert batch.context_rows.tolist() == np.flatnonzero(flat == tokens.context).tolist()
+            images = [one for block in batch.pixels for one in block]
+            assert len(images) == len(own.images) == len(batch.image_grids)
+            (sequence,) = slot.sequences[own.sequences]
+            segments = stream.image_segment[stream.image_start[sequence]:stream.image_start[sequence + 1]]
+            expected_rows = np.split(np.flatnonzero(flat == tokens.image),
+                                     np.cumsum(index.tokens[segments])[:-1]) if len(segments) else []
+            at, first = 0, int(own.images.min()) if len(own.images) else 0
+            for pixels, number, grid in zip(images, own.images - first, batch.image_grids, strict=True):
+                sample = int(np.searchsorted(index.segment_start, segments[number], side="right") - 1)
+                data = reader.image(sample, int(segments[number]))
+                assert np.array_equal(pixels, decode_image(data, tuple(grid), INPUTS.image))
+                rows = grid.prod() // merged
+                assert batch.image_rows[at:at + rows].tolist() == expected_rows[number].tolist()
+                at += rows
+            goals = stream.target_segment[stream.target_start[sequence]:stream.target_start[sequence + 1]]
+            for pixels, segment in zip(batch.target_pixels, goals.tolist(), strict=True):
+                sample = int(np.searchsorted(index.segment_start, segment, side="right") - 1)
+                assert np.array_equal(pixels, decode_target(reader.image(sample, segment), INPUTS.target))
+
+
+def test_threads_and_prefetch_do_not_change_a_byte(run: Run, index: Index) -> None:
+    one = fetch_step(with_preprocess(run, 1, 1), index, MONOLITHIC, "all", 0, step=1)
+    many = fetch_step(with_preprocess(run, 5, 4), index, MONOLITHIC, "all", 0, step=1)
+    assert [arrays(batch) for batch in one] == [arrays(batch) for batch in many]
+
+
+def test_slots_in_any_order_and_steps_resumed(run: Run, index: Index) -> None:
+    with loader(run, index, DISAGGREGATED, "llm", 0, {"tokens", "labels"}) as source:
+        late, early = source.fetch(2, 1), source.fetch(0, 0)
+    assert arrays(fetch_step(run, index, DISAGGREGATED, "llm", 0, 2, {"tokens", "labels"})[1]) == arrays(late)
+    assert arrays(fetch_step(run, index, DISAGGREGATED, "llm", 0, 0, {"tokens", "labels"})[0]) == arrays(early)
+
+
+def test_only_the_fields_asked_for(run: Run, index: Index) -> None:
+    names = {"pixels": {"pixels"}, "tokens": {"token_ids", "image_rows"}, "layout": {"positions", "documents"},
+             "context": {"context_rows"}, "labels": {"labels"},
+             "targets": {"target_pixels", "target_weights", "noise_seeds"}}
+    for field, expected in names.items():
+        (batch, *_) = fetch_step(run, index, MONOLITHIC, "all", 0, fields={field})
+        assert {n for n, value in vars(batch).items() if value is not None} == expected | {"image_grids"}
+
+
+def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -> None:
+    def of(layout: Layout, encoder: str, generator: str) -> tuple[list[bytes], list[tuple[int, bytes]]]:
+        pixels, targets = [], []
+        dp = {unit.name: unit.dp for unit in layout.units}
+        for replica in range(dp[encoder]):
+            for batch in fetch_step(run, index, layout, encoder, replica, fields={"pixels"}):
+                pixels += [one.tobytes() for block in batch.pixels or [] for one in block]
+        for replica in range(dp[generator]):
+            for batch in fetch_step(run, index, layout, generator, replica, fields={"targets"}):
+                assert batch.noise_seeds is not None and batch.target_pixels is not None
+                images = [one.tobytes() for one in batch.target_pixels]
+                targets += list(zip(batch.noise_seeds.tolist(), images, strict=True))
+        return sorted(pixels), sorted(targets)
+
+    split, whole = of(DISAGGREGATED, "encoder", "generator"), of(MONOLITHIC, "all", "all")
+    assert split == whole and split[0] and split[1]
+    seeds = [seed for seed, _ in split[1]]
+    assert len(set(seeds)) == len(seeds) and min(seeds) >= 0
+
+
+def test_noise_changes_with_the_step(own_run: MakeRun) -> None:
+    run = own_run({"a.tar": [interleaved("0", text("draw"), image("0.jpg", True)), ("0.jpg", encoded(20, 20))]})
+    index = build_index(run, INPUTS)
+    seeds = {int(batch.noise_seeds[0]) for step in (0, 1) for batch in
+             fetch_step(run, index, DISAGGREGATED, "generator", 0, step, {"targets"}) if batch.noise_seeds is not None}
+    assert len(seeds) == 2
+
+
+def broken_run(own_run: MakeRun, **data: Any) -> Run:
+    """Headers are whole, so that the index takes all images; one to read and one to generate are cut inside."""
+    whole, cut = encoded(40, 40), encoded(40, 40)[:-100] + bytes(100)
+    files = []
+    for n in range(10):
+        files += [interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),
+                  (f"{n}.a.jpg", cut if n == 3 else whole), (f"{n}.b.jpg", cut if n == 5 else whole)]
+    return own_run({"a.tar": files}, **data)
+
+
+def test_broken_images_are_blank_weightless_and_named_once(own_run: MakeRun) -> None:
+    run = broken_run(own_run, max_bad_fraction=0.1)
+    index = build_index(run, INPUTS)
+    layout = MONOLITHIC.model_copy(update={"units": [MONOLITHIC.units[0].model_copy(update={"dp": 1})],
+                                           "microbatches": 12})
+    with loader(run, index, layout, "all", 0) as source:
+        batches = [source.fetch(step, slot) for step in range(3) for slot in range(12)]
+        assert sorted(s.key for s in source.skipped) == ["3", "5"]
+        assert all(s.shard == "a.tar" and "truncated jpeg" in s.reason for s in source.skipped)
+    blank = [not one.any() for batch in batches for block in batch.pixels or [] for one in block]
+    weights = np.concatenate([batch.target_weights for batch in batches if batch.target_weights is not None])
+    assert any(blank) and not all(blank)
+    assert set(weights.tolist()) == {0.0, 1.0}
+
+
+def test_too_many_broken_images_stop_the_run(own_run: MakeRun) -> None:
+    run = broken_run(own_run, max_bad_fraction=0.01)
+    index = build_index(run, INPUTS)
+    with pytest.raises(DataError, match=r"max_bad_fraction = 0\.01") as caught:
+        for replica in (0, 1):
+            for step in range(3):
+                fetch_step(run, index, MONOLITHIC, "all", replica, step)
+    assert "a.tar/" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "other text"])
+def test_shards_that_change_under_way(own_run: MakeRun, damage: str) -> None:
+    run = own_run({"a.tar": [interleaved(f"{n}", text("hello" * 9)) for n in range(9)]})
+    index = build_index(run, INPUTS)
+    shard = index.shards[0]
+    if damage == "cut":
+        os.truncate(shard, 600)
+    elif damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes().replace(b"hello", b'ha"}]'))
+    with pytest.raises(DataError, match=r"a\.tar"):
+        for step in range(2):
+            fetch_step(run, index, MONOLITHIC, "all", 0, step)

@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+from disttrain_cli.models import llama, unet, vit
+from disttrain_cli.models.flops import count_flops, layer_flops
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+
+
+def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
+    run = make_run()
+    table, inputs, flops = layer_table(run), describe(run), count_flops(run)
+    sizes = {
+        "image_encoder": {"grids": [(4, 2), (6, 6), (6, 6)]},
+        "llm": {"documents": [[40], [40]], "length": 40},
+        "image_generator": {"targets": 5},
+    }
+    for index, info in enumerate(table):
+        batch = probe_batch(inputs, device="meta", **sizes[info.module])
+        layer = build_layers(run, index, index + 1, device="meta")[0]
+        kind = run.file.model.modules[info.module].kind
+        work = probe_work(inputs, kind, **{k: v for k, v in sizes[info.module].items() if k != "length"})
+        costs = flops[info.module][info.kind]
+        expected = layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch)
+        assert (costs.forward(work), costs.backward(work)) == expected, info.name
+        assert costs.parameters == info.parameters
+
+    # By hand: two FLOPs per weight and token forward, twice that backward; 4·D per pair of tokens in attention.
+    head = flops["llm"]["head"]
+    assert (head.forward.per_token, head.backward.per_token) == (2 * 48 * 261, 4 * 48 * 261)
+    block = flops["llm"]["block"]
+    weights = 48 * 48 * 2 + 48 * 24 * 2 + 3 * 48 * 96
+    assert block.forward.per_token == 2 * weights and block.forward.per_length_sq == 4 * 48
+
+
+def test_meta_and_cpu_count_the_same_matmuls(make_run):
+    run = make_run()
+    table, inputs = layer_table(run), describe(run)
+    index = next(i for i, info in enumerate(table) if info.name == "image_generator.out")
+    counts = []
+    for device in ("meta", "cpu"):
+        batch = probe_batch(inputs, targets=2, device=device)
+        layer = build_layers(run, index, index + 1, device=device)[0]
+        counts.append(layer_flops(layer, state_at(table, index, inputs, batch, device), batch))
+    assert counts[0] == counts[1]
+
+
+def forward_tflop(makers, batch):
+    """Forward of consecutive layers on the meta device, without those before the first or after the last."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layers = [maker.on_meta() for maker in makers]
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        state = {name: value for layer in layers for name, value in START.items() if name in layer.reads}
+        for layer in layers:
+            state.update(layer(state, batch))
+    return counter.get_total_flops() / 1e12
+
+
+START: dict[str, torch.Tensor] = {}
+
+
+def test_vit_huge_at_224():
+    from transformers import ViTConfig
+
+    config = ViTConfig(
+        hidden_size=1280,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        intermediate_size=5120,
+        image_size=224,
+        patch_size=14,
+    )
+    config._attn_implementation = "sdpa"
+    image = ImageInput(module="vit", patch_px=14, max_pixels=224 * 224)
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, image=image)
+    batch = probe_batch(inputs, grids=[(16, 16)], device="meta")
+    assert forward_tflop(vit.makers("vit", config, 1, 64, 64)[:-1], batch) == pytest.approx(0.3346, abs=5e-5)
+
+
+def test_one_llama_7b_layer_at_8192_tokens(monkeypatch):
+    from transformers import LlamaConfig
+
+    config = LlamaConfig()
+    config._attn_implementation = "sdpa"
+    inputs = ModelInputs(llm="llm", vocabulary=32000, sequence_length=8192)
+    batch = probe_batch(inputs, documents=[[8192]], device="meta")
+    monkeypatch.setitem(START, "hidden", torch.empty(8192, 4096, device="meta"))
+    block = llama.makers("llm", config, False, False, 1.0)[1]
+    assert forward_tflop([block], batch) == pytest.approx(4.415, abs=5e-4)
+
+
+@pytest.mark.parametrize(("size", "expected"), [(64, 0.804), pytest.param(128, 4.675, marks=pytest.mark.slow)])
+def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
+    from disttrain_cli.models.configs import known_fields
+
+    config = {
+        **known_fields("unet2d_condition"),
+        "sample_size": size,
+        "cross_attention_dim": 1024,
+        "attention_head_dim": [5, 10, 20, 20],
+        "use_linear_projection": True,
+    }
+    target = TargetInput(module="unet", size_px=size, channels=4, context_tokens=77, latent_pixels=size * size)
+    inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
+    batch = probe_batch(inputs, targets=1, device="meta")
+    monkeypatch.setitem(START, "conditioning", torch.empty(77, 1024, device="meta"))
+    layers = unet.makers("unet", config, 77, 1024, 4096, 1.0)[1:]
+    assert forward_tflop(layers, batch) == pytest.approx(expected, abs=5e-4)

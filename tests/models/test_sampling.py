@@ -1,0 +1,56 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.probe import probe_batch
+from disttrain_cli.models.sampling import generate
+
+
+def images(run, steps=3, seed=0, targets=2):
+    layers, inputs = build_layers(run, 0, len(layer_table(run))), describe(run)
+    batch = probe_batch(inputs, grids=[(4, 4)], documents=[[40], [30]], targets=targets)
+    return generate(layers, dataclasses.replace(batch, labels=None, target_pixels=None), inputs, steps, seed)
+
+
+def test_images_are_a_function_of_weights_seed_and_context(make_run):
+    first = images(make_run())
+    assert first.shape == (2, 16, 16, 3) and first.dtype == np.uint8
+    assert np.array_equal(first, images(make_run()))
+    assert not np.array_equal(first, images(make_run(), seed=1))
+    assert not np.array_equal(first, images(make_run(seed=1)))
+    assert not np.array_equal(first[0], first[1])
+
+
+def test_nothing_to_generate_gives_no_image(make_run):
+    assert images(make_run(), targets=0).shape == (0, 16, 16, 3)
+
+
+def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypatch):
+    """A predictor that knows the clean image must bring DDIM back to it exactly, whatever the noise."""
+    from diffusers import DDIMScheduler
+
+    from disttrain_cli.models import unet
+
+    clean = torch.linspace(-0.9, 0.9, 3 * 16 * 16).view(1, 3, 16, 16)
+    alphas = DDIMScheduler().alphas_cumprod
+    seen = {}
+    monkeypatch.setattr(
+        unet.In, "start", lambda self, x, t, start=unet.In.start: (seen.update(x=x, t=t), start(self, x, t))[1]
+    )
+
+    def knows(self, state):
+        alpha = alphas[seen["t"]].view(-1, 1, 1, 1)
+        return (seen["x"] - alpha.sqrt() * clean) / (1 - alpha).sqrt()
+
+    monkeypatch.setattr(unet.Out, "predict", knows)
+    result = images(make_run(), steps=5)
+    expected = ((clean[0] + 1) * 127.5).round().permute(1, 2, 0).numpy()
+    assert np.abs(result.astype(float) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_any_number_of_steps(make_run, steps):
+    assert images(make_run(), steps=steps, targets=1).shape == (1, 16, 16, 3)

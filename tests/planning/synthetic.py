@@ -1,0 +1,124 @@
+"""Synthetic profiles and run files: the shapes of tiny and of the paper's 9B model, with plausible costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.profile import (
+    DataProfile,
+    DeviceProfile,
+    Distribution,
+    Fingerprints,
+    LayerCost,
+    LayerTime,
+    LinkProfile,
+    ModuleProfile,
+    ModuleTime,
+    Polynomial,
+    PreprocessProfile,
+    Profile,
+)
+from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.work import Work
+
+MODULES = ("image_encoder", "llm", "image_generator")
+KINDS = {"image_encoder": "encoder", "llm": "llm", "image_generator": "generator"}
+
+
+def layer(per_token_ms: float, base_ms: float, parameters: int, activation_bytes: float, tps: tuple[int, ...],
+          flops_per_token: float) -> LayerCost:
+    """A layer whose cost grows with tokens only; backward takes twice as long; TP is 90 % efficient per doubling."""
+    def time(tp: int) -> LayerTime:
+        shrink = tp * 0.9 ** (tp.bit_length() - 1)
+        return LayerTime(forward_ms=Polynomial(base=base_ms, per_token=per_token_ms / shrink),
+                         backward_ms=Polynomial(base=2 * base_ms, per_token=2 * per_token_ms / shrink),
+                         fit_error_pct=2.0)
+    return LayerCost(parameters=parameters, tp={str(tp): time(tp) for tp in tps},
+                     activation_bytes=Polynomial(per_token=activation_bytes),
+                     forward_flops=Polynomial(per_token=flops_per_token),
+                     backward_flops=Polynomial(per_token=2 * flops_per_token))
+
+
+def module(kind: str, layers: list[str], costs: dict[str, LayerCost], mean: Work, worst: Work,
+           output_bytes: float) -> ModuleProfile:
+    tps = next(iter(costs.values())).tp
+    return ModuleProfile(kind=kind, parameters=sum(costs[k].parameters for k in layers), layers=layers, costs=costs,
+                         tp={tp: ModuleTime(forward_ms=1.0, backward_ms=2.0, fit_error_pct=2.0) for tp in tps},
+                         work_per_sequence=mean, max_work_per_sequence=worst, output_bytes_per_sequence=output_bytes)
+
+
+def run_file(batch: int = 24, gpus: int = 6, nodes: int = 1, precision: str = "fp32", zero_stage: int = 1,
+             **cluster: Any) -> RunFile:
+    """A run file with three modules."""
+    return RunFile.model_validate({
+        "name": "test",
+        "model": {"modules": {
+            "image_encoder": {"kind": "encoder", "architecture": "vit"},
+            "llm": {"kind": "llm", "architecture": "llama"},
+            "image_generator": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 32}}},
+        "data": {"sources": [{"path": "data"}], "sequence_length": 256},
+        "cluster": {"nodes": nodes, "gpus_per_node": gpus // nodes, **cluster},
+        "train": {"global_batch_size": batch, "steps": 1, "precision": precision, "zero_stage": zero_stage}})
+
+
+def profile_for(run: RunFile, modules: dict[str, ModuleProfile], device: DeviceProfile,
+                links: LinkProfile) -> Profile:
+    """A profile that belongs to the run file."""
+    inputs = ModelInputs(llm="llm", vocabulary=300, sequence_length=run.data.sequence_length,
+                         image=ImageInput(module="image_encoder", patch_px=8, max_pixels=4096),
+                         target=TargetInput(module="image_generator", size_px=32, context_tokens=4,
+                                            latent_pixels=64))
+    counts = Distribution(mean=3, p50=3, p95=6, p99=8, max=9)
+    return Profile(
+        precision=run.train.precision,
+        fingerprints=Fingerprints(model=run.model_fingerprint(), data="d" * 16, cluster=run.cluster_fingerprint()),
+        provenance={"made_by": "test"}, device=device, inputs=inputs, modules=modules, links=links,
+        data=DataProfile(samples=1000, sequences=500, fingerprint="d" * 16, text_tokens=1, image_tokens=1,
+                         images=1500, targets=500, fill_fraction=0.9, images_per_sequence=counts),
+        preprocess=PreprocessProfile(images_per_s_per_core=1000, sequences_per_s_per_core=300))
+
+
+def tiny(run: RunFile, *, kind: str = "cpu", memory_gib: float = 4.0, tps: tuple[int, ...] = (1,),
+         cores: int = 2) -> Profile:
+    """Milliseconds and megabytes: three small modules, the LLM the heaviest."""
+    encoder = {"embed": layer(0.001, 0.1, 10_000, 500.0, tps, 1e4), "block": layer(0.01, 0.2, 50_000, 4e3, tps, 1e5),
+               "projector": layer(0.002, 0.1, 20_000, 1e3, tps, 4e4)}
+    llm = {"embed": layer(0.0005, 0.1, 40_000, 500.0, tps, 1e2), "block": layer(0.02, 0.3, 200_000, 8e3, tps, 4e5),
+           "head": layer(0.01, 0.2, 40_000, 4e3, tps, 8e4)}
+    unet = {"projector": layer(0.002, 0.1, 20_000, 1e3, tps, 4e4), "down": layer(0.02, 0.3, 80_000, 6e3, tps, 2e5),
+            "up": layer(0.04, 0.5, 120_000, 9e3, tps, 4e5)}
+    modules = {
+        "image_encoder": module("encoder", ["embed", "block", "block", "projector"], encoder,
+                                Work(3, 120, 7000), Work(9, 500, 40000), 30_000.0),
+        "llm": module("llm", ["embed", *["block"] * 4, "head"], llm, Work(1, 230, 20000), Work(1, 256, 65536),
+                      8_000.0),
+        "image_generator": module("generator", ["projector", "down", "up", "up"], unet, Work(1, 64, 4096),
+                                  Work(4, 256, 16384), 0.0),
+    }
+    device = DeviceProfile(name="test", kind=kind, count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=0.5,
+                           shared_by=run.cluster.gpus if kind == "cpu" else 1, cores=cores)
+    return profile_for(run, modules, device, LinkProfile(p2p_gbps=8, p2p_us=50, all_reduce_gbps=4, all_reduce_us=100))
+
+
+def paper_9b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Profile:
+    """ViT-Huge, a 7B LLM and SD 2.1's U-Net at about 180 TFLOP/s, 8,192 tokens, 8 images read, 2 generated."""
+    rate = 180e9  # FLOP per ms
+    vit = 0.3346e12 / 257 / 32
+    block, head = 4.415e12 / 8192, 2 * 4096 * 32000
+    encoder = {"block": layer(vit / rate, 0.02, 19_700_000, 40e3, tps, vit)}
+    llm = {"embed": layer(1e-7, 0.02, 131_000_000, 8e3, tps, 0.0),
+           "block": layer(block / rate, 0.05, 202_000_000, 140e3, tps, block),
+           "head": layer(head / rate, 0.05, 131_000_000, 130e3, tps, head)}
+    unet = {"part": layer(0.804e12 / 11 / 4096 / rate, 0.3, 79_000_000, 300e3, tps, 0.804e12 / 11 / 4096)}
+    modules = {
+        "image_encoder": module("encoder", ["block"] * 32, encoder, Work(8, 8 * 257, 8 * 257.0**2),
+                                Work(24, 24 * 257, 24 * 257.0**2), 8 * 257 * 8192.0),
+        "llm": module("llm", ["embed", *["block"] * 32, "head"], llm, Work(1, 7800, 3e7), Work(1, 8192, 6.7e7),
+                      77 * 2 * 8192.0),
+        "image_generator": module("generator", ["part"] * 11, unet, Work(2, 2 * 4096, 2 * 4096.0**2),
+                                  Work(8, 8 * 4096, 8 * 4096.0**2), 0.0),
+    }
+    device = DeviceProfile(name="A800", kind="cuda", count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=312.0)
+    return profile_for(run, modules, device,
+                       LinkProfile(p2p_gbps=200, p2p_us=10, all_reduce_gbps=400, all_reduce_us=30))

@@ -1,0 +1,176 @@
+"""Plans as a whole: what they hold, what is refused, and what a failure names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
+from disttrain_cli.planning.baselines import proportional
+from disttrain_cli.planning.check import check
+from disttrain_cli.planning.explain import explain
+from disttrain_cli.planning.predict import mean_loads
+from disttrain_cli.planning.solve import solve
+from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.plan import Plan, read_plan, write_plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+from tests.planning import synthetic
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[RunFile, Profile, Plan]:
+    run = synthetic.run_file(batch=24, gpus=6)
+    profile = synthetic.tiny(run)
+    return run, profile, solve(run, profile, top=3)
+
+
+def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: Path) -> None:
+    run, profile, plan = made
+    check(plan, run, profile)
+    assert [unit.modules for unit in plan.plan.units] == [[name] for name in profile.modules]
+    assert len({unit.dp for unit in plan.plan.units}) > 1
+    assert plan.fingerprints.profile == fingerprint(profile)
+    assert plan.search.exact and plan.search.candidates > 100
+    assert len(plan.alternatives) == 3
+    assert all(other.slower_pct >= 0 for other in plan.alternatives)
+    assert plan.predicted.sequences_per_s == pytest.approx(24 / plan.predicted.iteration_s)
+    assert 0 < plan.predicted.mfu < 1
+    assert set(plan.baselines) == {"megatron", "distmm", "paper"}
+    assert read_plan(write_plan(tmp_path / "plan.yaml", plan)) == plan
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
+def test_other_strategies_make_runnable_plans_that_are_no_better(made: tuple[RunFile, Profile, Plan],
+                                                                 strategy: str) -> None:
+    run, profile, best = made
+    plan = solve(run, profile, strategy=strategy, top=0)
+    check(plan, run, profile)
+    assert plan.plan.strategy == strategy
+    formula = plan.predicted.warmup_s + plan.predicted.steady_s
+    if strategy != "megatron":  # its stages may hold less than a module
+        assert formula >= (best.predicted.warmup_s + best.predicted.steady_s) * (1 - 1e-9)
+    assert plan.predicted.iteration_s == pytest.approx(best.baselines[strategy].iteration_s)
+
+
+def test_one_gpu_gets_one_unit() -> None:
+    run = synthetic.run_file(batch=6, gpus=1)
+    plan = solve(run, synthetic.tiny(run)).plan
+    assert [unit.modules for unit in plan.units] == [list(synthetic.MODULES)]
+    assert plan.gpus_used == 1
+
+
+def test_text_only_data_costs_the_other_units_nothing() -> None:
+    run = synthetic.run_file(batch=8, gpus=4)
+    profile = synthetic.tiny(run)
+    empty = profile.modules["image_generator"].model_copy(update={
+        "work_per_sequence": (0.0, 0.0, 0.0), "max_work_per_sequence": (0.0, 0.0, 0.0)})
+    empty = type(empty).model_validate(empty.model_dump())
+    profile = profile.model_copy(update={"modules": profile.modules | {"image_generator": empty}})
+    plan = solve(run, profile)
+    assert plan.predicted.units[2].forward_ms == 0.0
+    assert plan.plan.units[2].gpus == 1
+
+
+def test_a_cpu_shares_its_cores() -> None:
+    run = synthetic.run_file(batch=24, gpus=6)
+    times = [solve(run, synthetic.tiny(run, cores=cores), top=0).predicted.iteration_s for cores in (6, 600)]
+    assert times[0] == pytest.approx(times[1])
+    measured_together, few = (synthetic.tiny(run, cores=2), synthetic.tiny(run, cores=6))
+    assert solve(run, measured_together, top=0).predicted.iteration_s < solve(run, few, top=0).predicted.iteration_s
+
+
+def test_memory_failure_names_stage_and_remedy(made: tuple[RunFile, Profile, Plan]) -> None:
+    run, _, plan = made
+    most = max(stage.peak_gib for stage in plan.predicted.memory)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(run, synthetic.tiny(run, memory_gib=most / 100))
+    assert caught.value.exit_code == 3
+    assert "stage" in caught.value.why and "unit" in caught.value.why and "GiB" in caught.value.next_step
+
+
+def test_memory_remedy_is_true() -> None:
+    run = synthetic.run_file(batch=4, gpus=3)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(run, synthetic.tiny(run, memory_gib=0.01), top=0)
+    needed = float(caught.value.next_step.split()[2])
+    assert needed > 0.01
+    assert solve(run, synthetic.tiny(run, memory_gib=needed * 1.01), top=0).plan.gpus_used == 3
+    with pytest.raises(InfeasibleError):
+        solve(run, synthetic.tiny(run, memory_gib=needed * 0.98), top=0)
+
+
+def test_another_models_profile_is_refused(made: tuple[RunFile, Profile, Plan]) -> None:
+    run, profile, _ = made
+    for what in ("model", "cluster"):
+        other = profile.model_copy(update={
+            "fingerprints": profile.fingerprints.model_copy(update={what: "f" * 16})})
+        with pytest.raises(MismatchError, match=what) as caught:
+            solve(run, other)
+        assert "f" * 16 in caught.value.why and getattr(profile.fingerprints, what) in caught.value.why
+
+
+def edited(plan: Plan, **changes: object) -> Plan:
+    return plan.model_copy(update={"plan": plan.plan.model_copy(update=changes)})
+
+
+def test_hand_edited_plans_are_checked(made: tuple[RunFile, Profile, Plan]) -> None:
+    run, profile, plan = made
+    units = plan.plan.units
+    llm = units[1]
+    with pytest.raises(SpecError, match="layers_per_stage of unit llm"):
+        check(edited(plan, units=[units[0], llm.model_copy(update={"layers_per_stage": [5]}), units[2]]), run, profile)
+    with pytest.raises(SpecError, match="every module once"):
+        check(edited(plan, units=units[:2]), run, profile)
+    with pytest.raises(SpecError, match="global batch"):
+        check(edited(plan, microbatches=plan.plan.microbatches + 1), run, profile)
+    with pytest.raises(SpecError, match="different global batches"):
+        check(edited(plan, global_batch_size=48), run, profile)
+    with pytest.raises(SpecError, match="more ranks") as caught:
+        check(edited(plan, gpus_used=7), run, profile)
+    assert "the cluster has 6" in caught.value.why
+    with pytest.raises(SpecError, match="TP 2"):
+        check(edited(plan, units=[units[0], llm.model_copy(update={"tp": 2}), units[2]]), run, profile)
+
+
+@pytest.mark.parametrize("what", ["model", "data", "cluster", "profile"])
+def test_plans_for_something_else_are_refused(made: tuple[RunFile, Profile, Plan], what: str) -> None:
+    run, profile, plan = made
+    other = plan.model_copy(update={"fingerprints": plan.fingerprints.model_copy(update={what: "f" * 16})})
+    with pytest.raises(MismatchError, match=what) as caught:
+        check(other, run, profile)
+    assert "f" * 16 in caught.value.why
+
+
+def test_explanation_names_the_slowest_unit(made: tuple[RunFile, Profile, Plan]) -> None:
+    plan = made[2]
+    why = explain(plan)
+    slowest = max(plan.predicted.units, key=lambda unit: unit.stage_ms)
+    assert why.binding_unit == slowest.unit and slowest.unit in why.time[0]
+    assert max(share.of_slowest_fraction for share in why.units) == 1.0
+    assert len(why.runners_up) == len(plan.alternatives) and len(why.baselines) == 3
+
+
+def test_shares_follow_flops() -> None:
+    assert proportional([1.0, 2.0, 1.0], 8) == [2, 4, 2]
+    assert proportional([1.0, 1000.0, 1.0], 6) == [1, 4, 1]
+    assert sum(proportional([0.3, 0.3, 0.4], 10)) == 10
+
+
+def test_mean_loads_are_whole_images() -> None:
+    run = synthetic.run_file(batch=24, gpus=6)
+    encoder, llm, _ = group(synthetic.tiny(run), Cluster(6, 6, 4.0, 1, 24), "disaggregated")
+    loads = mean_loads(encoder, 2, 3, 8) * encoder.items_per_sequence
+    assert loads.tolist() == [[5.0, 4.0]] * 8  # three sequences of three images
+    assert mean_loads(llm, 3, 6, 4).tolist() == [[2.0] * 3] * 4
+
+
+def test_planning_imports_no_torch() -> None:
+    code = ("import sys, disttrain_cli.planning.solve, disttrain_cli.planning.check, disttrain_cli.planning.explain\n"
+            "print([m for m in ('torch', 'scipy', 'rich', 'duckdb') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

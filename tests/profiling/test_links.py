@@ -1,0 +1,51 @@
+"""Links: the fit of latency and bandwidth, and a real measurement between two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disttrain_cli.profiling.links import SIZES_BYTES, fit_link
+from disttrain_cli.runtime.launch import launch
+from disttrain_cli.spec.profile import LinkProfile
+
+
+def test_latency_and_bandwidth_are_found() -> None:
+    gbps, latency_us = fit_link(SIZES_BYTES, [20e-6 + 8 * size / 10e9 for size in SIZES_BYTES])
+    assert gbps == pytest.approx(10.0)
+    assert latency_us == pytest.approx(20.0)
+
+
+def test_a_link_whose_times_do_not_grow_has_a_finite_bandwidth() -> None:
+    gbps, latency_us = fit_link(SIZES_BYTES, [50e-6] * len(SIZES_BYTES))
+    assert 0.0 < gbps < float("inf")
+    assert latency_us == pytest.approx(50.0)
+
+
+def measure_in_rank(payload: dict[str, Any]) -> None:
+    """Target of the test's processes."""
+    import torch
+    import torch.distributed as dist
+
+    from disttrain_cli.profiling.links import measure_links
+
+    dist.init_process_group("gloo")
+    found = measure_links(torch.device("cpu"))
+    Path(payload["folder"], f"{os.environ['RANK']}.json").write_text(found.model_dump_json())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_real_processes_agree_on_what_they_measured(tmp_path: Path, processes: int,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    launch(processes, "test_links:measure_in_rank", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120)
+    found = [LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text()))
+             for rank in range(processes)]
+    assert all(each == found[0] for each in found)
+    assert found[0].p2p_gbps > 0.0 and found[0].all_reduce_gbps > 0.0
+    assert found[0].p2p_us >= 0.0

@@ -1,0 +1,124 @@
+"""The simulators against closed forms, hand computation, each other, and DeepSpeed's schedule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttrain_cli.simulation.pipeline import simulate
+from disttrain_cli.simulation.sharing import simulate_shared, speed
+from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
+
+
+def equal(stages: int, slots: int, forward: float, backward: float) -> Pipeline:
+    shape = (slots, stages, 1)
+    return Pipeline(np.ones(stages, np.int64), np.arange(stages) == 0, np.full(shape, forward),
+                    np.full(shape, backward), np.zeros(max(0, stages - 1)), np.zeros(stages))
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    units = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3))  # (DP, PP)
+    replicas = np.array([dp for dp, pp in units for _ in range(pp)])
+    entry = np.array([stage == 0 for _, pp in units for stage in range(pp)])
+    slots, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**16))
+    random = np.random.default_rng(seed)
+    shape = (slots, len(replicas), int(replicas.max()))
+    zeros = random.random(shape) > 0.2  # some replicas have no work
+    return Pipeline(replicas, entry, random.random(shape) * zeros, random.random(shape) * zeros,
+                    random.random(len(replicas) - 1) * 0.1, random.random(len(replicas)) * 0.1, 0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 8), st.integers(1, 8))
+def test_equal_stages_have_the_closed_form(stages: int, slots: int, forward: int, backward: int) -> None:
+    timeline = simulate(equal(stages, slots, float(forward), float(backward)))
+    if slots >= stages or forward == backward:
+        assert timeline.iteration_s == (slots + stages - 1) * (forward + backward)
+        assert timeline.bubble_fraction == pytest.approx((stages - 1) / (slots + stages - 1))
+    assert timeline.iteration_s >= slots * (forward + backward)
+
+
+def test_two_units_by_hand() -> None:
+    """Encoder DP 2 (1 s and 2 s, backward 1 s), LLM DP 1 (3 s, 4 s), transfers of 0.5 s, two slots."""
+    forward = np.array([[[1.0, 2.0], [3.0, 0.0]]] * 2)
+    backward = np.array([[[1.0, 1.0], [4.0, 0.0]]] * 2)
+    timeline = simulate(Pipeline(np.array([2, 1]), np.array([True, True]), forward, backward, np.array([0.5]),
+                                 np.array([0.25, 0.0]), 1.0))
+    assert timeline.forward_end[:, 0].tolist() == [[1.0, 2.0], [2.0, 4.0]]
+    assert timeline.forward_start[:, 1, 0].tolist() == [2.5, 9.5]
+    assert timeline.backward_start[:, 1, 0].tolist() == [5.5, 12.5]
+    assert timeline.backward_start[:, 0].tolist() == [[10.0, 10.0], [17.0, 17.0]]
+    assert timeline.iteration_s == 18.0 + 0.25 + 1.0
+    assert np.isnan(timeline.forward_start[:, 1, 1]).all()
+
+
+def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
+    slots, stages, _ = pipeline.forward_s.shape
+    for stage in range(stages):
+        order = operations(slots, stages, stage)
+        assert sorted(order) == sorted([(f, s) for f in (True, False) for s in range(slots)])
+        for replica in range(pipeline.replicas[stage]):
+            when = [(timeline.forward_start if f else timeline.backward_start)[slot, stage, replica]
+                    for f, slot in order]
+            done = [(timeline.forward_end if f else timeline.backward_end)[slot, stage, replica] for f, slot in order]
+            assert all(start >= end - 1e-9 for start, end in zip(when[1:], done, strict=False))
+    for stage in range(1, stages):
+        before, after = range(pipeline.replicas[stage - 1]), range(pipeline.replicas[stage])
+        pairs = [(a, b) for a in before for b in after if pipeline.entry[stage] or a == b]
+        for a, b in pairs:
+            cut = pipeline.transfer_s[stage - 1] - 1e-9
+            assert (timeline.forward_start[:, stage, b] >= timeline.forward_end[:, stage - 1, a] + cut).all()
+            assert (timeline.backward_start[:, stage - 1, a] >= timeline.backward_end[:, stage, b] + cut).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_nothing_starts_before_its_input_and_each_rank_does_one_thing(pipeline: Pipeline) -> None:
+    timeline = simulate(pipeline)
+    check_order(pipeline, timeline)
+    assert 0.0 <= timeline.bubble_fraction < 1.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_sharing_with_a_core_for_every_rank_changes_nothing(pipeline: Pipeline) -> None:
+    alone, shared = simulate(pipeline), simulate_shared(pipeline, cores=int(pipeline.replicas.sum()), shared_by=1)
+    assert shared.iteration_s == pytest.approx(alone.iteration_s)
+    np.testing.assert_allclose(shared.backward_end, alone.backward_end, atol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines(), st.integers(1, 3), st.integers(1, 9))
+def test_sharing_keeps_the_order_and_the_cores_full_at_most(pipeline: Pipeline, cores: int, shared_by: int) -> None:
+    timeline = simulate_shared(pipeline, cores, shared_by)
+    check_order(pipeline, timeline)
+    present = pipeline.present
+    core_seconds = min(1.0, cores / shared_by) * float((pipeline.forward_s + pipeline.backward_s)[:, present].sum())
+    assert timeline.iteration_s >= core_seconds / cores - 1e-9
+
+
+def test_two_ranks_on_one_core_by_hand() -> None:
+    """Two replicas of one stage, measured alone: both take twice as long, then the longer one is alone."""
+    forward, backward = np.array([[[1.0, 3.0]]]), np.array([[[0.0, 0.0]]])
+    pipeline = Pipeline(np.array([2]), np.array([True]), forward, backward, np.zeros(0), np.zeros(1))
+    timeline = simulate_shared(pipeline, cores=1, shared_by=1)
+    assert timeline.forward_end[0, 0].tolist() == pytest.approx([2.0, 4.0])
+    assert simulate_shared(pipeline, cores=1, shared_by=2).forward_end[0, 0].tolist() == pytest.approx([1.0, 2.0])
+
+
+def test_speed_relative_to_the_measurement() -> None:
+    assert speed(busy=6, cores=2, shared_by=6) == 1.0
+    assert speed(busy=1, cores=2, shared_by=6) == 3.0
+    assert speed(busy=4, cores=2, shared_by=2) == 0.5
+
+
+@pytest.mark.parametrize(("stages", "slots"), [(1, 1), (3, 2), (3, 7), (4, 4)])
+def test_order_is_deepspeeds(stages: int, slots: int) -> None:
+    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    for stage in range(stages):
+        train = schedule.TrainSchedule(slots, stages, stage)
+        steps = [train._step_to_micro_batch(step) for step in range(2 * (slots + stages - 1))]
+        assert [(f, s) for s, f in steps if 0 <= s < slots] == operations(slots, stages, stage)

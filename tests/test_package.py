@@ -1,0 +1,54 @@
+"""The package as it ships: licence, version, constraints, templates, Makefile."""
+
+import re
+import tomllib
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+from disttrain_cli import __version__
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements):
+    return {re.split(r"[<>=!~\[ ;]", line, maxsplit=1)[0].lower().replace("_", "-") for line in requirements}
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_version_is_the_same_everywhere():
+    assert PROJECT["version"] == __version__ == version("disttrain")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_licence_is_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0" and "Version 2.0, January 2004" in text and len(text) > 11000
+
+
+def test_every_dependency_is_pinned_exactly():
+    wanted = names(PROJECT["dependencies"])
+    for extra in PROJECT["optional-dependencies"].values():
+        wanted |= names(extra)
+    pinned = {name.lower().replace("_", "-") for name in pins()}
+    assert wanted - pinned <= {"types-pyyaml"}
+
+
+def test_constraints_suit_cuda_builds_too():
+    assert pins()["torch"] == "2.13.0"  # no local version: +cpu would exclude every CUDA build
+    assert not [name for name in pins() if name.lower().startswith(("nvidia", "triton", "cuda"))]
+
+
+def test_data_files_are_part_of_the_package():
+    package = files("disttrain_cli")
+    assert (package / "templates" / "presets" / "tiny.yaml").is_file() and (package / "py.typed").is_file()
+
+
+def test_the_makefile_has_the_promised_targets():
+    text = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", text, re.M) for target in ("run", "test", "test-all", "check", "docs"))
