@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from disttrain_cli.app import app
 from disttrain_cli.app import main as disttrain
 from disttrain_cli.spec.plan import Plan
@@ -25,7 +27,7 @@ NOTICE = "<!-- Written by docs/generate.py; edit the code instead. -->"
 # Typer and Rich read these when they draw the first page: the same page on every machine.
 PLAIN = {"TERMINAL_WIDTH": "100", "COLUMNS": "100", "NO_COLOR": "1", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
 FORCING = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")
-SCHEMAS = {"runfile": RunFile, "profile": Profile, "plan": Plan}
+SCHEMAS: dict[str, type[BaseModel]] = {"runfile": RunFile, "profile": Profile, "plan": Plan}
 
 
 def cli() -> str:
@@ -84,8 +86,8 @@ def _type(about: dict[str, Any]) -> str:
         return f"list of {_type(inner)}"
     if about.get("type") == "object" and isinstance(about.get("additionalProperties"), dict):
         return f"mapping of name to {_type(about['additionalProperties'])}"
-    limits = [f"{sign} {about[key]}" for key, sign in
-              (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")) if key in about]
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {about[key]}" for key, sign in signs.items() if key in about]
     return " ".join([about.get("type", "any"), *limits])
 
 

@@ -82,8 +82,12 @@ def simulate(spec: Synthetic) -> Truth:
     random_ = random.Random(1)
     truth, clock = Truth(), 10**18
     for step in range(spec.steps):
-        tokens = {(unit, slot, replica): _tokens(spec, unit, slot, random_)
-                  for slot in range(spec.slots) for unit, stage, replica in spec.ranks if stage == 0}
+        tokens = {
+            (unit, slot, replica): _tokens(spec, unit, slot, random_)
+            for slot in range(spec.slots)
+            for unit, stage, replica in spec.ranks
+            if stage == 0
+        }
         clock = _step(spec, step, clock, tokens, truth)
     return truth
 
@@ -104,11 +108,29 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
     def emit(rank: int, operation: str, begin: int, length: int, slot: int = -1, count: int = 0) -> int:
         unit, stage, replica = ranks[rank]
         image_unit = unit != "llm"
-        truth.rows.append({
-            "run": spec.run, "step": step, "slot": slot, "unit": unit, "module": MODULES[unit], "stage": stage,
-            "replica": replica, "tp_rank": 0, "rank": rank, "host": "host-a", "operation": operation,
-            "start_ns": begin, "end_ns": begin + length, "tokens": count, "images": 2 if image_unit and count else 0,
-            "sequences": 0 if image_unit or not count else 1, "sum_length_sq": 0, "bytes": 0, "peer": -1})
+        truth.rows.append(
+            {
+                "run": spec.run,
+                "step": step,
+                "slot": slot,
+                "unit": unit,
+                "module": MODULES[unit],
+                "stage": stage,
+                "replica": replica,
+                "tp_rank": 0,
+                "rank": rank,
+                "host": "host-a",
+                "operation": operation,
+                "start_ns": begin,
+                "end_ns": begin + length,
+                "tokens": count,
+                "images": 2 if image_unit and count else 0,
+                "sequences": 0 if image_unit or not count else 1,
+                "sum_length_sq": 0,
+                "bytes": 0,
+                "peer": -1,
+            }
+        )
         return begin + length
 
     while any(place[rank] < len(orders[rank]) for rank in range(len(ranks))):
@@ -118,14 +140,21 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
                 continue
             kind, slot = orders[rank][place[rank]]
             near = depth[unit, stage] + (-1 if kind == "forward" else 1)
-            sources = [r for r, (u, s, d) in enumerate(ranks) if depth[u, s] == near and (u != unit or d == replica)]
+            sources = [
+                r for r, (u, s, d) in enumerate(ranks) if depth[u, s] == near and (u != unit or d == replica)
+            ]
             if not all((kind, slot, source) in done for source in sources):
                 continue
             now, ready = free[rank], max((done[kind, slot, source] for source in sources), default=0)
             if sources:
                 arrived = max(now, ready) + int(spec.transfer_ms * MS)
-                now = emit(rank, "receive_activation" if kind == "forward" else "receive_gradient", now, arrived - now,
-                           slot)
+                now = emit(
+                    rank,
+                    "receive_activation" if kind == "forward" else "receive_gradient",
+                    now,
+                    arrived - now,
+                    slot,
+                )
             if kind == "forward" and stage == 0:
                 now = emit(rank, "load", now, int(spec.load_ms * MS), slot)
             now += int(spec.gap_ms * MS)
@@ -137,7 +166,9 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
             truth.flops += passes * FLOPS[unit] * count
             done[kind, slot, rank] = now
             if depth[unit, stage] < deepest if kind == "forward" else depth[unit, stage] > 0:
-                now = emit(rank, "send_activation" if kind == "forward" else "send_gradient", now, MS // 10, slot)
+                now = emit(
+                    rank, "send_activation" if kind == "forward" else "send_gradient", now, MS // 10, slot
+                )
             free[rank] = now
             place[rank] += 1
             moved = True
@@ -167,13 +198,32 @@ def write(folder: Path, spec: Synthetic, segments: int = 2, name: str = "segment
         rows = [row for row in truth.rows if row["rank"] == rank]
         size = -(-len(rows) // segments)
         for part in range(segments):
-            table(folder / f"rank-{rank:05d}" / f"{name}-{part:05d}.parquet", rows[part * size : (part + 1) * size],
-                  TRACE_COLUMNS)
-    steps = [{"run": spec.run, "step": step, "loss": 5.0 / (step + 1), "loss_text": 4.0 / (step + 1),
-              "loss_image": 1.0 / (step + 1), "grad_norm": 1.0, "learning_rate": 1e-3,
-              "iteration_s": (end - start) / 1e9, "sequences_per_s": 1.0, "mfu": 0.3, "data_wait_s": 0.0, "tokens": 1,
-              "images": 1, "targets": 1, "model_flops": truth.flops / spec.steps, "end_ns": end}
-             for step, (start, end) in enumerate(truth.windows)]
+            table(
+                folder / f"rank-{rank:05d}" / f"{name}-{part:05d}.parquet",
+                rows[part * size : (part + 1) * size],
+                TRACE_COLUMNS,
+            )
+    steps = [
+        {
+            "run": spec.run,
+            "step": step,
+            "loss": 5.0 / (step + 1),
+            "loss_text": 4.0 / (step + 1),
+            "loss_image": 1.0 / (step + 1),
+            "grad_norm": 1.0,
+            "learning_rate": 1e-3,
+            "iteration_s": (end - start) / 1e9,
+            "sequences_per_s": 1.0,
+            "mfu": 0.3,
+            "data_wait_s": 0.0,
+            "tokens": 1,
+            "images": 1,
+            "targets": 1,
+            "model_flops": truth.flops / spec.steps,
+            "end_ns": end,
+        }
+        for step, (start, end) in enumerate(truth.windows)
+    ]
     table(folder / "steps" / f"{name}-00000.parquet", steps, STEP_COLUMNS)
     (folder / "job.json").write_text(make_job(spec).model_dump_json())
     return truth
@@ -188,37 +238,96 @@ def table(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> No
 
 def make_job(spec: Synthetic) -> Job:
     """`job.json` of the run: one layer per stage, linear in tokens, right unless a fault is injected."""
+
     def module(unit: str, kind: Any, layers: int) -> ModuleProfile:
-        time = LayerTime(forward_ms=Polynomial(per_token=RATE_MS[unit]),
-                         backward_ms=Polynomial(per_token=2 * RATE_MS[unit]), fit_error_pct=0.0)
-        cost = LayerCost(parameters=1, tp={"1": time}, activation_bytes=Polynomial(),
-                         forward_flops=Polynomial(per_token=FLOPS[unit]),
-                         backward_flops=Polynomial(per_token=2 * FLOPS[unit]))
-        return ModuleProfile(kind=kind, parameters=1, layers=["block"] * layers, costs={"block": cost},
-                             tp={"1": ModuleTime(forward_ms=1, backward_ms=2, fit_error_pct=0)},
-                             work_per_sequence=Work(1, 500, 0), max_work_per_sequence=Work(1, 500, 0),
-                             output_bytes_per_sequence=1)
+        time = LayerTime(
+            forward_ms=Polynomial(per_token=RATE_MS[unit]),
+            backward_ms=Polynomial(per_token=2 * RATE_MS[unit]),
+            fit_error_pct=0.0,
+        )
+        cost = LayerCost(
+            parameters=1,
+            tp={"1": time},
+            activation_bytes=Polynomial(),
+            forward_flops=Polynomial(per_token=FLOPS[unit]),
+            backward_flops=Polynomial(per_token=2 * FLOPS[unit]),
+        )
+        return ModuleProfile(
+            kind=kind,
+            parameters=1,
+            layers=["block"] * layers,
+            costs={"block": cost},
+            tp={"1": ModuleTime(forward_ms=1, backward_ms=2, fit_error_pct=0)},
+            work_per_sequence=Work(1, 500, 0),
+            max_work_per_sequence=Work(1, 500, 0),
+            output_bytes_per_sequence=1,
+        )
+
     distribution = Distribution(mean=1, p50=1, p95=1, p99=1, max=1)
     gpus = len(spec.ranks)
     profile = Profile(
-        precision="fp32", fingerprints=Fingerprints(model="m", data="d", cluster="c"), provenance={},
-        device=DeviceProfile(name="synthetic", kind=spec.device, count=gpus, memory_gib=1,  # type: ignore[arg-type]
-                             peak_tflops=spec.peak_tflops, shared_by=1, cores=2),
+        precision="fp32",
+        fingerprints=Fingerprints(model="m", data="d", cluster="c"),
+        provenance={},
+        device=DeviceProfile(
+            name="synthetic",
+            kind=spec.device,
+            count=gpus,
+            memory_gib=1,  # type: ignore[arg-type]
+            peak_tflops=spec.peak_tflops,
+            shared_by=1,
+            cores=2,
+        ),
         inputs=ModelInputs(llm="llm", vocabulary=256, sequence_length=1024),
-        modules={"image_encoder": module("encoder", "encoder", 1), "llm": module("llm", "llm", spec.pp),
-                 "image_generator": module("generator", "generator", 1)},
+        modules={
+            "image_encoder": module("encoder", "encoder", 1),
+            "llm": module("llm", "llm", spec.pp),
+            "image_generator": module("generator", "generator", 1),
+        },
         links=LinkProfile(p2p_gbps=1, p2p_us=1, all_reduce_gbps=1, all_reduce_us=1),
-        data=DataProfile(samples=1, sequences=1, fingerprint="d", text_tokens=1, image_tokens=1, images=1, targets=1,
-                         fill_fraction=1, images_per_sequence=distribution),
-        preprocess=PreprocessProfile(images_per_s_per_core=1, sequences_per_s_per_core=1))
-    layout = Layout(global_batch_size=spec.dp * spec.slots, microbatch_size=1, microbatches=spec.slots, gpus_used=gpus,
-                    units=[UnitPlan(name="encoder", modules=["image_encoder"], gpus=1, layers_per_stage=[1]),
-                           UnitPlan(name="llm", modules=["llm"], dp=spec.dp, pp=spec.pp, gpus=spec.dp * spec.pp,
-                                    layers_per_stage=[1] * spec.pp),
-                           UnitPlan(name="generator", modules=["image_generator"], gpus=1, layers_per_stage=[1])])
+        data=DataProfile(
+            samples=1,
+            sequences=1,
+            fingerprint="d",
+            text_tokens=1,
+            image_tokens=1,
+            images=1,
+            targets=1,
+            fill_fraction=1,
+            images_per_sequence=distribution,
+        ),
+        preprocess=PreprocessProfile(images_per_s_per_core=1, sequences_per_s_per_core=1),
+    )
+    layout = Layout(
+        global_batch_size=spec.dp * spec.slots,
+        microbatch_size=1,
+        microbatches=spec.slots,
+        gpus_used=gpus,
+        units=[
+            UnitPlan(name="encoder", modules=["image_encoder"], gpus=1, layers_per_stage=[1]),
+            UnitPlan(
+                name="llm",
+                modules=["llm"],
+                dp=spec.dp,
+                pp=spec.pp,
+                gpus=spec.dp * spec.pp,
+                layers_per_stage=[1] * spec.pp,
+            ),
+            UnitPlan(name="generator", modules=["image_generator"], gpus=1, layers_per_stage=[1]),
+        ],
+    )
     predicted = Prediction(
-        iteration_s=0.5, sequences_per_s=10, mfu=0.3, warmup_s=0.1, steady_s=0.4, bubble_fraction=0.2, memory=[],
-        units=[UnitTime(unit="encoder", forward_ms=20, backward_ms=40, stage_ms=60),
-               UnitTime(unit="llm", forward_ms=20, backward_ms=40, stage_ms=30),
-               UnitTime(unit="generator", forward_ms=18, backward_ms=36, stage_ms=54)])
+        iteration_s=0.5,
+        sequences_per_s=10,
+        mfu=0.3,
+        warmup_s=0.1,
+        steady_s=0.4,
+        bubble_fraction=0.2,
+        memory=[],
+        units=[
+            UnitTime(unit="encoder", forward_ms=20, backward_ms=40, stage_ms=60),
+            UnitTime(unit="llm", forward_ms=20, backward_ms=40, stage_ms=30),
+            UnitTime(unit="generator", forward_ms=18, backward_ms=36, stage_ms=54),
+        ],
+    )
     return Job(run=spec.run, strategy="disaggregated", layout=layout, predicted=predicted, profile=profile)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import synthetic
+
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.compare import compare
 from disttrain_cli.analysis.database import open_database
@@ -47,7 +48,10 @@ def test_units(analysis, clean):
     assert [unit.name for unit in analysis.units] == ["encoder", "llm", "generator"]
     for unit in analysis.units:
         rows = [row for row in measured_rows(clean) if row["unit"] == unit.name and row["operation"] in COMPUTE]
-        flops = sum(synthetic.FLOPS[unit.name] * row["tokens"] * (1 if row["operation"] == "forward" else 2) for row in rows)
+        flops = sum(
+            synthetic.FLOPS[unit.name] * row["tokens"] * (1 if row["operation"] == "forward" else 2)
+            for row in rows
+        )
         assert unit.busy_fraction == pytest.approx(seconds(rows) / (unit.gpus * window))
         assert unit.mfu == pytest.approx(flops / (window * spec.peak_tflops * 1e12 * unit.gpus))
 
@@ -64,15 +68,20 @@ def test_a_cpu_has_one_peak(tmp_path, analysis):
 def test_ranks_add_up(analysis, clean):
     for rank in analysis.ranks:
         rows = [row for row in measured_rows(clean) if row["rank"] == rank.rank]
-        assert rank.compute_us == pytest.approx(1e6 * seconds(row for row in rows if row["operation"] in COMPUTE))
-        assert rank.span_us == pytest.approx((max(row["end_ns"] for row in rows) - min(row["start_ns"] for row in rows)) / 1e3)
+        assert rank.compute_us == pytest.approx(
+            1e6 * seconds(row for row in rows if row["operation"] in COMPUTE)
+        )
+        assert rank.span_us == pytest.approx(
+            (max(row["end_ns"] for row in rows) - min(row["start_ns"] for row in rows)) / 1e3
+        )
         assert rank.idle_us + rank.compute_us + rank.non_compute_us == pytest.approx(rank.span_us)
         assert rank.overlap_pct == 0.0
 
 
 def test_transfers_are_exposed_but_waiting_is_not(analysis, clean):
-    """Every received tensor takes 0.3 ms after it was sent, every send 0.1 ms, a reduction 0.5 ms after the last member."""
-    _, spec, truth = clean
+    """A tensor takes 0.3 ms after it was sent, a send 0.1 ms, a "
+    "reduction 0.5 ms after the last member."""
+    _, _spec, truth = clean
     rows = measured_rows(clean)
     sends = sum(row["operation"].startswith("send") for row in rows)
     receives = sum(row["operation"].startswith("receive") for row in rows)
@@ -106,13 +115,16 @@ def test_no_straggler_in_a_clean_run(analysis):
 
 
 FAULTS = {
-    "unit": (dict(unit_factor={"generator": 2.0}), {"unit": "generator"}),
-    "intra_microbatch": (dict(skew=0.5), {"unit": "llm"}),
-    "inter_microbatch": (dict(slot_skew=0.6), {}),
-    "stage": (dict(slow_stage={1: 2.0}), {"unit": "llm", "stage": 1}),
-    "worker": (dict(slow_rank={3: 1.6}), {"unit": "llm", "stage": 1, "replica": 0, "rank": 3, "host": "host-a"}),
-    "data": (dict(load_ms=30.0), {}),
-    "host": (dict(gap_ms=15.0), {"host": "host-a"}),
+    "unit": ({"unit_factor": {"generator": 2.0}}, {"unit": "generator"}),
+    "intra_microbatch": ({"skew": 0.5}, {"unit": "llm"}),
+    "inter_microbatch": ({"slot_skew": 0.6}, {}),
+    "stage": ({"slow_stage": {1: 2.0}}, {"unit": "llm", "stage": 1}),
+    "worker": (
+        {"slow_rank": {3: 1.6}},
+        {"unit": "llm", "stage": 1, "replica": 0, "rank": 3, "host": "host-a"},
+    ),
+    "data": ({"load_ms": 30.0}, {}),
+    "host": ({"gap_ms": 15.0}, {"host": "host-a"}),
 }
 
 
@@ -164,13 +176,53 @@ def test_compare(tmp_path, analysis):
 
 def test_json_has_the_promised_keys(analysis):
     plain = analysis.to_json()
-    assert {"ranks", "steps", "iteration_s", "mfu", "bubble_fraction", "exposed_communication_fraction"} <= set(plain["job"])
-    assert list(plain["stragglers"]["lost_s"]) == ["unit", "intra_microbatch", "inter_microbatch", "stage", "worker",
-                                                   "communication", "data", "host", "unexplained"]
+    assert {"ranks", "steps", "iteration_s", "mfu", "bubble_fraction", "exposed_communication_fraction"} <= set(
+        plain["job"]
+    )
+    assert list(plain["stragglers"]["lost_s"]) == [
+        "unit",
+        "intra_microbatch",
+        "inter_microbatch",
+        "stage",
+        "worker",
+        "communication",
+        "data",
+        "host",
+        "unexplained",
+    ]
     assert set(plain["verdict"]) >= {"cause", "place", "confidence", "evidence", "advice"}
     assert set(plain["verdict"]["place"]) == {"unit", "stage", "replica", "rank", "host"}
-    assert set(plain["ranks"][0]) >= {"rank", "span_us", "idle_us", "compute_us", "non_compute_us", "overlap_pct",
-                                      "collective_wait_us"}
-    assert set(plain["what_if"]) == {"slowdown", "by_stage", "by_replica", "by_operation", "worst_workers_share",
-                                     "last_stage_share"}
+    assert set(plain["ranks"][0]) >= {
+        "rank",
+        "span_us",
+        "idle_us",
+        "compute_us",
+        "non_compute_us",
+        "overlap_pct",
+        "collective_wait_us",
+    }
+    assert set(plain["what_if"]) == {
+        "slowdown",
+        "by_stage",
+        "by_replica",
+        "by_operation",
+        "worst_workers_share",
+        "last_stage_share",
+    }
     assert not math.isnan(plain["job"]["iteration_s"])
+
+
+def test_shared_cores_halve_the_confidence_in_ranks(tmp_path):
+    synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, device="cpu", peak_tflops=1.2))
+    verdict = analyze([tmp_path]).verdict
+    assert verdict.cause == "worker" and verdict.place.rank == 3
+    assert 0.4 < verdict.confidence <= 0.5
+    assert verdict.next_command == "disttrain plan --gpus 5"
+
+
+def test_levelling_never_counts_as_a_gain(tmp_path):
+    """With two slots filling the pipeline dominates, and light units must not be charged for being short."""
+    synthetic.write(tmp_path, synthetic.Synthetic(slots=2, unit_factor={"encoder": 0.2}))
+    found = analyze([tmp_path])
+    assert found.stragglers.lost_s["unit"] >= 0
+    assert found.stragglers.slowdown >= 1 - 1e-6

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import synthetic
+
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.database import documented_views, open_database, run_sql
 from disttrain_cli.errors import DataError, UsageError
@@ -30,11 +31,26 @@ def test_views_answer_and_are_documented(clean):
     assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
 
 
-@pytest.mark.parametrize("query", [
-    "SELECT * FROM read_csv('/etc/passwd')", "SELECT content FROM read_text('/etc/hostname')", "SELECT * FROM glob('/*')",
-    "COPY (SELECT 1) TO '/tmp/stolen.csv'", "ATTACH '/tmp/other.db'", "SET enable_external_access = true",
-    "SELECT 1; SELECT 2", "DROP VIEW trace", "DELETE FROM units", "INSTALL httpfs", "selec", "", "SELECT * FROM clean",
-    "CREATE TABLE x AS SELECT 1", "SELECT * FROM '/etc/passwd'"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT content FROM read_text('/etc/hostname')",
+        "SELECT * FROM glob('/*')",
+        "COPY (SELECT 1) TO '/tmp/stolen.csv'",
+        "ATTACH '/tmp/other.db'",
+        "SET enable_external_access = true",
+        "SELECT 1; SELECT 2",
+        "DROP VIEW trace",
+        "DELETE FROM units",
+        "INSTALL httpfs",
+        "selec",
+        "",
+        "SELECT * FROM clean",
+        "CREATE TABLE x AS SELECT 1",
+        "SELECT * FROM '/etc/passwd'",
+    ],
+)
 def test_queries_read_the_trace_and_nothing_else(clean, query):
     with pytest.raises(UsageError):
         run_sql([clean[0]], query)
@@ -91,7 +107,9 @@ def test_nothing_to_analyse_is_an_error(tmp_path):
     with pytest.raises(DataError, match="No trace can be read"):
         analyze([tmp_path])
     row = synthetic.simulate(synthetic.Synthetic(steps=1)).rows[0]
-    synthetic.table(tmp_path / "rank-00000" / "segment-00000.parquet", [row | {"operation": "load"}], TRACE_COLUMNS)
+    synthetic.table(
+        tmp_path / "rank-00000" / "segment-00000.parquet", [row | {"operation": "load"}], TRACE_COLUMNS
+    )
     with pytest.raises(DataError, match="no whole step"):
         analyze([tmp_path])
 
@@ -107,17 +125,30 @@ def test_steps_repeated_after_resuming_count_once(tmp_path):
     first = synthetic.write(tmp_path, synthetic.Synthetic(steps=6, run="start-000"), name="segment-start-000")
     again = synthetic.simulate(synthetic.Synthetic(steps=8, run="start-001", load_ms=5.0))
     later = 10**12
-    rows = [row | {"start_ns": row["start_ns"] + later, "end_ns": row["end_ns"] + later}
-            for row in again.rows if row["step"] >= 4]
+    rows = [
+        row | {"start_ns": row["start_ns"] + later, "end_ns": row["end_ns"] + later}
+        for row in again.rows
+        if row["step"] >= 4
+    ]
     for rank in range(6):
-        synthetic.table(tmp_path / f"rank-{rank:05d}" / "segment-start-001-00000.parquet",
-                        [row for row in rows if row["rank"] == rank], TRACE_COLUMNS)
+        synthetic.table(
+            tmp_path / f"rank-{rank:05d}" / "segment-start-001-00000.parquet",
+            [row for row in rows if row["rank"] == rank],
+            TRACE_COLUMNS,
+        )
     database = open_database([tmp_path])
     assert any("2 step(s) were repeated" in warning for warning in database.warnings)
     kept = {(row["run"], row["step"]) for row in database.sql("SELECT DISTINCT run, step FROM trace")}
     assert kept == {("start-000", step) for step in range(4)} | {("start-001", step) for step in range(4, 8)}
     windows = {row["step"]: row for row in database.sql("SELECT * FROM windows")}
-    assert [step for step in windows if windows[step]["measured"]] == [1, 2, 3, 5, 6, 7]  # warm-up at every start
+    assert [step for step in windows if windows[step]["measured"]] == [
+        1,
+        2,
+        3,
+        5,
+        6,
+        7,
+    ]  # warm-up at every start
     assert windows[3]["window_s"] == pytest.approx((first.windows[3][1] - first.windows[3][0]) / 1e9)
     assert windows[6]["window_s"] == pytest.approx((again.windows[6][1] - again.windows[6][0]) / 1e9)
 
@@ -125,9 +156,15 @@ def test_steps_repeated_after_resuming_count_once(tmp_path):
 def test_another_plan_in_the_folder_is_left_out(folder):
     other = synthetic.simulate(synthetic.Synthetic(steps=3, run="other", dp=3))
     for rank in range(8):
-        synthetic.table(folder / f"rank-{rank:05d}" / "segment-other.parquet",
-                        [row | {"start_ns": row["start_ns"] - 10**14, "end_ns": row["end_ns"] - 10**14}
-                         for row in other.rows if row["rank"] == rank], TRACE_COLUMNS)
+        synthetic.table(
+            folder / f"rank-{rank:05d}" / "segment-other.parquet",
+            [
+                row | {"start_ns": row["start_ns"] - 10**14, "end_ns": row["end_ns"] - 10**14}
+                for row in other.rows
+                if row["rank"] == rank
+            ],
+            TRACE_COLUMNS,
+        )
     found = analyze([folder])
     assert any("'other' left out" in warning for warning in found.warnings)
     assert (found.job.ranks, found.job.steps) == (6, 8)
@@ -148,12 +185,19 @@ def test_parts_of_a_trace_on_several_hosts_join_but_two_jobs_do_not(tmp_path, fo
 def test_text_only_slots_cost_nothing(tmp_path):
     """A replica without items has rows without work; they bring no FLOPs and break nothing."""
     truth = synthetic.write(tmp_path, synthetic.Synthetic())
-    empty = [row | {"tokens": 0, "images": 0, "end_ns": row["start_ns"] + 1000}
-             if row["unit"] == "generator" and row["slot"] == 2 and row["tokens"] else row for row in truth.rows]
+    empty = [
+        row | {"tokens": 0, "images": 0, "end_ns": row["start_ns"] + 1000}
+        if row["unit"] == "generator" and row["slot"] == 2 and row["tokens"]
+        else row
+        for row in truth.rows
+    ]
     for part in ("segment-00000", "segment-00001"):
         (tmp_path / "rank-00005" / f"{part}.parquet").unlink()
-    synthetic.table(tmp_path / "rank-00005" / "segment-00000.parquet", [row for row in empty if row["rank"] == 5],
-                    TRACE_COLUMNS)
+    synthetic.table(
+        tmp_path / "rank-00005" / "segment-00000.parquet",
+        [row for row in empty if row["rank"] == 5],
+        TRACE_COLUMNS,
+    )
     found = analyze([tmp_path])
     whole = 3 * synthetic.FLOPS["generator"] * 1000 * 6 / 1e12
     assert found.units[2].model_tflop_per_step == pytest.approx(whole * 5 / 6)

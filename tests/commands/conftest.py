@@ -43,7 +43,7 @@ def module_profile(kind, layers, ms_per_token, work):
     forward_ms = len(layers) * ms_per_token * work.tokens
     whole = ModuleTime(forward_ms=forward_ms, backward_ms=2 * forward_ms, fit_error_pct=2.0)
     return ModuleProfile(kind=kind, parameters=100_000 * len(layers), layers=layers,
-                         costs={name: cost for name in layers}, tp={"1": whole}, work_per_sequence=work,
+                         costs=dict.fromkeys(layers, cost), tp={"1": whole}, work_per_sequence=work,
                          max_work_per_sequence=work.scaled(2), output_bytes_per_sequence=1e5)
 
 
@@ -54,10 +54,12 @@ def make_profile(file: RunFile) -> Profile:
         precision="fp32",
         fingerprints=Fingerprints(model=file.model_fingerprint(), data="0" * 16, cluster=file.cluster_fingerprint()),
         provenance={"disttrain": "0.1.0"},
-        device=DeviceProfile(name="test device", kind="cpu", count=6, memory_gib=4, peak_tflops=0.1, shared_by=6, cores=6),
+        device=DeviceProfile(name="test device", kind="cpu", count=6, memory_gib=4, peak_tflops=0.1, shared_by=6,
+                             cores=6),
         inputs=ModelInputs(llm="llm", vocabulary=272, sequence_length=256,
                            image=ImageInput(module="image_encoder", patch_px=8, merge=2, max_pixels=65536),
-                           target=TargetInput(module="image_generator", size_px=16, context_tokens=8, latent_pixels=256)),
+                           target=TargetInput(module="image_generator", size_px=16, context_tokens=8,
+                                              latent_pixels=256)),
         modules={name: module_profile(*about) for name, about in MODULES.items()},
         links=LinkProfile(p2p_gbps=10, p2p_us=50, all_reduce_gbps=5, all_reduce_us=100),
         data=DataProfile(samples=1000, sequences=500, fingerprint="0" * 16, text_tokens=60000, image_tokens=20000,

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.analysis import synthetic
 
 from disttrain_cli.app import main
+from tests.analysis import synthetic
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,8 @@ def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):
     document = json.loads(call([run_dir, "--json"], capsys)[1])
     lines = out.splitlines()
     assert code == 0 and lines[0] == document["verdict"]["headline"]
-    assert lines[-1].split() == ["Report", str(run_dir / "report.html")] and (run_dir / "report.html").stat().st_size > 5000
+    assert lines[-1].split() == ["Report", str(run_dir / "report.html")]
+    assert (run_dir / "report.html").stat().st_size > 5000
     for word in ("Units", "Predicted against measured", "Slowest", *(unit["name"] for unit in document["units"])):
         assert word in out
     assert f"Next: {document['verdict']['next_command']}" in err

@@ -106,8 +106,10 @@ def raise_in_plan(monkeypatch, error):
 
 
 def test_help_loads_nothing_heavy():
-    heavy = {"torch", "transformers", "diffusers", "deepspeed", "duckdb", "pyarrow", "cv2", "scipy", "sklearn", "numpy"}
-    code = (f"import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+    heavy = {"torch", "transformers", "diffusers", "deepspeed", "duckdb", "pyarrow", "cv2", "scipy", "sklearn",
+             "numpy"}
+    code = ("import sys\nfrom disttrain_cli.app import main\n"
+            "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
             f"print('LOADED', sorted({heavy} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "LOADED []"

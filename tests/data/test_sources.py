@@ -7,6 +7,7 @@ import os
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from disttrain_cli.data.sources import Sample, Skipped, find_shards, parse_parts, read_shard
@@ -118,6 +119,20 @@ def test_not_a_tar(tmp_path: Path, content: bytes) -> None:
     shard.write_bytes(content)
     samples, skipped = read(shard)
     assert not samples and "not a whole tar" in skipped[""]
+
+
+def test_no_damage_escapes_as_an_exception(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    whole = write_tar(tmp_path / "a.tar", [*GOOD, ("c.png", encoded(20, 20, ".png")), ("c.txt", b"c")]).read_bytes()
+    shard, read_whole = tmp_path / "b.tar", 0
+    for _ in range(60):
+        content = np.frombuffer(whole, np.uint8).copy()
+        content[random.integers(0, len(content), size=random.integers(1, 6))] = random.integers(0, 256)
+        shard.write_bytes(content[:random.integers(len(content) * 2 // 3, len(content) + 1)].tobytes())
+        samples, skipped = read(shard)
+        assert set(samples) <= {"good", "c"} and all(skipped.values())
+        read_whole += len(samples)
+    assert read_whole > 20  # most damage leaves something whole
 
 
 def test_links_and_folders_are_ignored(tmp_path: Path) -> None:

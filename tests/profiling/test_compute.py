@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,8 @@ class Toy(PipelineLayer):
 def toys() -> list[PipelineLayer]:
     """With a skip that is read twice and a tensor that is replaced."""
     torch.manual_seed(0)
-    return [Toy(0, ("x",), "skip"), Toy(1, ("skip",), "x"), Toy(2, ("x", "skip"), "x"), Toy(3, ("x", "skip"), "", last=True)]
+    return [Toy(0, ("x",), "skip"), Toy(1, ("skip",), "x"), Toy(2, ("x", "skip"), "x"),
+            Toy(3, ("x", "skip"), "", last=True)]
 
 
 def test_gradients_of_every_layer_equal_those_of_one_backward() -> None:

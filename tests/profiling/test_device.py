@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,12 +31,26 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert room.choose_kind("auto") == "cpu"
 
 
-def test_more_gpus_stated_than_seen_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100-SXM4-80GB")
-    with pytest.raises(DisttrainError) as caught:
-        room.local_processes(ClusterSpec(gpus_per_node=2), "cuda")
-    assert "A100" in caught.value.why and "to 1" in caught.value.next_step
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    properties = SimpleNamespace(name=name, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+def test_no_more_gpus_are_counted_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 1, "NVIDIA A100-SXM4-80GB")
+    found = room.describe_device(ClusterSpec(gpus_per_node=6), "cuda", "bf16")
+    assert (found.count, found.shared_by, found.memory_gib, found.peak_tflops) == (1, 1, 80.0, 312.0)
+    assert room.local_processes(ClusterSpec(gpus_per_node=6), "cuda") == 1
+
+
+def test_the_peak_of_an_unknown_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2, "Imaginary 9000")
+    with pytest.raises(DisttrainError, match="Imaginary 9000"):
+        room.describe_device(ClusterSpec(gpus_per_node=2), "cuda", "bf16")
+    stated = ClusterSpec(nodes=2, gpus_per_node=2, peak_tflops=50.0)
+    found = room.describe_device(stated, "cuda", "bf16")
+    assert (found.peak_tflops, found.count) == (50.0, 4)
 
 
 def test_the_processes_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

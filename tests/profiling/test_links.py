@@ -39,13 +39,10 @@ def measure_in_rank(payload: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_real_processes_agree_on_what_they_measured(tmp_path: Path, processes: int,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_processes_agree_on_what_they_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    launch(processes, "test_links:measure_in_rank", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120)
-    found = [LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text()))
-             for rank in range(processes)]
-    assert all(each == found[0] for each in found)
+    launch(2, "test_links:measure_in_rank", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120)
+    found = [LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in (0, 1)]
+    assert found[0] == found[1]
     assert found[0].p2p_gbps > 0.0 and found[0].all_reduce_gbps > 0.0
     assert found[0].p2p_us >= 0.0

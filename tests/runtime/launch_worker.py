@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.runtime.launch import launch
+
 
 def write_rank(payload: dict[str, Any]) -> None:
     Path(payload["folder"], os.environ["RANK"]).write_text(os.environ["WORLD_SIZE"])
@@ -22,4 +24,14 @@ def fail(payload: dict[str, Any]) -> None:
 def killed(payload: dict[str, Any]) -> None:
     if os.environ["RANK"] == payload["rank"]:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def launcher(payload: dict[str, Any]) -> None:
+    """A launcher of its own, to be killed."""
+    launch(1, "tests.runtime.launch_worker:report_and_wait", payload, Path(payload["folder"], "inner"))
+
+
+def report_and_wait(payload: dict[str, Any]) -> None:
+    Path(payload["folder"], "pid").write_text(str(os.getpid()))
     time.sleep(600)

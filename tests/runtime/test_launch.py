@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+import psutil
 import pytest
 
 from disttrain_cli.errors import RankFailedError
@@ -33,3 +35,17 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="Rank 0 did not finish in time"):
         launch(1, "tests.runtime.launch_worker:fail", {"rank": "none"}, tmp_path, timeout_s=1.0)
+
+
+def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def kill_the_launcher_of_the_rank() -> None:
+        if pid.exists() and pid.read_text():
+            psutil.Process(int(pid.read_text())).parents()[1].kill()
+
+    with pytest.raises(RankFailedError, match="killed by SIGKILL"):
+        launch(1, "tests.runtime.launch_worker:launcher", {"folder": str(tmp_path)}, tmp_path,
+               on_poll=kill_the_launcher_of_the_rank)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid.read_text())).wait(timeout=20)

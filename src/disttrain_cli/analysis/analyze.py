@@ -42,28 +42,50 @@ def analyze_database(database: Database) -> Analysis:
     """The same for traces that are open already (the report asks them again)."""
     times = database.query("iterations")[0]
     if not times["measured"]:
-        raise DataError("The trace holds no whole step", f"{times['recorded']} step(s) were recorded; a measured step needs "
-                        "forward and backward of every rank, and the first one is warm-up",
-                        "Record more: disttrain train --steps 5")
+        raise DataError(
+            "The trace holds no whole step",
+            f"{times['recorded']} step(s) were recorded; a measured step needs "
+            "forward and backward of every rank, and the first one is warm-up",
+            "Record more: disttrain train --steps 5",
+        )
     shares = database.query("idle_totals")[0]
     units = _units(database, times["iteration_s"])
-    comparisons = _comparisons(database, times, 1 - shares["compute"], _job_mfu(database, units, times["iteration_s"]))
+    comparisons = _comparisons(
+        database, times, 1 - shares["compute"], _job_mfu(database, units, times["iteration_s"])
+    )
     ranks = [RankSummary(**row) for row in database.query("ranks")]
     stragglers, verdict, study = _straggle(database, shares, ranks, comparisons)
     job = database.job
     summary = JobSummary(
-        run=database.run, layout=job.layout.describe() if job is not None else
-        " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units),
-        ranks=len(ranks), steps=times["recorded"], steps_measured=times["measured"],
-        warmup_steps_excluded=times["warmup"], iteration_s=times["iteration_s"], iteration_p50_s=times["p50_s"],
-        iteration_p95_s=times["p95_s"], sequences_per_s=times["sequences_per_s"],
-        mfu=_job_mfu(database, units, times["iteration_s"]), bubble_fraction=1 - shares["compute"],
+        run=database.run,
+        layout=job.layout.describe()
+        if job is not None
+        else " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units),
+        ranks=len(ranks),
+        steps=times["recorded"],
+        steps_measured=times["measured"],
+        warmup_steps_excluded=times["warmup"],
+        iteration_s=times["iteration_s"],
+        iteration_p50_s=times["p50_s"],
+        iteration_p95_s=times["p95_s"],
+        sequences_per_s=times["sequences_per_s"],
+        mfu=_job_mfu(database, units, times["iteration_s"]),
+        bubble_fraction=1 - shares["compute"],
         exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
-        time_shares={name: share for name, share in shares.items() if name != "data_wait_s"})
+        time_shares={name: share for name, share in shares.items() if name != "data_wait_s"},
+    )
     _check(database, times, units, summary)
-    return Analysis(job=summary, units=units, stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study,
-                    predicted_vs_measured=comparisons, slowest=_slowest(database),
-                    warnings=list(dict.fromkeys(database.warnings)))
+    return Analysis(
+        job=summary,
+        units=units,
+        stragglers=stragglers,
+        verdict=verdict,
+        ranks=ranks,
+        what_if=study,
+        predicted_vs_measured=comparisons,
+        slowest=_slowest(database),
+        warnings=list(dict.fromkeys(database.warnings)),
+    )
 
 
 def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
@@ -96,21 +118,40 @@ def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -
     return tflop / (iteration_s * peak_tflops(database.job.profile.device, sum(unit.gpus for unit in units)))
 
 
-def _comparisons(database: Database, times: dict[str, Any], bubble: float, mfu: float | None) -> list[Comparison]:
+def _comparisons(
+    database: Database, times: dict[str, Any], bubble: float, mfu: float | None
+) -> list[Comparison]:
     """Predicted beside measured: the plan's figures, and the profile at the recorded sizes."""
     job = database.job
     if job is None:
         return []
     rows: list[Comparison] = []
 
-    def add(what: str, unit: str | None, basis: str, predicted: float | None, measured: float | None, measure: str) -> None:
+    def add(
+        what: str, unit: str | None, basis: str, predicted: float | None, measured: float | None, measure: str
+    ) -> None:
         if predicted and measured is not None:
-            rows.append(Comparison(what=what, unit=unit, basis=basis, predicted=predicted, measured=measured,
-                                   measure=measure, error_pct=100 * (measured - predicted) / predicted))
+            rows.append(
+                Comparison(
+                    what=what,
+                    unit=unit,
+                    basis=basis,
+                    predicted=predicted,
+                    measured=measured,
+                    measure=measure,
+                    error_pct=100 * (measured - predicted) / predicted,
+                )
+            )
 
     add("iteration_s", None, "plan", job.predicted.iteration_s, times["iteration_s"], "s")
-    add("sequences_per_s", None, "plan", job.predicted.sequences_per_s,
-        job.layout.global_batch_size / times["iteration_s"], "1/s")
+    add(
+        "sequences_per_s",
+        None,
+        "plan",
+        job.predicted.sequences_per_s,
+        job.layout.global_batch_size / times["iteration_s"],
+        "1/s",
+    )
     add("mfu", None, "plan", job.predicted.mfu, mfu, "fraction")
     add("bubble_fraction", None, "plan", job.predicted.bubble_fraction, bubble, "fraction")
     passes = {(row["unit"], row["operation"]): row for row in database.query("unit_passes")}
@@ -121,27 +162,46 @@ def _comparisons(database: Database, times: dict[str, Any], bubble: float, mfu: 
             if row is None:
                 continue
             if unit.name in planned:
-                add(f"{operation}_ms", unit.name, "plan", getattr(planned[unit.name], f"{operation}_ms"),
-                    row["measured_ms"], "ms")
+                add(
+                    f"{operation}_ms",
+                    unit.name,
+                    "plan",
+                    getattr(planned[unit.name], f"{operation}_ms"),
+                    row["measured_ms"],
+                    "ms",
+                )
             add(f"{operation}_ms", unit.name, "same work", row["same_work_ms"], row["measured_ms"], "ms")
     return rows
 
 
-def _straggle(database: Database, shares: dict[str, float], ranks: list[RankSummary],
-              comparisons: list[Comparison]) -> tuple[Stragglers, Verdict, WhatIf | None]:
+def _straggle(
+    database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison]
+) -> tuple[Stragglers, Verdict, WhatIf | None]:
     graph = build_graph(database)
     if graph is None:
-        return (Stragglers(slowdown=None, ideal_s=None, lost_s=None), unknown("no recorded step is whole enough to replay"),
-                None)
+        return (
+            Stragglers(slowdown=None, ideal_s=None, lost_s=None),
+            unknown("no recorded step is whole enough to replay"),
+            None,
+        )
     losses = split_losses(graph)
-    where = {rank.rank: Place(**rank.model_dump(include={"unit", "stage", "replica", "rank", "host"})) for rank in ranks}
+    where = {
+        rank.rank: Place(**rank.model_dump(include={"unit", "stage", "replica", "rank", "host"}))
+        for rank in ranks
+    }
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
-    return (Stragglers(slowdown=measured_s / ideal_s, ideal_s=ideal_s,
-                       lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}),
-            judge(losses, shares, where, len(ranks), comparisons), what_if(graph))
+    return (
+        Stragglers(
+            slowdown=measured_s / ideal_s,
+            ideal_s=ideal_s,
+            lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
+        ),
+        judge(losses, shares, where, len(ranks), comparisons, _shares_cores(database) and len(ranks) > 1),
+        what_if(graph),
+    )
 
 
 def _slowest(database: Database) -> list[Slowest]:
@@ -157,15 +217,30 @@ def _slowest(database: Database) -> list[Slowest]:
             if sum(1 for other, _ in groups if other == unit) < 2:
                 continue
             normal = [cell["normalised"] for cell in members if cell["normalised"] is not None]
-            found.append(Slowest(kind=kind, unit=unit, number=number, mean_ms=_mean(members, "mean_ms"),
-                                 ratio=_mean(members, "ratio"),
-                                 normalised_ratio=sum(normal) / len(normal) if normal else None))
+            found.append(
+                Slowest(
+                    kind=kind,
+                    unit=unit,
+                    number=number,
+                    mean_ms=_mean(members, "mean_ms"),
+                    ratio=_mean(members, "ratio"),
+                    normalised_ratio=sum(normal) / len(normal) if normal else None,
+                )
+            )
         if found:
             rows.append(max(found, key=lambda row: row.ratio))
     slot = max(database.query("slots"), key=lambda row: row["ms"])
     work = slot["work_ratio"]
-    rows.append(Slowest(kind="slot", unit=None, number=slot["slot"], mean_ms=slot["ms"], ratio=slot["ratio"],
-                        normalised_ratio=slot["ratio"] / work if work else None))
+    rows.append(
+        Slowest(
+            kind="slot",
+            unit=None,
+            number=slot["slot"],
+            mean_ms=slot["ms"],
+            ratio=slot["ratio"],
+            normalised_ratio=slot["ratio"] / work if work else None,
+        )
+    )
     return rows
 
 
@@ -184,13 +259,24 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
         warn(f"the trace holds {summary.ranks} of {job.layout.gpus_used} ranks: figures are of those only")
     expected = times["last_step"] - times["first_step"] + 1
     if times["recorded"] < expected:
-        warn(f"{expected - times['recorded']} step(s) between {times['first_step']} and {times['last_step']} are missing")
+        warn(
+            f"{expected - times['recorded']} step(s) between {times['first_step']} and {times['last_step']} are missing"
+        )
     if times["reported"] < times["measured"]:
         warn(f"{times['measured'] - times['reported']} measured step(s) have no reported loss and time")
     if summary.mfu is not None and summary.mfu > 1:
-        warn(f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong")
+        warn(
+            f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong"
+        )
     if summary.iteration_s > 1.1 * times["window_s"]:
         warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['window_s']:.3g} s")
-    if job is not None and job.profile.device.kind == "cpu" and summary.ranks > 1:
-        warn(f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a rank is slower while others "
-             "compute, so which unit or rank is slow is less certain than on separate devices")
+    if job is not None and _shares_cores(database) and summary.ranks > 1:
+        warn(
+            f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
+            "rank is slower while others "
+            "compute, so which unit or rank is slow is less certain than on separate devices"
+        )
+
+
+def _shares_cores(database: Database) -> bool:
+    return database.job is not None and database.job.profile.device.kind == "cpu"

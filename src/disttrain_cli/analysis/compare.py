@@ -17,19 +17,34 @@ class Change(Strict):
 
 def compare(before: Analysis, after: Analysis) -> list[Change]:
     """Rows of the job, of every unit that both have, and of the losses."""
-    rows = [_change(f"job.{name}", getattr(before.job, name), getattr(after.job, name))
-            for name in ("ranks", "iteration_s", "sequences_per_s", "mfu", "bubble_fraction",
-                         "exposed_communication_fraction")]
+    rows = [
+        _change(f"job.{name}", getattr(before.job, name), getattr(after.job, name))
+        for name in (
+            "ranks",
+            "iteration_s",
+            "sequences_per_s",
+            "mfu",
+            "bubble_fraction",
+            "exposed_communication_fraction",
+        )
+    ]
     rows.append(_change("stragglers.slowdown", before.stragglers.slowdown, after.stragglers.slowdown))
     for cause in before.stragglers.lost_s or {}:
-        rows.append(_change(f"stragglers.lost_s.{cause}", (before.stragglers.lost_s or {}).get(cause),
-                            (after.stragglers.lost_s or {}).get(cause)))
+        rows.append(
+            _change(
+                f"stragglers.lost_s.{cause}",
+                (before.stragglers.lost_s or {}).get(cause),
+                (after.stragglers.lost_s or {}).get(cause),
+            )
+        )
     others = {unit.name: unit for unit in after.units}
     for unit in before.units:
         other = others.get(unit.name)
         if other is not None:
-            rows += [_change(f"units.{unit.name}.{name}", getattr(unit, name), getattr(other, name))
-                     for name in ("gpus", "mfu", "busy_fraction", "compute_s", "data_wait_s")]
+            rows += [
+                _change(f"units.{unit.name}.{name}", getattr(unit, name), getattr(other, name))
+                for name in ("gpus", "mfu", "busy_fraction", "compute_s", "data_wait_s")
+            ]
     return rows
 
 

@@ -35,11 +35,17 @@ def stage_costs(job: Job, warnings: list[str]) -> list[StageCost]:
     rows: list[StageCost] = []
     for unit in job.layout.units:
         unknown = [module for module in unit.modules if module not in job.profile.modules]
-        layers = [(module, kind) for module in unit.modules if module not in unknown
-                  for kind in job.profile.modules[module].layers]
+        layers = [
+            (module, kind)
+            for module in unit.modules
+            if module not in unknown
+            for kind in job.profile.modules[module].layers
+        ]
         if unknown or len(layers) != sum(unit.layers_per_stage):
-            warnings.append(f"the profile in job.json does not describe the layers of unit {unit.name!r}: "
-                            "its FLOPs and predicted times are left out")
+            warnings.append(
+                f"the profile in job.json does not describe the layers of unit {unit.name!r}: "
+                "its FLOPs and predicted times are left out"
+            )
             continue
         start = 0
         for stage, count in enumerate(unit.layers_per_stage):
@@ -52,11 +58,24 @@ def stage_costs(job: Job, warnings: list[str]) -> list[StageCost]:
                 for operation in ("forward", "backward"):
                     flops = _sum([getattr(cost, f"{operation}_flops") for cost in costs], 1 / unit.tp)
                     ms = _sum([getattr(time, f"{operation}_ms") for time in known], 1.0)
-                    rows.append(StageCost(unit.name, stage, module, job.profile.modules[module].kind, operation,
-                                          *flops, *(ms if len(known) == len(times) else (0.0,) * 4)))
+                    rows.append(
+                        StageCost(
+                            unit.name,
+                            stage,
+                            module,
+                            job.profile.modules[module].kind,
+                            operation,
+                            *flops,
+                            *(ms if len(known) == len(times) else (0.0,) * 4),
+                        )
+                    )
     return rows
 
 
 def _sum(polynomials: list[Polynomial], factor: float) -> tuple[float, float, float, float]:
-    return (factor * sum(p.base for p in polynomials), factor * sum(p.per_item for p in polynomials),
-            factor * sum(p.per_token for p in polynomials), factor * sum(p.per_length_sq for p in polynomials))
+    return (
+        factor * sum(p.base for p in polynomials),
+        factor * sum(p.per_item for p in polynomials),
+        factor * sum(p.per_token for p in polynomials),
+        factor * sum(p.per_length_sq for p in polynomials),
+    )

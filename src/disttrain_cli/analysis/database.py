@@ -79,7 +79,9 @@ def open_database(paths: list[Path]) -> Database:
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
     except duckdb.Error as error:
-        raise DataError("The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment.") from None
+        raise DataError(
+            "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
+        ) from None
     return Database(connection, files.job, run, files.warnings)
 
 
@@ -113,11 +115,11 @@ def documented_views() -> dict[str, str]:
     """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
     own = {
         "trace": "One row per operation of a rank, as recorded, of the analysed run. Columns: "
-                 + ", ".join(TRACE_COLUMNS),
+        + ", ".join(TRACE_COLUMNS),
         "steps": "One row per optimizer step, as reported while training. Columns: " + ", ".join(STEP_COLUMNS),
         "units": "One row per unit of the plan. Columns: unit, place, modules, tp, dp, pp, gpus, first_depth",
         "costs": "One row per module, stage and direction: summed coefficients of FLOPs and of time in ms. Columns: "
-                 + ", ".join(StageCost._fields),
+        + ", ".join(StageCost._fields),
     }
     return own | {name: _header(query_text(f"view_{name}")) for name in _VIEWS}
 
@@ -147,8 +149,10 @@ def _make_source(connection: DuckDBPyConnection, name: str, files: list[Path], c
     """A view over Parquet files with the columns of our schema, or an empty table of the same shape."""
     if files:
         casts = ", ".join(f"CAST({column} AS {_TYPES[kind]}) AS {column}" for column, kind in columns.items())
-        connection.execute(f"CREATE VIEW {name} AS SELECT {casts} FROM "
-                           f"read_parquet({_literals(files, _no_glob)}, union_by_name = true)")
+        connection.execute(
+            f"CREATE VIEW {name} AS SELECT {casts} FROM "
+            f"read_parquet({_literals(files, _no_glob)}, union_by_name = true)"
+        )
     else:
         shape = ", ".join(f"{column} {_TYPES[kind]}" for column, kind in columns.items())
         connection.execute(f"CREATE TABLE {name} ({shape})")
@@ -162,20 +166,32 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     """
     starts = connection.execute(
         "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS places, min(start_ns) "
-        "FROM segments GROUP BY run ORDER BY min(start_ns), run").fetchall()
+        "FROM segments GROUP BY run ORDER BY min(start_ns), run"
+    ).fetchall()
     places = {str(name): places for name, places, _ in starts}
     last = job.run if job is not None and job.run in places else list(places)[-1]
     if job is not None and job.run not in places:
-        warnings.append(f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is analysed")
-    alike = [name for name in places if set(places[name]) <= set(places[last]) or set(places[last]) <= set(places[name])]
+        warnings.append(
+            f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is analysed"
+        )
+    alike = [
+        name
+        for name in places
+        if set(places[name]) <= set(places[last]) or set(places[last]) <= set(places[name])
+    ]
     others = ", ".join(repr(name) for name in places if name not in alike)
     if others:
         warnings.append(f"starts of different plans are mixed here: {last!r} is analysed, {others} left out")
-    connection.execute("CREATE TABLE kept AS SELECT step, arg_max(run, start_ns) AS run, count(DISTINCT run) AS starts "
-                       "FROM segments WHERE list_contains($runs, run) GROUP BY step", {"runs": alike})
+    connection.execute(
+        "CREATE TABLE kept AS SELECT step, arg_max(run, start_ns) AS run, count(DISTINCT run) AS starts "
+        "FROM segments WHERE list_contains($runs, run) GROUP BY step",
+        {"runs": alike},
+    )
     connection.execute("CREATE VIEW trace AS SELECT s.* FROM segments s JOIN kept USING (step, run)")
-    connection.execute("CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
-                       "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1")
+    connection.execute(
+        "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
+        "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1"
+    )
     repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
     if repeated:
         warnings.append(f"{repeated} step(s) were repeated after resuming; the last time is analysed")
@@ -184,19 +200,27 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
 
 def _make_layout(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> None:
     """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage and module)."""
-    connection.execute("CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp INTEGER, "
-                       "pp INTEGER, gpus INTEGER, first_depth INTEGER)")
-    connection.execute("CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation VARCHAR, "
-                       + ", ".join(f"{name} DOUBLE" for name in StageCost._fields[5:]) + ")")
+    connection.execute(
+        "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp INTEGER, "
+        "pp INTEGER, gpus INTEGER, first_depth INTEGER)"
+    )
+    connection.execute(
+        "CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation VARCHAR, "
+        + ", ".join(f"{name} DOUBLE" for name in StageCost._fields[5:])
+        + ")"
+    )
     if job is None:
         connection.execute(query_text("layout_from_trace"))
         return
     depth = 0
     for place, unit in enumerate(job.layout.units):
-        connection.execute("INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                           [unit.name, place, unit.modules, unit.tp, unit.dp, unit.pp, unit.gpus, depth])
+        connection.execute(
+            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [unit.name, place, unit.modules, unit.tp, unit.dp, unit.pp, unit.gpus, depth],
+        )
         depth += unit.pp
     rows = stage_costs(job, warnings)
     if rows:
-        connection.executemany(f"INSERT INTO costs VALUES ({', '.join('?' * len(StageCost._fields))})",
-                               [list(row) for row in rows])
+        connection.executemany(
+            f"INSERT INTO costs VALUES ({', '.join('?' * len(StageCost._fields))})", [list(row) for row in rows]
+        )

@@ -11,8 +11,16 @@ from disttrain_cli.analysis.result import Analysis
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt}
-_FORM = re.compile(r"\s*([A-Za-z_][\w+.-]*)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*")
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_FORM = re.compile(
+    r"\s*([A-Za-z_][\w+.-]*)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*"
+)
 
 
 def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
@@ -26,13 +34,18 @@ def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
     """
     match = _FORM.fullmatch(expression)
     if match is None:
-        raise UsageError(f"--fail-if cannot read {expression!r}", "it takes NAME OPERATOR NUMBER with one of "
-                         + " ".join(_OPERATORS), "For example: --fail-if 'slowdown > 1.2'")
+        raise UsageError(
+            f"--fail-if cannot read {expression!r}",
+            "it takes NAME OPERATOR NUMBER with one of " + " ".join(_OPERATORS),
+            "For example: --fail-if 'slowdown > 1.2'",
+        )
     name, comparison, number, percent = match.groups()
     values = numbers(analysis)
     if name not in values:
         near = [known for known in values if name.split(".")[-1] in known][:8] or list(values)[:8]
-        raise UsageError(f"--fail-if knows no number named {name!r}", "there are, among others: " + ", ".join(near))
+        raise UsageError(
+            f"--fail-if knows no number named {name!r}", "there are, among others: " + ", ".join(near)
+        )
     value, limit = values[name], float(number) / (100 if percent else 1)
     result = _OPERATORS[comparison](value, limit)
     return result, f"{name} is {value:.6g}, and {expression.strip()} {'holds' if result else 'does not hold'}"
@@ -42,7 +55,9 @@ def fail_if(analysis: Analysis, expression: str) -> None:
     """Raise ConditionHoldsError (exit code 5) where the expression holds; UsageError as `holds`."""
     result, sentence = holds(analysis, expression)
     if result:
-        raise ConditionHoldsError(f"Condition holds: {sentence}", analysis.verdict.headline, analysis.verdict.advice)
+        raise ConditionHoldsError(
+            f"Condition holds: {sentence}", analysis.verdict.headline, analysis.verdict.advice
+        )
 
 
 def numbers(analysis: Analysis) -> dict[str, float]:

@@ -34,13 +34,18 @@ def find_traces(paths: list[Path]) -> TraceFiles:
     ranks: set[str] = set()
     for path in paths:
         if not path.is_dir():
-            raise DataError(f"There is no trace folder at {path}", "a folder with rank-*/segment-*.parquet is needed",
-                            RECORD)
+            raise DataError(
+                f"There is no trace folder at {path}",
+                "a folder with rank-*/segment-*.parquet is needed",
+                RECORD,
+            )
         folder = path / "traces" if (path / "traces").is_dir() else path
         again = sorted({file.parent.name for file in folder.glob("rank-*/segment-*.parquet")} & ranks)
         if again:
-            problems.append(f"{path} holds {again[0]} once more, so it is another job and left out; "
-                            "set two jobs side by side with --compare")
+            problems.append(
+                f"{path} holds {again[0]} once more, so it is another job and left out; "
+                "set two jobs side by side with --compare"
+            )
             continue
         _read_job(folder, found)
         before = len(found.segments)
@@ -52,8 +57,9 @@ def find_traces(paths: list[Path]) -> TraceFiles:
         if len(found.segments) == before:
             problems.append(f"{path} holds no readable trace segment")
     if not found.segments:
-        raise DataError(f"No trace can be read in {', '.join(str(path) for path in paths)}",
-                        "; ".join(problems[:5]), RECORD)
+        raise DataError(
+            f"No trace can be read in {', '.join(str(path) for path in paths)}", "; ".join(problems[:5]), RECORD
+        )
     found.warnings += problems[:5]
     if len(problems) > 5:
         found.warnings.append(f"{len(problems) - 5} more trace file(s) could not be read")
@@ -69,8 +75,9 @@ def _read_job(folder: Path, found: TraceFiles) -> None:
         found.warnings.append(f"{error.what}: no MFU, no prediction and no plan can be shown beside the trace")
 
 
-def _keep_if_readable(file: Path, folder: Path, columns: dict[str, str], kept: list[Path],
-                      problems: list[str]) -> None:
+def _keep_if_readable(
+    file: Path, folder: Path, columns: dict[str, str], kept: list[Path], problems: list[str]
+) -> None:
     """Add `file` to `kept` when its footer can be read, its columns are there and it has rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -18,8 +18,17 @@ import numpy as np
 
 from disttrain_cli.analysis.replay import Delays, Floats, Graph, Ints, group_mean
 
-CAUSES = ("unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
-          "unexplained")
+CAUSES = (
+    "unit",
+    "intra_microbatch",
+    "inter_microbatch",
+    "stage",
+    "worker",
+    "communication",
+    "data",
+    "host",
+    "unexplained",
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +41,9 @@ class Losses:
     busy: dict[str, float]  # unit → compute seconds of one of its ranks per step
     stage_factor: dict[tuple[str, int], float]  # (unit, stage) → its time over the unit's mean
     rank_factor: dict[int, float]  # rank → its time over what its work and stage explain
-    replica_work: dict[tuple[str, int], float]  # (unit, replica) → work of its heaviest slot over the slot's mean
+    replica_work: dict[
+        tuple[str, int], float
+    ]  # (unit, replica) → work of its heaviest slot over the slot's mean
     slot_work: dict[tuple[str, int], float]  # (unit, slot) → work over the mean slot
     data_wait: dict[str, float]  # unit → seconds per step that one of its ranks waits for data
     transfer: dict[str, float]  # unit → seconds per step that one of its ranks receives and hands over tensors
@@ -55,15 +66,23 @@ def split_losses(graph: Graph) -> Losses:
 
     unit_names = np.asarray(graph.unit)
     ranks = {unit: len(np.unique(graph.rank[unit_names == unit])) for unit in dict.fromkeys(graph.unit)}
-    busy = {unit: float(recorded.compute[unit_names == unit].sum()) / count / len(graph.steps)
-            for unit, count in ranks.items()}
+    busy = {
+        unit: float(recorded.compute[unit_names == unit].sum()) / count / len(graph.steps)
+        for unit, count in ranks.items()
+    }
     level = sum(busy[unit] * count for unit, count in ranks.items()) / sum(ranks.values())
     share = np.array([level / busy[unit] if busy[unit] else 1.0 for unit in graph.unit])[:, None]
 
     computes = [mean * share, mean, mean * intra, explained, staged, staged * rank]
     times = [graph.replay(replace(still, compute=compute)) for compute in computes]
-    delays: Delays = replace(still, compute=computes[-1], transfer=recorded.transfer, handover=recorded.handover,
-                             update=recorded.update)
+    times[0] = np.minimum(times[0], times[1])  # levelling can lengthen the filling of a pipeline with few slots
+    delays: Delays = replace(
+        still,
+        compute=computes[-1],
+        transfer=recorded.transfer,
+        handover=recorded.handover,
+        update=recorded.update,
+    )
     for change in ({}, {"load": recorded.load}, {"gap": recorded.gap, "compute": recorded.compute}):
         delays = replace(delays, **change)
         times.append(graph.replay(delays))
@@ -78,19 +97,31 @@ def split_losses(graph: Graph) -> Losses:
         return float(recorded.compute[pick].sum() / max(1e-12, expected[pick].sum()))
 
     def largest(values: Floats, numbers: Ints, statistic: Any) -> dict[tuple[str, int], float]:
-        return {(unit, int(number)): float(statistic(values[pick & (numbers == number)]))
-                for unit, pick in members.items() for number in np.unique(numbers[pick])}
+        return {
+            (unit, int(number)): float(statistic(values[pick & (numbers == number)]))
+            for unit, pick in members.items()
+            for number in np.unique(numbers[pick])
+        }
 
     return Losses(
-        ideal=times[0], measured=graph.window, lost=lost, busy=busy,
-        stage_factor={(unit, int(s)): factor(pick & (graph.stage == s), mean)
-                      for unit, pick in members.items() for s in np.unique(graph.stage[pick])},
+        ideal=times[0],
+        measured=graph.window,
+        lost=lost,
+        busy=busy,
+        stage_factor={
+            (unit, int(s)): factor(pick & (graph.stage == s), mean)
+            for unit, pick in members.items()
+            for s in np.unique(graph.stage[pick])
+        },
         rank_factor={int(r): factor(graph.rank == r, staged) for r in np.unique(graph.rank)},
         replica_work=largest(intra, graph.replica, np.max),
         slot_work=largest(slot_work, graph.slot, np.mean),
         data_wait={unit: per_rank(recorded.load, unit) for unit in ranks},
         transfer={unit: per_rank(recorded.transfer + recorded.handover, unit) for unit in ranks},
-        gap={int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)})
+        gap={
+            int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
+        },
+    )
 
 
 def _work(graph: Graph, directions: Ints) -> tuple[Floats, Floats]:

@@ -12,6 +12,7 @@ share one graph, so a replay is one walk over the passes with all steps side by 
 from __future__ import annotations
 
 import graphlib
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,9 +75,14 @@ class Graph:
         recorded = self.recorded
         groups = self.groups("unit", "backward")
         still = np.zeros_like(recorded.load)
-        return replace(recorded, transfer=_per_group(recorded.transfer, groups, np.median),
-                       handover=_per_group(recorded.handover, groups, np.median), load=still, gap=still,
-                       update=np.full_like(recorded.update, np.median(recorded.update)))
+        return replace(
+            recorded,
+            transfer=_per_group(recorded.transfer, groups, np.median),
+            handover=_per_group(recorded.handover, groups, np.median),
+            load=still,
+            gap=still,
+            update=np.full_like(recorded.update, np.median(recorded.update)),
+        )
 
     def groups(self, *columns: str) -> Ints:
         """A number per pass, equal where the columns are."""
@@ -98,7 +104,9 @@ def _per_group(values: Floats, groups: Ints, statistic: Any) -> Floats:
 
 def build_graph(database: Database) -> Graph | None:
     """The graph of the measured steps, or None when no step is whole enough; reasons go to the warnings."""
-    measured = [int(row["step"]) for row in database.sql("SELECT step FROM windows WHERE measured ORDER BY step")]
+    measured = [
+        int(row["step"]) for row in database.sql("SELECT step FROM windows WHERE measured ORDER BY step")
+    ]
     if len(measured) > MOST_STEPS:
         measured = [measured[i] for i in np.linspace(0, len(measured) - 1, MOST_STEPS).astype(int)]
     columns = database.columns("passes", steps=measured)
@@ -123,13 +131,25 @@ def build_graph(database: Database) -> Graph | None:
     if not whole.any():
         database.warnings.append("no step holds every pass of every rank: steps cannot be replayed")
         return None
-    table = {name: spread(name)[:, whole] for name in ("start_s", "duration_s", "predicted_s", "load_s", "received_s",
-                                                       "received_from_s", "handover_s", "gap_s")}
+    table = {
+        name: spread(name)[:, whole]
+        for name in (
+            "start_s",
+            "duration_s",
+            "predicted_s",
+            "load_s",
+            "received_s",
+            "received_from_s",
+            "handover_s",
+            "gap_s",
+        )
+    }
     columns = {name: np.asarray(values)[first] for name, values in columns.items()}
     order = _order(columns, backward[first], table)
     if order is None:
-        database.warnings.append("the recorded order of passes contradicts itself (clocks apart?): "
-                                 "steps cannot be replayed")
+        database.warnings.append(
+            "the recorded order of passes contradicts itself (clocks apart?): steps cannot be replayed"
+        )
         return None
     place, previous, sources = order
     columns = {name: values[place] for name, values in columns.items()}
@@ -145,17 +165,32 @@ def build_graph(database: Database) -> Graph | None:
             transfer[index] = table["received_s"][index]
     kept = steps[whole]
     return Graph(
-        steps=kept, rank=columns["rank"].astype(np.int64), slot=columns["slot"].astype(np.int64),
-        backward=columns["operation"] == "backward", unit=[str(unit) for unit in columns["unit"]],
-        stage=columns["stage"].astype(np.int64), replica=columns["replica"].astype(np.int64),
-        depth=columns["depth"].astype(np.int64), previous=previous, sources=sources, predicted=table["predicted_s"],
-        recorded=Delays(table["duration_s"], transfer, table["handover_s"], table["load_s"], table["gap_s"],
-                        np.array([by_step[int(s)]["update_s"] for s in kept])),
-        window=np.array([by_step[int(s)]["window_s"] for s in kept]))
+        steps=kept,
+        rank=columns["rank"].astype(np.int64),
+        slot=columns["slot"].astype(np.int64),
+        backward=columns["operation"] == "backward",
+        unit=[str(unit) for unit in columns["unit"]],
+        stage=columns["stage"].astype(np.int64),
+        replica=columns["replica"].astype(np.int64),
+        depth=columns["depth"].astype(np.int64),
+        previous=previous,
+        sources=sources,
+        predicted=table["predicted_s"],
+        recorded=Delays(
+            table["duration_s"],
+            transfer,
+            table["handover_s"],
+            table["load_s"],
+            table["gap_s"],
+            np.array([by_step[int(s)]["update_s"] for s in kept]),
+        ),
+        window=np.array([by_step[int(s)]["window_s"] for s in kept]),
+    )
 
 
-def _order(columns: dict[str, Any], backward: NDArray[np.bool_],
-           table: dict[str, Floats]) -> tuple[Ints, Ints, list[Ints]] | None:
+def _order(
+    columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats]
+) -> tuple[Ints, Ints, list[Ints]] | None:
     """Topological order of the passes, the previous one on each rank, and the sources, in that order.
 
     Passes of a neighbouring unit feed all replicas, unless the record contradicts: what ended after a pass had
@@ -165,21 +200,35 @@ def _order(columns: dict[str, Any], backward: NDArray[np.bool_],
     end = start + table["duration_s"]
     previous = np.full(count, -1, dtype=np.int64)
     by_rank = np.lexsort((start[:, 0], columns["rank"]))
-    for before, after in zip(by_rank, by_rank[1:], strict=False):
+    for before, after in itertools.pairwise(by_rank):
         if columns["rank"][before] == columns["rank"][after]:
             previous[after] = before
     at: dict[tuple[bool, int, int], list[int]] = {}
     for index in range(count):
-        at.setdefault((bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []).append(index)
+        at.setdefault(
+            (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
+        ).append(index)
     sources: list[Ints] = []
     for index in range(count):
         back = bool(backward[index])
-        near = at.get((back, int(columns["slot"][index]), int(columns["depth"][index]) + (1 if back else -1)), [])
-        feeding = [other for other in near if columns["unit"][other] != columns["unit"][index]
-                   or columns["replica"][other] == columns["replica"][index]]
-        sources.append(np.array([other for other in feeding if (end[other] <= start[index] + 1e-9).all()], dtype=np.int64))
-    sorter = graphlib.TopologicalSorter({index: [*sources[index].tolist(), *([int(previous[index])] if previous[index] >= 0
-                                                                             else [])] for index in range(count)})
+        near = at.get(
+            (back, int(columns["slot"][index]), int(columns["depth"][index]) + (1 if back else -1)), []
+        )
+        feeding = [
+            other
+            for other in near
+            if columns["unit"][other] != columns["unit"][index]
+            or columns["replica"][other] == columns["replica"][index]
+        ]
+        sources.append(
+            np.array([other for other in feeding if (end[other] <= start[index] + 1e-9).all()], dtype=np.int64)
+        )
+    sorter = graphlib.TopologicalSorter(
+        {
+            index: [*sources[index].tolist(), *([int(previous[index])] if previous[index] >= 0 else [])]
+            for index in range(count)
+        }
+    )
     try:
         place = np.array(list(sorter.static_order()), dtype=np.int64)
     except graphlib.CycleError:

@@ -22,11 +22,17 @@ class JobSummary(Strict):
     iteration_p50_s: float
     iteration_p95_s: float
     sequences_per_s: float | None
-    mfu: float | None = Field(description="Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once.")
+    mfu: float | None = Field(
+        description="Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once."
+    )
     bubble_fraction: float = Field(description="1 − compute ÷ (ranks × window of a step).")
-    exposed_communication_fraction: float = Field(description="Share of the ranks' time that moves tensors while the rank "
-                                                              "computes nothing; waiting for a peer is not counted.")
-    time_shares: dict[str, float] = Field(description="Where the ranks' time goes: compute and the kinds of bubble.")
+    exposed_communication_fraction: float = Field(
+        description="Share of the ranks' time that moves tensors while the rank "
+        "computes nothing; waiting for a peer is not counted."
+    )
+    time_shares: dict[str, float] = Field(
+        description="Where the ranks' time goes: compute and the kinds of bubble."
+    )
 
 
 class UnitSummary(Strict):
@@ -84,7 +90,9 @@ class Verdict(Strict):
     headline: str
     place: Place
     lost_s: float = Field(description="Seconds per step that this cause costs.")
-    confidence: float = Field(description="0 to 1: share of the steps that say the same, less what stays unexplained.")
+    confidence: float = Field(
+        description="0 to 1: share of the steps that say the same, less what stays unexplained."
+    )
     evidence: list[Evidence]
     advice: str
     next_command: str
@@ -111,7 +119,9 @@ class Comparison(Strict):
 
     what: str
     unit: str | None = Field(description="Unit of the plan, or null for the job.")
-    basis: str = Field(description="'plan': predicted before the run; 'same work': profile at the recorded sizes.")
+    basis: str = Field(
+        description="'plan': predicted before the run; 'same work': profile at the recorded sizes."
+    )
     predicted: float
     measured: float
     measure: str = Field(description="Unit of both figures.")
@@ -136,7 +146,9 @@ class WhatIf(Strict):
     by_stage: dict[str, float] = Field(description="By depth in the pipeline.")
     by_replica: dict[str, float]
     by_operation: dict[str, float]
-    worst_workers_share: float | None = Field(description="M_W: share of the loss regained by fixing the slowest 3 % of ranks.")
+    worst_workers_share: float | None = Field(
+        description="M_W: share of the loss regained by fixing the slowest 3 % of ranks."
+    )
     last_stage_share: float | None = Field(description="M_S: the same for the last stage.")
 
 

@@ -16,8 +16,14 @@ LEAST_SHARE = 0.05
 TRUSTED_ERROR_PCT = 25.0
 
 
-def judge(losses: Losses, shares: dict[str, float], where: Mapping[int, Place], gpus: int,
-          comparisons: list[Comparison]) -> Verdict:
+def judge(
+    losses: Losses,
+    shares: dict[str, float],
+    where: Mapping[int, Place],
+    gpus: int,
+    comparisons: list[Comparison],
+    shared_cores: bool = False,
+) -> Verdict:
     """Name what costs most.
 
     Args:
@@ -26,6 +32,8 @@ def judge(losses: Losses, shares: dict[str, float], where: Mapping[int, Place], 
         where: the place of every rank.
         gpus: devices in use.
         comparisons: predictions beside measurements, for the advice.
+        shared_cores: the ranks run on one CPU, so a rank that is ready may wait for a core: causes that lie in the
+            ranks themselves or between them are half as sure.
     """
     measured = float(losses.measured.mean())
     means = {cause: float(losses.lost[cause].mean()) for cause in CAUSES}
@@ -33,119 +41,224 @@ def judge(losses: Losses, shares: dict[str, float], where: Mapping[int, Place], 
     cause = max(causes, key=lambda name: means[name])
     per_step = np.stack([losses.lost[name] for name in causes])
     known = max(0.0, 1.0 - abs(means["unexplained"]) / measured)
-    evidence = [Evidence(what="step as recorded", value=measured, unit="s"),
-                Evidence(what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s")]
+    evidence = [
+        Evidence(what="step as recorded", value=measured, unit="s"),
+        Evidence(
+            what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s"
+        ),
+    ]
     if means[cause] < LEAST_SHARE * measured:
         calm = (per_step.max(axis=0) < LEAST_SHARE * losses.measured).mean()
         fill = shares["warmup"] + shares["drain"]
-        evidence += [Evidence(what=f"largest loss: {cause}", value=means[cause], unit="s"),
-                     Evidence(what="filling and draining the pipeline", value=fill, unit="share of time")]
-        return Verdict(cause="none", headline=f"No straggler: nothing costs more than {100 * LEAST_SHARE:.0f} % of a step.",
-                       place=Place(), lost_s=0.0, confidence=round(float(calm * known), 3), evidence=evidence, **_calm_advice(fill))
+        evidence += [
+            Evidence(what=f"largest loss: {cause}", value=means[cause], unit="s"),
+            Evidence(what="filling and draining the pipeline", value=fill, unit="share of time"),
+        ]
+        return Verdict(
+            cause="none",
+            headline=f"No straggler: nothing costs more than {100 * LEAST_SHARE:.0f} % of a step.",
+            place=Place(),
+            lost_s=0.0,
+            confidence=round(float(calm * known), 3),
+            evidence=evidence,
+            **_calm_advice(fill),
+        )
     persistence = (per_step.argmax(axis=0) == causes.index(cause)).mean()
-    evidence += [Evidence(what=f"lost to {name}", value=means[name], unit="s") for name in
-                 sorted(causes, key=lambda name: -means[name])[:3] if means[name] > 0.005 * measured]
-    evidence.append(Evidence(what="steps in which this is the largest loss", value=float(persistence), unit="share of steps"))
+    evidence += [
+        Evidence(what=f"lost to {name}", value=means[name], unit="s")
+        for name in sorted(causes, key=lambda name: -means[name])[:3]
+        if means[name] > 0.005 * measured
+    ]
+    evidence.append(
+        Evidence(
+            what="steps in which this is the largest loss", value=float(persistence), unit="share of steps"
+        )
+    )
     place, told, more, advice, command = _DETAILS[cause](losses, where, gpus, comparisons)
+    if shared_cores and cause in ("worker", "communication", "host"):
+        known /= 2
+        advice = (
+            "The ranks share the cores of one machine: whoever is ready to compute or receive may wait for a core. "
+            "Fewer ranks, or one device per rank, show whether that is all."
+        )
+        command = f"disttrain plan --gpus {max(1, gpus - 1)}"
     share = 100 * means[cause] / measured
-    return Verdict(cause=cause, headline=f"{told}: {means[cause]:.3g} s of every {measured:.3g} s step ({share:.0f} %).",
-                   place=place, lost_s=means[cause], confidence=round(float(persistence * known), 3), evidence=evidence + more,
-                   advice=advice, next_command=command)
+    return Verdict(
+        cause=cause,
+        headline=f"{told}: {means[cause]:.3g} s of every {measured:.3g} s step ({share:.0f} %).",
+        place=place,
+        lost_s=means[cause],
+        confidence=round(float(persistence * known), 3),
+        evidence=evidence + more,
+        advice=advice,
+        next_command=command,
+    )
 
 
 def unknown(reason: str) -> Verdict:
     """The verdict when no step can be replayed."""
-    return Verdict(cause="unknown", headline=f"No verdict: {reason}.", place=Place(), lost_s=0.0, confidence=0.0,
-                   evidence=[], advice="Record a longer trace, of all ranks.", next_command="disttrain train --steps 20")
+    return Verdict(
+        cause="unknown",
+        headline=f"No verdict: {reason}.",
+        place=Place(),
+        lost_s=0.0,
+        confidence=0.0,
+        evidence=[],
+        advice="Record a longer trace, of all ranks.",
+        next_command="disttrain train --steps 20",
+    )
 
 
 def _calm_advice(fill: float) -> dict[str, str]:
     if fill > 0.25:
-        return {"advice": f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
-                          "(raise train.global_batch_size, or fewer stages).", "next_command": "disttrain plan"}
-    return {"advice": "Nothing to repair; more speed needs more GPUs or faster kernels.", "next_command": "disttrain plan --top 5"}
+        return {
+            "advice": f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
+            "(raise train.global_batch_size, or fewer stages).",
+            "next_command": "disttrain plan",
+        }
+    return {
+        "advice": "Nothing to repair; more speed needs more GPUs or faster kernels.",
+        "next_command": "disttrain plan --top 5",
+    }
 
 
 def _unit(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     binding = max(losses.busy, key=lambda unit: losses.busy[unit])
     lightest = min(losses.busy, key=lambda unit: losses.busy[unit])
-    evidence = [Evidence(what=f"{unit}: compute per rank and step", value=seconds, unit="s")
-                for unit, seconds in losses.busy.items()]
-    off = [row for row in comparisons if row.basis == "plan" and row.what == "stage_ms"
-           and abs(row.error_pct) > TRUSTED_ERROR_PCT]
+    evidence = [
+        Evidence(what=f"{unit}: compute per rank and step", value=seconds, unit="s")
+        for unit, seconds in losses.busy.items()
+    ]
+    off = [
+        row
+        for row in comparisons
+        if row.basis == "plan" and row.what == "stage_ms" and abs(row.error_pct) > TRUSTED_ERROR_PCT
+    ]
     ratio = losses.busy[binding] / max(1e-12, losses.busy[lightest])
     if off:
-        advice = (f"{binding} has too few GPUs for its work, {ratio:.1f} times as long per rank as {lightest}; the plan "
-                  f"expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and plan again.")
+        advice = (
+            f"{binding} has too few GPUs for its work, {ratio:.1f} times as long per rank as {lightest}; the plan "
+            f"expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and plan again."
+        )
         command = "disttrain profile && disttrain plan"
     else:
-        advice = (f"{binding} has too few GPUs for its work, {ratio:.1f} times as long per rank as {lightest}. If the plan "
-                  f"is already the best for {gpus} GPUs, one more shows whether the next whole number fits better.")
+        advice = (
+            f"{binding} has too few GPUs for its work, {ratio:.1f} times as long per rank as {lightest}. If the plan "
+            f"is already the best for {gpus} GPUs, one more shows whether the next whole number fits better."
+        )
         command = f"disttrain plan --gpus {gpus + 1} --top 5"
     return Place(unit=binding), f"GPUs are badly shared: unit {binding} binds", evidence, advice, command
 
 
 def _intra(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     (unit, replica), factor = max(losses.replica_work.items(), key=lambda item: item[1])
-    evidence = [Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio")]
-    return (Place(unit=unit, replica=replica), f"Uneven data over the replicas of {unit}", evidence,
-            "Level the replicas: set train.ordering: paper, or raise train.global_batch_size so that there is more to "
-            "level with.", "disttrain train")
+    evidence = [
+        Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio")
+    ]
+    return (
+        Place(unit=unit, replica=replica),
+        f"Uneven data over the replicas of {unit}",
+        evidence,
+        "Level the replicas: set train.ordering: paper, or raise train.global_batch_size so that there is more to "
+        "level with.",
+        "disttrain train",
+    )
 
 
 def _inter(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     (unit, slot), factor = max(losses.slot_work.items(), key=lambda item: item[1])
     evidence = [Evidence(what=f"{unit}: work of slot {slot} over the mean slot", value=factor, unit="ratio")]
-    return (Place(unit=unit), f"Uneven data over the slots of a step, most in {unit}", evidence,
-            "Order the slots: set train.ordering: paper, or raise train.global_batch_size.", "disttrain train")
+    return (
+        Place(unit=unit),
+        f"Uneven data over the slots of a step, most in {unit}",
+        evidence,
+        "Order the slots: set train.ordering: paper, or raise train.global_batch_size.",
+        "disttrain train",
+    )
 
 
 def _stage(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     (unit, stage), factor = max(losses.stage_factor.items(), key=lambda item: item[1])
     evidence = [Evidence(what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio")]
-    return (Place(unit=unit, stage=stage), f"Stage {stage} of {unit} is heavier than its other stages", evidence,
-            f"Move layers away from stage {stage}: edit layers_per_stage of {unit} in plan.yaml, or measure and plan again.",
-            "disttrain profile && disttrain plan")
+    return (
+        Place(unit=unit, stage=stage),
+        f"Stage {stage} of {unit} is heavier than its other stages",
+        evidence,
+        f"Move layers away from stage {stage}: edit layers_per_stage of {unit} in plan.yaml, "
+        "or measure and plan again.",
+        "disttrain profile && disttrain plan",
+    )
 
 
 def _worker(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     rank, factor = max(losses.rank_factor.items(), key=lambda item: item[1])
     place = where[rank]
-    evidence = [Evidence(what=f"rank {rank}: time over what its work and stage explain", value=factor, unit="ratio")]
-    return (place, f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work", evidence,
-            f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
-            f"disttrain analyze --sql \"SELECT step, avg(duration_ns / predicted_ms) FROM operations WHERE rank = {rank} "
-            "AND predicted_ms > 0 GROUP BY step ORDER BY step\"")
+    evidence = [
+        Evidence(what=f"rank {rank}: time over what its work and stage explain", value=factor, unit="ratio")
+    ]
+    return (
+        place,
+        f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work",
+        evidence,
+        f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
+        f'disttrain analyze --sql "SELECT step, avg(duration_ns / predicted_ms) FROM operations WHERE rank = {rank} '
+        'AND predicted_ms > 0 GROUP BY step ORDER BY step"',
+    )
 
 
 def _communication(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     unit = max(losses.transfer, key=lambda name: losses.transfer[name])
-    evidence = [Evidence(what=f"{name}: receiving and handing over, per rank and step", value=seconds, unit="s")
-                for name, seconds in losses.transfer.items()]
-    return (Place(unit=unit), f"Transfers vary, most in {unit}", evidence,
-            "Look at the link of that unit; the slowest transfers are listed by the command.",
-            "disttrain analyze --sql \"SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms FROM operations "
-            "WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20\"")
+    evidence = [
+        Evidence(what=f"{name}: receiving and handing over, per rank and step", value=seconds, unit="s")
+        for name, seconds in losses.transfer.items()
+    ]
+    return (
+        Place(unit=unit),
+        f"Transfers vary, most in {unit}",
+        evidence,
+        "Look at the link of that unit; the slowest transfers are listed by the command.",
+        'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms FROM operations '
+        'WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"',
+    )
 
 
 def _data(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     unit = max(losses.data_wait, key=lambda name: losses.data_wait[name])
-    evidence = [Evidence(what=f"{name}: waiting for data, per rank and step", value=seconds, unit="s")
-                for name, seconds in losses.data_wait.items()]
-    return (Place(unit=unit), f"Ranks wait for data, most in {unit}", evidence,
-            "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
-            "disttrain train")
+    evidence = [
+        Evidence(what=f"{name}: waiting for data, per rank and step", value=seconds, unit="s")
+        for name, seconds in losses.data_wait.items()
+    ]
+    return (
+        Place(unit=unit),
+        f"Ranks wait for data, most in {unit}",
+        evidence,
+        "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
+        "disttrain train",
+    )
 
 
 def _host(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     rank = max(losses.gap, key=lambda r: losses.gap[r])
     place = where[rank]
-    evidence = [Evidence(what=f"rank {rank}: time covered by no operation, per step", value=losses.gap[rank], unit="s")]
-    return (Place(unit=place.unit, host=place.host),
-            "Ranks are held up between operations, or now and then inside them, by their hosts", evidence,
-            f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
-            "disttrain analyze --sql \"SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC\"")
+    evidence = [
+        Evidence(what=f"rank {rank}: time covered by no operation, per step", value=losses.gap[rank], unit="s")
+    ]
+    return (
+        Place(unit=place.unit, host=place.host),
+        "Ranks are held up between operations, or now and then inside them, by their hosts",
+        evidence,
+        f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
+        'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"',
+    )
 
 
-_DETAILS = {"unit": _unit, "intra_microbatch": _intra, "inter_microbatch": _inter, "stage": _stage, "worker": _worker,
-            "communication": _communication, "data": _data, "host": _host}
+_DETAILS = {
+    "unit": _unit,
+    "intra_microbatch": _intra,
+    "inter_microbatch": _inter,
+    "stage": _stage,
+    "worker": _worker,
+    "communication": _communication,
+    "data": _data,
+    "host": _host,
+}

@@ -24,15 +24,21 @@ def what_if(graph: Graph) -> WhatIf:
     base = replace(recorded, load=none, gap=none)
     received = np.array([len(sources) > 0 for sources in graph.sources])[:, None]
     transfer = np.where(received, np.median(recorded.transfer[received[:, 0]]) if received.any() else 0.0, 0.0)
-    ideal = replace(base, compute=group_mean(recorded.compute, graph.groups("backward")), transfer=transfer,
-                    handover=np.full_like(none, np.median(recorded.handover)))
+    ideal = replace(
+        base,
+        compute=group_mean(recorded.compute, graph.groups("backward")),
+        transfer=transfer,
+        handover=np.full_like(none, np.median(recorded.handover)),
+    )
     best, actual = _seconds(graph, ideal), _seconds(graph, base)
 
     def restored(pick: Any) -> float:
         return _seconds(graph, _where(pick, base, ideal)) / best
 
     ranks = np.unique(graph.rank)
-    by_rank = {int(r): recorded.compute[graph.rank == r].sum() / ideal.compute[graph.rank == r].sum() for r in ranks}
+    by_rank = {
+        int(r): recorded.compute[graph.rank == r].sum() / ideal.compute[graph.rank == r].sum() for r in ranks
+    }
     worst = sorted(by_rank, key=lambda r: by_rank[r], reverse=True)[: math.ceil(0.03 * len(ranks))]
     loss = actual - best
 
@@ -43,11 +49,15 @@ def what_if(graph: Graph) -> WhatIf:
     return WhatIf(
         slowdown=actual / best,
         by_stage={str(d): restored(graph.depth == d) for d in np.unique(graph.depth)},
-        by_replica={f"{unit}.{r}": restored((units == unit) & (graph.replica == r))
-                    for unit in dict.fromkeys(graph.unit) for r in np.unique(graph.replica[units == unit])},
+        by_replica={
+            f"{unit}.{r}": restored((units == unit) & (graph.replica == r))
+            for unit in dict.fromkeys(graph.unit)
+            for r in np.unique(graph.replica[units == unit])
+        },
         by_operation={"forward": restored(~graph.backward), "backward": restored(graph.backward)},
         worst_workers_share=regained(np.isin(graph.rank, worst)),
-        last_stage_share=regained(graph.depth == graph.depth.max()))
+        last_stage_share=regained(graph.depth == graph.depth.max()),
+    )
 
 
 def _seconds(graph: Graph, delays: Delays) -> float:
@@ -57,6 +67,9 @@ def _seconds(graph: Graph, delays: Delays) -> float:
 def _where(pick: Any, chosen: Delays, other: Delays) -> Delays:
     """The delays of `chosen` for the picked passes, of `other` for the rest."""
     rows = pick[:, None]
-    return replace(other, compute=np.where(rows, chosen.compute, other.compute),
-                   transfer=np.where(rows, chosen.transfer, other.transfer),
-                   handover=np.where(rows, chosen.handover, other.handover))
+    return replace(
+        other,
+        compute=np.where(rows, chosen.compute, other.compute),
+        transfer=np.where(rows, chosen.transfer, other.transfer),
+        handover=np.where(rows, chosen.handover, other.handover),
+    )

@@ -126,9 +126,10 @@ def _render(console: Console, found: Analysis) -> None:
           *(f"{value:.3f}" for value in (unit.compute_s, unit.data_wait_s, unit.warmup_drain_s, unit.other_unit_s,
                                          unit.other_stage_s, unit.transfer_s, unit.update_s, unit.gap_s))]
          for unit in found.units])
-    if found.stragglers.lost_s is not None:
-        console.table(f"Lost per step ({found.stragglers.slowdown:.3f} × the ideal of {found.stragglers.ideal_s:.3f} s)",
-                      ["cause", "s"], [[cause, f"{lost:.4f}"] for cause, lost in found.stragglers.lost_s.items()])
+    lost = found.stragglers
+    if lost.lost_s is not None:
+        console.table(f"Lost per step ({lost.slowdown:.3f} × the ideal of {lost.ideal_s:.3f} s)",
+                      ["cause", "s"], [[cause, f"{seconds:.4f}"] for cause, seconds in lost.lost_s.items()])
     console.table("Slowest, beside the mean of its kind", ["what", "ms", "time", "time for its work"],
                   [[f"{row.kind} {row.number}" + (f" of {row.unit}" if row.unit else ""), f"{row.mean_ms:.1f}",
                     f"{row.ratio:.2f} ×", "–" if row.normalised_ratio is None else f"{row.normalised_ratio:.2f} ×"]
@@ -139,8 +140,8 @@ def _render(console: Console, found: Analysis) -> None:
         console.say(f"- {warning}")
     console.table("Predicted against measured (the report has more)",
                   ["what", "unit", "basis", "predicted", "measured", "in", "error"],
-                  [[row.what, row.unit or "job", row.basis, _figure(row.predicted), _figure(row.measured), row.measure,
-                    f"{row.error_pct:+.1f} %"]
+                  [[row.what, row.unit or "job", row.basis, _figure(row.predicted), _figure(row.measured),
+                    row.measure, f"{row.error_pct:+.1f} %"]
                    for row in found.predicted_vs_measured if row.unit is None or row.what == "stage_ms"])
 
 

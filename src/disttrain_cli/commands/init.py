@@ -48,7 +48,8 @@ def run(
         with console.progress() as progress:
             progress("writing sample data", 0, 0)
             sources = write_sample_data(folder / "data", seed=0)
-    console.result({"path": str(path), "preset": preset, "data": [str(folder / "data" / name) for name in sources]}, path)
+    data = [str(folder / "data" / name) for name in sources]
+    console.result({"path": str(path), "preset": preset, "data": data}, path)
     console.say(f"Wrote {short_path(path)} (preset {preset})")
     for name in sources:
         console.say(f"Wrote {short_path(folder / 'data' / name)}")
@@ -71,8 +72,9 @@ def preset_text(name: str) -> str:
 
 def fitted(text: str, gpus: int) -> str:
     """A preset for this machine: not more GPUs per node than it has; without GPUs it stays as it is."""
-    return re.sub(r"(?m)^(  gpus_per_node: )(\d+)", lambda found: found[1] + str(min(int(found[2]), gpus or int(found[2]))),
-                  text)
+    if not gpus:
+        return text
+    return re.sub(r"(?m)^(  gpus_per_node: )(\d+)", lambda found: f"{found[1]}{min(int(found[2]), gpus)}", text)
 
 
 def cuda_devices() -> int:

@@ -6,7 +6,7 @@ Activations are counted at the worst work a replica can meet, not at the mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +59,6 @@ def activation_terms(profile: Profile, modules: Sequence[str]) -> Floats:
 def parameters(profile: Profile, modules: Sequence[str]) -> Floats:
     """Parameters of every layer of a unit [L]."""
     return np.array([float(profile.modules[name].costs[kind].parameters)
-                     for name in modules for kind in profile.modules[name].layers])
-
-
-def activations_bytes(profile: Profile, modules: Sequence[str], works: Mapping[str, Work]) -> Floats:
-    """Bytes kept from forward to backward by every layer of a unit [L] for given works, at TP 1."""
-    return np.array([profile.modules[name].costs[kind].activation_bytes(works[name])
                      for name in modules for kind in profile.modules[name].layers])
 
 

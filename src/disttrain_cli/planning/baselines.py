@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import flops_per_sequence
 from disttrain_cli.planning.options import Options
-from disttrain_cli.planning.search import Found, divisors, search
+from disttrain_cli.planning.search import Candidate, Found, divisors, search
 from disttrain_cli.planning.units import Cluster, Unit
 
 Floats = NDArray[np.float64]
 GRID = 400  # points of the slowest stage's time at which the relaxation is evaluated
-CASES = 200  # relaxed cases that are rounded before giving up
+CASES = 24  # relaxed cases that are rounded; more only while none has fitted
 
 
 def proportional(flops: list[float], gpus: int) -> list[int]:
@@ -42,27 +42,33 @@ def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
 def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
     """The paper's method: per (TP, DP_lm) a convex problem in 1/x, 1/y, 1/z, then rounded to what is feasible.
 
-    One sequence per LLM replica and slot (M = 1). Cases are rounded in the order of their relaxed time: every
-    unit keeps its TP and at most its GPUs, DP divides the slot as in the paper; the first that fits is taken.
+    One sequence per LLM replica and slot (M = 1). The cases that seem best are rounded: every unit keeps its TP
+    and at most its GPUs, DP divides the slot as in the paper. The best of the rounded ones is taken.
     """
     cases = sorted(_relaxed(units, cluster), key=lambda case: case[0])
-    for _, tps, dp, shares in cases[:CASES]:
+    best: list[Candidate] = []
+    combinations = 0
+    for tried, (_, tps, dp, shares) in enumerate(cases):
+        if tried >= CASES and best:
+            break
+
         def keep(number: int, size: int, options: Options, tps: tuple[int, ...] = tps, dp: int = dp,
                  shares: Floats = shares) -> NDArray[np.bool_]:
             fits = (options.tp == tps[number]) & (options.gpus <= shares[number])
             return fits & ((options.dp == dp) if units[number].holds_llm else (size % options.dp == 0))
         found = search(units, cluster, top, keep=keep, slots_of=[dp])
-        if found.best:
-            return found
-    return Found([], 0)
+        best = sorted({*best, *found.best})[:top]
+        combinations += found.combinations
+    return Found(best, combinations)
 
 
 def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int, ...], int, Floats]]:
     """Every case as (relaxed time in ms, TP of every unit, DP_lm, GPUs of every unit as real numbers).
 
     With a = DP_lm·TP·C GPU·ms per slot, unit u on x GPUs takes a/x per slot. For a slowest stage of τ every x is
-    at least a/τ (and what its states need); the LLM takes just that, the others share the rest by √a, which
-    minimises the warm-up. What is left is convex in τ and evaluated on a fine grid.
+    at least a/τ (and what its states need); τ is at least what one GPU per layer, replica and shard takes. The LLM
+    takes just a/τ, the others share the rest by √a, which minimises the warm-up. What is left is convex in τ and
+    evaluated on a fine grid.
     """
     holder = next(index for index, unit in enumerate(units) if unit.holds_llm)
     others = [index for index in range(len(units)) if index != holder]
@@ -76,7 +82,9 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
                               for unit, tp in zip(units, tps, strict=True)])
             if least.sum() > cluster.gpus:
                 continue
-            slowest = work.sum() / cluster.gpus * np.geomspace(1.0, 100.0, GRID)
+            most = dp * np.array([tp * unit.layers for unit, tp in zip(units, tps, strict=True)])
+            fastest = max(work.sum() / cluster.gpus, float((work / most).max()))
+            slowest = fastest * np.geomspace(1.0, 100.0, GRID)
             gpus = np.maximum(work[None, :] / slowest[:, None], least)
             spare = cluster.gpus - gpus.sum(axis=1)
             if others:

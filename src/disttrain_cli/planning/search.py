@@ -170,7 +170,8 @@ def _layouts(units: list[Unit], tables: _Tables, size: int, cluster: Cluster, li
     wanted: list[Options] = []
     for table, rest_ms, rest_stage_ms in zip(tables.options, tables.rest_unit_ms, tables.rest_stage_ms, strict=True):
         slowest = np.maximum(table.stage_ms, rest_stage_ms)
-        wanted.append(table.take((table.unit_ms + rest_ms + _steady_ms(slowest, slots) <= within) & np.isfinite(slowest)))
+        least = table.unit_ms + rest_ms + _steady_ms(slowest, slots)
+        wanted.append(table.take((least <= within) & np.isfinite(slowest)))
     if not all(len(table) for table in wanted):
         return []
     partial = _Partial(np.zeros(1, np.int64), np.zeros(1), np.zeros(1), np.zeros(1, np.int64), ())

@@ -142,13 +142,13 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
 
 
 def _least_memory(profile: Profile, cluster: Cluster, strategy: Strategy) -> StageMemory | None:
-    """The fullest stage of a layout under the smallest memory limit that any layout fits into (to 0.1 %)."""
+    """The fullest stage of a layout under the smallest memory limit that any layout fits into (to 1 %)."""
     low, high = cluster.memory_gib, cluster.memory_gib
     while not candidates(profile, dataclasses.replace(cluster, memory_gib=high), strategy, 1)[1].best:
         low, high = high, high * 4
         if high > cluster.memory_gib * 4**12:
             return None
-    while high / low > 1.001:
+    while high / low > 1.01:
         middle = (low * high) ** 0.5
         if candidates(profile, dataclasses.replace(cluster, memory_gib=middle), strategy, 1)[1].best:
             high = middle

@@ -41,20 +41,10 @@ def choose_kind(wanted: str) -> str:
 
 
 def local_processes(cluster: ClusterSpec, kind: str) -> int:
-    """Processes that a run starts on this machine: one per device of a node.
-
-    Raises:
-        DisttrainError: the run file states more GPUs per node than torch sees.
-    """
+    """Processes that a run starts on this machine, one per device: those stated, of GPUs no more than there are."""
     if kind == "cpu":
         return cluster.gpus_per_node
-    seen = torch.cuda.device_count()
-    if seen < cluster.gpus_per_node:
-        raise DisttrainError(
-            f"cluster.gpus_per_node is {cluster.gpus_per_node}, but this machine has {seen} CUDA device(s)",
-            "; ".join(torch.cuda.get_device_name(i) for i in range(seen)),
-            f"Set cluster.gpus_per_node to {seen}, or profile on a node of the cluster.")
-    return cluster.gpus_per_node
+    return min(cluster.gpus_per_node, torch.cuda.device_count())
 
 
 def describe_device(cluster: ClusterSpec, kind: str, precision: str) -> DeviceProfile:
@@ -67,7 +57,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: str) -> DevicePr
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
         return DeviceProfile(
-            name=properties.name, kind="cuda", count=cluster.gpus,
+            name=properties.name, kind="cuda", count=cluster.nodes * processes,
             memory_gib=cluster.memory_gib or properties.total_memory / GIB,
             peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_tflops,
             shared_by=1, cores=machine_cores())

@@ -58,7 +58,7 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
     "cpu" or "cuda"; "auto" asks the run file (`cluster.device`), and then takes CUDA where there is one.
 
     Raises:
-        DisttrainError: no such device, or fewer than the run file states; or a layer does not fit into its memory.
+        DisttrainError: no such device, or a module's layers do not fit into its memory.
         DataError: the dataset is missing, empty or too damaged.
         SpecError: the model's configuration is wrong, or the peak of this GPU is not known.
         RankFailedError: a measuring process failed (its log is named).

@@ -104,7 +104,7 @@ def first_of_kinds(table: list[LayerInfo], module: str, most: int) -> list[tuple
 
 
 def mean_layer(pairs: list[Pair], count: int) -> Pair:
-    """Mean over the `count` layers of a kind, of which the first few were measured: the others are like the later ones."""
+    """Mean over the `count` layers of a kind, of which the first were measured; the rest are like the later ones."""
     times = np.array(pairs)
     if len(times) > 1:
         times = np.vstack([times[:1], np.repeat(times[1:].mean(axis=0, keepdims=True), count - 1, axis=0)])

@@ -68,17 +68,16 @@ def main(payload: dict[str, Any]) -> None:
            for share in shares(with_work, rank, processes)]
     for _, trial in own:
         trial.warm_up()
-    result = {"links": links.model_dump(), "shares": [
-        {"module": share.module, "first": share.first, "step": share.step, "memory": trial.activation_bytes()}
-        for share, trial in own]}
+    memory = [trial.activation_bytes() for _, trial in own]
     dist.barrier()
     folder = Path(payload["folder"])
     slowdown = measure_together([trial for _, trial in own], int(payload["passes"]), float(payload["budget_s"]),
                                 folder / f"{rank}.done")
     wait_busily([trial for _, trial in own], store, processes)
-    for part, (_, trial) in zip(result["shares"], own, strict=True):
-        part["times"] = trial.measured()
-    (folder / f"{rank}.json").write_text(json.dumps(result | {"slowdown": slowdown}))
+    result = {"links": links.model_dump(), "slowdown": slowdown, "shares": [
+        {"module": share.module, "first": share.first, "step": share.step, "times": trial.measured(), "memory": kept}
+        for (share, trial), kept in zip(own, memory, strict=True)]}
+    (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,12 +1,15 @@
 """Starting the ranks of one machine, watching them, and ending all of them when one fails.
 
-Each rank is a fresh process (`python -m disttrain_cli.runtime.launch`) that reads its payload from a JSON file;
-nothing is pickled and no shell is involved. The rendezvous listens on loopback.
+`launch` starts one *starter* process, which imports what the ranks need once and forks them: importing torch and
+its friends takes seconds of a core, and six ranks on a laptop would each pay it. The starter tells the launcher
+over a pipe how each rank ended. Payloads are JSON files, nothing is pickled, no shell is involved, and the
+rendezvous listens on loopback. Ranks end when the starter is gone, and the starter when the launcher is.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -14,7 +17,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,8 @@ from disttrain_cli.spec.rundir import rank_log
 
 POLL_S = 0.05
 GRACE_S = 5.0
+#: What a rank says when it fails only because another one went away.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out")
 
 
 def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path, *,
@@ -39,66 +46,67 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
         RankFailedError: a rank ended with an error or the time ran out; the others are ended first.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
+    for rank in range(world_size):
+        _error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
+        rank_log(log_dir, rank).write_bytes(b"")
     environment = os.environ | {
         "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1",
     }
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory(prefix="disttrain-") as folder:
+    with tempfile.TemporaryDirectory(prefix="disttrain-") as folder, (log_dir / "starter.log").open("wb") as log:
         file = Path(folder) / "payload.json"
         file.write_text(json.dumps(payload))
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(world_size):
-                _error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
-                with rank_log(log_dir, rank).open("wb") as log:
-                    ranks.append(subprocess.Popen(
-                        [sys.executable, "-m", "disttrain_cli.runtime.launch", target, str(file),
-                         str(rank_log(log_dir, rank))],
-                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
-            _wait(ranks, log_dir, deadline, on_poll)
-        finally:
-            _end(ranks)
+        told, tell = os.pipe()
+        starter = subprocess.Popen(
+            [sys.executable, "-m", "disttrain_cli.runtime.launch", target, str(file), str(log_dir), str(tell)],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            pass_fds=[tell])
+        os.close(tell)
+        with os.fdopen(told, "rb", buffering=0) as ends:
+            try:
+                _wait(starter, ends, world_size, log_dir, timeout_s, on_poll)
+            finally:
+                _end(starter)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], log_dir: Path, deadline: float | None,
+def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, log_dir: Path, timeout_s: float | None,
           on_poll: Callable[[], None] | None) -> None:
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    os.set_blocking(ends.fileno(), False)
+    told = b""
     while True:
-        codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            time.sleep(POLL_S)  # the rank that failed first often makes others fail: name the likeliest cause
-            raise _failure(ranks, failed, log_dir)
-        if all(code == 0 for code in codes):
-            if on_poll:
-                on_poll()
-            return
-        if deadline is not None and time.monotonic() > deadline:
-            waiting = [rank for rank, code in enumerate(codes) if code is None]
-            raise RankFailedError(f"Rank {waiting[0]} did not finish in time",
-                                  f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}")
+        starter_gone = starter.poll() is not None
+        told += ends.read() or b""
+        codes = dict(json.loads(line) for line in told.split(b"\n")[:-1])
+        if failed := {rank: code for rank, code in codes.items() if code}:
+            raise _failure(failed, log_dir)
         if on_poll:
             on_poll()
+        if len(codes) == world_size:
+            return
+        if starter_gone:
+            log = log_dir / "starter.log"
+            raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}")
+        if deadline is not None and time.monotonic() > deadline:
+            waiting = [rank for rank in range(world_size) if rank not in codes]
+            raise RankFailedError(f"Rank {waiting[0]} did not finish in time",
+                                  f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}")
         time.sleep(POLL_S)
 
 
-def _failure(ranks: list[subprocess.Popen[bytes]], failed: list[int], log_dir: Path) -> RankFailedError:
+def _failure(codes: dict[int, int], log_dir: Path) -> RankFailedError:
     """Describe the rank that failed by itself rather than because a peer went away."""
-    logs = {rank: _tail(rank_log(log_dir, rank)) for rank in failed}
-    lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out")
-    cause = next((r for r in failed if ranks[r].returncode < 0), None)
+    cause = next((rank for rank, code in codes.items() if code < 0), None)
     if cause is None:
-        cause = next((r for r in failed if not any(sign in logs[r] for sign in lost_peer)), failed[0])
-    log = rank_log(log_dir, cause)
+        cause = next((rank for rank in codes if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)),
+                     next(iter(codes)))
+    log, code = rank_log(log_dir, cause), codes[cause]
     if (told := _error_file(log)).exists():
         error = json.loads(told.read_text())
         return RankFailedError(f"Rank {cause} stopped: {error['what']}", f"{error['why']}\nlog: {log}".strip(),
                                error["next_step"])
-    code = ranks[cause].returncode
     ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    last = next((line for line in reversed(logs[cause].splitlines()) if line.strip()), "")
-    return RankFailedError(f"Rank {cause} {ending}", f"{last}\nlog: {log}".strip())
+    return RankFailedError(f"Rank {cause} {ending}", f"{_last_line(log)}\nlog: {log}".strip())
 
 
 def _error_file(log: Path) -> Path:
@@ -112,21 +120,30 @@ def _tail(path: Path, limit: int = 8192) -> str:
         return file.read().decode(errors="replace")
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End every process group that is still alive: politely first, then for good."""
-    alive = [process for process in ranks if process.poll() is None]
+def _last_line(path: Path) -> str:
+    return next((line for line in reversed(_tail(path).splitlines()) if line.strip()), "")
+
+
+def _end(starter: subprocess.Popen[bytes]) -> None:
+    """End the starter and every rank, which share its process group: politely first, then for good."""
     for how in (signal.SIGTERM, signal.SIGKILL):
-        for process in alive:
-            try:
-                os.killpg(process.pid, how)
-            except ProcessLookupError:
-                continue
+        try:
+            os.killpg(starter.pid, how)
+        except ProcessLookupError:
+            break
         deadline = time.monotonic() + GRACE_S
-        while alive and time.monotonic() < deadline:
-            alive = [process for process in alive if process.poll() is None]
+        while _group_lives(starter) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-    for process in ranks:
-        process.wait()
+    starter.wait()
+
+
+def _group_lives(starter: subprocess.Popen[bytes]) -> bool:
+    starter.poll()  # takes the starter's own end in, so that it does not count as living
+    try:
+        os.killpg(starter.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _free_port() -> int:
@@ -136,16 +153,57 @@ def _free_port() -> int:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of a rank's process: TARGET PAYLOAD_FILE LOG. An error meant for the user goes beside the log."""
-    target, file, log = arguments
-    module, _, function = target.partition(":")
+    """Entry of the starter: TARGET PAYLOAD_FILE LOG_DIR PIPE. Forks the ranks and tells how each ends."""
+    target, file, log_dir, tell = arguments
+    _end_with_parent()
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(module), name)
     payload = json.loads(Path(file).read_text())
+    ranks: dict[int, int] = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            _run_rank(rank, function, payload, rank_log(Path(log_dir), rank))
+        ranks[pid] = rank
+    while ranks:
+        pid, status = os.wait()
+        os.write(int(tell), json.dumps([ranks.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+
+
+def _run_rank(rank: int, function: Callable[[dict[str, Any]], None], payload: dict[str, Any], log: Path) -> None:
+    """A rank's whole life; an error meant for the user goes beside its log."""
+    code = 1
     try:
-        getattr(importlib.import_module(module), function)(payload)
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        _end_with_parent()
+        print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}")
+        function(payload)
+        code = 0
     except DisttrainError as error:
-        write_whole(_error_file(Path(log)), json.dumps(
+        write_whole(_error_file(log), json.dumps(
             {"what": error.what, "why": error.why, "next_step": error.next_step}))
-        raise
+        traceback.print_exc()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however it went."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":

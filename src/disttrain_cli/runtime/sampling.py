@@ -18,7 +18,6 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import read_run
 
-
 MOST_STEPS = 16  # global batches searched for images to generate
 
 

@@ -1,15 +1,32 @@
 -- What share of the ranks' time moves tensors while the rank computes nothing? Waiting for a peer is not counted:
 -- a receive counts from the latest start of the sends that feed it, a reduction from its last member's arrival.
+-- Which sends feed a receive: those of its peer where one is recorded, else of its replica in the same unit, else of
+-- the whole neighbouring stage.
 WITH moving AS (
-    SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer
+    SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer, pp,
+           if(operation LIKE '%activation', 'activation', 'gradient') AS kind
     FROM operations WHERE measured AND (operation LIKE 'send%' OR operation LIKE 'receive%')
+), received AS (
+    SELECT *, depth + if(kind = 'activation', -1, 1) AS source,
+           stage = if(kind = 'activation', 0, pp - 1) AS crosses
+    FROM moving WHERE operation LIKE 'receive%'
+), sent AS (
+    SELECT step, slot, kind, depth, replica, rank, start_ns FROM moving WHERE operation LIKE 'send%'
+), by_replica AS (
+    SELECT step, slot, kind, depth, replica, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
+), by_stage AS (
+    SELECT step, slot, kind, depth, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
 ), fed AS (
-    SELECT r.step, r.rank, r.operation, r.start_ns, any_value(r.end_ns) AS end_ns, max(s.start_ns) AS sent_ns
-    FROM moving r JOIN moving s ON s.step = r.step AND s.slot = r.slot
-         AND (r.operation = 'receive_activation' AND s.operation = 'send_activation' AND s.depth = r.depth - 1
-              OR r.operation = 'receive_gradient' AND s.operation = 'send_gradient' AND s.depth = r.depth + 1)
-         AND (s.unit <> r.unit OR s.replica = r.replica) AND (r.peer < 0 OR r.peer = s.rank)
-    GROUP BY r.step, r.rank, r.operation, r.slot, r.start_ns
+    SELECT r.start_ns, r.end_ns, p.start_ns AS sent_ns FROM received r JOIN sent p ON r.peer = p.rank
+        AND r.step = p.step AND r.slot = p.slot AND r.kind = p.kind
+    UNION ALL
+    SELECT r.start_ns, r.end_ns, b.sent_ns FROM received r JOIN by_replica b ON r.step = b.step AND r.slot = b.slot
+        AND r.kind = b.kind AND r.source = b.depth AND r.replica = b.replica
+    WHERE r.peer < 0 AND NOT r.crosses
+    UNION ALL
+    SELECT r.start_ns, r.end_ns, s.sent_ns FROM received r JOIN by_stage s ON r.step = s.step AND r.slot = s.slot
+        AND r.kind = s.kind AND r.source = s.depth
+    WHERE r.peer < 0 AND r.crosses
 ), reductions AS (
     SELECT step, rank, end_ns - least(end_ns, max(start_ns) OVER (PARTITION BY step, unit, stage, tp_rank, place)) AS ns
     FROM (SELECT *, row_number() OVER (PARTITION BY rank, step ORDER BY start_ns) AS place

@@ -1,0 +1,97 @@
+"""`disttrain train`: what is refused before anything starts, and how a run is shown (the run itself is faked)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disttrain_cli.app import main
+from disttrain_cli.commands.train import LiveStep
+from disttrain_cli.errors import RankFailedError
+from disttrain_cli.runtime import train as training
+
+STEPS = [{"step": number, "loss": 3.0 - number, "losses": {"text": 2.0 - number, "image": None}, "grad_norm": 1.5,
+          "iteration_s": 0.5, "sequences_per_s": 24.0, "mfu": 0.25, "data_wait_s": 0.01} for number in range(3)]
+
+
+def call(words, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([str(word) for word in words])
+    shown = capsys.readouterr()
+    return left.value.code, shown.out, shown.err
+
+
+@pytest.fixture
+def planned(run_folder, capsys):
+    """A run folder with a plan."""
+    assert call(["plan", run_folder], capsys)[0] == 0
+    return run_folder
+
+
+@pytest.fixture
+def faked(planned, monkeypatch):
+    """A run that reports three steps and starts no rank."""
+    def train(run, plan, profile, *, steps, resume, on_step, progress):
+        root = Path(run.dir.root)
+        for step in STEPS:
+            on_step(step)
+            progress("training", step["step"] + 1, 3)
+        return training.TrainResult(
+            run_dir=str(root), steps=STEPS, skipped_samples=[{"sample": "a/1", "reason": "broken"}] * 5,
+            resumed_from_step=7 if resume else None, checkpoint=str(root / "checkpoints" / "step-000003"),
+            trace=str(root / "traces"), images=[str(root / "images" / "0.png")], reference_losses={"zero_noise": 1.0})
+
+    monkeypatch.setattr(training, "train", train)
+    return planned
+
+
+def test_steps_losses_and_paths_are_shown(faked, capsys):
+    code, out, err = call(["train", faked, "--resume"], capsys)
+    assert code == 0
+    for text in ("3.0000", "predicted", "zero noise 1.0000", "Resumed from step 7", "a/1: broken", "2 more",
+                 "checkpoints/step-000003", "traces", "1 generated"):
+        assert text in out
+    assert "training  loss 1.0000 (text 0.0000)  24.00 sequences/s  MFU 25.0 %" in err
+    assert err.endswith(f"Next: disttrain analyze {faked / 'runs' / 'tiny'}\n")
+
+
+def test_json_has_the_promised_keys(faked, capsys):
+    code, out, _ = call(["train", faked, "--json", "--quiet"], capsys)
+    document = json.loads(out)
+    assert code == 0 and document["steps"] == STEPS
+    assert {"run_dir", "steps", "skipped_samples", "resumed_from_step", "checkpoint", "trace"} <= set(document)
+
+
+def test_a_failed_rank_is_exit_4(planned, monkeypatch, capsys):
+    def train(*about, **more):
+        raise RankFailedError("Rank 3 (llm, stage 0, replica 1) failed", "Log: logs/rank-00003.log")
+
+    monkeypatch.setattr(training, "train", train)
+    code, out, err = call(["train", planned], capsys)
+    assert code == 4 and out == "" and "Rank 3" in err and "rank-00003.log" in err
+
+
+@pytest.mark.parametrize(("old", "new", "named"), [
+    ("  global_batch_size: 12", "  global_batch_size: 24", "24"),
+    ("hidden_size: 128", "hidden_size: 256", "another model"),
+    ("  gpus_per_node: 6", "  gpus_per_node: 2", "another cluster")])
+def test_a_plan_that_does_not_belong_is_refused(planned, old, new, named, capsys):
+    file = planned / "disttrain.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    code, out, err = call(["train", planned], capsys)
+    assert code == 1 and out == "" and named in err and not (planned / "runs" / "tiny" / "traces").exists()
+
+
+def test_progress_carries_the_figures_and_the_time_left(monkeypatch):
+    lines, clock = [], iter([0.0, 10.0])
+    monkeypatch.setattr("disttrain_cli.commands.train.time.monotonic", lambda: next(clock))
+    live = LiveStep(lambda what, done, total: lines.append(what))
+    live("starting ranks", 0, 0)
+    for step in STEPS[:2]:
+        live.on_step(step)
+        live("training", step["step"] + 1, 8)
+    live("generating images", 0, 0)
+    assert lines[0] == "starting ranks" and lines[-1] == "generating images"
+    assert "grad norm 1.5" in lines[1] and lines[2].endswith("1:00 left")

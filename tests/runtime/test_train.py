@@ -1,0 +1,111 @@
+"""Training as the command runs it: traces, checkpoints, resuming, and what happens when something breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from disttrain_cli.data.index import build_index
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.errors import RankFailedError, SpecError
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.train import train
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.trace import OPERATIONS, STEP_COLUMNS, TRACE_COLUMNS, read_job
+from tests.commands.conftest import make_profile
+from tests.runtime.factory import plan_of, unit, write_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_sample_data(folder)
+    return folder
+
+
+def _job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profile]:
+    """A run over three ranks, with a profile that claims a large machine."""
+    run = write_run(folder, data, **changes)
+    build_index(run, describe(run))
+    modules = [info.module for info in layer_table(run)]
+    plan = plan_of(run, [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)], 3)
+    profile = make_profile(run.file)
+    device = profile.device.model_copy(update={"peak_tflops": 1000.0})
+    return run, plan, profile.model_copy(update={"inputs": describe(run), "device": device})
+
+
+def _losses(steps: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    return [(step["losses"]["text"], step["losses"]["image"], step["grad_norm"]) for step in steps]
+
+
+def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data: Path) -> None:
+    import pyarrow.parquet as pq
+
+    changes = {"zero_stage": 1, "ordering": "paper"}
+    whole = train(*_job(tmp_path / "whole", data, **changes), steps=4)
+    assert [step["step"] for step in whole.steps] == [0, 1, 2, 3]
+    assert len(whole.images) == 8 and all(Path(path).stat().st_size > 100 for path in whole.images)
+
+    job = _job(tmp_path / "parts", data, **changes)
+    first = train(*job, steps=2)
+    second = train(*job, steps=4, resume=True)
+    assert (first.resumed_from_step, second.resumed_from_step) == (None, 2)
+    assert _losses(first.steps) + _losses(second.steps) == _losses(whole.steps)
+
+    traces = Path(second.trace)
+    assert read_job(traces / "job.json").layout == job[1].plan
+    table = pq.read_table(traces / "rank-00001")
+    assert [field.name for field in table.schema][:len(TRACE_COLUMNS)] == list(TRACE_COLUMNS)
+    assert set(table["operation"].to_pylist()) == set(OPERATIONS)
+    assert set(table["step"].to_pylist()) == {0, 1, 2, 3}
+    assert list(pq.read_table(traces / "steps").column_names)[:len(STEP_COLUMNS)] == list(STEP_COLUMNS)
+    with pytest.raises(SpecError, match="newest checkpoint is of step 4"):
+        train(*job, steps=4, resume=True)
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> None:
+    job, ranks = _job(tmp_path, data), []
+
+    def kill_rank_1(step: dict[str, Any]) -> None:
+        line = (job[0].dir.logs / "rank-00001.log").read_text().splitlines()[0]
+        ranks.append(int(line.removeprefix("rank 1 of 3, process ")))
+        os.kill(ranks[-1], signal.SIGKILL)
+
+    with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL") as caught:
+        train(*job, steps=50, on_step=kill_rank_1)
+    assert "rank-00001.log" in caught.value.why
+    assert ranks and not psutil.Process().children(recursive=True)
+
+
+def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path) -> None:
+    broken = tmp_path / "data"
+    for tar in data.rglob("*.tar"):
+        content = bytearray(tar.read_bytes())
+        place = content.find(b"\xff\xda")  # start of scan: the header stays readable, the pixels do not
+        while place >= 0:
+            content[place:place + 2] = b"\xff\xd9"
+            place = content.find(b"\xff\xda", place + 2)
+        (broken / tar.relative_to(data)).parent.mkdir(parents=True, exist_ok=True)
+        (broken / tar.relative_to(data)).write_bytes(content)
+    with pytest.raises(RankFailedError, match="cannot be decoded") as caught:
+        train(*_job(tmp_path, broken), steps=20)
+    assert ".tar/" in caught.value.why
+
+
+def test_tp_is_refused_by_name(tmp_path: Path, data: Path) -> None:
+    run, plan, profile = _job(tmp_path, data)
+    changed = json.loads(plan.model_dump_json())
+    changed["plan"]["units"][1] |= {"tp": 2, "gpus": 2}
+    changed["plan"]["gpus_used"] += 1
+    with pytest.raises(SpecError, match="Unit llm has tp 2"):
+        train(run, Plan.model_validate(changed), profile)
