@@ -1,6 +1,7 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-all everything: also the full matrices, the chain as a user runs it, and the fault tests
+# make bench    the quick benchmarks (about a minute; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
 # make docs     write docs/cli.md, docs/runfile.md and docs/schema/ again
 
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-che
 PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-all check docs clean
+.PHONY: run test test-slow test-all bench check docs clean
 
 run: $(VENV)/.demo
 	$(BIN)/disttrain init demo --preset tiny --sample-data
@@ -25,6 +26,11 @@ test-slow: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -q
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.levelling
+	$(BIN)/python -m benchmarks.planner
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Write the generated part of the documentation, or check that it is up to date.
 
-    python docs/generate.py            write docs/cli.md, docs/runfile.md and docs/schema/
+    python docs/generate.py            write docs/cli.md, docs/runfile.md, docs/traces.md and docs/schema/
     python docs/generate.py --check    exit with 1 and name the files that differ
 """
 
@@ -16,11 +16,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from disttrain_cli.analysis.database import documented_views
 from disttrain_cli.app import app
 from disttrain_cli.app import main as disttrain
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.trace import OPERATIONS
 
 DOCS = Path(__file__).parent
 NOTICE = "<!-- Written by docs/generate.py; edit the code instead. -->"
@@ -62,6 +64,21 @@ def runfile() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def traces() -> str:
+    """The views that `disttrain analyze --sql` can ask."""
+    parts = ["# Traces and `--sql`", NOTICE,
+             "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank with a row for every "
+             "operation, the steps as rank 0 reported them, and `job.json` with the plan and the profile. A segment is "
+             "written whole, so a crash loses at most the open one. Any Parquet reader reads them.",
+             "`disttrain analyze --sql QUERY` runs one SELECT over these views, read-only:"]
+    for name, about in documented_views().items():
+        meaning, _, columns = about.partition(" Columns: ")
+        listed = ", ".join(f"`{column.strip()}`" for column in columns.split(","))
+        parts += [f"## `{name}`", meaning, f"Columns: {listed}"]
+    parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + "."]
+    return "\n\n".join(parts) + "\n"
+
+
 def _section(name: str, definition: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for field, about in definition["properties"].items():
@@ -93,7 +110,8 @@ def _type(about: dict[str, Any]) -> str:
 
 def pages() -> dict[Path, str]:
     """Every generated file with its content."""
-    found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile()}
+    found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile(),
+             DOCS / "traces.md": traces()}
     for name, kind in SCHEMAS.items():
         schema = json.dumps(kind.model_json_schema(), indent=2, ensure_ascii=False)
         found[DOCS / "schema" / f"{name}.schema.json"] = schema + "\n"

@@ -44,6 +44,10 @@ MACHINE_ERRORS = {errno.ENOSPC: "Free some space and run the command again.",
                   errno.EACCES: "Give yourself access to it, or choose another folder.",
                   errno.EPERM: "Give yourself access to it, or choose another folder.",
                   errno.EROFS: "Choose a folder that can be written.",
+                  errno.ENOTDIR: "Choose another folder, or move that file away.",
+                  errno.EISDIR: "Name a file, or move that folder away.",
+                  errno.EEXIST: "Move it away, or choose another folder.",
+                  errno.ENAMETOOLONG: "Choose a shorter name.",
                   errno.EMFILE: "Raise the limit of open files: ulimit -n 65536"}
 
 app = typer.Typer(name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})

@@ -121,7 +121,11 @@ def _plain_lines(console: Console) -> Progress:
 def to_json(document: BaseModel | dict[str, Any]) -> str:
     """One JSON document; pydantic models may stand anywhere in it."""
     plain = document if isinstance(document, dict) else document.model_dump(mode="json")
-    return json.dumps(plain, indent=2, ensure_ascii=False, default=_plain_value)
+    try:
+        return json.dumps(plain, indent=2, ensure_ascii=False, default=_plain_value, allow_nan=False)
+    except ValueError:  # JSON has no NaN: the loss of a diverged run is null
+        finite = json.loads(json.dumps(plain, default=_plain_value), parse_constant=lambda name: None)
+        return json.dumps(finite, indent=2, ensure_ascii=False)
 
 
 def _plain_value(value: Any) -> Any:

@@ -86,7 +86,7 @@ def test_a_profile_of_another_model_is_refused_with_both_fingerprints(run_folder
 
 
 @pytest.mark.parametrize(("old", "new", "named"), [
-    ("  steps: 60", "  stepz: 60", "train.stepz: unknown key"),
+    ("  steps: ", "  stepz: ", "train.stepz: unknown key"),
     ("  global_batch_size: 12", "  global_batch_size: 0", "train.global_batch_size"),
     ("  precision: fp32", "  precision: fp8", "'fp32' or 'bf16'"),
     ("name: tiny", "name: [", "not valid YAML")])

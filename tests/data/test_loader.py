@@ -178,7 +178,7 @@ def test_broken_images_are_blank_weightless_and_named_once(own_run: MakeRun) -> 
     with loader(run, index, layout, "all", 0) as source:
         batches = [source.fetch(step, slot) for step in range(3) for slot in range(12)]
         assert sorted(s.key for s in source.skipped) == ["3", "5"]
-        assert all(s.shard == "a.tar" and "truncated jpeg" in s.reason for s in source.skipped)
+        assert all(s.shard == "own/a.tar" and "truncated jpeg" in s.reason for s in source.skipped)
     blank = [not one.any() for batch in batches for block in batch.pixels or [] for one in block]
     weights = np.concatenate([batch.target_weights for batch in batches if batch.target_weights is not None])
     assert any(blank) and not all(blank)

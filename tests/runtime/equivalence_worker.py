@@ -55,7 +55,7 @@ def ranks(payload: dict[str, Any]) -> None:
                     sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64)
                     torch.distributed.all_reduce(sums)
                     history.append([*sums.tolist(), engine.grad_norm()])
-            checkpoint.save(out / "checkpoints", case["steps"], "test", engine, keep=1)
+            checkpoint.save(out / "checkpoints", case["steps"], "test", "test", engine, keep=1)
             engine.tracer.close()
             if place.rank == 0:
                 (out / "history.json").write_text(json.dumps(history))

@@ -36,12 +36,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profile]:
     """A run over three ranks, with a profile that claims a large machine."""
     run = write_run(folder, data, **changes)
-    build_index(run, describe(run))
+    index = build_index(run, describe(run))
     modules = [info.module for info in layer_table(run)]
     plan = plan_of(run, [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)], 3)
     profile = make_profile(run.file)
     device = profile.device.model_copy(update={"peak_tflops": 1000.0})
-    return run, plan, profile.model_copy(update={"inputs": describe(run), "device": device})
+    fingerprints = profile.fingerprints.model_copy(update={"data": index.fingerprint})
+    return run, plan, profile.model_copy(update={"inputs": describe(run), "device": device,
+                                                 "fingerprints": fingerprints})
 
 
 def _losses(steps: list[dict[str, Any]]) -> list[tuple[float, float, float]]:

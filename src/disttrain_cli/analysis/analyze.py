@@ -161,16 +161,17 @@ def _comparisons(
             row = passes.get((unit.name, operation))
             if row is None:
                 continue
+            sharing = planned[unit.name].sharing if unit.name in planned else 1.0
             if unit.name in planned:
                 add(
                     f"{operation}_ms",
                     unit.name,
                     "plan",
-                    getattr(planned[unit.name], f"{operation}_ms"),
+                    sharing * getattr(planned[unit.name], f"{operation}_ms"),
                     row["measured_ms"],
                     "ms",
                 )
-            add(f"{operation}_ms", unit.name, "same work", row["same_work_ms"], row["measured_ms"], "ms")
+            add(f"{operation}_ms", unit.name, "same work", sharing * row["same_work_ms"], row["measured_ms"], "ms")
     return rows
 
 

@@ -37,7 +37,7 @@ def run(
 
     console = Console(json_mode=json_mode, quiet=quiet)
     path, content = folder / DEFAULT_RUN_FILE, fitted(preset_text(preset), cuda_devices())
-    if path.exists() and path.read_text(encoding="utf-8") != content:
+    if path.exists() and not (path.is_file() and path.read_bytes() == content.encode()):
         raise SpecError(f"{path} exists and differs from the preset {preset}", "It is left as it is.",
                         "Choose another folder, or move the file away first.")
     write_whole(path, content)

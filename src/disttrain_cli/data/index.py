@@ -24,6 +24,7 @@ from disttrain_cli.data.index_checks import (
     file_states,
     list_shards,
     made_for,
+    shard_label,
 )
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Sample, Segment, Skipped, read_shard
@@ -94,18 +95,19 @@ def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> I
     skipped: list[Skipped] = []
     for number, (source, name, path) in enumerate(shards):
         progress("index shards", number, len(shards))
-        for sample in read_shard(path, name):
+        label = shard_label(run, path)
+        for sample in read_shard(path, label):
             if isinstance(sample, Skipped):
                 skipped.append(sample)
                 continue
             row = _row(sample, inputs, tokenizer)
             length = sum(row["tokens"]) + SAMPLE_SPECIALS
             if not row["kinds"]:
-                skipped.append(Skipped(name, sample.key, "nothing in it that this model reads"))
+                skipped.append(Skipped(label, sample.key, "nothing in it that this model reads"))
                 continue
             if length > inputs.sequence_length:
                 skipped.append(
-                    Skipped(name, sample.key, f"too long: {length} of at most {inputs.sequence_length} tokens")
+                    Skipped(label, sample.key, f"too long: {length} of at most {inputs.sequence_length} tokens")
                 )
                 continue
             row.update(source=source, shard=name, key=sample.key)

@@ -39,6 +39,11 @@ def list_shards(run: Run) -> list[tuple[int, str, Path]]:
     ]
 
 
+def shard_label(run: Run, path: Path) -> str:
+    """How messages name a shard: relative to the run file where it lies below it."""
+    return str(path.relative_to(run.folder) if path.is_relative_to(run.folder) else path)
+
+
 def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, Any]:
     """What an index depends on besides the shards."""
     return {
@@ -89,7 +94,7 @@ def _change(before: list[int] | None, now: list[int] | None) -> str:
 def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     """DataError where no sample is left, or more were skipped than `data.max_bad_fraction` allows."""
     limit = run.file.data.max_bad_fraction
-    shown = "\n".join(f"  {s.shard}/{s.key}: {s.reason}" for s in skipped[:MOST_NAMED])
+    shown = "\n".join(f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED])
     if good and len(skipped) <= limit * (good + len(skipped)):
         return
     if not good:

@@ -18,6 +18,7 @@ import numpy as np
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index import Index
+from disttrain_cli.data.index_checks import shard_label
 from disttrain_cli.data.ordering import CostsOf, count_costs, order_step
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.reading import ShardReader
@@ -68,7 +69,7 @@ class Loader:
     ) -> None:
         assert inputs == index.inputs
         self.skipped: list[Skipped] = []
-        self._run, self._inputs, self._layout, self._index = run.file, inputs, layout, index
+        self._opened, self._run, self._inputs, self._layout, self._index = run, run.file, inputs, layout, index
         self._unit, self._replica, self._fields, self._costs = unit, replica, frozenset(fields), costs
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(index, self._tokenizer)
@@ -222,7 +223,7 @@ class Loader:
                 if weight is not None:
                     weight[:] = 0
                 place = segment - int(self._index.segment_start[sample])
-                shard = self._index.shards[int(self._index.shard[sample])].name
+                shard = shard_label(self._opened, self._index.shards[int(self._index.shard[sample])])
                 return _Broken(segment, Skipped(shard, self._index.keys[sample], f"segments[{place}]: {error}"))
             return None
 

@@ -39,7 +39,7 @@ def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
     """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same seed.
 
     Raises:
-        DataError: scikit-learn is not installed.
+        DataError: scikit-learn is not installed, or a file of the same name holds something else.
         SpecError: the folder cannot be written.
     """
     try:
@@ -162,4 +162,9 @@ def _write_tar(path: Path, samples: list[Files]) -> None:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    write_whole(path, buffer.getvalue())
+    data = buffer.getvalue()
+    if not path.exists():
+        write_whole(path, data)
+    elif path.is_dir() or path.read_bytes() != data:
+        raise DataError(f"{path} exists and is not the sample data", "It is left as it is.",
+                        "Choose another folder, or move the file away first.")

@@ -19,7 +19,8 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
         SpecError: modules, layers, batch or rank count do not fit; the numbers are named.
     """
     made_for, have = plan.fingerprints, profile.fingerprints
-    for what, theirs, mine in (("model", made_for.model, run.model_fingerprint()), ("data", made_for.data, have.data),
+    for what, theirs, mine in (("model", made_for.model, run.model_fingerprint()),
+                               ("dataset", made_for.data, have.data),
                                ("cluster", made_for.cluster, run.cluster_fingerprint()),
                                ("profile", made_for.profile, fingerprint(profile))):
         if theirs != mine:

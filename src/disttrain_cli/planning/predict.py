@@ -88,13 +88,19 @@ def _transfer_s(unit: Unit, layer: int, slot_sequences: int, dp: int) -> float:
     return link.p2p_us / 1e6
 
 
-def timeline_of(units: list[Unit], layout: Layout) -> Timeline:
+def timeline_of(profile: Profile, pipeline: Pipeline) -> Timeline:
     """The predicted timeline: with processor sharing where the ranks share a CPU."""
-    device = units[0].profile.device
-    pipeline = pipeline_of(units, layout)
+    device = profile.device
     if device.kind == "cpu":
         return simulate_shared(pipeline, device.cores, device.shared_by)
     return simulate(pipeline)
+
+
+def _sharing(pipeline: Pipeline, timeline: Timeline, first: int, plan: UnitPlan) -> float:
+    """Simulated compute time of a unit over the same without the sharing of cores."""
+    own = (slice(None), slice(first, first + plan.pp), slice(plan.dp))
+    alone = float((pipeline.forward_s + pipeline.backward_s)[own].sum())
+    return float(timeline.busy_s[own[1:]].sum()) / alone if alone else 1.0
 
 
 def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
@@ -107,11 +113,12 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
-    timeline = timeline_of(units, layout)
+    pipeline = pipeline_of(units, layout)
+    timeline = timeline_of(profile, pipeline)
     formula = layout_time(units, layout)
     size = layout.global_batch_size // layout.microbatches
     flops = sum(flops_per_sequence(profile).values()) * layout.global_batch_size
-    rows = []
+    rows, stage = [], 0
     for unit, plan in zip(units, layout.units, strict=True):
         times = unit_times(profile, unit.modules, plan.tp)
         load = mean_loads(unit, plan.dp, size, layout.microbatches).mean()
@@ -119,7 +126,8 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         rows.append(UnitTime(unit=unit.name,
                              forward_ms=float(times.forward_base.sum() + times.forward_slope.sum() * load),
                              backward_ms=float(times.backward_base.sum() + times.backward_slope.sum() * load),
-                             stage_ms=max(stages_ms)))
+                             stage_ms=max(stages_ms), sharing=_sharing(pipeline, timeline, stage, plan)))
+        stage += plan.pp
     return Prediction(
         iteration_s=timeline.iteration_s, sequences_per_s=layout.global_batch_size / timeline.iteration_s,
         mfu=mfu(flops, timeline.iteration_s, profile.device, layout.gpus_used),

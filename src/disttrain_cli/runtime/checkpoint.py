@@ -15,14 +15,15 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.errors import SpecError
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.spec.files import parse_json, write_whole
+from disttrain_cli.runtime.checkpoint_folder import check_belongs, describe
+from disttrain_cli.spec.files import write_whole
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine import UnitEngine
@@ -35,21 +36,8 @@ def named_parameters(layers: Sequence[PipelineLayer]) -> list[tuple[str, nn.Para
     return [(f"{layer.name}/{name}", p) for layer in layers for name, p in layer.named_parameters()]
 
 
-def latest(checkpoints: Path) -> Path | None:
-    """Folder of the newest complete checkpoint."""
-    found = sorted(path for path in checkpoints.glob("step-*") if (path / "checkpoint.json").exists())
-    return found[-1] if found else None
-
-
-def describe(folder: Path) -> dict[str, Any]:
-    """The description of a checkpoint; raises SpecError."""
-    value = parse_json(folder / "checkpoint.json", "checkpoint", "Save one with: disttrain train")
-    if not isinstance(value, dict) or not {"step", "model", "files"} <= value.keys():
-        raise SpecError(f"The checkpoint {folder} is damaged", "checkpoint.json lacks step, model or files")
-    return value
-
-
-def save(checkpoints: Path, step: int, model_fingerprint: str, engine: UnitEngine, keep: int) -> Path:
+def save(checkpoints: Path, step: int, model_fingerprint: str, data_fingerprint: str, engine: UnitEngine,
+         keep: int) -> Path:
     """Write a checkpoint; every rank calls this at the same step. Returns its folder."""
     from safetensors.torch import save_file
 
@@ -73,7 +61,8 @@ def save(checkpoints: Path, step: int, model_fingerprint: str, engine: UnitEngin
             files[part.name] = json.loads(listed.read_text())
             listed.unlink()
         write_whole(temporary / "checkpoint.json",
-                    json.dumps({"version": 1, "step": step, "model": model_fingerprint, "files": files}, indent=1))
+                    json.dumps({"version": 1, "step": step, "model": model_fingerprint,
+                                "dataset": data_fingerprint, "files": files}, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         for old in sorted(checkpoints.glob("step-*"))[:-keep]:
@@ -82,23 +71,19 @@ def save(checkpoints: Path, step: int, model_fingerprint: str, engine: UnitEngin
     return final
 
 
-def load(folder: Path, model_fingerprint: str, engine: UnitEngine) -> int:
+def load(folder: Path, model_fingerprint: str, data_fingerprint: str, engine: UnitEngine) -> int:
     """Set weights and optimizer state of this rank's layers from a checkpoint of any layout; returns its step.
 
     Raises:
-        MismatchError: it was made from another model.
+        MismatchError: it was made from another model or dataset.
         SpecError: it lacks a tensor.
     """
-    described = describe(folder)
-    if described["model"] != model_fingerprint:
-        raise MismatchError(f"The checkpoint {folder} is of another model",
-                            f"checkpoint: {described['model']}, run file: {model_fingerprint}",
-                            "Start without --resume, or restore the model section of the run file.")
+    step = check_belongs(folder, model_fingerprint, data_fingerprint)
     tensors = read_tensors(folder, [layer.name for layer in engine.module.layers], ("weight", *MOMENTS))
     for name, parameter in named_parameters(engine.module.layers):
         _set_weight(engine, parameter, tensors[f"weight/{name}"])
-    _set_moments(engine, tensors, int(described["step"]))
-    return int(described["step"])
+    _set_moments(engine, tensors, step)
+    return step
 
 
 def read_tensors(folder: Path, layers: Sequence[str], groups: Sequence[str]) -> dict[str, Tensor]:

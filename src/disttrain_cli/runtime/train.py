@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ from pydantic import BaseModel
 
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.statistics import unigram_entropy
-from disttrain_cli.errors import SpecError
+from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime import launch as launching
+from disttrain_cli.runtime.checkpoint_folder import check_belongs, latest
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job
 
@@ -43,21 +48,33 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     earlier one left to `earlier/`; `resume` goes on from the newest checkpoint.
 
     Raises:
-        SpecError: the plan asks for what this runtime does not run (TP).
+        SpecError: the plan asks for what this runtime does not run (TP), or there is nothing to resume from.
+        DisttrainError: another training of this run is under way.
+        MismatchError: the dataset or the checkpoint is not the one of the profile.
         RankFailedError: a rank failed.
     """
     refuse_unsupported(plan)
+    _check_data(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
-    resumed = _newest_step(root.checkpoints) if resume else None
-    if resume and resumed is None:
-        raise SpecError(f"There is no checkpoint to resume from in {root.checkpoints}",
-                        next_step="Start without --resume.")
+    resumed = _step_to_resume(run, profile) if resume else None
     if resumed is not None and resumed >= total:
         raise SpecError(f"The newest checkpoint is of step {resumed}, and the run ends at step {total}",
                         next_step=f"Give more steps: disttrain train --resume --steps {resumed + total}")
+    with _alone(root):
+        reader = _run_ranks(run, plan, profile, total, resume, on_step, progress)
+        newest = root.checkpoints / f"step-{total:06d}"
+        return TrainResult(
+            run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(run, profile),
+            resumed_from_step=resumed, checkpoint=str(newest), trace=str(root.traces),
+            images=_generate(run, profile, newest, progress), reference_losses=_references(run, profile))
+
+
+def _run_ranks(run: Run, plan: Plan, profile: Profile, total: int, resume: bool,
+               on_step: Callable[[dict[str, Any]], None] | None, progress: Progress) -> _Reports:
+    root = run.dir
     if not resume:
         _move_aside(root.root)
-    name = f"start-{len(list(root.traces.glob('steps/*.parquet'))):03d}"
+    name = next_start(root)
     job = Job(run=name, strategy=plan.plan.strategy, layout=plan.plan, predicted=plan.predicted, profile=profile)
     write_whole(root.traces / "job.json", job.model_dump_json(indent=1))
     reports = root.logs / f"{name}-steps.jsonl"
@@ -70,10 +87,27 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     progress("starting ranks", 0, 0)
     launching.launch(plan.plan.gpus_used, "disttrain_cli.runtime.worker:main", payload, root.logs,
                      on_poll=reader.poll)
-    newest = root.checkpoints / f"step-{total:06d}"
-    return TrainResult(run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(run, profile),
-                       resumed_from_step=resumed, checkpoint=str(newest), trace=str(root.traces),
-                       images=_generate(run, profile, newest, progress), reference_losses=_references(run, profile))
+    return reader
+
+
+def next_start(root: RunDir) -> str:
+    """A name that no start before this one had, also one that ended before it wrote a trace."""
+    names = [path.name for path in (*root.logs.glob("start-*"), *root.traces.glob("*/segment-start-*"))]
+    numbers = [int(number) for name in names for number in re.findall(r"start-(\d+)", name)]
+    return f"start-{max(numbers, default=-1) + 1:03d}"
+
+
+@contextmanager
+def _alone(root: RunDir) -> Iterator[None]:
+    """Hold the run's folder, which one training at a time may write; the lock ends with the process."""
+    root.root.mkdir(parents=True, exist_ok=True)
+    with (root.root / ".training").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DisttrainError(f"Another training of this run is under way in {root.root}",
+                                 next_step="Wait for it, or give this one another name in its run file.") from None
+        yield
 
 
 def refuse_unsupported(plan: Plan) -> None:
@@ -109,26 +143,42 @@ class _Reports:
             self._progress("training", row["step"] + 1, self._total)
 
 
-def _newest_step(checkpoints: Path) -> int | None:
-    found = sorted(path.parent.name for path in checkpoints.glob("step-*/checkpoint.json"))
-    return int(found[-1].removeprefix("step-")) if found else None
+def _check_data(run: Run, profile: Profile) -> None:
+    """Refuse data other than those profiled and planned for, before anything is moved or started."""
+    index = read_index(run, profile.inputs)
+    if index.fingerprint != profile.fingerprints.data:
+        raise MismatchError("The dataset is not the one that was profiled",
+                            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
+                            "Profile and plan again: disttrain profile && disttrain plan")
+
+
+def _step_to_resume(run: Run, profile: Profile) -> int:
+    root = run.dir
+    newest = latest(root.checkpoints)
+    if newest is None:
+        earlier = sorted(path.parent.parent for path in (root.root / "earlier").glob("*/checkpoints/step-*"))
+        raise SpecError(f"There is no checkpoint to resume from in {root.checkpoints}",
+                        f"an earlier start left some: {earlier[-1]}" if earlier else "",
+                        f"Move {earlier[-1] / 'checkpoints'} there, or start without --resume." if earlier
+                        else "Start without --resume.")
+    return check_belongs(newest, run.file.model_fingerprint(), profile.fingerprints.data)
 
 
 def _move_aside(root: Path) -> None:
     """Keep what an earlier start left, under `earlier/NNN/`."""
-    left = [root / name for name in ("traces", "checkpoints", "logs", "images") if (root / name).exists()]
-    if (root / "traces").exists():
-        number = len(list((root / "earlier").glob("*")))
-        folder = root / "earlier" / f"{number:03d}"
+    left = [root / name for name in ("traces", "checkpoints", "images") if (root / name).exists()]
+    if left:
+        numbers = [int(path.name) for path in (root / "earlier").glob("*") if path.name.isdigit()]
+        folder = root / "earlier" / f"{max(numbers, default=-1) + 1:03d}"
         folder.mkdir(parents=True)
-        for path in left:
+        for path in [*left, *([root / "logs"] if (root / "logs").exists() else [])]:
             shutil.move(path, folder / path.name)
 
 
 def _skipped(run: Run, profile: Profile) -> list[dict[str, str]]:
     """Samples that indexing left out, and images that training could not decode."""
     index = read_index(run, profile.inputs)
-    found = {f"{entry.shard}/{entry.key}": entry.reason for entry in index.skipped}
+    found = {f"{entry.shard}/{entry.key}".rstrip("/"): entry.reason for entry in index.skipped}
     for path in sorted(run.dir.logs.glob("skipped-rank-*.json")):
         found.update(json.loads(path.read_text()))
     return [{"sample": name, "reason": reason} for name, reason in sorted(found.items())]

@@ -25,6 +25,7 @@ from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import checkpoint
 from disttrain_cli.runtime.assemble import build_engine
+from disttrain_cli.runtime.checkpoint_folder import latest
 from disttrain_cli.runtime.process import joined
 from disttrain_cli.runtime.topology import build_topology
 from disttrain_cli.runtime.tracing import Tracer, step_writer
@@ -48,17 +49,13 @@ def main(payload: dict[str, Any]) -> None:
                         torch.cuda.synchronize if device.type == "cuda" else None)
         stack.callback(tracer.close)
         engine = build_engine(run, plan, topology, place, device, tracer)
-        resumed = latest_checkpoint(run) if payload["resume"] else None
-        first = checkpoint.load(resumed, run.file.model_fingerprint(), engine) if resumed else 0
+        resumed = latest(run.dir.checkpoints) if payload["resume"] else None
+        index = read_index(run, profile.inputs)
+        first = checkpoint.load(resumed, run.file.model_fingerprint(), index.fingerprint, engine) if resumed else 0
         loader = stack.enter_context(Loader(
-            run, profile.inputs, plan.plan, read_index(run, profile.inputs), unit=place.unit.name,
+            run, profile.inputs, plan.plan, index, unit=place.unit.name,
             replica=place.replica, fields=fields, first_step=first))
         _train(run, plan, profile, payload, engine, loader, first, device)
-
-
-def latest_checkpoint(run: Run) -> Path | None:
-    """Newest checkpoint of a run."""
-    return checkpoint.latest(run.dir.checkpoints)
 
 
 def _train(run: Run, plan: Plan, profile: Profile, payload: dict[str, Any], engine: Any, loader: Loader,
@@ -83,8 +80,8 @@ def _train(run: Run, plan: Plan, profile: Profile, payload: dict[str, Any], engi
         every = train.checkpoint.every_steps
         if step + 1 == last or (every and (step + 1) % every == 0):
             begun = engine.tracer.now()
-            checkpoint.save(run.dir.checkpoints, step + 1, run.file.model_fingerprint(), engine,
-                            train.checkpoint.keep)
+            checkpoint.save(run.dir.checkpoints, step + 1, run.file.model_fingerprint(),
+                            profile.fingerprints.data, engine, train.checkpoint.keep)
             engine.tracer.record("checkpoint", begun)
             steps.flush()
         engine.tracer.end_step()

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,6 +20,8 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+
+MOST_NESTED = 64  # levels of lists and mappings in a YAML file
 
 ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
 
@@ -53,6 +55,28 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     return path
 
 
+class _Loader(yaml.CSafeLoader):
+    """YAML's safe loader, but a key given twice is an error, not the last one wins."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice",
+                                                        key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+        return super().construct_mapping(node, deep)
+
+
+def _check_depth(text: str) -> None:
+    """Refuse nesting that would overflow the loader's stack; raises ValueError."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_NESTED:
+            raise ValueError(f"nested more than {MOST_NESTED} levels deep in line {event.start_mark.line + 1}")
+
+
 def parse_yaml(path: Path, what: str, next_step: str) -> Any:
     """Read YAML (or JSON, its subset) safely.
 
@@ -60,12 +84,15 @@ def parse_yaml(path: Path, what: str, next_step: str) -> Any:
         SpecError: the file is missing, unreadable or not YAML.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"Cannot read the {what} {path}", str(error)) from None
-    except yaml.YAMLError as error:
+    try:
+        _check_depth(text)
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-45 looks like a date and is none
         raise SpecError(f"The {what} {path} is not valid YAML", str(error)) from None
 
 
@@ -75,19 +102,20 @@ def parse_json(path: Path, what: str, next_step: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"Cannot read the {what} {path}", str(error), next_step) from None
 
 
-def validate(kind: type[ArtefactT], value: Any, path: Path, what: str) -> ArtefactT:
+def validate(kind: type[ArtefactT], value: Any, path: Path, what: str, next_step: str = "") -> ArtefactT:
     """Check plain data against `kind`, naming every wrong field by its path, what was given and what is allowed."""
     if not isinstance(value, dict):
-        raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(value).__name__}")
+        raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(value).__name__}", next_step)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         lines = [_explain(dict(problem), kind) for problem in error.errors()[:8]]
-        raise SpecError(f"The {what} {path} has {error.error_count()} wrong field(s)", "\n".join(lines)) from None
+        raise SpecError(f"The {what} {path} has {error.error_count()} wrong field(s)", "\n".join(lines),
+                        next_step) from None
 
 
 def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
@@ -104,15 +132,14 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
 def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
     """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain model."""
     current: Any = kind
-    for part in location:
-        field = getattr(current, "model_fields", {}).get(part)
-        if field is None:
-            arguments = getattr(current, "__args__", ())
-            current = next((a for a in arguments if hasattr(a, "model_fields")), None)
-            if current is None:
-                return []
-            continue
-        current = field.annotation
-        candidates = [current, *getattr(current, "__args__", ())]
-        current = next((c for c in candidates if hasattr(c, "model_fields")), current)
-    return sorted(getattr(current, "model_fields", {}))
+    parts = iter(location)
+    for part in parts:
+        if part not in current.model_fields:
+            return []
+        annotation = current.model_fields[part].annotation
+        if get_origin(annotation) in (list, dict):
+            next(parts, None)  # the place in the list, or the name in the mapping
+        current = next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), None)
+        if current is None:
+            return []
+    return sorted(current.model_fields)

@@ -88,6 +88,8 @@ class UnitTime(Strict):
     forward_ms: float
     backward_ms: float
     stage_ms: float = Field(description="Slowest stage, forward + backward: what one more slot costs.")
+    sharing: float = Field(1.0, description="Time expected in the run over these times: 1 on devices of their own; "
+                           "below 1 where ranks share cores and do not all compute at once.")
 
 
 class Prediction(Strict):
@@ -142,11 +144,13 @@ class Plan(Strict):
 def read_plan(path: Path) -> Plan:
     """Read and check a plan; raises SpecError."""
     value: Any = parse_yaml(path, "plan", "Make one with: disttrain plan")
-    return validate(Plan, value, path, "plan")
+    return validate(Plan, value, path, "plan", "Correct it, or plan again: disttrain plan")
 
 
 def write_plan(path: Path, plan: Plan) -> Path:
-    """Write `plan.yaml`, block style, keys in the order of the specification."""
+    """Write `plan.yaml`, keys in the order of the specification; what it replaces is kept as `plan.yaml.before`."""
     header = "# Made by `disttrain plan`. Edit `plan:` by hand if you like; `disttrain train` checks it.\n"
     body = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
+    if path.is_file():
+        path.replace(path.with_name(f"{path.name}.before"))
     return write_whole(path, header + body)

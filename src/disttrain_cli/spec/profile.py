@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.inputs import ModelInputs
@@ -56,12 +56,19 @@ class ModuleProfile(Strict):
 
     kind: Literal["encoder", "llm", "generator"]
     parameters: int
-    layers: list[str] = Field(description="Kind of each layer in order; keys of `costs`.")
+    layers: list[str] = Field(min_length=1, description="Kind of each layer in order; keys of `costs`.")
     costs: dict[str, LayerCost]
     tp: dict[str, ModuleTime]
     work_per_sequence: Work = Field(description="Mean work that one packed sequence brings to the module.")
     max_work_per_sequence: Work = Field(description="Largest work seen in one packed sequence.")
     output_bytes_per_sequence: float = Field(description="Bytes one packed sequence sends to the next module.")
+
+    @model_validator(mode="after")
+    def _every_layer_costs(self) -> ModuleProfile:
+        for layer in self.layers:
+            if layer not in self.costs or not self.costs[layer].tp:
+                raise ValueError(f"costs must hold every kind of layer; missing: {layer}")
+        return self
 
 
 class DeviceProfile(Strict):
@@ -69,19 +76,20 @@ class DeviceProfile(Strict):
 
     name: str
     kind: Literal["cpu", "cuda"]
-    count: int = Field(description="Devices (on a CPU: processes) of the cluster.")
-    memory_gib: float = Field(description="Memory of one device; on a CPU its share of the machine's.")
-    peak_tflops: float = Field(description="Dense peak of one device; on a CPU the whole machine's best GEMM rate.")
-    shared_by: int = Field(1, description="Processes that shared the device while it was measured.")
-    cores: int = Field(1, description="CPU: cores of the machine, shared by all processes.")
+    count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
+    memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
+    peak_tflops: float = Field(
+        gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate.")
+    shared_by: int = Field(1, ge=1, description="Processes that shared the device while it was measured.")
+    cores: int = Field(1, ge=1, description="CPU: cores of the machine, shared by all processes.")
 
 
 class LinkProfile(Strict):
     """Latency and bandwidth between two processes of a node."""
 
-    p2p_gbps: float
+    p2p_gbps: float = Field(gt=0)
     p2p_us: float
-    all_reduce_gbps: float = Field(description="Bytes reduced per second by a group, in units of 10^9 bits.")
+    all_reduce_gbps: float = Field(gt=0, description="Bytes reduced per second by a group, in units of 10^9 bits.")
     all_reduce_us: float
 
 
@@ -136,8 +144,18 @@ class Profile(Strict):
     data: DataProfile
     preprocess: PreprocessProfile
 
+    @model_validator(mode="after")
+    def _modules_of_the_inputs(self) -> Profile:
+        heads = [("llm", self.inputs.llm)]
+        heads += [("image", self.inputs.image.module)] if self.inputs.image else []
+        heads += [("target", self.inputs.target.module)] if self.inputs.target else []
+        for what, module in heads:
+            if module not in self.modules:
+                raise ValueError(f"modules lacks {module!r}, which inputs.{what} names")
+        return self
+
 
 def read_profile(path: Path) -> Profile:
     """Read and check a profile; raises SpecError."""
     value = parse_json(path, "profile", "Measure one with: disttrain profile")
-    return validate(Profile, value, path, "profile")
+    return validate(Profile, value, path, "profile", "Measure again: disttrain profile")

@@ -1,0 +1,20 @@
+"""Plans are written whole, and a hand-edited one is not lost when planning again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from disttrain_cli.spec.plan import read_plan, write_plan
+from tests.runtime.factory import plan_of, unit, write_run
+
+
+def test_the_plan_that_is_replaced_is_kept(tmp_path: Path) -> None:
+    run = write_run(tmp_path, tmp_path)
+    plan = plan_of(run, [unit("all", ["image_encoder", "llm", "image_generator"], [4], 2)], 1)
+    path = tmp_path / "plan.yaml"
+    write_plan(path, plan)
+    edited = path.read_text().replace("# Made by", "# Edited by me, made by")
+    path.write_text(edited)
+    write_plan(path, plan)
+    assert (tmp_path / "plan.yaml.before").read_text() == edited
+    assert read_plan(path) == plan
