@@ -67,9 +67,9 @@ def runfile() -> str:
 def traces() -> str:
     """The views that `disttrain analyze --sql` can ask."""
     parts = ["# Traces and `--sql`", NOTICE,
-             "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank with a row for every "
-             "operation, the steps as rank 0 reported them, and `job.json` with the plan and the profile. A segment is "
-             "written whole, so a crash loses at most the open one. Any Parquet reader reads them.",
+             "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank with a row for "
+             "every operation, the steps as rank 0 reported them, and `job.json` with the plan and the profile. A "
+             "segment is written whole, so a crash loses at most the open one. Any Parquet reader reads them.",
              "`disttrain analyze --sql QUERY` runs one SELECT over these views, read-only:"]
     for name, about in documented_views().items():
         meaning, _, columns = about.partition(" Columns: ")

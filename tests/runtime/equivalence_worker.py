@@ -31,6 +31,10 @@ def _reversed_rows(tensor: torch.Tensor, route: Route) -> torch.Tensor:
     return GATHER(tensor, route).flip(0)
 
 
+def before_fork(payload: dict[str, Any]) -> None:
+    layer_table(read_run(Path(payload["cases"][0]["run"])))
+
+
 def ranks(payload: dict[str, Any]) -> None:
     """Run several layouts, one after the other, in the same processes; rank 0 writes losses and norms of each."""
     with joined("cpu", 120.0) as device:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.compute import Slowdown
 from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.trial import ModuleTrial
@@ -42,6 +43,11 @@ def shares(modules: list[str], rank: int, processes: int) -> list[Share]:
     takers = Counter(turn % len(modules) for turn in turns)
     return [Share(modules[turn % len(modules)], turn // len(modules), takers[turn % len(modules)])
             for turn in turns if turn % processes == rank]
+
+
+def before_fork(payload: dict[str, Any]) -> None:
+    """Import the model's classes once for all processes."""
+    layer_table(read_run(Path(payload["run"])))
 
 
 def main(payload: dict[str, Any]) -> None:

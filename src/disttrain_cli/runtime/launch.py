@@ -40,7 +40,9 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
 
     The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT and OMP_NUM_THREADS=1 (unless set) in its environment; its output goes to the rank's log.
-    `on_poll` is called about every 50 ms.
+    Where the target's module has a function `before_fork`, it is called with the payload once, before the ranks
+    are forked, to import what they need; it starts no thread and touches no device. `on_poll` is called about
+    every 50 ms.
 
     Raises:
         RankFailedError: a rank ended with an error or the time ran out; the others are ended first.
@@ -156,9 +158,11 @@ def main(arguments: list[str]) -> None:
     """Entry of the starter: TARGET PAYLOAD_FILE LOG_DIR PIPE. Forks the ranks and tells how each ends."""
     target, file, log_dir, tell = arguments
     _end_with_parent()
-    module, _, name = target.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    payload = json.loads(Path(file).read_text())
+    where, _, name = target.partition(":")
+    module = importlib.import_module(where)
+    function, payload = getattr(module, name), json.loads(Path(file).read_text())
+    if hasattr(module, "before_fork"):
+        module.before_fork(payload)
     ranks: dict[int, int] = {}
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()

@@ -34,6 +34,11 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import OptimizerSpec, Run, read_run
 
 
+def before_fork(payload: dict[str, Any]) -> None:
+    """Import the model's classes and build its table once for all ranks."""
+    layer_table(read_run(Path(payload["run"])))
+
+
 def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
     run = read_run(Path(payload["run"]))
