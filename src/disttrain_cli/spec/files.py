@@ -74,7 +74,8 @@ def _check_depth(text: str) -> None:
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MOST_NESTED:
-            raise ValueError(f"nested more than {MOST_NESTED} levels deep in line {event.start_mark.line + 1}")
+            place = "" if event.start_mark is None else f" in line {event.start_mark.line + 1}"
+            raise ValueError(f"nested more than {MOST_NESTED} levels deep{place}")
 
 
 def parse_yaml(path: Path, what: str, next_step: str) -> Any:
