@@ -79,7 +79,7 @@ def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
 def test_nothing_starts_before_its_input_and_each_rank_does_one_thing(pipeline: Pipeline) -> None:
     timeline = simulate(pipeline)
     check_order(pipeline, timeline)
-    assert 0.0 <= timeline.bubble_fraction < 1.0
+    assert 0.0 <= timeline.bubble_fraction <= 1.0  # 1 where no rank has anything to compute
 
 
 @settings(max_examples=60, deadline=None)
