@@ -52,6 +52,9 @@ def explain(plan: Plan) -> Explanation:
     ]
     runners_up = [f"{other.layout} on {other.gpus_used} GPUs: {_slower(other.slower_pct)} by the formula"
                   for other in plan.alternatives]
+    if any(unit.sharing != 1.0 for unit in predicted.units):
+        time.append("Ranks share cores here, which levels the simulated times; the choice is the formula's, as for a "
+                    "cluster.")
     baselines = [f"{name}: {_compared(other.iteration_s / predicted.iteration_s)} ({other.layout})"
                  if other else f"{name}: no such layout fits" for name, other in plan.baselines.items()]
     return Explanation(shares, slowest.unit, time, runners_up, baselines)
