@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttrain_cli.costs.flops import flops_per_sequence, mfu, model_flops, module_flops
+from disttrain_cli.costs.flops import flops_per_sequence, mfu, module_flops
 from disttrain_cli.costs.hardware import DEVICES, lookup
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.work import Work
@@ -16,9 +16,9 @@ def test_flops_are_forward_plus_backward_of_every_layer() -> None:
     work = Work(1, 64, 4096)
     per_token = 4e4 + 2e5 + 2 * 4e5
     assert module_flops(profile.modules["image_generator"], work) == pytest.approx(3 * 64 * per_token)
-    assert model_flops(profile, {"image_generator": Work(), "llm": Work()}) == 0.0
-    means = {name: module.work_per_sequence for name, module in profile.modules.items()}
-    assert model_flops(profile, means) == pytest.approx(sum(flops_per_sequence(profile).values()))
+    assert module_flops(profile.modules["llm"], Work()) == 0.0
+    llm = profile.modules["llm"]
+    assert flops_per_sequence(profile)["llm"] == module_flops(llm, llm.work_per_sequence)
 
 
 def test_cpu_peak_counts_once() -> None:

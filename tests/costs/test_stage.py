@@ -5,34 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.stage import (
-    layer_times_ms,
-    module_time_ms,
-    stage_time_ms,
-    tp_degrees,
-    unit_times,
-)
+from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.profile import ModuleProfile
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
 
-def test_stage_sums_its_layers_over_modules() -> None:
+def layer_times_ms(module: ModuleProfile, tp: int, work: Work) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward time of every layer, straight from the polynomials."""
+    times = [module.costs[kind].tp[str(tp)] for kind in module.layers]
+    return np.array([time.forward_ms(work) for time in times]), np.array([time.backward_ms(work) for time in times])
+
+
+def test_a_module_without_work_takes_no_time() -> None:
     profile = synthetic.tiny(synthetic.run_file())
-    names = list(profile.modules)
-    works = {name: module.work_per_sequence.scaled(3) for name, module in profile.modules.items()}
-    by_module = [layer_times_ms(profile.modules[name], 1, works[name]) for name in names]
-    forward = np.concatenate([times[0] for times in by_module])
-    backward = np.concatenate([times[1] for times in by_module])
-    assert stage_time_ms(profile, names, 1, 3, 7, works) == pytest.approx((forward[3:7].sum(), backward[3:7].sum()))
-    block = profile.modules["llm"].costs["block"].tp["1"].forward_ms
-    assert forward[5] == block.base + block.per_token * works["llm"].tokens
-
-
-def test_no_work_takes_no_time() -> None:
-    module = synthetic.tiny(synthetic.run_file()).modules["image_generator"]
-    assert module_time_ms(module, 1, Work()) == (0.0, 0.0)
-    assert module_time_ms(module, 1, Work(1, 64, 4096))[0] > 0
+    idle = profile.modules["image_generator"].model_copy(update={"work_per_sequence": Work()})
+    profile = profile.model_copy(update={"modules": profile.modules | {"image_generator": idle}})
+    times = unit_times(profile, ["image_generator"], 1)
+    assert not np.any(times.forward_base) and not np.any(times.backward_slope)
 
 
 def test_linear_times_agree_with_the_polynomials() -> None:

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from disttrain_cli.runtime.launch import launch
 
 
@@ -35,3 +37,16 @@ def launcher(payload: dict[str, Any]) -> None:
 def report_and_wait(payload: dict[str, Any]) -> None:
     Path(payload["folder"], "pid").write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def listening(payload: dict[str, Any]) -> None:
+    """Join a process group and write the addresses on which this rank listens."""
+    from disttrain_cli.runtime.process import joined
+
+    with joined("cpu", 60.0):
+        import torch
+
+        torch.distributed.all_reduce(torch.ones(1))
+        found = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        Path(payload["folder"], os.environ["RANK"]).write_text(" ".join(found))
+        torch.distributed.barrier()

@@ -49,3 +49,9 @@ def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
                on_poll=kill_the_launcher_of_the_rank)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid.read_text())).wait(timeout=20)
+
+
+def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+    launch(2, "tests.runtime.launch_worker:listening", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120)
+    for rank in ("0", "1"):
+        assert set((tmp_path / rank).read_text().split()) == {"127.0.0.1"}

@@ -6,8 +6,6 @@ counts once, however many ranks share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from disttrain_cli.costs.stage import NO_WORK
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.profile import DeviceProfile, ModuleProfile, Profile
@@ -20,11 +18,6 @@ def module_flops(module: ModuleProfile, work: Work) -> float:
         return 0.0
     by_kind = {kind: cost.forward_flops(work) + cost.backward_flops(work) for kind, cost in module.costs.items()}
     return float(sum(by_kind[kind] for kind in module.layers))
-
-
-def model_flops(profile: Profile, works: Mapping[str, Work]) -> float:
-    """FLOPs of forward and backward of the modules named in `works`."""
-    return sum(module_flops(profile.modules[name], work) for name, work in works.items())
 
 
 def flops_per_sequence(profile: Profile) -> dict[str, float]:

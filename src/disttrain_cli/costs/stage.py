@@ -7,7 +7,7 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,30 +39,6 @@ def layer_time(module: ModuleProfile, kind: str, tp: int) -> LayerTime:
         raise SpecError(f"The profile has no times of {kind} at TP {tp}", f"it has TP {', '.join(times)}",
                         "Use one of these, or profile again: disttrain profile")
     return times[str(tp)]
-
-
-def layer_times_ms(module: ModuleProfile, tp: int, work: Work) -> tuple[Floats, Floats]:
-    """Forward and backward time of every layer [L] for this work; no work takes no time."""
-    if work == NO_WORK:
-        return np.zeros(len(module.layers)), np.zeros(len(module.layers))
-    by_kind = {kind: layer_time(module, kind, tp) for kind in set(module.layers)}
-    forward = [max(0.0, by_kind[kind].forward_ms(work)) for kind in module.layers]
-    backward = [max(0.0, by_kind[kind].backward_ms(work)) for kind in module.layers]
-    return np.array(forward), np.array(backward)
-
-
-def module_time_ms(module: ModuleProfile, tp: int, work: Work) -> tuple[float, float]:
-    """Forward and backward time of a whole module."""
-    forward, backward = layer_times_ms(module, tp, work)
-    return float(forward.sum()), float(backward.sum())
-
-
-def stage_time_ms(profile: Profile, modules: Sequence[str], tp: int, start: int, stop: int,
-                  works: Mapping[str, Work]) -> tuple[float, float]:
-    """Forward and backward time of layers start..stop-1 of a unit, numbered over all of its modules."""
-    times = [layer_times_ms(profile.modules[name], tp, works[name]) for name in modules]
-    forward, backward = (np.concatenate(part) for part in zip(*times, strict=True))
-    return float(forward[start:stop].sum()), float(backward[start:stop].sum())
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.compute import Slowdown
 from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.trial import ModuleTrial
+from disttrain_cli.runtime.process import rendezvous
 from disttrain_cli.spec.runfile import read_run
 
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 #: Draws that a process repeats while it waits for the others.
 WAITING_DRAWS = 4
 
@@ -64,7 +67,7 @@ def main(payload: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), processes, is_master=rank == 0)
+    store = rendezvous(RENDEZVOUS_TIMEOUT)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes)
     links = measure_links(device)
 

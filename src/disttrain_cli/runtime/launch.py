@@ -2,8 +2,9 @@
 
 `launch` starts one *starter* process, which imports what the ranks need once and forks them: importing torch and
 its friends takes seconds of a core, and six ranks on a laptop would each pay it. The starter tells the launcher
-over a pipe how each rank ended. Payloads are JSON files, nothing is pickled, no shell is involved, and the
-rendezvous listens on loopback. Ranks end when the starter is gone, and the starter when the launcher is.
+over a pipe how each rank ended. Payloads are JSON files, nothing is pickled, no shell is involved. The starter
+opens the socket of the rendezvous itself, on loopback: torch's own would listen on every interface. Ranks end when
+the starter is gone, and the starter when the launcher is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from disttrain_cli.errors import DisttrainError, RankFailedError
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.rundir import rank_log
 
+LOOPBACK = "127.0.0.1"
+#: Environment variable: the open socket on which rank 0 serves the rendezvous (`process.rendezvous`).
+LISTENER = "DISTTRAIN_LISTENER"
 POLL_S = 0.05
 GRACE_S = 5.0
 #: What a rank says when it fails only because another one went away.
@@ -52,8 +56,9 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
         _error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
         rank_log(log_dir, rank).write_bytes(b"")
     environment = os.environ | {
-        "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1",
+        "WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
     }
     with tempfile.TemporaryDirectory(prefix="disttrain-") as folder, (log_dir / "starter.log").open("wb") as log:
         file = Path(folder) / "payload.json"
@@ -148,10 +153,9 @@ def _group_lives(starter: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _loopback_interface() -> str:
+    """Name of the interface on which gloo listens, unless the user names another one."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def main(arguments: list[str]) -> None:
@@ -163,12 +167,15 @@ def main(arguments: list[str]) -> None:
     function, payload = getattr(module, name), json.loads(Path(file).read_text())
     if hasattr(module, "before_fork"):
         module.before_fork(payload)
+    listener = socket.create_server((LOOPBACK, 0))
+    os.environ |= {"MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(listener.fileno())}
     ranks: dict[int, int] = {}
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
         if pid == 0:
             _run_rank(rank, function, payload, rank_log(Path(log_dir), rank))
         ranks[pid] = rank
+    listener.close()
     while ranks:
         pid, status = os.wait()
         os.write(int(tell), json.dumps([ranks.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+
+from disttrain_cli.runtime.launch import LISTENER
 
 
 @contextmanager
@@ -27,9 +30,20 @@ def joined(device_kind: str, timeout_s: float) -> Iterator[torch.device]:
     else:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    backend = "gloo" if device_kind == "cpu" else "nccl"
-    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
+    backend, timeout = "gloo" if device_kind == "cpu" else "nccl", timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=rendezvous(timeout), rank=int(os.environ["RANK"]),
+                            world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout)
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     try:
         yield device
     finally:
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
+
+
+def rendezvous(timeout: timedelta) -> dist.TCPStore:
+    """The store through which the ranks find each other; rank 0 serves it on the socket that `launch` opened."""
+    rank, listener = int(os.environ["RANK"]), int(os.environ[LISTENER])
+    if rank:
+        os.close(listener)
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]),
+                         is_master=rank == 0, timeout=timeout, master_listen_fd=None if rank else listener)

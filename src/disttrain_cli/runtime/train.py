@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from disttrain_cli.data.index import read_index
+from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime import launch as launching
@@ -54,7 +54,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         RankFailedError: a rank failed.
     """
     refuse_unsupported(plan)
-    _check_data(run, profile)
+    index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = _step_to_resume(run, profile) if resume else None
     if resumed is not None and resumed >= total:
@@ -64,9 +64,9 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         reader = _run_ranks(run, plan, profile, total, resume, on_step, progress)
         newest = root.checkpoints / f"step-{total:06d}"
         return TrainResult(
-            run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(run, profile),
+            run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(run, index),
             resumed_from_step=resumed, checkpoint=str(newest), trace=str(root.traces),
-            images=_generate(run, profile, newest, progress), reference_losses=_references(run, profile))
+            images=_generate(run, profile, newest, progress), reference_losses=_references(run, index))
 
 
 def _run_ranks(run: Run, plan: Plan, profile: Profile, total: int, resume: bool,
@@ -143,13 +143,14 @@ class _Reports:
             self._progress("training", row["step"] + 1, self._total)
 
 
-def _check_data(run: Run, profile: Profile) -> None:
-    """Refuse data other than those profiled and planned for, before anything is moved or started."""
+def _checked_index(run: Run, profile: Profile) -> Index:
+    """The data's index; data other than those profiled are refused before anything is moved or started."""
     index = read_index(run, profile.inputs)
     if index.fingerprint != profile.fingerprints.data:
         raise MismatchError("The dataset is not the one that was profiled",
                             f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
                             "Profile and plan again: disttrain profile && disttrain plan")
+    return index
 
 
 def _step_to_resume(run: Run, profile: Profile) -> int:
@@ -175,9 +176,8 @@ def _move_aside(root: Path) -> None:
             shutil.move(path, folder / path.name)
 
 
-def _skipped(run: Run, profile: Profile) -> list[dict[str, str]]:
+def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
     """Samples that indexing left out, and images that training could not decode."""
-    index = read_index(run, profile.inputs)
     found = {f"{entry.shard}/{entry.key}".rstrip("/"): entry.reason for entry in index.skipped}
     for path in sorted(run.dir.logs.glob("skipped-rank-*.json")):
         found.update(json.loads(path.read_text()))
@@ -196,9 +196,9 @@ def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) 
     return [str(path) for path in sorted(folder.glob("*.png"))]
 
 
-def _references(run: Run, profile: Profile) -> dict[str, float]:
+def _references(run: Run, index: Index) -> dict[str, float]:
     """What a model that has learned nothing reaches: the data's unigram entropy, and predicting zero noise."""
-    references = {"text_unigram_entropy": unigram_entropy(run, read_index(run, profile.inputs))}
-    if profile.inputs.target is not None:
+    references = {"text_unigram_entropy": unigram_entropy(run, index)}
+    if index.inputs.target is not None:
         references["image_zero_noise"] = 1.0
     return references

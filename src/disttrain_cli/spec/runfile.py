@@ -99,7 +99,6 @@ class ClusterSpec(Strict):
     memory_gib: float | None = Field(None, gt=0, description="Memory of one device; measured when not given.")
     peak_tflops: float | None = Field(
         None, gt=0, description="Dense peak of one device; needed when the device is not in the catalogue.")
-    cpu_nodes: int = Field(0, ge=0, description="Nodes that only preprocess data.")
 
     @property
     def gpus(self) -> int:
