@@ -28,15 +28,12 @@ def test_a_link_whose_times_do_not_grow_has_a_finite_bandwidth() -> None:
 
 def measure_in_rank(payload: dict[str, Any]) -> None:
     """Target of the test's processes."""
-    import torch
-    import torch.distributed as dist
-
     from disttrain_cli.profiling.links import measure_links
+    from disttrain_cli.runtime.process import joined
 
-    dist.init_process_group("gloo")
-    found = measure_links(torch.device("cpu"))
-    Path(payload["folder"], f"{os.environ['RANK']}.json").write_text(found.model_dump_json())
-    dist.destroy_process_group()
+    with joined("cpu", 60.0) as device:
+        found = measure_links(device)
+        Path(payload["folder"], f"{os.environ['RANK']}.json").write_text(found.model_dump_json())
 
 
 def test_real_processes_agree_on_what_they_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
