@@ -5,12 +5,9 @@ first, equal counts); image by image, as disttrain orders them. A load is a numb
 sum over slots of the largest load ÷ the sum of the means: what the encoder's part of a step pays. Deterministic.
 
 Two data sets: the sample data of the preset `tiny` (sequences of 256 tokens), and synthetic documents (8,192 tokens,
-patches of 14 pixels, 2x2 of them a token, at most 1022x1022 pixels) of these shapes:
-  documents  815 text tokens and 2.5 images on average, as published for OBELICS; the forms are ours: text
-             log-normal with sigma 1, images geometric (1, 2, ...)
-  sizes      the shorter side log-normal with median 261 px and sigma 0.686, the longer one exp(|N(0, 0.31)|) times
-             it; fitted to LAION-400M as remembered, not re-read: of 413 million images 211 / 67 / 9.6 have both
-             sides ≥ 256 / 512 / 1024 px (here 211 / 67 / 9.5), and 268 / 112 / 26 at least one (here 267 / 113 / 24)
+patches of 14 pixels, 2x2 of them a token, at most 1022x1022 pixels): 815 text tokens and 2.5 images on average, as
+published for OBELICS; the forms are ours (text log-normal with sigma 1, images geometric: 1, 2, ...), the sizes of
+images those of the distribution `laion-like`.
 """
 
 from __future__ import annotations
@@ -21,29 +18,21 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import Tables, main
-from disttrain_cli.data.arrays import starts_of
-from disttrain_cli.data.index import SAMPLE_SPECIALS, Index, build_index
+from disttrain_cli.data.arrays import image_grids, starts_of
+from disttrain_cli.data.distribution import image_sizes, read_distribution
+from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.levelling import level
 from disttrain_cli.data.ordering import order_step
 from disttrain_cli.data.packing import SequenceStream
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
 DEGREES = (2, 4, 8)
 SLOT_SEQUENCES = (8, 32)
 DOCUMENT_TOKENS, DOCUMENT_IMAGES = 815, 2.5
-SHORT_LOG_PX, SHORT_SIGMA, ASPECT_SIGMA = 5.564, 0.686, 0.31
 INPUTS = ModelInputs(llm="llm", vocabulary=32_000, sequence_length=8192,
                      image=ImageInput(module="image_encoder", patch_px=14, merge=2, max_pixels=1022 * 1022))
-
-
-def sizes(count: int, random: np.random.Generator) -> np.ndarray:
-    """[count, 2] widths and heights in pixels."""
-    short = np.exp(random.normal(SHORT_LOG_PX, SHORT_SIGMA, count))
-    long = short * np.exp(np.abs(random.normal(0, ASPECT_SIGMA, count)))
-    upright = random.random(count) < 0.5
-    return np.maximum(1, np.where(upright[:, None], np.stack([short, long], 1), np.stack([long, short], 1))).astype(int)
 
 
 def synthetic(documents: int, seed: int = 0) -> Index:
@@ -51,9 +40,10 @@ def synthetic(documents: int, seed: int = 0) -> Index:
     assert INPUTS.image is not None
     random = np.random.default_rng(seed)
     kinds, tokens, grids, counts = [], [], [], []
-    for _ in range(documents):
-        images = int(random.geometric(1 / DOCUMENT_IMAGES))
-        own = [INPUTS.image.grid(int(width), int(height)) for width, height in sizes(images, random)]
+    images_of = random.geometric(1 / DOCUMENT_IMAGES, documents)
+    every_grid = image_grids(INPUTS.image, image_sizes(read_distribution("laion-like"), int(images_of.sum()))).tolist()
+    for images, end in zip(images_of.tolist(), images_of.cumsum().tolist(), strict=True):
+        own = every_grid[end - images : end]
         text = max(1, round(random.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0)))
         lengths = [text, *(rows * columns // INPUTS.image.merge**2 for rows, columns in own)]
         if sum(lengths) + SAMPLE_SPECIALS <= INPUTS.sequence_length:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, decode, levelling, planner, strategies
+from benchmarks import common, decode, efficiency, levelling, ordering, planner, simulation, strategies
+from disttrain_cli.costs.hardware import Curve, lookup
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,18 +46,26 @@ def test_levelling_by_images_is_never_worse_than_by_sequences():
         assert 1 <= row["images (disttrain)"] <= row["sequences levelled"] <= row["sequences in order"]
 
 
-def test_synthetic_sizes_have_the_stated_marginals():
-    import numpy as np
-
-    short = levelling.sizes(200_000, np.random.default_rng(1)).min(axis=1)
-    for pixels, millions in ((256, 211), (512, 67), (1024, 9.6)):
-        assert 413 * (short >= pixels).mean() == pytest.approx(millions, rel=0.06)
+def test_ordering_levels_what_shares_a_unit():
+    times, loads = ordering.measure(small=True).values()
+    assert all(row["assign ms"] > 0 and row["loads ms"] > 0 and row["order_step ms"] > 0 for row in times)
+    for row in loads:
+        assert min(row["encoder, none"], row["generator, paper"]) >= 1
+        if "+" in row["DP"]:
+            assert row["generator, paper"] < row["generator, none"]
 
 
 def test_planner_has_no_gap_to_brute_force():
-    search, simulation, gaps = planner.measure(small=True).values()
-    assert search[0]["GPUs"] == 6 and simulation[0]["slots"] >= 1
+    search, strategies_, nothing_fits, gaps = planner.measure(small=True).values()
+    assert search[0]["GPUs"] == 6 and strategies_[0]["megatron ms"] > 0
+    assert "GiB" in nothing_fits[0]["remedies"]
     assert all(abs(float(row["gap"])) < 1e-9 for row in gaps)
+
+
+def test_simulated_plans_are_never_slower_than_the_papers():
+    iterations, plans = simulation.measure(small=True).values()
+    assert iterations[0]["stages"] == 13 and iterations[0]["event by event over simulation"] > 0
+    assert plans[0]["finalists"] >= 3 and plans[0]["paper's plan over it"] >= 1
 
 
 def test_the_command_prints_tables_or_one_document():
@@ -64,6 +73,17 @@ def test_the_command_prints_tables_or_one_document():
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     document = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, check=True).stdout)
     assert all(title in shown for title in document) and "| costs" in shown
+
+
+@pytest.mark.slow
+def test_efficiency_measures_every_figure_of_a_curve():
+    import torch
+    import yaml
+
+    found = efficiency.measure(torch.device("cpu"), lookup("A800"), small=True)
+    assert all(value > 0 for value in found.values())
+    (curve,) = yaml.safe_load(efficiency.entry("here", found)).values()
+    assert curve.keys() == Curve.model_fields.keys() and "calibrated" in curve["source"]
 
 
 @pytest.mark.slow

@@ -17,13 +17,8 @@ import pyarrow.parquet as pq
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
 from disttrain_cli.spec.profile import (
-    DataProfile,
     DeviceProfile,
-    Distribution,
     Fingerprints,
-    LayerCost,
-    LayerTime,
-    LinkProfile,
     ModuleProfile,
     ModuleTime,
     Polynomial,
@@ -32,6 +27,7 @@ from disttrain_cli.spec.profile import (
 )
 from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job
 from disttrain_cli.spec.work import Work
+from tests import profiles
 
 MS = 1_000_000
 TYPES = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64()}
@@ -240,18 +236,7 @@ def make_job(spec: Synthetic) -> Job:
     """`job.json` of the run: one layer per stage, linear in tokens, right unless a fault is injected."""
 
     def module(unit: str, kind: Any, layers: int) -> ModuleProfile:
-        time = LayerTime(
-            forward_ms=Polynomial(per_token=RATE_MS[unit]),
-            backward_ms=Polynomial(per_token=2 * RATE_MS[unit]),
-            fit_error_pct=0.0,
-        )
-        cost = LayerCost(
-            parameters=1,
-            tp={"1": time},
-            activation_bytes=Polynomial(),
-            forward_flops=Polynomial(per_token=FLOPS[unit]),
-            backward_flops=Polynomial(per_token=2 * FLOPS[unit]),
-        )
+        cost = profiles.cost(Polynomial(per_token=RATE_MS[unit]), flops=Polynomial(per_token=FLOPS[unit]))
         return ModuleProfile(
             kind=kind,
             parameters=1,
@@ -260,10 +245,9 @@ def make_job(spec: Synthetic) -> Job:
             tp={"1": ModuleTime(forward_ms=1, backward_ms=2, fit_error_pct=0)},
             work_per_sequence=Work(1, 500, 0),
             max_work_per_sequence=Work(1, 500, 0),
-            output_bytes_per_sequence=1,
+            cut_bytes_per_sequence=[1.0] * layers,
         )
 
-    distribution = Distribution(mean=1, p50=1, p95=1, p99=1, max=1)
     gpus = len(spec.ranks)
     profile = Profile(
         precision="fp32",
@@ -284,18 +268,8 @@ def make_job(spec: Synthetic) -> Job:
             "llm": module("llm", "llm", spec.pp),
             "image_generator": module("generator", "generator", 1),
         },
-        links=LinkProfile(p2p_gbps=1, p2p_us=1, all_reduce_gbps=1, all_reduce_us=1),
-        data=DataProfile(
-            samples=1,
-            sequences=1,
-            fingerprint="d",
-            text_tokens=1,
-            image_tokens=1,
-            images=1,
-            targets=1,
-            fill_fraction=1,
-            images_per_sequence=distribution,
-        ),
+        links=profiles.links(),
+        data=profiles.data(),
         preprocess=PreprocessProfile(images_per_s_per_core=1, sequences_per_s_per_core=1),
     )
     layout = Layout(

@@ -8,13 +8,8 @@ from disttrain_cli.commands.init import preset_text
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.profile import (
-    DataProfile,
     DeviceProfile,
-    Distribution,
     Fingerprints,
-    LayerCost,
-    LayerTime,
-    LinkProfile,
     ModuleProfile,
     ModuleTime,
     Polynomial,
@@ -23,6 +18,7 @@ from disttrain_cli.spec.profile import (
 )
 from disttrain_cli.spec.runfile import RunFile, read_run
 from disttrain_cli.spec.work import Work
+from tests import profiles
 
 # module → kind, layers, ms per token of one layer's forward, mean work of one sequence
 MODULES = {
@@ -37,19 +33,16 @@ def module_profile(kind, layers, ms_per_token, work):
     def per_token(value):
         return Polynomial(per_token=value)
 
-    time = LayerTime(forward_ms=per_token(ms_per_token), backward_ms=per_token(2 * ms_per_token), fit_error_pct=2.0)
-    cost = LayerCost(parameters=100_000, tp={"1": time}, activation_bytes=per_token(4096.0),
-                     forward_flops=per_token(2e5), backward_flops=per_token(4e5))
+    cost = profiles.cost(per_token(ms_per_token), 100_000, per_token(4096.0), per_token(2e5))
     forward_ms = len(layers) * ms_per_token * work.tokens
     whole = ModuleTime(forward_ms=forward_ms, backward_ms=2 * forward_ms, fit_error_pct=2.0)
     return ModuleProfile(kind=kind, parameters=100_000 * len(layers), layers=layers,
                          costs=dict.fromkeys(layers, cost), tp={"1": whole}, work_per_sequence=work,
-                         max_work_per_sequence=work.scaled(2), output_bytes_per_sequence=1e5)
+                         max_work_per_sequence=work.scaled(2), cut_bytes_per_sequence=[1e5] * len(layers))
 
 
 def make_profile(file: RunFile) -> Profile:
     """A consistent profile of the tiny preset's modules on six processes."""
-    spread = Distribution(mean=2, p50=2, p95=4, p99=5, max=6)
     return Profile(
         precision="fp32",
         fingerprints=Fingerprints(model=file.model_fingerprint(), data="0" * 16, cluster=file.cluster_fingerprint()),
@@ -61,9 +54,8 @@ def make_profile(file: RunFile) -> Profile:
                            target=TargetInput(module="image_generator", size_px=16, context_tokens=8,
                                               latent_pixels=256)),
         modules={name: module_profile(*about) for name, about in MODULES.items()},
-        links=LinkProfile(p2p_gbps=10, p2p_us=50, all_reduce_gbps=5, all_reduce_us=100),
-        data=DataProfile(samples=1000, sequences=500, fingerprint="0" * 16, text_tokens=60000, image_tokens=20000,
-                         images=1000, targets=500, fill_fraction=0.8, images_per_sequence=spread),
+        links=profiles.links(),
+        data=profiles.data(images=2, tokens=200, patches=60),
         preprocess=PreprocessProfile(images_per_s_per_core=2000, sequences_per_s_per_core=800))
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -24,10 +25,33 @@ def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, m
     assert code == 0
     for unit in plan.plan.units:
         assert unit.name in out
-    for word in ("s per step", "Memory predicted", "megatron", "Runner-up plans", f"{plan.predicted.iteration_s:.3f}"):
+    for word in ("Units, in pipeline order", "peak / limit GiB", "megatron", "distmm", "paper", "Next best layouts",
+                 "What if", "images doubled", "text only", f"{plan.predicted.iteration_s:.3f}"):
         assert word in out
+    for heading in ("Time ", "Binds ", "Memory ", "Waiting ", "Decoding "):
+        assert f"\n{heading}" in out
+    assert "One more device" in out
     assert len(plan.alternatives) <= 2
-    assert err.endswith("\nNext: disttrain train\n") and "Wrote runs/tiny/plan.yaml" in err
+    assert err.endswith("\nNext: disttrain train\n")
+    assert "Wrote runs/tiny/plan.yaml and runs/tiny/plan.svg" in err
+
+
+def test_the_picture_lies_beside_the_plan(run_folder, capsys):
+    code, out, _ = call(["plan", run_folder, "--json", "--top", 0, "--out", run_folder / "b.yaml"], capsys)
+    assert code == 0 and json.loads(out)["picture"] == str(run_folder / "b.svg")
+    ET.parse(run_folder / "b.svg")
+
+
+def test_no_runners_up_are_shown_where_none_are_wanted(run_folder, capsys):
+    code, out, _ = call(["plan", run_folder, "--top", 0], capsys)
+    assert code == 0 and "Next best layouts" not in out and "What if" in out
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
+def test_every_strategy_has_the_same_screen(run_folder, capsys, strategy):
+    code, out, _ = call(["plan", run_folder, "--strategy", strategy, "--top", 1], capsys)
+    assert code == 0 and out.startswith(f"{strategy} plan on ") and "Beside other strategies" in out
+    assert ("modules" in out) == (strategy == "megatron")
 
 
 def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsys):
@@ -41,6 +65,12 @@ def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsy
     assert {"iteration_s", "sequences_per_s", "mfu", "warmup_s", "steady_s", "bubble_fraction",
             "memory"} <= set(document["predicted"])
     assert {"solve_s", "candidates", "exact"} <= set(document["search"])
+    explanation = document["explanation"]
+    assert {"units", "binding_unit", "memory_unit", "time", "runners_up", "baselines"} <= set(explanation)
+    assert sum(part["seconds"] for part in explanation["time"]) == pytest.approx(document["predicted"]["iteration_s"])
+    changes = [change["what"] for change in document["sensitivity"]["changes"]]
+    assert changes[:3] == ["images doubled", "images halved", "text only"]
+    assert document["not_run"] == []
 
 
 def test_quiet_prints_the_path_only_and_a_folder_stands_for_its_run_file(run_folder, capsys):
@@ -97,6 +127,87 @@ def test_a_bad_run_file_is_reported_by_field(run_folder, old, new, named, capsys
     file.write_text(text.replace(old, new, 1))
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 1 and out == "" and named in err and "Traceback" not in err
+
+
+def edit_run(run_folder, old, new):
+    file = run_folder / "disttrain.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def edit_profile(run_folder, change):
+    from disttrain_cli.spec.runfile import read_run
+
+    path = run_folder / "runs" / "tiny" / "profile.json"
+    profile = json.loads(path.read_text())
+    run = read_run(run_folder / "disttrain.yaml").file
+    profile["fingerprints"].update(model=run.model_fingerprint(), cluster=run.cluster_fingerprint())
+    change(profile)
+    path.write_text(json.dumps(profile))
+
+
+def test_devices_that_no_layout_needs_are_said_to_be_left_over(run_folder, capsys):
+    edit_run(run_folder, "global_batch_size: 12", "global_batch_size: 1")
+    edit_run(run_folder, "gpus_per_node: 6", "gpus_per_node: 12")
+    edit_profile(run_folder, lambda profile: profile["device"].update(count=12, kind="cuda"))
+    code, out, _ = call(["plan", run_folder, "--top", 0], capsys)
+    used = read_plan(run_folder / "runs" / "tiny" / "plan.yaml").plan.gpus_used
+    assert code == 0 and used < 11
+    assert f"on {used} of 12 devices" in out and f"{12 - used} devices left over" in out
+
+
+def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, capsys):
+    edit_run(run_folder, "device: auto", "device: analytic:A800")
+    edit_profile(run_folder, lambda profile: profile["device"].update(kind="analytic", name="A800", shared_by=1))
+    code, out, err = call(["plan", run_folder], capsys)
+    assert code == 0 and "Training does not run yet, and refuses: a device that is not here" in out
+    assert "Next:" not in err
+    code, _, err = call(["train", run_folder], capsys)
+    assert code == 1 and "A800" in err and "cluster.device" in err and "Traceback" not in err
+    code, _, err = call(["train", run_folder, "--dry-run"], capsys)
+    assert code == 0 and "A800" in err
+    assert not (run_folder / "runs" / "tiny" / "traces").exists()
+
+
+@pytest.mark.parametrize(("device", "kind", "name"), [("cpu", "cuda", "NVIDIA H200"), ("analytic:A800", "cpu", "EPYC")])
+def test_a_profile_of_another_device_is_refused_by_name(run_folder, capsys, device, kind, name):
+    edit_run(run_folder, "device: auto", f"device: {device}")
+    edit_profile(run_folder, lambda profile: profile["device"].update(kind=kind, name=name))
+    code, out, err = call(["plan", run_folder], capsys)
+    assert code == 1 and out == "" and device in err and name in err and "disttrain profile" in err
+    path = run_folder / "runs" / "tiny" / "profile.json"
+    assert call(["plan", run_folder, "--quiet", "--profile", path], capsys)[0] == 0
+
+
+def test_frozen_modules_are_planned_and_named_where_they_are_not_run(run_folder, capsys):
+    edit_run(run_folder, "  loss_weights:", "  trained: [llm]\n  loss_weights:")
+    edit_profile(run_folder, lambda profile: None)
+    code, out, _ = call(["plan", run_folder], capsys)
+    assert code == 0 and "trained: llm" in out and "frozen modules" in out
+    code, _, err = call(["train", run_folder], capsys)
+    assert code == 1 and "image_encoder, image_generator" in err and "model.trained" in err
+
+
+@pytest.mark.parametrize(("old", "new", "named"), [
+    ("  tokenizer: bytes", "  distribution: {name: laion-like}\n  tokenizer: bytes", ["sources", "distribution"]),
+    ("  loss_weights:", "  trained: [audio]\n  loss_weights:", ["trained", "audio", "projectors"]),
+    ("  loss_weights:", "  trained: []\n  loss_weights:", ["trained", "at least one"]),
+    ("      context_tokens: 8", "      cached_latents: true\n      context_tokens: 8", ["cached_latents", "vae"]),
+    ("  zero_stage: 1", "  activation_checkpointing: some\n  zero_stage: 1", ["activation_checkpointing", "'full'"])])
+def test_wrong_choices_are_refused_by_field(run_folder, old, new, named, capsys):
+    edit_run(run_folder, old, new)
+    code, out, err = call(["plan", run_folder], capsys)
+    assert code == 1 and out == "" and "Traceback" not in err
+    for word in named:
+        assert word in err
+
+
+def test_a_plan_made_before_the_run_file_changed_is_refused(run_folder, capsys):
+    call(["plan", run_folder, "--quiet"], capsys)
+    edit_run(run_folder, "  loss_weights:", "  trained: [llm]\n  loss_weights:")
+    code, _, err = call(["train", run_folder], capsys)
+    assert code == 1 and "another model.trained" in err and "plan: all" in err and "disttrain plan" in err
 
 
 def test_dry_run_shows_every_rank_and_starts_nothing(run_folder, capsys):

@@ -32,13 +32,13 @@ def test_slots_in_flight_count_over_all_units() -> None:
 
 def test_llm_stage_by_hand() -> None:
     profile = synthetic.tiny(synthetic.run_file())
-    memory = layout_memory(profile, layout(8), 1, 4.0)
+    memory = layout_memory(profile, layout(8), 4.0)
     assert [(m.unit, m.stage, m.limit_gib) for m in memory] == [("e", 0, 4.0), ("l", 0, 4.0), ("l", 1, 4.0),
                                                                  ("g", 0, 4.0)]
     first = 40_000 + 2 * 200_000  # parameters of embed and two blocks
     activations = 2 * 256 * (500 + 2 * 8e3)  # two sequences of 256 tokens at worst
     assert memory[1].peak_gib * GIB == pytest.approx(first * (4 + 4 + 8 / 2) + 3 * activations)
-    few = layout_memory(profile, layout(2), 1, 4.0)
+    few = layout_memory(profile, layout(2), 4.0)
     assert few[1].peak_gib * GIB == pytest.approx(first * 12 + 2 * activations)
 
 
@@ -47,9 +47,9 @@ def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
     module = profile.modules["image_encoder"]
     mean, worst = module.work_per_sequence, module.max_work_per_sequence
     busiest = worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)  # a slot has 4 sequences
-    activations = sum(module.costs[kind].activation_bytes(busiest) for kind in module.layers)
+    activations = sum(module.costs[kind].tp["1"].activation_bytes(busiest) for kind in module.layers)
     states = module.parameters * (8 + 8 / 3)
-    assert layout_memory(profile, layout(8), 1, 4.0)[0].peak_gib * GIB == pytest.approx(states + 4 * activations)
+    assert layout_memory(profile, layout(8), 4.0)[0].peak_gib * GIB == pytest.approx(states + 4 * activations)
 
 
 def test_one_replica_has_the_whole_slot() -> None:

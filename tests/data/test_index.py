@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disttrain_cli.data.index import Index, build_index, read_index
+from disttrain_cli.data.index import Index, build_index, open_index, read_index
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.index import COLUMNS, IMAGE, TARGET, TEXT
 from disttrain_cli.spec.runfile import Run
@@ -53,6 +53,21 @@ def test_images_without_a_module_are_left_out(own_run: MakeRun) -> None:
                              interleaved("1", image("0.jpg"))]}, max_bad_fraction=0.5)
     index = build_index(run, INPUTS.model_copy(update={"image": None}))
     assert index.kinds.tolist() == [TEXT] and [s.key for s in index.skipped] == ["1"]
+
+
+def test_images_without_any_text_are_refused(own_run: MakeRun) -> None:
+    run = own_run({"a.tar": [interleaved("0", image("0.jpg"), text("")), ("0.jpg", encoded(20, 20))]})
+    with pytest.raises(DataError, match="no text"):
+        build_index(run, INPUTS)
+    assert not run.dir.index.exists()
+
+
+def test_an_index_is_built_where_none_fits(run: Run, index: Index, own_run: MakeRun) -> None:
+    assert open_index(run, INPUTS).fingerprint == index.fingerprint
+    new = own_run({"a.tar": [interleaved("0", text("ab"))]})
+    assert open_index(new, INPUTS).keys == ["0"] and new.dir.index.exists()
+    longer = INPUTS.model_copy(update={"sequence_length": 256})
+    assert open_index(new, longer).inputs == longer
 
 
 def test_too_long_samples_are_named(own_run: MakeRun) -> None:

@@ -14,10 +14,11 @@ from disttrain_cli.data.intervals import interval_order
 from disttrain_cli.data.levelling import level
 from disttrain_cli.data.ordering import count_costs, order_step
 from disttrain_cli.data.packing import Packing, SequenceStream
+from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.slots import Ints, StepOrder
 from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
 from disttrain_cli.spec.plan import Layout
-from tests.data.dataset import DISAGGREGATED, MONOLITHIC, PROPERTY, make_layout, unit
+from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, PROPERTY, make_layout, unit
 from tests.data.test_packing import make_index
 
 ENCODER_WITH_LLM = make_layout([unit("front", ["encoder", "llm"], 3), unit("generator", ["generator"], 2)])
@@ -137,7 +138,7 @@ def test_a_batch_without_images() -> None:
 
 def test_count_costs(index: Index) -> None:
     batch = SequenceStream(index, 0).batch(0, 12)
-    costs = count_costs(batch)
+    costs = count_costs(sizes_of(batch), INPUTS)
     assert costs["encoder"].sum() == (batch.image_grid[:, 0] * batch.image_grid[:, 1]).sum()
     assert costs["generator"].sum() == 256 * len(batch.target_segment)
     assert costs["llm"].tolist() == batch.tokens.tolist()

@@ -35,6 +35,19 @@ UNET = {
     "attention_head_dim": 4,
     "norm_num_groups": 8,
 }
+AUDIO: dict[str, Any] = {
+    "kind": "encoder",
+    "architecture": "whisper",
+    "merge": 3,
+    "config": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+        "num_mel_bins": 5,
+        "max_source_positions": 12,
+    },
+}
 MODULES: dict[str, dict[str, Any]] = {
     "image_encoder": {"kind": "encoder", "architecture": "vit", "merge": 2, "config": VIT},
     "llm": {"kind": "llm", "architecture": "llama", "config": LLAMA},
@@ -50,11 +63,14 @@ MODULES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Run]:
-    """Builds a run; keyword arguments replace keys of a module by the module's name, None removes it."""
+    """Builds a run; keyword arguments replace keys of a module by the module's name, None removes it.
+
+    `audio_encoder={}` adds an audio encoder, which the model has not otherwise.
+    """
 
     def make(seed: int = 0, **changes: dict[str, Any] | None) -> Run:
         modules = {}
-        for name, module in MODULES.items():
+        for name, module in (MODULES | {"audio_encoder": AUDIO} if "audio_encoder" in changes else MODULES).items():
             change = changes.get(name, {})
             if change is not None:
                 config = {**module["config"], **change.get("config", {})}

@@ -45,3 +45,15 @@ def test_no_work_keeps_nothing(make_run):
     batch = probe_batch(inputs, targets=0)
     layer = build_layers(run, 12, 13)[0]
     assert saved_bytes(layer, state_at(table, 12, inputs, batch), batch) == 0
+
+
+def test_frozen_weights_keep_less_and_a_frozen_stage_keeps_nothing(make_run):
+    run = make_run()
+    table, inputs = layer_table(run), describe(run)
+    block = build_layers(run, 5, 6)[0]
+    batch = probe_batch(inputs, documents=[[48]])
+    state = state_at(table, 5, inputs, batch)
+    trained = saved_bytes(block, state, batch)
+    block.requires_grad_(False)
+    assert 0 < saved_bytes(block, state, batch) < trained
+    assert saved_bytes(block, {name: tensor.detach() for name, tensor in state.items()}, batch) == 0

@@ -173,7 +173,7 @@ def test_bf16_layers_run(make_run):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"llm": {"architecture": "gpt9"}}, ("gpt9", "vit, llama, unet2d_condition")),
+        ({"llm": {"architecture": "gpt9"}}, ("gpt9", "vit, whisper, llama, unet2d_condition")),
         ({"llm": {"architecture": "vit"}}, ("kind encoder, not llm",)),
         ({"llm": {"config": {"hiden_size": 48}}}, ("hiden_size", "hidden_size")),
         ({"image_encoder": {"config": {"num_layers": 3}}}, ("num_layers", "num_hidden_layers")),
@@ -242,7 +242,7 @@ def test_modules_from_folders(make_run, tmp_path):
         (None, ("no model configuration", "model.modules.llm.folder")),
         ("{", ("Cannot read",)),
         ("[]", ("must be a mapping",)),
-        ('{"model_type": "gpt2"}', ("gpt2", "known: vit, llama")),
+        ('{"model_type": "gpt2"}', ("gpt2", "known: vit, whisper, llama")),
         ("{}", ("unknown architecture",)),
     ],
 )

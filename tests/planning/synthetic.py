@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+
+import numpy as np
 
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.profile import (
-    DataProfile,
     DeviceProfile,
-    Distribution,
     Fingerprints,
     LayerCost,
-    LayerTime,
     LinkProfile,
     ModuleProfile,
     ModuleTime,
@@ -21,6 +21,7 @@ from disttrain_cli.spec.profile import (
 )
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.work import Work
+from tests import profiles
 
 MODULES = ("image_encoder", "llm", "image_generator")
 KINDS = {"image_encoder": "encoder", "llm": "llm", "image_generator": "generator"}
@@ -29,15 +30,8 @@ KINDS = {"image_encoder": "encoder", "llm": "llm", "image_generator": "generator
 def layer(per_token_ms: float, base_ms: float, parameters: int, activation_bytes: float, tps: tuple[int, ...],
           flops_per_token: float) -> LayerCost:
     """A layer whose cost grows with tokens only; backward takes twice as long; TP is 90 % efficient per doubling."""
-    def time(tp: int) -> LayerTime:
-        shrink = tp * 0.9 ** (tp.bit_length() - 1)
-        return LayerTime(forward_ms=Polynomial(base=base_ms, per_token=per_token_ms / shrink),
-                         backward_ms=Polynomial(base=2 * base_ms, per_token=2 * per_token_ms / shrink),
-                         fit_error_pct=2.0)
-    return LayerCost(parameters=parameters, tp={str(tp): time(tp) for tp in tps},
-                     activation_bytes=Polynomial(per_token=activation_bytes),
-                     forward_flops=Polynomial(per_token=flops_per_token),
-                     backward_flops=Polynomial(per_token=2 * flops_per_token))
+    return profiles.cost(Polynomial(base=base_ms, per_token=per_token_ms), parameters,
+                         Polynomial(per_token=activation_bytes), Polynomial(per_token=flops_per_token), tps, 0.9)
 
 
 def module(kind: str, layers: list[str], costs: dict[str, LayerCost], mean: Work, worst: Work,
@@ -45,7 +39,8 @@ def module(kind: str, layers: list[str], costs: dict[str, LayerCost], mean: Work
     tps = next(iter(costs.values())).tp
     return ModuleProfile(kind=kind, parameters=sum(costs[k].parameters for k in layers), layers=layers, costs=costs,
                          tp={tp: ModuleTime(forward_ms=1.0, backward_ms=2.0, fit_error_pct=2.0) for tp in tps},
-                         work_per_sequence=mean, max_work_per_sequence=worst, output_bytes_per_sequence=output_bytes)
+                         work_per_sequence=mean, max_work_per_sequence=worst,
+                         cut_bytes_per_sequence=[output_bytes] * len(layers))
 
 
 def run_file(batch: int = 24, gpus: int = 6, nodes: int = 1, precision: str = "fp32", zero_stage: int = 1,
@@ -64,18 +59,18 @@ def run_file(batch: int = 24, gpus: int = 6, nodes: int = 1, precision: str = "f
 
 def profile_for(run: RunFile, modules: dict[str, ModuleProfile], device: DeviceProfile,
                 links: LinkProfile) -> Profile:
-    """A profile that belongs to the run file."""
+    """A profile that belongs to the run file; its sample of sizes has the modules' mean work."""
+    encoder, llm, generator = (modules[name].work_per_sequence for name in MODULES)
     inputs = ModelInputs(llm="llm", vocabulary=300, sequence_length=run.data.sequence_length,
                          image=ImageInput(module="image_encoder", patch_px=8, max_pixels=4096),
                          target=TargetInput(module="image_generator", size_px=32, context_tokens=4,
-                                            latent_pixels=64))
-    counts = Distribution(mean=3, p50=3, p95=6, p99=8, max=9)
+                                            latent_pixels=round(generator.tokens / generator.items)))
     return Profile(
         precision=run.train.precision,
         fingerprints=Fingerprints(model=run.model_fingerprint(), data="d" * 16, cluster=run.cluster_fingerprint()),
         provenance={"made_by": "test"}, device=device, inputs=inputs, modules=modules, links=links,
-        data=DataProfile(samples=1000, sequences=500, fingerprint="d" * 16, text_tokens=1, image_tokens=1,
-                         images=1500, targets=500, fill_fraction=0.9, images_per_sequence=counts),
+        data=profiles.data(images=round(encoder.items), tokens=round(llm.tokens), targets=round(generator.items),
+                           patches=round(encoder.tokens / encoder.items), length_sq=round(llm.sum_length_sq)),
         preprocess=PreprocessProfile(images_per_s_per_core=1000, sequences_per_s_per_core=300))
 
 
@@ -98,7 +93,7 @@ def tiny(run: RunFile, *, kind: str = "cpu", memory_gib: float = 4.0, tps: tuple
     }
     device = DeviceProfile(name="test", kind=kind, count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=0.5,
                            shared_by=run.cluster.gpus if kind == "cpu" else 1, cores=cores)
-    return profile_for(run, modules, device, LinkProfile(p2p_gbps=8, p2p_us=50, all_reduce_gbps=4, all_reduce_us=100))
+    return profile_for(run, modules, device, profiles.links(8, 50, 4, 100))
 
 
 def paper_9b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Profile:
@@ -121,4 +116,37 @@ def paper_9b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = (
     }
     device = DeviceProfile(name="A800", kind="cuda", count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=312.0)
     return profile_for(run, modules, device,
-                       LinkProfile(p2p_gbps=200, p2p_us=10, all_reduce_gbps=400, all_reduce_us=30))
+                       profiles.links(1600, 10, 1600, 30, 1 / 16))
+
+
+def paper_72b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Profile:
+    """A ViT of 48 layers, a 70B LLM of 82, a U-Net of 25 at 1024²; 16 images read and 4 generated per sequence."""
+    rate = 180e9  # FLOP per ms
+    vit = 2 * 5.5e9 / 48
+    block, head = 2 * 0.856e9 + 4 * 8192 * 4096, 2 * 8192 * 32000
+    encoder = {"embed": layer(1e-6, 0.02, 4_000_000, 8e3, tps, 0.0),
+               "block": layer(vit / rate, 0.02, 115_000_000, 90e3, tps, vit),
+               "projector": layer(0.2 * vit / rate, 0.02, 60_000_000, 30e3, tps, 0.2 * vit)}
+    llm = {"embed": layer(1e-7, 0.02, 262_000_000, 16e3, tps, 0.0),
+           "block": layer(block / rate, 0.05, 856_000_000, 230e3, tps, block),
+           "head": layer(head / rate, 0.05, 262_000_000, 130e3, tps, head)}
+    outer, inner = 0.1 * 4.675e12 / 16384, 0.02 * 4.675e12 / 16384
+    unet = {"outer": layer(outer / rate, 0.3, 20_000_000, 300e3, tps, outer),
+            "inner": layer(inner / rate, 0.3, 50_000_000, 80e3, tps, inner)}
+    modules = {
+        "image_encoder": module("encoder", ["embed", *["block"] * 46, "projector"], encoder,
+                                Work(16, 16 * 1024, 16 * 1024.0**2), Work(32, 32 * 1024, 32 * 1024.0**2),
+                                16 * 256 * 16384.0),
+        "llm": module("llm", ["embed", *["block"] * 80, "head"], llm, Work(1, 7800, 3e7), Work(1, 8192, 6.7e7),
+                      4 * 77 * 16384.0),
+        "image_generator": module("generator", ["outer"] * 3 + ["inner"] * 19 + ["outer"] * 3, unet,
+                                  Work(4, 4 * 16384, 4 * 16384.0**2), Work(8, 8 * 16384, 8 * 16384.0**2), 0.0),
+    }
+    device = DeviceProfile(name="A800", kind="cuda", count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=312.0)
+    return profile_for(run, modules, device, profiles.links(1600, 10, 1600, 30, 1 / 16))
+
+
+def cuts(layers: int, stages: int) -> list[list[int]]:
+    """Every way to split layers into non-empty stages."""
+    inner = itertools.combinations(range(1, layers), stages - 1)
+    return [list(np.diff([0, *places, layers])) for places in inner]

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer
 from disttrain_cli.profiling.compute import Stopwatch, run_module
-from disttrain_cli.profiling.trial import first_of_kinds, mean_layer
-from disttrain_cli.profiling.worker import shares
+from disttrain_cli.profiling.trial import allocated_bytes, first_of_kinds, mean_layer
+from disttrain_cli.profiling.worker import Variant, shares
 
 
 class Toy(PipelineLayer):
@@ -53,6 +53,35 @@ def test_every_layer_has_a_forward_and_a_backward_time() -> None:
     assert len(times) == 4 and all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 
+def test_frozen_layers_pass_gradients_on_and_keep_none() -> None:
+    layers = toys()
+    for layer in layers:
+        layer.requires_grad_(False)
+    times = run_module(layers, {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu")))
+    assert all(backward > 0.0 for _, backward in times)
+    assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
+
+
+def test_a_layer_of_which_nothing_asks_for_a_gradient_has_no_backward() -> None:
+    class Source(Toy):
+        def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+            return {"x": self.linear(torch.ones(5, 4))}
+
+    layers = [Source(0, (), "x").requires_grad_(False), *toys()]
+    times = run_module(layers, {}, Batch(image_grids=[]), Stopwatch(torch.device("cpu")))
+    assert times[0][0] > 0.0 and times[0][1] == 0.0
+    assert all(backward > 0.0 for _, backward in times[1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
+    device = torch.device("cuda")
+    layer = Toy(0, ("x",), "y").to(device)
+    kept = allocated_bytes(layer, {"x": torch.randn(512, 4, device=device, requires_grad=True)}, Batch(image_grids=[]))
+    assert kept == 2 * 512 * 4 * 4  # the sum, which the linear keeps, and the output, which tanh keeps
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_times_come_from_the_device() -> None:
@@ -70,6 +99,12 @@ def test_the_processes_share_all_draws_of_all_modules(processes: int) -> None:
     assert sorted(taken) == sorted((module, draw) for module in modules for draw in range(draws))
 
 
+def test_a_share_of_a_variant_counts_memory_of_its_own_draws_only() -> None:
+    variant = Variant("llm", 2, True, draws=[4, 0, 7, 2, 9], memory_draws=[4, 2])
+    assert variant.share(0, 2).draws == [4, 7, 9] and variant.share(0, 2).memory_draws == [4]
+    assert variant.share(1, 2).draws == [0, 2] and variant.share(1, 2).memory_draws == [2]
+
+
 def test_layers_that_were_not_built_count_as_the_later_ones() -> None:
     assert mean_layer([(5.0, 10.0), (1.0, 2.0)], 4) == (2.0, 4.0)
     assert mean_layer([(5.0, 10.0)], 1) == (5.0, 10.0)
@@ -78,7 +113,7 @@ def test_layers_that_were_not_built_count_as_the_later_ones() -> None:
 def test_the_first_layers_of_every_kind_come_as_ranges() -> None:
     from disttrain_cli.models.graph import LayerInfo
 
-    table = [LayerInfo(f"m.{i}", module, kind, (), (), (), None, 0) for i, (module, kind) in enumerate(
+    table = [LayerInfo(f"m.{i}", module, kind, (), (), (), None, 0, False) for i, (module, kind) in enumerate(
         [("m", "embed"), ("m", "block"), ("m", "block"), ("m", "block"), ("m", "head"), ("n", "block")])]
     assert first_of_kinds(table, "m", 2) == [(0, 3), (4, 5)]
     assert first_of_kinds(table, "n", 2) == [(5, 6)]

@@ -12,6 +12,7 @@ import yaml
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import DataError
 from disttrain_cli.profiling import measure as room
+from disttrain_cli.profiling.kept import kept_path
 from disttrain_cli.spec.profile import Profile, read_profile
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.work import Work
@@ -56,7 +57,8 @@ def fewer() -> Any:
     """Fewer sequences than a user's profile, so that the test takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("disttrain_cli.profiling.sizes.SEQUENCES", 40)
-        patch.setattr(room, "PASSES", 1)
+        patch.setattr("disttrain_cli.profiling.processes.PASSES", 1)
+        patch.setattr("disttrain_cli.profiling.sizes.FEWER", 8)
         yield
 
 
@@ -82,9 +84,43 @@ class TestThreeModules:
             work = module.work_per_sequence
             for cost in module.costs.values():
                 assert cost.tp["1"].forward_ms(work) > 0.0 and cost.tp["1"].backward_ms(work) > 0.0
+                assert cost.tp["1"].parameters == cost.parameters
+                assert cost.backward_input_flops(work) <= cost.backward_flops(work)
             assert module.parameters == sum(module.costs[kind].parameters for kind in module.layers)
-            assert module.costs[module.layers[1]].activation_bytes(work) > 0.0
+            block = module.costs[module.layers[2]]
+            assert 0.0 < block.tp["1"].frozen_activation_bytes(work) < block.tp["1"].activation_bytes(work)
+            assert block.tp["1"].backward_input_ms(work) > 0.0
+            assert 0.0 < block.input_bytes(work) < block.tp["1"].activation_bytes(work)
             assert module.max_work_per_sequence.items >= work.items > 0.0
+
+    def test_tp_shards_hold_less_and_send_messages(self, measured: tuple[Run, Profile]) -> None:
+        _, profile = measured
+        for module in profile.modules.values():
+            assert list(module.tp) == ["1", "2"]
+            for cost in module.costs.values():
+                assert list(cost.tp) == ["1", "2"]
+                if cost.all_reduce_bytes(module.work_per_sequence):
+                    assert cost.tp["2"].parameters < cost.parameters
+                    assert cost.tp["2"].forward_ms.base >= 1e-3 * profile.links.all_reduce_us
+        block = profile.modules["llm"].costs["block"]
+        assert block.all_reduce_bytes(Work(items=1)) == 2 * 256 * 32 * 4  # two sums of [256 rows, 32] in fp32
+
+    def test_says_which_layers_join_the_modules(self, measured: tuple[Run, Profile]) -> None:
+        _, profile = measured
+        assert [module.projector for module in profile.modules.values()] == [[4], [], [0]]
+        assert all(module.frozen == [] for module in profile.modules.values())
+
+    def test_keeps_the_sizes_of_sequences(self, measured: tuple[Run, Profile]) -> None:
+        _, profile = measured
+        sample = profile.data.sample
+        assert len(sample.tokens) == min(1024, profile.data.sequences)
+        assert max(sample.tokens) <= 256 and sum(sample.targets) > 0
+
+    def test_measures_the_optimizer(self, measured: tuple[Run, Profile]) -> None:
+        assert 0.0 < measured[1].device.optimizer_ns_per_parameter < 1e4
+
+    def test_leaves_no_file_of_unfinished_measurements(self, measured: tuple[Run, Profile]) -> None:
+        assert not kept_path(measured[0]).exists()
 
     def test_more_work_takes_more_time(self, measured: tuple[Run, Profile]) -> None:
         _, profile = measured
@@ -104,6 +140,30 @@ class TestThreeModules:
         assert profile.fingerprints.model == run.file.model_fingerprint()
         assert profile.preprocess.images_per_s_per_core > 0.0 and profile.preprocess.sequences_per_s_per_core > 0.0
         assert profile.provenance["torch"] and profile.provenance["date"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_profile_goes_on(tmp_path: Path, data: Path, fewer: None,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_file(tmp_path, data, ["llm"], processes=1)
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what.startswith("measure links") and done:
+            raise Interrupted
+
+    monkeypatch.setattr("disttrain_cli.profiling.processes.SAVE_S", 0.2)
+    monkeypatch.setattr("disttrain_cli.profiling.worker.REPORT_S", 0.1)
+    with pytest.raises(Interrupted):
+        room.measure(run, "cpu", interrupt)
+    said: list[str] = []
+    before = len(json.loads(kept_path(run).read_text())["records"])
+    profile = room.measure(run, "cpu", lambda what, done, total: said.append(what))
+    assert any(f"{before} taken over" in line for line in said)
+    assert profile.provenance["continued"].startswith(f"{before} of ")
+    assert not kept_path(run).exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes
+from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes, fewer, with_work
+from disttrain_cli.spec.work import Work
 
 TEXT_ONLY = PackedSizes([100, 120], [], 0)
 MIXED = PackedSizes([200], [(4, 4), (2, 6)], 1)
@@ -10,31 +11,43 @@ MIXED = PackedSizes([200], [(4, 4), (2, 6)], 1)
 
 def test_at_least_256_sequences_are_drawn_and_each_as_often_as_the_others() -> None:
     sequences = [PackedSizes([number + 1], [], 0) for number in range(SEQUENCES // 2)]
-    drawn = [document for draw in draw_sizes("llm", sequences) for (document,) in draw["documents"]]
+    drawn = [document for draw in draw_sizes("sequence", sequences) for (document,) in draw["documents"]]
     assert len(drawn) >= SEQUENCES
     counts = [drawn.count(number + 1) for number in range(len(sequences))]
     assert min(counts) >= 2 and max(counts) <= 3
 
 
 def test_an_llm_draw_brings_the_images_and_targets_of_its_sequences() -> None:
-    for draw in draw_sizes("llm", [MIXED, TEXT_ONLY]):
+    for draw in draw_sizes("sequence", [MIXED, TEXT_ONLY]):
         mixed = draw["documents"].count([200])
         assert len(draw["grids"]) == 2 * mixed and draw["targets"] == mixed
 
 
 def test_encoders_and_generators_get_whole_slots_and_shares_of_them() -> None:
-    sizes = [len(draw["grids"]) for draw in draw_sizes("encoder", [MIXED])]
+    sizes = [len(draw["grids"]) for draw in draw_sizes("image", [MIXED])]
     assert {1, 2, 4, 8} == set(sizes)
-    assert {draw["targets"] for draw in draw_sizes("generator", [MIXED])} == {1, 2, 4}
+    assert {draw["targets"] for draw in draw_sizes("target", [MIXED])} == {1, 2, 4}
 
 
 def test_draws_without_work_are_left_out() -> None:
-    assert draw_sizes("encoder", [TEXT_ONLY]) == [] == draw_sizes("generator", [TEXT_ONLY])
-    some = draw_sizes("encoder", [TEXT_ONLY] * 3 + [MIXED])
+    assert draw_sizes("image", [TEXT_ONLY]) == [] == draw_sizes("target", [TEXT_ONLY])
+    some = draw_sizes("image", [TEXT_ONLY] * 3 + [MIXED])
     assert some and all(draw["grids"] for draw in some)
+
+
+def test_rare_work_is_found_among_all_sequences() -> None:
+    assert with_work("image", [TEXT_ONLY, MIXED]) == [MIXED] == with_work("target", [TEXT_ONLY, MIXED])
+    assert with_work("sequence", [TEXT_ONLY, MIXED]) == [TEXT_ONLY, MIXED]
+
+
+def test_fewer_draws_span_the_sizes() -> None:
+    works = [Work(1, float(tokens), 0) for tokens in (50, 10, 40, 20, 30)]
+    assert fewer(works, 3) == [1, 4, 0]
+    assert fewer(works, 9) == [1, 3, 4, 2, 0]
+    assert fewer(works[:1], 3) == [0]
 
 
 def test_the_same_seed_draws_the_same() -> None:
     sequences = [PackedSizes([n + 1], [(n % 5 + 1, 2)], n % 3) for n in range(40)]
-    assert draw_sizes("encoder", sequences, seed=3) == draw_sizes("encoder", sequences, seed=3)
-    assert draw_sizes("encoder", sequences, seed=3) != draw_sizes("encoder", sequences, seed=4)
+    assert draw_sizes("image", sequences, seed=3) == draw_sizes("image", sequences, seed=3)
+    assert draw_sizes("image", sequences, seed=3) != draw_sizes("image", sequences, seed=4)

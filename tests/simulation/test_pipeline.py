@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain_cli.simulation.interleaved import interleaved_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared, speed
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
@@ -74,6 +75,48 @@ def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
             assert (timeline.backward_start[:, stage - 1, a] >= timeline.backward_end[:, stage, b] + cut).all()
 
 
+def by_events(pipeline: Pipeline) -> tuple[dict[tuple[bool, int, int, int], tuple[float, float]], float]:
+    """(start, end) of every (is forward, slot, stage, replica), one operation after the other, and the step's time."""
+    slots, stages, _ = pipeline.forward_s.shape
+    ranks = [(stage, replica) for stage in range(stages) for replica in range(pipeline.replicas[stage])]
+    todo = {rank: operations(slots, stages, rank[0]) for rank in ranks}
+    free = dict.fromkeys(ranks, 0.0)
+    times: dict[tuple[bool, int, int, int], tuple[float, float]] = {}
+    while any(todo.values()):
+        for stage, replica in ranks:
+            if not todo[stage, replica]:
+                continue
+            forward, slot = todo[stage, replica][0]
+            other = stage - 1 if forward else stage + 1
+            arrival = 0.0
+            if 0 <= other < stages:
+                border = pipeline.entry[max(stage, other)]
+                senders = range(pipeline.replicas[other]) if border else [replica]
+                if any((forward, slot, other, sender) not in times for sender in senders):
+                    continue
+                last = max(times[forward, slot, other, sender][1] for sender in senders)
+                arrival = last + float(pipeline.transfer_s[min(stage, other)])
+            durations = pipeline.forward_s if forward else pipeline.backward_s
+            start = max(free[stage, replica], arrival)
+            free[stage, replica] = start + float(durations[slot, stage, replica])
+            times[forward, slot, stage, replica] = (start, free[stage, replica])
+            todo[stage, replica].pop(0)
+    return times, max(free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks) + pipeline.step_s
+
+
+@settings(max_examples=80, deadline=None)
+@given(pipelines())
+def test_simulation_is_the_event_by_event_one_to_the_bit(pipeline: Pipeline) -> None:
+    timeline = simulate(pipeline)
+    times, iteration_s = by_events(pipeline)
+    assert timeline.iteration_s == iteration_s
+    for (forward, *place), (start, end) in times.items():
+        starts, ends = ((timeline.forward_start, timeline.forward_end) if forward else
+                        (timeline.backward_start, timeline.backward_end))
+        assert (starts[tuple(place)], ends[tuple(place)]) == (start, end)
+    assert np.isfinite(timeline.forward_end).sum() == sum(forward for forward, *_ in times)
+
+
 @settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_nothing_starts_before_its_input_and_each_rank_does_one_thing(pipeline: Pipeline) -> None:
@@ -122,3 +165,13 @@ def test_order_is_deepspeeds(stages: int, slots: int) -> None:
         train = schedule.TrainSchedule(slots, stages, stage)
         steps = [train._step_to_micro_batch(step) for step in range(2 * (slots + stages - 1))]
         assert [(f, s) for s, f in steps if 0 <= s < slots] == operations(slots, stages, stage)
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=8), st.integers(1, 40))
+def test_interleaving_takes_its_share_of_the_wait_of_equal_stages(stages_s: list[float], slots: int) -> None:
+    stage_s, stages = stages_s[0], len(stages_s)
+    plain = simulate(equal(stages, stages * slots, stage_s / 3, 2 * stage_s / 3)).iteration_s
+    for virtual in (1, 2, 4):
+        expected = (stages * slots + (stages - 1) / virtual) * stage_s  # Narayanan et al. 2021
+        assert interleaved_s(plain, [stage_s] * stages, virtual) == pytest.approx(expected)
+    assert interleaved_s(plain, stages_s, 4) <= interleaved_s(plain, stages_s, 2) <= plain

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,13 +19,16 @@ from disttrain_cli.commands.common import (
     RunFileArgument,
     next_command,
     open_run,
-    percent,
     short_path,
 )
+from disttrain_cli.commands.plan_tables import (
+    needs,
+    show_layout,
+    show_runners_up,
+    show_sensitivity,
+    show_strategies,
+)
 from disttrain_cli.console import Console
-
-if TYPE_CHECKING:
-    from disttrain_cli.spec.plan import Plan
 
 EPILOG = """Examples:
 
@@ -64,46 +70,55 @@ def run(
     """Choose GPUs and parallelism for every module, exactly."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
-    from disttrain_cli.planning.solve import solve
+    from disttrain_cli.planning.check import check_device, not_run
+    from disttrain_cli.planning.explain import explain
+    from disttrain_cli.planning.picture import gantt, svg
+    from disttrain_cli.planning.predict import simulated_step
+    from disttrain_cli.planning.sensitivity import sensitivity
+    from disttrain_cli.planning.solve import cluster_of, solve
+    from disttrain_cli.planning.units import units_of
+    from disttrain_cli.spec.files import write_whole
     from disttrain_cli.spec.plan import write_plan
     from disttrain_cli.spec.profile import read_profile
 
     costs = read_profile(profile or opened.dir.profile)
+    if profile is None:  # who names a profile means its device
+        check_device(opened.file, costs)
     found = solve(opened.file, costs, gpus=gpus, strategy=strategy.value, top=top)
     path = write_plan(out or opened.dir.plan, found)
-    console.result(found.model_dump(mode="json") | {"path": str(path)}, path)
-    _render(console, found, path)
-    console.hint(next_command("train", run_file, plan=out))
+    cluster = cluster_of(opened.file, costs, gpus)
+    units = units_of(costs, cluster, found.plan)
+    step = simulated_step(costs, found.plan, cluster)
+    picture = write_whole(path.with_name(path.name.removesuffix(".yaml") + ".svg"),
+                          svg(step.pipeline, step.timeline, found.plan))
+    why = explain(found, units, step)
+    with console.progress() as progress:
+        what_if = sensitivity(costs, cluster, found.plan, progress) if json_mode or not quiet else None
+    refused = not_run(found, opened.file, costs)
+    console.result(found.model_dump(mode="json") | {
+        "explanation": asdict(why), "sensitivity": asdict(what_if) if what_if else None,
+        "not_run": [reason._asdict() for reason in refused], "picture": str(picture), "path": str(path)}, path)
+    show_layout(console, found, why, cluster.gpus)
+    columns = terminal_columns()
+    console.say("\n" + "\n".join(textwrap.fill(line, columns, subsequent_indent=10 * " ")
+                                 for line in [*why.sentences, *needs(found)]))
+    show_strategies(console, found, why)
+    show_runners_up(console, found, why)
+    show_sensitivity(console, found, what_if)
+    console.say("\n".join(["\nThe step (F forward, B backward, R reduction and optimizer, . waiting)",
+                           *gantt(step.pipeline, step.timeline, found.plan, columns)]))
+    if refused:
+        missing = ", ".join(f"{reason.what} ({reason.why})" for reason in refused)
+        console.say("\n" + textwrap.fill(f"Training does not run yet, and refuses: {missing}.", columns))
+    search = found.search
+    number = f"{search.candidates:,}" if search.candidates < 10**9 else f"{search.candidates:.1e}"
+    console.note(f"\n{number} candidates in {1000 * search.solve_s:.0f} ms"
+                 f"{', solved exactly' if search.exact else ''}. "
+                 f"Wrote {short_path(path)} and {short_path(picture)}")
+    if not refused:
+        console.hint(next_command("train", run_file, plan=out))
 
 
-def _render(console: Console, found: Plan, path: Path) -> None:
-    from disttrain_cli.planning.explain import explain
-
-    layout, predicted, search = found.plan, found.predicted, found.search
-    console.say(f"{layout.strategy} plan on {layout.gpus_used} device(s): {layout.microbatches} slot(s) per step, "
-                f"{layout.microbatch_size} sequence(s) per LLM replica and slot, {layout.global_batch_size} per step")
-    times = {time.unit: time for time in predicted.units}
-    rows: list[list[object]] = []
-    for unit in layout.units:
-        time = times.get(unit.name)
-        rows.append([unit.name, " + ".join(unit.modules), unit.tp, unit.dp, unit.pp, unit.gpus,
-                     "/".join(map(str, unit.layers_per_stage)), f"{time.stage_ms:.1f}" if time else ""])
-    console.table("Units, in pipeline order",
-                  ["unit", "modules", "TP", "DP", "PP", "devices", "layers per stage", "ms per slot"], rows)
-    console.table("Memory predicted", ["unit", "stage", "peak GiB", "limit GiB"],
-                  [[stage.unit, stage.stage, f"{stage.peak_gib:.3f}", f"{stage.limit_gib:.3f}"]
-                   for stage in predicted.memory])
-    chosen = ["this plan", f"{predicted.iteration_s:.3f}", f"{predicted.sequences_per_s:.2f}", percent(predicted.mfu),
-              layout.gpus_used, layout.describe()]
-    baselines = [[name, "does not fit"] + [""] * 4 if base is None else
-                 [name, f"{base.iteration_s:.3f}", f"{base.sequences_per_s:.2f}", percent(base.mfu), base.gpus_used,
-                  base.layout]
-                 for name, base in found.baselines.items()]
-    console.table("Prediction, beside what other strategies would give",
-                  ["strategy", "s per step", "sequences/s", "MFU", "devices", "layout"], [chosen, *baselines])
-    console.table("Runner-up plans", ["by the formula", "s per step", "devices", "layout"],
-                  [[f"+{other.slower_pct:.1f} %", f"{other.iteration_s:.3f}", other.gpus_used, other.layout]
-                   for other in found.alternatives])
-    console.say("\n" + "\n".join(explain(found).time))
-    console.note(f"{search.candidates:,} candidates in {1000 * search.solve_s:.0f} ms"
-                 f"{', solved exactly' if search.exact else ''}. Wrote {short_path(path)}")
+def terminal_columns() -> int:
+    """Width of the terminal, within what can be read."""
+    return max(72, min(140, shutil.get_terminal_size((100, 24)).columns))

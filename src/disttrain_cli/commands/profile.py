@@ -1,8 +1,8 @@
-"""`disttrain profile`: measure what modules, links and samples cost on this machine."""
+"""`disttrain profile`: what modules, links and samples cost here, or on a device of the hardware catalogue."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,43 +19,48 @@ from disttrain_cli.commands.common import (
     short_path,
 )
 from disttrain_cli.console import Console
+from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.profile import LinkTimes, Profile
 
 EPILOG = """Examples:
 
 $ disttrain profile
 $ disttrain profile demo/disttrain.yaml --device cpu
+$ disttrain profile --device analytic:A800
 $ disttrain profile --json --quiet > profile.json
 
-Builds the sample index, then measures forward and backward of every module over the data's own sizes.
+Builds the sample index, then measures forward and backward of every module over the data's own sizes. With
+analytic:NAME nothing is measured but preprocessing: the layers' operators are counted and timed by the catalogue's
+figures, for machines that are not here.
 """
 
-
-class Device(StrEnum):
-    """Where to measure."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+#: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
+CATALOGUE = "A100, A100-40GB, A800, H100, H800, H200, B200"
+DEVICE_HELP = ("Where to measure: auto (what the run file says, then CUDA where there is one), cpu, cuda; or "
+               f"analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other whose cluster.peak_tflops "
+               "and cluster.memory_gib the run file gives.")
 
 
 def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
-    device: Annotated[Device, typer.Option(help="Where to measure; auto takes CUDA where there is one.")] = Device.auto,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|analytic:NAME", help=DEVICE_HELP)] = "auto",
     out: OutOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Measure what every module, link and sample costs here."""
+    """Find out what every module, link and sample costs, here or on a device of the catalogue."""
     console = Console(json_mode=json_mode, quiet=quiet)
+    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
+        raise UsageError(f"There is no device {device!r}", "allowed: auto, cpu, cuda, analytic:NAME",
+                         "disttrain profile --help")
     opened = open_run(run_file)
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.files import write_whole
 
     with console.progress() as progress:
-        profile = measure(opened, device.value, progress)
+        profile = measure(opened, device, progress)
     path = write_whole(out or opened.dir.profile, profile.model_dump_json(indent=2) + "\n")
     console.result(profile.model_dump(mode="json") | {"path": str(path)}, path)
     _render(console, profile, path)
@@ -63,20 +68,29 @@ def run(
 
 
 def _render(console: Console, profile: Profile, path: Path) -> None:
-    device, data, links = profile.device, profile.data, profile.links
+    device, data = profile.device, profile.data
     shared = f", shared by {device.shared_by} processes" if device.shared_by > 1 else ""
     console.say(f"Device   {device.count} × {device.name} ({device.kind}), {device.memory_gib:.1f} GiB each, "
                 f"peak {device.peak_tflops:.3g} TFLOP/s{shared}")
+    if device.kind == "analytic":
+        curve = profile.provenance["kernels"].partition(":")[0]
+        console.say(f"         {profile.provenance['device']}")
+        console.say(f"         kernels by the {curve}, links by published rates: see provenance in the profile")
     console.say(f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
                 f"({100 * data.fill_fraction:.0f} % full), {data.text_tokens:,} text and {data.image_tokens:,} "
                 f"image tokens, {data.skipped} skipped")
     images = data.images_per_sequence
     console.say(f"Images   {data.images:,} to read ({images.mean:.1f} per sequence, p95 {images.p95:.0f}, "
                 f"max {images.max:.0f}), {data.targets:,} to generate")
-    console.say(f"Links    {links.p2p_gbps:.2f} Gbit/s and {links.p2p_us:.0f} µs between two processes; "
-                f"all-reduce {links.all_reduce_gbps:.2f} Gbit/s, {links.all_reduce_us:.0f} µs")
+    if data.clips:
+        console.say(f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence)")
     console.say(f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "
                 f"{profile.preprocess.sequences_per_s_per_core:,.0f} sequences/s per core")
+    links = [("inside a node", profile.links.of(True))]
+    if profile.links.inter_node is not None:
+        links.append(("between nodes", profile.links.inter_node))
+    console.table("Links, Gbit/s and µs", ["", "one to one", "all-reduce", "all-gather", "reduce-scatter"],
+                  [[where, *_link_cells(times)] for where, times in links])
     console.table(
         "Modules, mean over the data's sequences",
         ["module", "kind", "parameters", "layers", "TP", "forward ms", "backward ms", "fit error"],
@@ -84,3 +98,8 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
           f"{time.backward_ms:.2f}", f"{time.fit_error_pct:.1f} %"]
          for name, module in profile.modules.items() for tp, time in module.tp.items()])
     console.note(f"\nWrote {short_path(path)}")
+
+
+def _link_cells(times: LinkTimes) -> list[str]:
+    return [f"{getattr(times, f'{name}_gbps'):.2f}, {getattr(times, f'{name}_us'):.0f}"
+            for name in ("p2p", "all_reduce", "all_gather", "reduce_scatter")]

@@ -55,7 +55,7 @@ def run(
     """Train by the plan; write checkpoints and traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
-    from disttrain_cli.planning.check import check
+    from disttrain_cli.planning.check import check, not_run, refuse_not_run
     from disttrain_cli.spec.plan import read_plan
     from disttrain_cli.spec.profile import read_profile
 
@@ -63,8 +63,11 @@ def run(
     check(chosen, opened.file, profile)
     if dry_run:
         _show_ranks(console, chosen, profile)
+        for reason in not_run(chosen, opened.file, profile):
+            console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
         console.hint(next_command("train", run_file, plan=plan, steps=steps))
         return
+    refuse_not_run(chosen, opened.file, profile)
     from disttrain_cli.runtime.train import train
 
     with console.progress() as progress:

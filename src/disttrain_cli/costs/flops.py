@@ -6,23 +6,41 @@ counts once, however many ranks share it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
+from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import NO_WORK
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import DeviceProfile, ModuleProfile, Profile
+from disttrain_cli.spec.profile import DeviceProfile, LayerCost, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
 
-def module_flops(module: ModuleProfile, work: Work) -> float:
-    """FLOPs of forward and backward of a module for this work."""
+def module_flops(profile: Profile, name: str, work: Work, trained: Sequence[str] | None = None) -> float:
+    """FLOPs of forward and backward of a module for this work; recomputing does not count.
+
+    Args:
+        trained: what is trained (`freezing.backwards`); None = everything.
+    """
     if work == NO_WORK:
         return 0.0
-    by_kind = {kind: cost.forward_flops(work) + cost.backward_flops(work) for kind, cost in module.costs.items()}
-    return float(sum(by_kind[kind] for kind in module.layers))
+    module = profile.modules[name]
+    does = Counter(zip(module.layers, backwards(profile, trained)[name], strict=True))
+    return float(sum(count * part(work) for (kind, what), count in does.items()
+                     for part in flops_parts(module.costs[kind], what)))
 
 
-def flops_per_sequence(profile: Profile) -> dict[str, float]:
+def flops_parts(cost: LayerCost, does: Backward) -> list[Polynomial]:
+    """The FLOPs that add up to a layer's forward and backward."""
+    if does == "still":
+        return [cost.forward_flops]
+    return [cost.forward_flops, cost.backward_flops if does == "trained" else cost.backward_input_flops]
+
+
+def flops_per_sequence(profile: Profile, trained: Sequence[str] | None = None) -> dict[str, float]:
     """Mean FLOPs that one packed sequence of the data costs in each module, forward and backward."""
-    return {name: module_flops(module, module.work_per_sequence) for name, module in profile.modules.items()}
+    return {name: module_flops(profile, name, module.work_per_sequence, trained)
+            for name, module in profile.modules.items()}
 
 
 def peak_tflops(device: DeviceProfile, gpus: int) -> float:

@@ -1,53 +1,188 @@
-"""Catalogue of devices as data: dense bf16 peak, memory and bandwidths, each with its source.
+"""Catalogue of devices as data (`templates/hardware.yaml`): peaks, memory, links and kernel efficiency, with sources.
 
 A device that is not listed is an error that asks for its figures: a wrong peak makes every MFU a lie.
+
+Time of kernels, after the roofline model (Williams et al. 2009) with its two terms added instead of the larger one
+taken: launch + FLOPs / (peak · fraction) + bytes / (bandwidth · fraction). It is linear in the work, so costs stay
+polynomials, and shards of a layer lose efficiency by themselves: their bytes and launches shrink less than their FLOPs.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal, NamedTuple
+
+from pydantic import Field
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.profile import LinkProfile, LinkTimes
+from disttrain_cli.spec.runfile import ClusterSpec
 
-
-@dataclass(frozen=True)
-class Device:
-    """Published figures of one device."""
-
-    name: str
-    pattern: str  # of the name that torch.cuda.get_device_name reports
-    peak_tflops: float  # dense bf16, without sparsity
-    memory_gib: float  # nominal
-    memory_gbytes_s: float
-    nvlink_gbytes_s: float  # both directions together
-    source: str
-
-
-DEVICES = (
-    Device("A100", r"\bA100\b.*80GB", 312.0, 80.0, 2039.0, 600.0, "NVIDIA A100 80GB (SXM) datasheet"),
-    Device("A100-40GB", r"\bA100\b.*40GB", 312.0, 40.0, 1555.0, 600.0, "NVIDIA A100 40GB datasheet"),
-    Device("A800", r"\bA800\b.*80GB", 312.0, 80.0, 2039.0, 400.0, "NVIDIA A800 80GB datasheet"),
-    Device("H100", r"\bH100\b", 989.4, 80.0, 3350.0, 900.0, "NVIDIA H100 (SXM) datasheet"),
-    Device("H800", r"\bH800\b", 989.4, 80.0, 3350.0, 400.0, "NVIDIA H800 (SXM) datasheet"),
-    Device("H200", r"\bH200\b", 989.4, 140.0, 4800.0, 900.0, "NVIDIA H200 (SXM) datasheet"),
-    Device("B200", r"\bB200\b", 2250.0, 180.0, 8000.0, 1800.0, "NVIDIA DGX B200 datasheet, per GPU"),
-)
+Precision = Literal["fp32", "bf16"]
 
 # Forms with the same name and other peaks: refused rather than guessed.
 OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNORECASE)
 
 
+class Curve(Strict):
+    """What kernels reach: fractions of the peak (products, attention, convolutions) and of the memory bandwidth."""
+
+    product: float = Field(gt=0, le=1)
+    attention: float = Field(gt=0, le=1)
+    convolution: float = Field(gt=0, le=1)
+    memory: float = Field(gt=0, le=1)
+    launch_us: float = Field(ge=0, description="Start and end of a kernel on the device.")
+    source: str
+
+
+class Device(Strict):
+    """Published figures of one device; peaks are dense, bandwidths of one direction."""
+
+    name: str
+    pattern: str = Field(description="Of the name that torch.cuda.get_device_name reports.")
+    bf16_tflops: float = Field(gt=0)
+    fp32_tflops: float = Field(gt=0, description="Without TF32.")
+    memory_gib: float = Field(gt=0)
+    memory_gbytes_s: float = Field(gt=0)
+    link_gbytes_s: float = Field(gt=0, description="To the other devices of a node.")
+    network_gbps: float = Field(gt=0, description="Typical network of one device.")
+    curve: str
+    source: str
+
+    @property
+    def peak_tflops(self) -> float:
+        """Dense bf16 peak."""
+        return self.bf16_tflops
+
+    def peak_of(self, precision: Precision) -> float:
+        """Dense peak of matrix products in TFLOP/s."""
+        return self.bf16_tflops if precision == "bf16" else self.fp32_tflops
+
+
+class Links(Strict):
+    """What messages reach of published bandwidths, and their latencies."""
+
+    link_fraction: float = Field(gt=0, le=1)
+    network_fraction: float = Field(gt=0, le=1)
+    link_p2p_us: float
+    link_collective_us: float
+    network_p2p_us: float
+    network_collective_us: float
+    source: str
+
+
+class Catalogue(Strict):
+    """The whole of `templates/hardware.yaml`."""
+
+    devices: dict[str, Device]
+    curves: dict[str, Curve]
+    links: Links
+    generic_flops_per_byte: float = Field(gt=0)
+
+
+class KernelWork(NamedTuple):
+    """What kernels do: FLOPs by kind of operator, bytes they read and write, and how many there are."""
+
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    convolution_flops: float = 0.0
+    moved_bytes: float = 0.0
+    kernels: float = 0.0
+
+
+@cache
+def catalogue() -> Catalogue:
+    """The catalogue that comes with the package."""
+    import yaml
+
+    value = yaml.safe_load(files("disttrain_cli").joinpath("templates/hardware.yaml").read_text())
+    devices = {name: {"name": name, **figures} for name, figures in value["devices"].items()}
+    return Catalogue.model_validate(value | {"devices": devices})
+
+
 def lookup(device_name: str) -> Device:
-    """The catalogue's entry for the name that torch reports.
+    """The catalogue's entry for the name that torch reports, or for its own name.
 
     Raises:
         SpecError: the device is not in the catalogue; asks for `cluster.peak_tflops`.
     """
+    devices = catalogue().devices
+    if device_name in devices:
+        return devices[device_name]
     if not OTHER_FORMS.search(device_name):
-        for device in DEVICES:
-            if device_name == device.name or re.search(device.pattern, device_name, re.IGNORECASE):
+        for device in devices.values():
+            if re.search(device.pattern, device_name, re.IGNORECASE):
                 return device
-    raise SpecError(f"The peak of the device {device_name!r} is not known",
-                    f"the catalogue has {', '.join(device.name for device in DEVICES)}",
+    raise SpecError(f"The peak of the device {device_name!r} is not known", f"the catalogue has {', '.join(devices)}",
                     "Give its dense peak for your precision in the run file: cluster.peak_tflops")
+
+
+def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> Device:
+    """The device that `analytic:NAME` stands for, with the figures of the run file before the catalogue's.
+
+    A device that is not in the catalogue takes its figures from the run file and the curve `generic`.
+
+    Raises:
+        SpecError: the device is not in the catalogue and the run file lacks its peak or memory.
+    """
+    devices = catalogue().devices
+    known = next((device for own, device in devices.items() if own.lower() == name.lower()), None)
+    if known is None:
+        known = _generic(name, cluster)
+    changes: dict[str, float] = {}
+    if cluster.peak_tflops is not None:
+        changes[f"{precision}_tflops"] = cluster.peak_tflops
+    if cluster.memory_gib is not None:
+        changes["memory_gib"] = cluster.memory_gib
+    if cluster.links.intra_node_gbps is not None:
+        changes["link_gbytes_s"] = cluster.links.intra_node_gbps / 8.0
+    return known.model_copy(update=changes)
+
+
+def _generic(name: str, cluster: ClusterSpec) -> Device:
+    missing = [field for field in ("peak_tflops", "memory_gib") if getattr(cluster, field) is None]
+    if missing:
+        fields = ", ".join(f"cluster.{field}" for field in missing)
+        raise SpecError(f"The device analytic:{name} is not in the catalogue",
+                        f"the catalogue has {', '.join(catalogue().devices)}",
+                        f"Name one of these, or give the figures of yours in the run file: {fields}")
+    assert cluster.peak_tflops is not None and cluster.memory_gib is not None
+    network_gbps = cluster.links.inter_node_gbps
+    memory_gbytes_s = 1e3 * cluster.peak_tflops / catalogue().generic_flops_per_byte
+    return Device(
+        name=name, pattern="", bf16_tflops=cluster.peak_tflops, fp32_tflops=cluster.peak_tflops,
+        memory_gib=cluster.memory_gib, memory_gbytes_s=memory_gbytes_s, network_gbps=network_gbps,
+        link_gbytes_s=(cluster.links.intra_node_gbps or network_gbps) / 8.0, curve="generic",
+        source=f"the run file; memory bandwidth taken as {memory_gbytes_s:.0f} GB/s, links inside a node as "
+               f"{'given' if cluster.links.intra_node_gbps else 'fast as those between nodes'}")
+
+
+def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
+    """Time of kernels, one after the other (see the head of this file)."""
+    curve, peak = catalogue().curves[device.curve], device.peak_of(precision) * 1e12
+    compute_s = (work.product_flops / curve.product + work.attention_flops / curve.attention
+                 + work.convolution_flops / curve.convolution) / peak
+    return 1e3 * (compute_s + memory_s(device, work.moved_bytes)) + 1e-3 * curve.launch_us * work.kernels
+
+
+def memory_s(device: Device, moved_bytes: float) -> float:
+    """Time to read or write bytes of the device's memory."""
+    return moved_bytes / (device.memory_gbytes_s * 1e9 * catalogue().curves[device.curve].memory)
+
+
+def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:
+    """Links inside a node (the device's) and between nodes (the run file's `cluster.links.inter_node_gbps`)."""
+    links = catalogue().links
+    inside = _times(8.0 * device.link_gbytes_s * links.link_fraction, links.link_p2p_us, links.link_collective_us)
+    between = _times(cluster.links.inter_node_gbps * links.network_fraction, links.network_p2p_us,
+                     links.network_collective_us)
+    return LinkProfile(**inside.model_dump(), inter_node=between if cluster.nodes > 1 else None)
+
+
+def _times(gbps: float, p2p_us: float, collective_us: float) -> LinkTimes:
+    return LinkTimes(p2p_gbps=gbps, p2p_us=p2p_us, all_reduce_gbps=gbps, all_reduce_us=collective_us,
+                     all_gather_gbps=gbps, all_gather_us=collective_us, reduce_scatter_gbps=gbps,
+                     reduce_scatter_us=collective_us)

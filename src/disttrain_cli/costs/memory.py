@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
 from disttrain_cli.spec.plan import Layout, StageMemory
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
 GIB = float(2**30)
+WEIGHT_BYTES = {"bf16": 2.0, "fp32": 4.0}
 
 
 def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
@@ -43,22 +45,56 @@ def worst_mix(holds_llm: bool, slot_sequences: float, dp: Floats) -> tuple[Float
     return 1.0 / dp, (slot_sequences - 1.0) / dp, (dp > 1).astype(float)
 
 
-def activation_terms(profile: Profile, modules: Sequence[str]) -> Floats:
-    """Bytes of one slot's activations per layer as [4, L]: base, worst sequence, mean sequence, mean item."""
+def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
+                     checkpointing: bool = False) -> Floats:
+    """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence, mean item.
+
+    A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward; under
+    activation checkpointing a layer keeps its input.
+    """
     rows: list[tuple[float, float, float, float]] = []
     for name in modules:
         module = profile.modules[name]
         mean, worst = module.work_per_sequence, module.max_work_per_sequence
         item = mean.scaled(1.0 / mean.items) if mean.items else Work()
-        for kind in module.layers:
-            amount = module.costs[kind].activation_bytes
+        for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
+            amount = _kept(module.costs[kind], tp, does, checkpointing)
             rows.append((amount.base, slope(amount, worst), slope(amount, mean), slope(amount, item)))
     return np.array(rows).T
 
 
-def parameters(profile: Profile, modules: Sequence[str]) -> Floats:
-    """Parameters of every layer of a unit [L]."""
-    return np.array([float(profile.modules[name].costs[kind].parameters)
+def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Polynomial:
+    """Bytes of one slot that a layer keeps from forward to backward."""
+    if does == "still":
+        return Polynomial()
+    if checkpointing:
+        return cost.input_bytes
+    shard = cost.tp[str(tp)]
+    return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
+
+
+def recomputed_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None) -> Floats:
+    """Bytes [4] of the largest layer, which exist beside what is kept while checkpointing recomputes it."""
+    return activation_terms(profile, modules, tp, trained).max(axis=1)
+
+
+def state_bytes(profile: Profile, modules: Sequence[str], tp: int, zero_stage: int,
+                trained: Sequence[str] | None = None) -> tuple[Floats, Floats]:
+    """Bytes of weights, gradients and optimizer states of every layer [L] on one rank of a TP group.
+
+    The first array is what every replica keeps, the second what the replicas of a unit share (divided by DP).
+    A frozen layer has weights only.
+    """
+    kept, shared = bytes_per_parameter(profile.precision, zero_stage)
+    weight = WEIGHT_BYTES[profile.precision]
+    trains = np.array([does == "trained" for name in modules for does in backwards(profile, trained)[name]])
+    count = parameters(profile, modules, tp)
+    return count * np.where(trains, kept, weight), count * np.where(trains, shared, 0.0)
+
+
+def parameters(profile: Profile, modules: Sequence[str], tp: int) -> Floats:
+    """Parameters of every layer of a unit [L] on one rank of a TP group."""
+    return np.array([float(profile.modules[name].costs[kind].tp[str(tp)].parameters)
                      for name in modules for kind in profile.modules[name].layers])
 
 
@@ -72,23 +108,32 @@ def stages_to_end(layout: Layout) -> list[list[int]]:
     return counts
 
 
-def layout_memory(profile: Profile, layout: Layout, zero_stage: int, limit_gib: float) -> list[StageMemory]:
+def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:
     """Peak memory of every stage of a layout.
 
     Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end over all units, at most n.
     """
-    kept, shared = bytes_per_parameter(profile.precision, zero_stage)
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     result: list[StageMemory] = []
     for unit, to_end in zip(layout.units, stages_to_end(layout), strict=True):
         mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, np.array([float(unit.dp)])))[:, 0]
-        states = parameters(profile, unit.modules) * (kept + shared / unit.dp) / unit.tp
-        activations = np.array([1.0, *mix]) @ activation_terms(profile, unit.modules) / unit.tp
+        weights = np.array([1.0, *mix])
+        kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, layout.trained)
+        activations = weights @ activation_terms(profile, unit.modules, unit.tp, layout.trained, unit.checkpointing)
+        again = 0.0
+        if unit.checkpointing:
+            again = float(weights @ recomputed_terms(profile, unit.modules, unit.tp, layout.trained))
+        weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
+        unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
+        states = (weight, unsharded - weight, kept + shared / unit.dp - unsharded)
         start = 0
         for stage, layers in enumerate(unit.layers_per_stage):
             flight = min(layout.microbatches, to_end[stage])
-            stop = start + layers
-            peak = states[start:stop].sum() + flight * activations[start:stop].sum()
-            result.append(StageMemory(unit=unit.name, stage=stage, peak_gib=float(peak) / GIB, limit_gib=limit_gib))
-            start = stop
+            span = slice(start, start + layers)
+            parts = [*(float(values[span].sum()) for values in states), flight * activations[span].sum() + again]
+            weights_gib, gradients_gib, optimizer_gib, activations_gib = (part / GIB for part in parts)
+            result.append(StageMemory(
+                unit=unit.name, stage=stage, peak_gib=sum(parts) / GIB, limit_gib=limit_gib, weights_gib=weights_gib,
+                gradients_gib=gradients_gib, optimizer_gib=optimizer_gib, activations_gib=activations_gib))
+            start += layers
     return result

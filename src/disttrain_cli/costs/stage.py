@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.profile import LayerTime, ModuleProfile, Polynomial, Profile
+from disttrain_cli.spec.profile import LayerShard, ModuleProfile, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -32,8 +33,8 @@ def tp_degrees(profile: Profile, modules: Sequence[str]) -> list[int]:
     return sorted(int(tp) for tp in set.intersection(*known)) if known else []
 
 
-def layer_time(module: ModuleProfile, kind: str, tp: int) -> LayerTime:
-    """Fitted time of one kind of layer; raises SpecError where the TP degree was not profiled."""
+def shard_of(module: ModuleProfile, kind: str, tp: int) -> LayerShard:
+    """One rank's part of a kind of layer; raises SpecError where the TP degree was not profiled."""
     times = module.costs[kind].tp
     if str(tp) not in times:
         raise SpecError(f"The profile has no times of {kind} at TP {tp}", f"it has TP {', '.join(times)}",
@@ -51,15 +52,30 @@ class UnitTimes:
     backward_slope: Floats
 
 
-def unit_times(profile: Profile, modules: Sequence[str], tp: int) -> UnitTimes:
-    """Linear times of every layer of a unit; a module that the data brings no work for takes no time."""
+def unit_times(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
+               checkpointing: bool = False) -> UnitTimes:
+    """Linear times of every layer of a unit; a module that the data brings no work for takes no time.
+
+    Args:
+        trained: what is trained (`freezing.backwards`); None = everything.
+        checkpointing: the backward runs the forward again first.
+    """
     rows: list[tuple[float, float, float, float]] = []
     for name in modules:
         module = profile.modules[name]
         work = module.work_per_sequence
-        for kind in module.layers:
-            time = layer_time(module, kind, tp)
-            forward, backward = time.forward_ms, time.backward_ms
-            rows.append((0.0, 0.0, 0.0, 0.0) if work == NO_WORK else
-                        (forward.base, slope(forward, work), backward.base, slope(backward, work)))
+        for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
+            shard = shard_of(module, kind, tp)
+            forward = (shard.forward_ms.base, slope(shard.forward_ms, work))
+            parts = backward_parts(shard, does, checkpointing)
+            backward = (sum(part.base for part in parts), sum(slope(part, work) for part in parts))
+            rows.append((0.0, 0.0, 0.0, 0.0) if work == NO_WORK else (*forward, *backward))
     return UnitTimes(*np.array(rows).T)
+
+
+def backward_parts(shard: LayerShard, does: Backward, checkpointing: bool = False) -> list[Polynomial]:
+    """The times in ms that add up to a layer's backward."""
+    if does == "still":
+        return []
+    again = [shard.forward_ms] if checkpointing else []
+    return [*again, shard.backward_ms if does == "trained" else shard.backward_input_ms]

@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.data.arrays import starts_of
+from disttrain_cli.data.arrays import image_grids, starts_of
+from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.index_checks import (
     REINDEX,
     check_bad,
     check_files,
     check_same,
+    check_sources,
+    check_text,
     checked_tokenizer,
     file_states,
     list_shards,
@@ -31,12 +34,10 @@ from disttrain_cli.data.sources import Sample, Segment, Skipped, read_shard
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.spec.files import write_whole
-from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, TARGET, TEXT
+from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, SAMPLE_SPECIALS, TARGET, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
-from disttrain_cli.spec.runfile import Run
-
-SAMPLE_SPECIALS = 2  # every sample starts with BOS and ends with EOS
+from disttrain_cli.spec.runfile import DistributionSpec, Run
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Index:
     shards: list[Path]
     skipped: list[Skipped]
     source: Ints  # [N samples]
-    shard: Ints  # [N] place in `shards`
+    shard: Ints  # [N] place in `shards`, which is empty where the sizes were drawn
     keys: list[str]  # [N]
     segment_start: Ints  # [N + 1]
-    kinds: Ints  # [segments] TEXT, IMAGE or TARGET
+    kinds: Ints  # [segments] TEXT, IMAGE, TARGET or AUDIO
     tokens: Ints  # [segments]
     offsets: Ints  # [segments] bytes
     sizes: Ints  # [segments] bytes
@@ -77,15 +78,54 @@ class Index:
         return self.per_sample(np.where(self.kinds == TEXT, self.tokens, 0)) + 1
 
 
+def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
+    """The index of the run's data: drawn from its distribution, else read, and built where none fits the data.
+
+    Raises:
+        DataError: a source is missing or empty, has too many bad samples, or no text at all.
+        SpecError: the tokenizer does not fit the model, or the images of the distribution not its sequences.
+    """
+    if run.file.data.distribution is not None:
+        return _drawn_index(run.file.data.distribution, inputs)
+    try:
+        return read_index(run, inputs)
+    except (DataError, MismatchError):
+        return build_index(run, inputs, progress)
+
+
+def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
+    """An index without files: documents that are drawn."""
+    drawn = draw(spec, inputs)
+    nowhere, source = np.zeros(len(drawn.kinds), dtype=np.int64), np.zeros(spec.sequences, dtype=np.int64)
+    return Index(
+        fingerprint=drawn.fingerprint,
+        inputs=inputs,
+        weights=[1.0],
+        shards=[],
+        skipped=[],
+        source=source,
+        shard=source,
+        keys=[str(number) for number in range(spec.sequences)],
+        segment_start=drawn.segment_start,
+        kinds=drawn.kinds,
+        tokens=drawn.tokens,
+        offsets=nowhere,
+        sizes=nowhere,
+        grids=drawn.grids,
+    )
+
+
 def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
     """Read the sizes of every sample and write the index of the run, whole or not at all.
 
     Samples that are broken or longer than a sequence are skipped, counted and named in `Index.skipped`.
 
     Raises:
-        DataError: a source is missing or empty, or more than `data.max_bad_fraction` of the samples are bad.
+        DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples are bad, or none
+            has any text.
         SpecError: the tokenizer does not fit the model, or the index cannot be written.
     """
+    check_sources(run)
     tokenizer = checked_tokenizer(run, inputs)
     shards = list_shards(run)
     files = file_states(shards)
@@ -115,6 +155,7 @@ def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> I
                 columns[column].append(value)
     progress("index shards", len(shards), len(shards))
     check_bad(run, len(columns["key"]), skipped)
+    check_text(columns["kinds"], columns["tokens"])
     _write(run, inputs, tokenizer, columns, files, skipped)
     return read_index(run, inputs)
 
@@ -123,12 +164,13 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
     """The index of the run, checked against the files on disk (names, sizes, times).
 
     Raises:
-        DataError: there is no index, or it cannot be read.
+        DataError: there is no index, it cannot be read, or the run has a distribution instead of data.
         MismatchError: it was made for another model, tokenizer or list of sources, or a shard changed since.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    check_sources(run)
     path = run.dir.index
     if not path.is_file():
         raise DataError(f"There is no sample index at {path}", next_step="Make one with: disttrain profile")
@@ -202,14 +244,12 @@ def _segment_tokens(segment: Segment, inputs: ModelInputs, tokenizer: Tokenizer)
 
 
 def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Ints:
-    """Patch grids [segments, 2]; each distinct size is computed once."""
+    """Patch grids [segments, 2]."""
     grids = np.zeros((len(kinds), 2), dtype=np.int64)
     images = np.flatnonzero(kinds == IMAGE)
     if len(images):
         assert inputs.image is not None
-        sizes, inverse = np.unique(np.stack([widths[images], heights[images]], axis=1), axis=0, return_inverse=True)
-        of_size = np.array([inputs.image.grid(int(w), int(h)) for w, h in sizes], dtype=np.int64)
-        grids[images] = of_size[inverse.reshape(-1)]
+        grids[images] = image_grids(inputs.image, np.stack([widths[images], heights[images]], axis=1))
     return grids
 
 

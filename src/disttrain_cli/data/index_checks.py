@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from disttrain_cli.data.sources import Skipped, find_shards
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.index import TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 
@@ -28,6 +30,27 @@ def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
             f"Set model.modules.{inputs.llm}.config.vocab_size to at least {tokenizer.vocabulary}.",
         )
     return tokenizer
+
+
+def check_sources(run: Run) -> None:
+    """DataError where there is no data to open: a distribution has sizes only."""
+    if run.file.data.distribution is not None:
+        raise DataError(
+            "data.distribution has sizes only: there is nothing to train on",
+            f"given: {run.file.data.distribution.name}, which stands in for data when a cluster is planned",
+            "Give data.sources instead of data.distribution in the run file, and profile again: disttrain profile",
+        )
+
+
+def check_text(kinds: list[list[int]], tokens: list[list[int]]) -> None:
+    """DataError where no segment of any sample has text: the LLM would have nothing to learn."""
+    flat = zip(chain.from_iterable(kinds), chain.from_iterable(tokens), strict=True)
+    if not any(kind == TEXT and count for kind, count in flat):
+        raise DataError(
+            "The dataset has no text",
+            f"{len(kinds)} samples of images alone: there is nothing that the LLM could learn to write",
+            "Add captions (KEY.txt) or text segments to the shards, or a source with text to data.sources.",
+        )
 
 
 def list_shards(run: Run) -> list[tuple[int, str, Path]]:

@@ -12,6 +12,8 @@ import numpy as np
 
 from disttrain_cli.data.slots import Ints
 
+TAKEN = 2**62  # farther from every interval than a time
+
 
 def interval_order(costs: Ints) -> Ints:
     """Positions of the microbatches in the order to run them.
@@ -23,18 +25,21 @@ def interval_order(costs: Ints) -> Ints:
     forward = costs // 3
     ascending = np.argsort(total, kind="stable").tolist()
     rear = ascending[1:stages]
-    left = ascending[1 + len(rear) :]
+    left = np.array(ascending[1 + len(rear) :], dtype=np.int64)
+    forward_left = forward[left, 0]  # TAKEN where the microbatch has its place
     order = [ascending[0]]
     clock = _Clock(stages)
     clock.run(forward[order[0]], costs[order[0]] - forward[order[0]])
     # While the first microbatch travels down and back, stages - 1 forwards share one interval.
     first_interval = int(costs[order[0], 1:].sum())
-    while left:
+    for _ in range(len(left)):
         if len(order) < stages:
             target = max(0, first_interval - int(forward[order[1:], 0].sum())) // (stages - len(order))
         else:
             target = clock.interval()
-        best = left.pop(int(np.abs(forward[left, 0] - target).argmin()))
+        place = int(np.abs(forward_left - target).argmin())
+        forward_left[place] = TAKEN
+        best = int(left[place])
         order.append(best)
         clock.run(forward[best], costs[best] - forward[best])
     return np.array(order + rear[::-1], dtype=np.int64)

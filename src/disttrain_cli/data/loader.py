@@ -23,6 +23,7 @@ from disttrain_cli.data.ordering import CostsOf, count_costs, order_step
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
+from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.slots import Ints, Slot, SlotBatch, StepOrder
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
@@ -134,7 +135,8 @@ class Loader:
         if step not in self._steps:
             size = self._layout.global_batch_size
             batch = self._stream.batch(step * size, size)
-            order = order_step(batch, self._layout, step, self._run.train.ordering, self._costs(batch))
+            order = order_step(batch, self._layout, step, self._run.train.ordering,
+                               self._costs(sizes_of(batch), self._inputs))
             self._steps = {number: kept for number, kept in self._steps.items() if number >= step - 2}
             self._steps[step] = (order, batch)
         return self._steps[step]

@@ -1,9 +1,12 @@
-"""Which sequences, images and targets every replica gets in every slot of a step: a pure function.
+"""Which sequences, images and targets every replica gets in every slot of a step: pure functions.
 
 Policy `none` keeps the packed order. Policy `paper` levels the sequences of the global batch over the LLM's
 replicas (each still gets n * M), levels each replica's microbatches, puts the k-th largest of every replica into
 one slot, and orders the slots by the interval rule.
 Under every policy encoders and generators on their own units are levelled image by image within a slot.
+
+`assign` gives the sequences their places from sizes alone, in training and in the planner's simulation;
+`order_step` adds the items of every replica, `loads.replica_loads` their amounts.
 """
 
 from __future__ import annotations
@@ -14,28 +17,50 @@ import numpy as np
 
 from disttrain_cli.data.arrays import ranges
 from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.levelling import level
+from disttrain_cli.data.levelling import even_shares, level, owners
 from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, StepOrder
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
 #: Integer cost of each sequence of a batch, by module name.
 Costs = Mapping[str, Ints]
-CostsOf = Callable[[Packing], Costs]
+CostsOf = Callable[[Sizes, ModelInputs], Costs]
 
 NO_ITEMS: Ints = np.zeros(0, dtype=np.int64)
 
 
-def count_costs(batch: Packing) -> dict[str, Ints]:
-    """Costs where nothing was measured: tokens, patches read, latent pixels generated."""
-    inputs = batch.index.inputs
-    costs = {inputs.llm: batch.tokens}
+def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
+    """Costs where nothing was measured: tokens, patches read, positions heard, latent pixels generated."""
+    costs = {inputs.llm: sizes.tokens}
     if inputs.image is not None:
-        costs[inputs.image.module] = batch.of_sequences(batch.image_start, batch.image_grid.prod(axis=1))
+        costs[inputs.image.module] = sizes.per_sequence(sizes.patches)
+    if inputs.audio is not None:
+        costs[inputs.audio.module] = sizes.clips * inputs.audio.positions
     if inputs.target is not None:
-        costs[inputs.target.module] = np.diff(batch.target_start) * inputs.target.latent_pixels
+        costs[inputs.target.module] = sizes.targets * inputs.target.latent_pixels
     return costs
+
+
+def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Ints:
+    """Places in the batch [n slots, LLM replicas, M] under a policy; `llm` names the LLM among the modules.
+
+    Every sequence of the global batch has one place. Modules without costs count nothing; the policy `none` needs
+    no costs.
+    """
+    dp, n, m = layout.unit_of(llm).dp, layout.microbatches, layout.microbatch_size
+    assert dp * n * m == layout.global_batch_size
+    if policy == "none":
+        return np.arange(layout.global_batch_size).reshape(n, dp, m)
+    assert policy == "paper"
+    size = _unit_costs(layout.unit_of(llm), costs)
+    places = np.empty((n, dp, m), dtype=np.int64)
+    for replica, own in enumerate(level(size, dp, n * m)):
+        microbatches = own[np.stack(level(size[own], n, m))]
+        largest_first = np.lexsort((microbatches.min(axis=1), -size[microbatches].sum(axis=1)))
+        places[:, replica] = microbatches[largest_first]
+    return places[interval_order(_stage_costs(layout, llm, costs, places))]
 
 
 def order_step(batch: Packing, layout: Layout, step: int, policy: str, costs: Costs | None = None) -> StepOrder:
@@ -46,41 +71,24 @@ def order_step(batch: Packing, layout: Layout, step: int, policy: str, costs: Co
     """
     assert len(batch) == layout.global_batch_size
     inputs = batch.index.inputs
-    if policy == "none":
-        dp = layout.unit_of(inputs.llm).dp
-        places = np.arange(len(batch)).reshape(layout.microbatches, dp, layout.microbatch_size)
-    else:
-        assert policy == "paper"
-        places = _paper(layout, inputs, count_costs(batch) if costs is None else costs)
+    if costs is None:
+        costs = count_costs(sizes_of(batch), inputs)
     return StepOrder(
         step=step,
-        slots=[_slot(batch, layout, inputs, members) for members in places],
+        slots=[_slot(batch, layout, inputs, members) for members in assign(costs, layout, inputs.llm, policy)],
         label_tokens=int(batch.label_tokens.sum()),
         targets=len(batch.target_segment),
     )
 
 
-def _paper(layout: Layout, inputs: ModelInputs, costs: Costs) -> Ints:
-    """Places in the batch [slots, LLM replicas, M]."""
-    llm = layout.unit_of(inputs.llm)
-    n, m = layout.microbatches, layout.microbatch_size
-    size = _unit_costs(llm, costs)
-    places = np.empty((n, llm.dp, m), dtype=np.int64)
-    for replica, own in enumerate(level(size, llm.dp, n * m)):
-        microbatches = [own[group] for group in level(size[own], n, m)]
-        microbatches.sort(key=lambda group: (-int(size[group].sum()), int(group.min())))
-        places[:, replica] = microbatches
-    return places[interval_order(_stage_costs(layout, inputs, costs, places))]
-
-
-def _stage_costs(layout: Layout, inputs: ModelInputs, costs: Costs, places: Ints) -> Ints:
+def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
     """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share."""
     columns: list[Ints] = []
     for unit in layout.units:
         of_replicas = _unit_costs(unit, costs)[places].sum(axis=2)  # [slots, LLM replicas]
         # A unit without the LLM levels the slot's items over its own replicas.
         levelled = -(-of_replicas.sum(axis=1) // unit.dp)
-        of_slot = of_replicas.max(axis=1) if inputs.llm in unit.modules else levelled
+        of_slot = of_replicas.max(axis=1) if llm in unit.modules else levelled
         columns += [of_slot // unit.pp] * unit.pp
     return np.stack(columns, axis=1)
 
@@ -131,19 +139,12 @@ def _replicas(
         targets = _by_owner(target_sequence // m, dp)
     else:
         if inputs.image is not None and inputs.image.module in unit.modules:
-            images = _by_owner(_owners(level(grid.prod(axis=1), unit.dp)), unit.dp, grid)
+            images = _by_owner(owners(grid.prod(axis=1), unit.dp), unit.dp, grid)
         if inputs.target is not None and inputs.target.module in unit.modules:
             # All targets cost the same: neighbours stay together, for fewer transfers.
-            targets = np.array_split(np.arange(len(target_sequence)), unit.dp)
+            shares = even_shares(len(target_sequence), unit.dp)
+            targets = np.split(np.arange(len(target_sequence)), np.cumsum(shares)[:-1])
     return [ReplicaItems(*items) for items in zip(sequences, images, targets, strict=True)]
-
-
-def _owners(groups: list[Ints]) -> Ints:
-    """The replica of each item."""
-    owner = np.empty(sum(len(group) for group in groups), dtype=np.int64)
-    for replica, group in enumerate(groups):
-        owner[group] = replica
-    return owner
 
 
 def _by_owner(owner: Ints, dp: int, grid: Ints | None = None) -> list[Ints]:

@@ -16,7 +16,7 @@ from disttrain_cli.data.arrays import mix, ranges, starts_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import IMAGE, TARGET
+from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
 from disttrain_cli.spec.inputs import ModelInputs
 
 BLOCK_SAMPLES = 2048  # samples that are sorted together
@@ -42,6 +42,7 @@ class Packing:
     image_grid: Ints  # [images, 2] patches (rows, columns)
     target_start: Ints  # [Q + 1]
     target_segment: Ints
+    clips: Ints  # [Q] audio clips
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,11 +51,6 @@ class Packing:
     def fill_fraction(self) -> float:
         """Tokens that are not padding, of all."""
         return float(self.tokens.sum()) / (len(self) * self.index.inputs.sequence_length)
-
-    def of_sequences(self, start: Ints, per_item: Ints) -> Ints:
-        """[Q] sums of a value per image or target (`start` = image_start or target_start)."""
-        total = starts_of(per_item)
-        return total[start[1:]] - total[start[:-1]]
 
 
 def pack(index: Index, inputs: ModelInputs, seed: int, epoch: int) -> Packing:
@@ -169,7 +165,7 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
     counts = np.diff(index.segment_start)[samples]
     segments = ranges(index.segment_start[samples], counts)
     sequence = np.repeat(np.repeat(np.arange(len(ids)), np.diff(sample_start)), counts)
-    images, targets = (np.flatnonzero(index.kinds[segments] == kind) for kind in (IMAGE, TARGET))
+    images, targets, clips = (np.flatnonzero(index.kinds[segments] == kind) for kind in (IMAGE, TARGET, AUDIO))
     return Packing(
         index=index,
         ids=ids,
@@ -183,4 +179,5 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
         image_grid=index.grids[segments[images]],
         target_start=starts_of(np.bincount(sequence[targets], minlength=len(ids))),
         target_segment=segments[targets],
+        clips=np.bincount(sequence[clips], minlength=len(ids)),
     )

@@ -11,11 +11,10 @@ from collections.abc import Callable
 import numpy as np
 
 from disttrain_cli.data.arrays import ranges, starts_of
-from disttrain_cli.data.index import SAMPLE_SPECIALS
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
+from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
 
 NOT_TRAINED = -100
 PADDING_DOCUMENT = -1

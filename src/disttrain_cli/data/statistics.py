@@ -8,13 +8,15 @@ from numpy.typing import NDArray
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import IMAGE, TEXT
-from disttrain_cli.spec.profile import DataProfile, Distribution
+from disttrain_cli.spec.profile import DataProfile, Distribution, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 ENTROPY_SAMPLES = 20_000  # samples read at most, evenly spaced
+SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
 
 
 def describe_data(packing: Packing) -> DataProfile:
@@ -28,10 +30,44 @@ def describe_data(packing: Packing) -> DataProfile:
         image_tokens=int(index.tokens[index.kinds == IMAGE].sum()),
         images=len(packing.image_segment),
         targets=len(packing.target_segment),
+        clips=int(packing.clips.sum()),
         fill_fraction=packing.fill_fraction,
         images_per_sequence=distribution(np.diff(packing.image_start)),
         skipped=len(index.skipped),
+        sample=size_sample(packing),
     )
+
+
+def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
+    """Sizes of `count` sequences in packed order, or of all where there are fewer.
+
+    They are spread evenly over the sequences sorted by patches read and, among similar ones, by images to generate
+    and then by audio clips: the means are the data's to a fraction of what they would be of as many drawn by chance.
+    """
+    sizes = sizes_of(packing)
+    count = min(count, len(sizes))
+    keys = [sizes.per_sequence(sizes.patches), sizes.targets, *([sizes.clips] if sizes.clips.any() else [])]
+    spread = _spread(keys, groups=max(1, round(count ** (1 / len(keys)))))
+    sizes = sizes.take(np.sort(spread[(2 * np.arange(count) + 1) * len(sizes) // (2 * count)]))
+    return SizeSample(
+        tokens=sizes.tokens.tolist(),
+        length_sq=sizes.length_sq.tolist(),
+        images=[images.tolist() for images in np.split(sizes.patches, sizes.image_start[1:-1])],
+        targets=sizes.targets.tolist(),
+        clips=sizes.clips.tolist() if sizes.clips.any() else [],
+    )
+
+
+def _spread(keys: list[NDArray[np.int64]], groups: int) -> NDArray[np.int64]:
+    """Places sorted by the first key; of that many groups of similar ones each by the next key, and so on.
+
+    Up and down in turn, so that what one group's choice has too much another's has too little.
+    """
+    similar = [np.arange(len(keys[0]))]
+    for depth, key in enumerate(keys):
+        parts = [part for group in similar for part in np.array_split(group, groups if depth else 1)]
+        similar = [part[np.argsort((-1) ** turn * key[part], kind="stable")] for turn, part in enumerate(parts)]
+    return np.concatenate(similar)
 
 
 def distribution(values: NDArray[np.int64]) -> Distribution:
@@ -44,21 +80,7 @@ def distribution(values: NDArray[np.int64]) -> Distribution:
 
 def sequence_work(packing: Packing) -> dict[str, NDArray[np.float64]]:
     """By module name, [Q, 3]: the columns of `Work` that each packed sequence brings to the module."""
-    inputs = packing.index.inputs
-    work = {inputs.llm: np.stack([np.ones(len(packing)), packing.tokens, packing.length_sq], axis=1)}
-    if inputs.image is not None:
-        patches = packing.image_grid.prod(axis=1)
-        work[inputs.image.module] = np.stack(
-            [
-                np.diff(packing.image_start),
-                packing.of_sequences(packing.image_start, patches),
-                packing.of_sequences(packing.image_start, patches**2),
-            ],
-            axis=1,
-        ).astype(float)
-    if inputs.target is not None:
-        work[inputs.target.module] = np.diff(packing.target_start)[:, None] * np.array(inputs.target.work(1))
-    return work
+    return sizes_of(packing).work(packing.index.inputs)
 
 
 def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:

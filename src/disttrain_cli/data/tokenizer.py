@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
@@ -37,38 +38,50 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A local Hugging Face tokenizer; special ids that it lacks are appended to its vocabulary."""
+    """A local Hugging Face tokenizer (tokenizer.json); special ids that it lacks are appended to its vocabulary.
+
+    Which of its tokens begin, end and pad a text is said by tokenizer_config.json or special_tokens_map.json.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from tokenizers import Tokenizer as Rules
 
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # the library raises many kinds for a bad folder
+            rules = Rules.from_file(str(folder / "tokenizer.json"))
+            named = {
+                name: token
+                for file in ("special_tokens_map.json", "tokenizer_config.json")
+                if (folder / file).is_file()
+                for name, token in json.loads((folder / file).read_text(encoding="utf-8")).items()
+            }
+        except Exception as error:  # the library raises plain Exceptions for a bad file
             raise SpecError(
                 f"Cannot read the tokenizer {folder} (data.tokenizer)",
                 str(error),
                 "Give 'bytes' or a folder with tokenizer.json.",
             ) from None
-        own = self._tokenizer
-        self.vocabulary = len(own)
-        self.pad = self._special(own.pad_token_id)
-        self.bos = self._special(own.bos_token_id)
-        self.eos = self._special(own.eos_token_id)
+        rules.no_truncation()
+        rules.no_padding()
+        self._rules = rules
+        self.vocabulary = max(rules.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.pad, self.bos, self.eos = (self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos"))
         self.image, self.context = self._special(None), self._special(None)
         content = hashlib.sha256()
         for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".model", ".txt")):
             content.update(path.name.encode() + path.read_bytes())
         self.fingerprint = content.hexdigest()[:16]
 
-    def _special(self, own: int | None) -> int:
+    def _special(self, token: Any) -> int:
+        """Id of a special token, given as its text or as a mapping with `content`."""
+        text = token.get("content") if isinstance(token, dict) else token
+        own = self._rules.token_to_id(text) if isinstance(text, str) else None
         if own is not None:
             return own
         self.vocabulary += 1
         return self.vocabulary - 1
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._rules.encode(text, add_special_tokens=False).ids)
 
 
 def read_tokenizer(run: Run) -> Tokenizer:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from disttrain_cli.models.division import shard
 from disttrain_cli.models.layer import PipelineLayer
 
 
@@ -27,9 +28,14 @@ class LayerMaker:
         with torch.device("meta"):
             return self.construct()
 
-    def build(self, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> PipelineLayer:
-        """The layer with its initial weights, drawn on the CPU in float32 on any device."""
-        layer = self.on_meta()
+    def build(
+        self, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, tp: int = 1
+    ) -> PipelineLayer:
+        """The layer with its initial weights, drawn on the CPU in float32 on any device.
+
+        With `tp` one rank's part of it, drawn for itself: of the right shapes, but no part of the whole's weights.
+        """
+        layer = shard(self.on_meta(), tp)
         if torch.device(device).type == "meta":
             return layer.to(dtype)
         assert not list(layer.buffers()), "a buffer's value would be lost on the meta device"

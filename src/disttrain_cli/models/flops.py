@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
-from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.inputs import Item, ModelInputs
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
@@ -31,20 +31,34 @@ class LayerFlops:
     parameters: int
     forward: Polynomial
     backward: Polynomial
+    backward_input: Polynomial
 
 
-def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> tuple[int, int]:
-    """FLOPs of one forward and one backward of a layer on these inputs, on any device, best meta.
+class Counts(NamedTuple):
+    """FLOPs of one pass of a layer: forward, gradients of weights and inputs, gradients of inputs alone."""
 
-    The backward includes the gradients of all inputs in `state` that ask for one.
+    forward: int
+    backward: int
+    backward_input: int
+
+
+def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> Counts:
+    """FLOPs of a layer on these inputs, on any device, best meta.
+
+    Both backwards include the gradients of all inputs in `state` that ask for one.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as forward:
         results = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
+    seeds = [torch.ones_like(tensor) for tensor in results]
+    inputs = [tensor for tensor in state.values() if tensor.requires_grad]
+    with FlopCounterMode(display=False) as backward_input:
+        if results and inputs:
+            torch.autograd.grad(results, inputs, seeds, retain_graph=True, allow_unused=True)
     with FlopCounterMode(display=False) as backward:
-        torch.autograd.backward(results, [torch.ones_like(tensor) for tensor in results])
-    return forward.get_total_flops(), backward.get_total_flops()
+        torch.autograd.backward(results, seeds)
+    return Counts(*(counter.get_total_flops() for counter in (forward, backward, backward_input)))
 
 
 def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
@@ -54,44 +68,44 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
         SpecError: the model's configuration is wrong.
     """
     table, inputs = layer_table(run), describe(run)
-    layers = build_layers(run, 0, len(table), device="meta")
     counted: dict[str, dict[str, LayerFlops]] = {}
     for index, info in enumerate(table):
         kinds = counted.setdefault(info.module, {})
         if info.kind in kinds:
             continue
-        kind = run.file.model.modules[info.module].kind
+        item = inputs.item(info.module)
+        layer = build_layers(run, index, index + 1, device="meta")[0]
         works, counts = [], []
-        for sizes in _sizes(inputs, kind):
+        for sizes in _sizes(inputs, item):
             batch = probe_batch(inputs, device="meta", **sizes)
-            counts.append(layer_flops(layers[index], state_at(table, index, inputs, batch, "meta"), batch))
+            counts.append(layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch))
             sizes.pop("length", None)
-            works.append(probe_work(inputs, kind, **sizes))
-        forward, backward = zip(*counts, strict=True)
-        kinds[info.kind] = LayerFlops(info.parameters, _exact(works, forward, kind), _exact(works, backward, kind))
+            works.append(probe_work(inputs, item, **sizes))
+        forward, backward, backward_input = (_exact(works, column, item) for column in zip(*counts, strict=True))
+        kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
     return counted
 
 
-def _sizes(inputs: ModelInputs, kind: str) -> list[dict[str, Any]]:
+def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
     """Probe sizes that tell the features of `Work` apart."""
-    if kind == "encoder":
+    if item == "image":
         assert inputs.image is not None
         m = inputs.image.merge
         return [
             {"grids": [(rows * m, columns * m)] * images}
             for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))
         ]
-    if kind == "llm":
+    if item == "sequence":
         return [
             {"documents": [[length]] * sequences, "length": length}
             for sequences, length in ((1, 64), (1, 192), (2, 64), (3, 256))
         ]
-    return [{"targets": 1}, {"targets": 3}]
+    return [{"clips": 1}] if item == "audio" else [{"targets": 1}]
 
 
-def _exact(works: Sequence[Work], counts: Sequence[int], kind: str) -> Polynomial:
-    """The polynomial through all counts; the generator's images all have one size, so its FLOPs are per item."""
-    features = np.array(works, dtype=float)[:, : 1 if kind == "generator" else 3]
+def _exact(works: Sequence[Work], counts: Sequence[int], item: Item) -> Polynomial:
+    """The polynomial through all counts; clips and images to generate all have one size: their FLOPs are per item."""
+    features = np.array(works, dtype=float)[:, : 3 if item in ("image", "sequence") else 1]
     scale = features.max(axis=0)
     solution = np.linalg.lstsq(features / scale, np.array(counts, dtype=float), rcond=None)[0] / scale
     terms = [float(round(value)) for value in solution] + [0.0, 0.0]

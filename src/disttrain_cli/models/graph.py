@@ -1,4 +1,4 @@
-"""A run's model as one list of layers in pipeline order: encoder, LLM, generator.
+"""A run's model as one list of layers in pipeline order: encoders, LLM, generator.
 
 Everything else speaks of layers by their place in this list: a stage is a range of it, and a cut before layer i
 is crossed by `live_tensors(table, i)`.
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain_cli.models import llama, unet, vit
+from disttrain_cli.models import llama, unet, vae, vit, whisper
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig, read_configs
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.runfile import Run
 
 
@@ -31,44 +31,55 @@ class LayerInfo:
     needs: tuple[str, ...]
     loss: str | None
     parameters: int
+    frozen: bool = False
 
 
 def describe(run: Run) -> ModelInputs:
     """What the model asks of its data, from the configurations alone; raises SpecError where they are wrong."""
     configs = read_configs(run)
-    llm = _of_kind(configs, "llm")
-    assert llm is not None
-    encoder, generator = _of_kind(configs, "encoder"), _of_kind(configs, "generator")
-    image = target = None
-    if encoder is not None:
+    by_architecture = {config.architecture: config for config in configs.values()}
+    llm, generator = by_architecture["llama"], by_architecture.get("unet2d_condition")
+    image = audio = target = None
+    if (eye := by_architecture.get("vit")) is not None:
         image = ImageInput(
-            module=encoder.name,
-            patch_px=encoder.config.patch_size,
-            merge=run.file.model.modules[encoder.name].merge,
-            channels=encoder.config.num_channels,
+            module=eye.name,
+            patch_px=eye.config.patch_size,
+            merge=run.file.model.modules[eye.name].merge,
+            channels=eye.config.num_channels,
             mean=0.5,
             std=0.5,
             extra_tokens=1,
             max_pixels=run.file.data.max_image_pixels,
         )
+    if (ear := by_architecture.get("whisper")) is not None:
+        audio = AudioInput(
+            module=ear.name,
+            mel_bins=ear.config.num_mel_bins,
+            frames=ear.config.max_source_positions * whisper.FRAMES_PER_POSITION,
+            merge=run.file.model.modules[ear.name].merge,
+        )
     if generator is not None:
-        size = generator.config["sample_size"]
+        spec = run.file.model.modules[generator.name]
+        assert spec.image_size is not None
         target = TargetInput(
             module=generator.name,
-            size_px=size,
-            channels=generator.config["in_channels"],
-            context_tokens=run.file.model.modules[generator.name].context_tokens,
-            latent_pixels=size * size,
+            size_px=spec.image_size,
+            channels=generator.config["in_channels"] if spec.cached_latents else 3,
+            context_tokens=spec.context_tokens,
+            latent_pixels=generator.config["sample_size"] ** 2,
+            cached_latents=spec.cached_latents,
         )
     return ModelInputs(
         llm=llm.name,
         vocabulary=llm.config.vocab_size,
         sequence_length=run.file.data.sequence_length,
         image=image,
+        audio=audio,
         target=target,
     )
 
 
+_makers: dict[str, list[LayerMaker]] = {}
 _tables: dict[str, list[LayerInfo]] = {}
 
 
@@ -78,24 +89,23 @@ def layer_table(run: Run) -> list[LayerInfo]:
     Raises:
         SpecError: a module's configuration is wrong.
     """
-    configs = read_configs(run)
-    plain = {n: c.config if isinstance(c.config, dict) else c.config.to_dict() for n, c in configs.items()}
-    key = fingerprint({"configs": plain, "model": run.file.model.model_dump(mode="json")})
+    key = _remember_makers(run)
     if key not in _tables:
-        _tables[key] = [_info(maker.on_meta()) for maker in _makers(run, configs)]
+        _tables[key] = [_info(maker.on_meta()) for maker in _makers[key]]
     return _tables[key]
 
 
 def build_layers(
-    run: Run, start: int, stop: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    run: Run, start: int, stop: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, tp: int = 1
 ) -> list[PipelineLayer]:
     """Layers `start` to `stop` (exclusive) of the model with their initial weights, and no others.
 
-    A layer's initial weights depend on `train.seed` and its name only: they are the same on every layout.
+    A layer's initial weights depend on `train.seed` and its name only: they are the same on every layout. With `tp`
+    each is one rank's part of a TP group, compute only (`division.shard`); the whole layer is never in memory.
     """
-    makers = _makers(run, read_configs(run))
+    makers = _makers[_remember_makers(run)]
     assert 0 <= start <= stop <= len(makers)
-    return [maker.build(run.file.train.seed, device, dtype) for maker in makers[start:stop]]
+    return [maker.build(run.file.train.seed, device, dtype, tp) for maker in makers[start:stop]]
 
 
 def live_tensors(table: list[LayerInfo], cut: int) -> list[TensorSpec]:
@@ -112,29 +122,49 @@ def live_tensors(table: list[LayerInfo], cut: int) -> list[TensorSpec]:
     return [spec for name, spec in written.items() if name in wanted]
 
 
-def _of_kind(configs: dict[str, ModuleConfig], kind: str) -> ModuleConfig | None:
-    return next((config for config in configs.values() if config.kind == kind), None)
+def line_of(table: list[LayerInfo], inputs: ModelInputs, module: str) -> list[LayerInfo]:
+    """The layers that tensors pass through together with a module's: all but those of other encoders.
+
+    Encoders stand side by side: what crosses a cut of one of them is `live_tensors` of its line, where nothing that
+    another encoder made passes through.
+    """
+    beside = set(inputs.encoders) - {module} if module in inputs.encoders else set()
+    return [layer for layer in table if layer.module not in beside]
 
 
-def _makers(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
+def _remember_makers(run: Run) -> str:
+    """The key of the model's makers, which are made once per process: a U-Net is put together only once."""
+    configs = read_configs(run)
+    plain = {n: c.config if isinstance(c.config, dict) else c.config.to_dict() for n, c in configs.items()}
+    key = fingerprint({"configs": plain, "model": run.file.model.model_dump(mode="json")})
+    if key not in _makers:
+        _makers[key] = _make(run, configs)
+    return key
+
+
+def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
     model = run.file.model
-    llm = _of_kind(configs, "llm")
-    assert llm is not None
-    encoder, generator = _of_kind(configs, "encoder"), _of_kind(configs, "generator")
+    llm = next(config for config in configs.values() if config.kind == "llm")
+    generator = next((config for config in configs.values() if config.kind == "generator"), None)
     width = llm.config.hidden_size
     hidden = model.projector_hidden or width
     makers: list[LayerMaker] = []
-    if encoder is not None:
-        makers += vit.makers(encoder.name, encoder.config, model.modules[encoder.name].merge, hidden, width)
-    makers += llama.makers(llm.name, llm.config, encoder is not None, generator is not None, model.loss_weights.text)
+    reads: list[str] = []
+    for encoder in (config for config in configs.values() if config.kind == "encoder"):
+        make, embeds = {"vit": (vit.makers, "image_embeds"), "whisper": (whisper.makers, "audio_embeds")}[
+            encoder.architecture
+        ]
+        makers += make(encoder.name, encoder.config, model.modules[encoder.name].merge, hidden, width)
+        reads.append(embeds)
+    makers += llama.makers(llm.name, llm.config, tuple(reads), generator is not None, model.loss_weights.text)
     if generator is not None:
+        spec = model.modules[generator.name]
+        encodes = generator.vae is not None and not spec.cached_latents
+        if generator.vae is not None and encodes:
+            assert spec.image_size is not None
+            makers += vae.makers(generator.name, generator.vae, spec.image_size)
         makers += unet.makers(
-            generator.name,
-            generator.config,
-            model.modules[generator.name].context_tokens,
-            hidden,
-            width,
-            model.loss_weights.image,
+            generator.name, generator.config, spec.context_tokens, hidden, width, model.loss_weights.image, encodes
         )
     return makers
 
@@ -149,4 +179,5 @@ def _info(layer: PipelineLayer) -> LayerInfo:
         layer.needs,
         layer.loss,
         sum(parameter.numel() for parameter in layer.parameters()),
+        layer.frozen,
     )

@@ -1,23 +1,23 @@
 """What a pipeline layer is: a module that maps a dict of named tensors to a dict, and says which it reads and writes.
 
-State tensors are rows: the first dimension counts rows, and every item (an image read, a packed sequence, an
-image to be generated) owns a known number of them, so that any set of items can be cut out, sent to another
-rank and put back in order without looking at the values (`data.slots` has the row counts).
+State tensors are rows: the first dimension counts rows, and every item (an image read, an audio clip, a packed
+sequence, an image to be generated) owns a known number of them, so that any set of items can be cut out, sent to
+another rank and put back in order without looking at the values (`data.slots` has the row counts).
 
 Shape letters used in this room:
     N items · R rows · M sequences of a microbatch · L sequence length · D hidden width
-    P patches of an image · K context tokens of a generated image · C channels · H, W height, width
+    P patches of an image, positions of a clip · K context tokens of a generated image · C channels · H, W height, width
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-Item = Literal["image", "sequence", "target"]
+from disttrain_cli.models.division import Division
+from disttrain_cli.spec.inputs import Item
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class TensorSpec:
     """A named state tensor [R, *shape]: whose rows it holds, how many per item, and the shape of a row.
 
     `rows` names a column of the slot's item table (`data.slots.Slot.rows`):
-    image: "patches" (with extra tokens), "tokens"; sequence: "tokens"; target: "one", "context".
+    image: "patches" (with extra tokens), "tokens"; audio: "positions", "tokens"; sequence: "tokens";
+    target: "one", "context".
     """
 
     name: str
@@ -43,13 +44,15 @@ class Batch:
 
     image_grids: list[tuple[int, int]]  # patches (rows, columns) of each image; equal grids are adjacent
     pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
+    audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
     token_ids: Tensor | None = None  # [M, L] int64
     positions: Tensor | None = None  # [M, L] int64, restarting with every sample
     documents: Tensor | None = None  # [M, L] int64, number of the sample inside its sequence, -1 = padding
     image_rows: Tensor | None = None  # [R] int64, places in M·L of the image tokens, in image order
+    audio_rows: Tensor | None = None  # [R] int64, the same of the audio tokens, in clip order
     context_rows: Tensor | None = None  # [N·K] int64, places in M·L of the context tokens, in target order
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
-    target_pixels: Tensor | None = None  # [N, C, H, W] in -1..1
+    target_pixels: Tensor | None = None  # [N, C, H, W] in -1..1, or latents that were prepared beforehand
     target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
     noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     label_tokens: float = 1.0  # label tokens of the whole global batch
@@ -60,7 +63,8 @@ class Batch:
 #: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
 FIELDS: dict[str, tuple[str, ...]] = {
     "pixels": ("pixels",),
-    "tokens": ("token_ids", "image_rows"),
+    "audio": ("audio_features",),
+    "tokens": ("token_ids", "image_rows", "audio_rows"),
     "layout": ("positions", "documents"),
     "context": ("context_rows",),
     "labels": ("labels",),
@@ -85,6 +89,9 @@ class PipelineLayer(nn.Module):
     writes: tuple[TensorSpec, ...] = ()  # state tensors it leaves (also those it replaces)
     needs: tuple[str, ...] = ()  # keys of FIELDS
     loss: str | None = None  # name of the loss it adds ("text"), if any
+    frozen: bool = False  # never trained and never differentiated (a generator's VAE)
+    division: Division = Division()  # over a tensor-parallel group
+    first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Map the tensors named in `reads` to those in `writes` (plus `loss/NAME`)."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.division import Division
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 
 
@@ -39,29 +40,38 @@ class LlamaLayer(PipelineLayer):
 
 
 class Embed(LlamaLayer):
-    """Token embeddings, with the image tokens' rows replaced by the encoder's.
+    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'.
 
     The tokens that condition an image to be generated have an id of their own, whose embedding is learned.
     """
 
     kind = "embed"
     needs = ("tokens",)
+    division = Division(vocabulary=("embedding",))
 
-    def __init__(self, module: str, config: Any, reads_images: bool) -> None:
+    def __init__(self, module: str, config: Any, reads: tuple[str, ...]) -> None:
         super().__init__()
         self.name, self.module = f"{module}.embed", module
-        self.reads = ("image_embeds",) if reads_images else ()
+        self.reads = reads
         self.writes = (TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,)),)
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.token_ids is not None
-        hidden = self.embedding(batch.token_ids.flatten())  # [M·L, D]
-        images = state.get("image_embeds")
-        if self.reads and images is not None and len(images):
-            assert batch.image_rows is not None
-            hidden = hidden.index_copy(0, batch.image_rows, images.to(hidden.dtype))
+        hidden = self._embed(batch.token_ids.flatten())  # [M·L, D]
+        for name, rows in (("image_embeds", batch.image_rows), ("audio_embeds", batch.audio_rows)):
+            given = state.get(name)
+            if name in self.reads and given is not None and len(given):
+                assert rows is not None
+                hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
         return {"hidden": hidden}
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self.first_id is None:
+            return self.embedding(ids)
+        local = ids - self.first_id
+        foreign = (local < 0) | (local >= len(self.embedding.weight))
+        return self.embedding(local.masked_fill(foreign, 0)).masked_fill(foreign.unsqueeze(1), 0.0)
 
 
 class Block(LlamaLayer):
@@ -70,6 +80,9 @@ class Block(LlamaLayer):
     kind = "block"
     reads = ("hidden",)
     needs = ("layout",)
+    division = Division(
+        column=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), row=("o_proj", "down_proj")
+    )
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -108,6 +121,7 @@ class Head(LlamaLayer):
     kind = "head"
     reads = ("hidden",)
     loss = "text"
+    division = Division(vocabulary=("lm_head",))
 
     def __init__(self, module: str, config: Any, weight: float, feeds_generator: bool) -> None:
         from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -128,16 +142,25 @@ class Head(LlamaLayer):
             result["context"] = hidden.index_select(0, batch.context_rows)
         if batch.labels is not None:
             logits = self.lm_head(hidden).float()
-            total = functional.cross_entropy(logits, batch.labels.flatten(), ignore_index=-100, reduction="sum")
+            labels = self._labels(batch.labels.flatten())
+            total = functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
             result[f"{LOSS_PREFIX}{self.loss}"] = self.weight * total / batch.label_tokens
         return result
 
+    def _labels(self, labels: Tensor) -> Tensor:
+        if self.first_id is None:
+            return labels
+        local = (labels - self.first_id).clamp(0, len(self.lm_head.weight) - 1)
+        return torch.where(labels < 0, labels, local)
 
-def makers(module: str, config: Any, reads_images: bool, feeds_generator: bool, loss_weight: float) -> list[LayerMaker]:
-    """The layers of an LLM in pipeline order."""
+
+def makers(
+    module: str, config: Any, reads: tuple[str, ...], feeds_generator: bool, loss_weight: float
+) -> list[LayerMaker]:
+    """The layers of an LLM in pipeline order; `reads` are the tensors that the encoders before it leave."""
     std = config.initializer_range
     return [
-        LayerMaker(partial(Embed, module, config, reads_images), std),
+        LayerMaker(partial(Embed, module, config, reads), std),
         *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.num_hidden_layers)),
         LayerMaker(partial(Head, module, config, loss_weight, feeds_generator), std),
     ]

@@ -12,23 +12,27 @@ from torch import Tensor
 
 from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.models.layer import Batch, TensorSpec
-from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.inputs import Item, ModelInputs
 from disttrain_cli.spec.work import Work
 
 
 def probe_work(
     inputs: ModelInputs,
-    kind: str,
+    item: Item,
     *,
     grids: Sequence[tuple[int, int]] = (),
+    clips: int = 0,
     documents: Sequence[Sequence[int]] = (),
     targets: int = 0,
 ) -> Work:
-    """Work that a probe batch of these sizes brings to a module of a kind (see `probe_batch`)."""
-    if kind == "encoder":
+    """Work that a probe batch of these sizes brings to the module that works on such items (see `probe_batch`)."""
+    if item == "image":
         patches = [rows * columns for rows, columns in grids]
         return Work(len(patches), sum(patches), sum(n * n for n in patches))
-    if kind == "llm":
+    if item == "audio":
+        assert inputs.audio is not None
+        return inputs.audio.work(float(clips))
+    if item == "sequence":
         lengths = [length for sequence in documents for length in sequence]
         return Work(len(documents), sum(lengths), sum(n * n for n in lengths))
     assert inputs.target is not None
@@ -39,25 +43,27 @@ def probe_batch(
     inputs: ModelInputs,
     *,
     grids: Sequence[tuple[int, int]] = (),
+    clips: int = 0,
     documents: Sequence[Sequence[int]] = (),
     targets: int = 0,
     device: torch.device | str = "cpu",
     seed: int = 0,
     length: int | None = None,
 ) -> Batch:
-    """A batch with images of these grids, sequences of samples of these lengths, and this many images to generate.
+    """A batch with images of these grids, audio clips, sequences of samples of these lengths, images to generate.
 
     Args:
         grids: patches (rows, columns) of each image; sorted, so that equal grids are adjacent.
         documents: for each sequence the tokens of its samples; the rest of the sequence is padding.
         length: tokens of a sequence, padding included; the model's own if not given.
 
-    Image tokens take the first places of the sequences and context tokens the last. If the sequences have no
-    room for both (or there are none), the batch has no places for them and serves the other modules only.
+    Image tokens take the first places of the sequences, audio tokens the next and context tokens the last. If the
+    sequences have no room for them (or there are none), the batch has no places for them and serves the other
+    modules only.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
-        batch = _batch(inputs, sorted(grids), documents, targets, length or inputs.sequence_length, generator)
+        batch = _batch(inputs, sorted(grids), clips, documents, targets, length or inputs.sequence_length, generator)
     return _moved(batch, torch.device(device))
 
 
@@ -69,6 +75,9 @@ def row_count(spec: TensorSpec, inputs: ModelInputs, batch: Batch) -> int:
         if spec.rows == "patches":
             return sum(patches) + len(patches) * inputs.image.extra_tokens
         return sum(patches) // inputs.image.merge**2
+    if spec.item == "audio":
+        assert inputs.audio is not None and batch.audio_features is not None
+        return len(batch.audio_features) * (inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions)
     if spec.item == "sequence":
         assert batch.token_ids is not None
         return batch.token_ids.numel()
@@ -115,12 +124,13 @@ def entry_state(
 def _batch(
     inputs: ModelInputs,
     grids: list[tuple[int, int]],
+    clips: int,
     documents: Sequence[Sequence[int]],
     targets: int,
     length: int,
     generator: torch.Generator,
 ) -> Batch:
-    image, target = inputs.image, inputs.target
+    image, audio, target = inputs.image, inputs.audio, inputs.target
     batch = Batch(image_grids=grids)
     fields: dict[str, Any] = {}
     if image is not None:
@@ -129,20 +139,22 @@ def _batch(
             torch.randn(sum(1 for _ in run), image.channels, rows * side, columns * side, generator=generator)
             for (rows, columns), run in groupby(grids)
         ]
+    if audio is not None:
+        fields["audio_features"] = torch.randn(clips, audio.mel_bins, audio.frames, generator=generator)
     if target is not None:
-        shape = (targets, target.channels, target.size_px, target.size_px)
-        fields["target_pixels"] = torch.rand(shape, generator=generator) * 2 - 1
+        fields["target_pixels"] = torch.rand((targets, *target.shape), generator=generator) * 2 - 1
         fields["target_weights"] = torch.ones(targets)
         fields["noise_seeds"] = torch.randint(2**31, (targets,), generator=generator)
         fields["targets"] = float(max(1, targets))
     if documents:
-        fields |= _tokens(inputs, grids, documents, targets, length, generator)
+        fields |= _tokens(inputs, grids, clips, documents, targets, length, generator)
     return replace(batch, **fields)
 
 
 def _tokens(
     inputs: ModelInputs,
     grids: list[tuple[int, int]],
+    clips: int,
     documents: Sequence[Sequence[int]],
     targets: int,
     length: int,
@@ -161,14 +173,16 @@ def _tokens(
     labels = torch.where(numbers >= 0, torch.randint(inputs.vocabulary, shape, generator=generator), -100)
     places = (numbers.flatten() >= 0).nonzero().flatten()
     image_tokens = sum(rows * columns for rows, columns in grids) // (inputs.image.merge**2 if inputs.image else 1)
+    audio_tokens = clips * (inputs.audio.tokens if inputs.audio else 0)
     context_tokens = targets * (inputs.target.context_tokens if inputs.target else 0)
-    fits = image_tokens + context_tokens <= len(places)
+    fits = image_tokens + audio_tokens + context_tokens <= len(places)
     return {
         "token_ids": token_ids,
         "positions": positions,
         "documents": numbers,
         "labels": labels,
         "image_rows": places[:image_tokens] if fits else None,
+        "audio_rows": places[image_tokens : image_tokens + audio_tokens] if fits else None,
         "context_rows": places[len(places) - context_tokens :] if fits else None,
         "label_tokens": float(max(1, int((labels >= 0).sum()))),
     }

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.models import unet
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.spec.inputs import ModelInputs
@@ -22,11 +23,17 @@ def generate(
 
     `layers` is the whole model on one device; the batch's labels and target pixels are not used. Image i starts
     from noise drawn from (seed, i), the same on any device.
+
+    Raises:
+        SpecError: the generator denoises latents; the model holds no decoder for them.
     """
     from diffusers import DDIMScheduler
 
     target = inputs.target
     assert target is not None and batch.context_rows is not None
+    if target.cached_latents or any(layer.frozen for layer in layers):
+        what = f"{target.module} denoises a VAE's latents, and the model has no decoder that makes images of them"
+        raise SpecError(what, "only the VAE's encoder is trained with", "Set samples.images: 0 in the run file.")
     count = len(batch.context_rows) // target.context_tokens
     if not count:
         return np.zeros((0, target.size_px, target.size_px, target.channels), dtype=np.uint8)

@@ -20,21 +20,23 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import refused
+from disttrain_cli.models.division import Division
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 
 TRAIN_TIMESTEPS = 1000
 
 
-def draw_noise(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Timesteps [N] int64 and noise [N, C, H, W] float32 of a batch's targets, from `noise_seeds` alone.
+def draw_noise(batch: Batch, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Timesteps [N] int64 and noise [N, *shape] float32 of a batch's targets, from `noise_seeds` alone.
 
     Drawn once per stage and batch. On the meta device there are no seeds to read and the result has no values.
     """
     if "noise" not in batch.cache:
         assert batch.target_pixels is not None and batch.noise_seeds is not None
-        device, shape = batch.target_pixels.device, batch.target_pixels.shape[1:]
+        device = batch.target_pixels.device
         if device.type == "meta":
-            batch.cache["timesteps"], batch.cache["noise"] = batch.noise_seeds, torch.empty_like(batch.target_pixels)
+            batch.cache["timesteps"] = batch.noise_seeds
+            batch.cache["noise"] = torch.empty(len(batch.noise_seeds), *shape, device=device)
         else:
             draws = [_draw_one(seed, shape) for seed in batch.noise_seeds.tolist()]
             batch.cache["timesteps"] = torch.stack([timestep for timestep, _ in draws]).to(device)
@@ -42,7 +44,7 @@ def draw_noise(batch: Batch) -> tuple[Tensor, Tensor]:
     return batch.cache["timesteps"], batch.cache["noise"]
 
 
-def _draw_one(seed: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _draw_one(seed: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
         return torch.randint(TRAIN_TIMESTEPS, (), generator=generator), torch.randn(shape, generator=generator)
@@ -63,6 +65,7 @@ class Projector(UnetLayer):
 
     kind = "projector"
     reads = ("context",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
 
     def __init__(self, module: str, llm_width: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -75,24 +78,28 @@ class Projector(UnetLayer):
 
 
 class In(UnetLayer):
-    """Noisy images and their timesteps → first features and time embedding."""
+    """Noisy images (or latents) and their timesteps → first features and time embedding."""
 
     kind = "in"
     needs = ("targets",)
 
-    def __init__(self, module: str, unet: nn.Module, writes: tuple[TensorSpec, ...]) -> None:
+    def __init__(
+        self, module: str, unet: nn.Module, writes: tuple[TensorSpec, ...], shape: tuple[int, ...], reads_latents: bool
+    ) -> None:
         from diffusers import DDPMScheduler
 
         super().__init__()
-        self.name, self.module, self.writes = f"{module}.in", module, writes
+        self.name, self.module, self.writes, self.shape = f"{module}.in", module, writes, shape
+        self.reads = ("latents",) if reads_latents else ()
         self.conv_in, self.time_proj, self.time_embedding = _parts(unet, "conv_in", "time_proj", "time_embedding")
         with torch.device("cpu"):
             self._schedule = DDPMScheduler(num_train_timesteps=TRAIN_TIMESTEPS)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.target_pixels is not None
-        timesteps, noise = draw_noise(batch)
-        return self.start(self._schedule.add_noise(batch.target_pixels, noise, timesteps), timesteps)
+        clean = state["latents"].detach() if self.reads else batch.target_pixels
+        assert clean is not None
+        timesteps, noise = draw_noise(batch, self.shape)
+        return self.start(self._schedule.add_noise(clean, noise, timesteps), timesteps)
 
     def start(self, sample_NCHW: Tensor, timesteps_N: Tensor) -> dict[str, Tensor]:
         """First features of given noisy images at given timesteps."""
@@ -103,6 +110,9 @@ class In(UnetLayer):
 
 class Inner(UnetLayer):
     """A down, mid or up block of the U-Net."""
+
+    # Heads and FFN of its transformer blocks; convolutions are whole on every rank.
+    division = Division(column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2"))
 
     def __init__(
         self,
@@ -144,14 +154,14 @@ class Out(UnetLayer):
     needs = ("targets",)
     loss = "image"
 
-    def __init__(self, module: str, unet: nn.Module, weight: float) -> None:
+    def __init__(self, module: str, unet: nn.Module, shape: tuple[int, ...], weight: float) -> None:
         super().__init__()
-        self.name, self.module, self.weight = f"{module}.out", module, weight
+        self.name, self.module, self.shape, self.weight = f"{module}.out", module, shape, weight
         self.conv_norm_out, self.conv_act, self.conv_out = _parts(unet, "conv_norm_out", "conv_act", "conv_out")
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.target_weights is not None
-        _, noise = draw_noise(batch)
+        _, noise = draw_noise(batch, self.shape)
         error_N = (self.predict(state) - noise).square().mean(dim=(1, 2, 3))
         return {f"{LOSS_PREFIX}{self.loss}": self.weight * (batch.target_weights * error_N).sum() / batch.targets}
 
@@ -168,9 +178,17 @@ def _parts(unet: nn.Module, *names: str) -> tuple[Any, ...]:
 
 
 def makers(
-    module: str, config: dict[str, Any], context_tokens: int, projector_hidden: int, llm_width: int, loss_weight: float
+    module: str,
+    config: dict[str, Any],
+    context_tokens: int,
+    projector_hidden: int,
+    llm_width: int,
+    loss_weight: float,
+    reads_latents: bool = False,
 ) -> list[LayerMaker]:
     """The layers of an image generator in pipeline order; weights start as diffusers starts them.
+
+    With `reads_latents` the images come from a VAE's layer before them, else from the batch.
 
     Raises:
         SpecError: diffusers refuses the configuration.
@@ -180,11 +198,11 @@ def makers(
         partial(Projector, module, llm_width, projector_hidden, config["cross_attention_dim"])
     ]
     unet, size = whole(), config["sample_size"]
-    channels = unet.conv_in.out_channels
+    shape, channels = (config["in_channels"], size, size), unet.conv_in.out_channels
     skips = [TensorSpec("skip.0", "target", "one", (channels, size, size))]
     time = TensorSpec("time_embedding", "target", "one", (unet.time_embedding.linear_2.out_features,))
     first = (skips[0], time)
-    construct.append(lambda: In(module, whole(), first))
+    construct.append(lambda: In(module, whole(), first, shape, reads_latents))
 
     def inner(kind: str, path: str, features: str, read: tuple[str, ...], writes: tuple[TensorSpec, ...]) -> None:
         construct.append(
@@ -213,7 +231,7 @@ def makers(
             read,
             (TensorSpec("sample", "target", "one", (channels, size, size)),),
         )
-    construct.append(lambda: Out(module, whole(), loss_weight))
+    construct.append(lambda: Out(module, whole(), shape, loss_weight))
     return [LayerMaker(make, None) for make in construct]
 
 

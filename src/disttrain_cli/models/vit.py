@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.division import Division
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 
 
@@ -69,6 +70,7 @@ class Block(VitLayer):
 
     kind = "block"
     reads = ("image_hidden",)
+    division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("o_proj", "fc2"))
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.vit.modeling_vit import ViTLayer
@@ -88,6 +90,7 @@ class Projector(VitLayer):
 
     kind = "projector"
     reads = ("image_hidden",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
 
     def __init__(self, module: str, config: Any, merge: int, hidden: int, width: int) -> None:
         super().__init__()

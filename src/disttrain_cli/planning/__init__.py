@@ -3,5 +3,6 @@
 Start with `solve` (what `disttrain plan` calls). `units` groups modules, `options` lists the shapes of a unit
 and their times, `partition` splits its layers over stages, `search` finds the best combination exactly under
 the formula of `objective`, `baselines` are the other strategies, `predict` runs the simulator, `check` guards
-plans edited by hand, `explain` says why.
+plans edited by hand and says what training does not run, `explain` says why, `sensitivity` what would change,
+`picture` draws the step.
 """

@@ -1,23 +1,39 @@
-"""The other strategies: GPUs in proportion to FLOPs (`distmm`), and the paper's relaxation (`paper`).
+"""The other strategies: one TP and DP for all (`megatron`), GPUs by FLOPs (`distmm`), the paper's relaxation (`paper`).
 
-`megatron` needs no code of its own: it is the same search over one unit of all modules (`units.group`).
+In a Megatron pipeline encoder and generator are one stage each, on as many GPUs as a stage of the LLM. They are
+sharded over the TP group, which is the search over one unit of all modules (`units.group`), or replicated over it,
+each copy working on other images: units of their own, with DP as large as the LLM's TP · DP.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import flops_per_sequence
-from disttrain_cli.planning.options import Options
-from disttrain_cli.planning.search import Candidate, Found, divisors, search
-from disttrain_cli.planning.units import Cluster, Unit
+from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.options import (
+    Rows,
+    kind_gib,
+    kind_ms,
+    list_rows,
+    options_of,
+    price,
+    slowest_by_stages,
+    take,
+)
+from disttrain_cli.planning.partition import fewest_stages
+from disttrain_cli.planning.search import Candidate, Found, Shape, candidate_of, search
+from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.spec.plan import Strategy
+from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
 GRID = 400  # points of the slowest stage's time at which the relaxation is evaluated
-CASES = 24  # relaxed cases that are rounded; more only while none has fitted
+CASES = 32  # relaxed cases that are rounded; more only while none has fitted
 
 
 def proportional(flops: list[float], gpus: int) -> list[int]:
@@ -32,11 +48,113 @@ def proportional(flops: list[float], gpus: int) -> list[int]:
     return shares
 
 
+def candidates(profile: Profile, cluster: Cluster, strategy: Strategy, top: int) -> tuple[list[Unit], Found]:
+    """Units of a strategy and its best layouts by the formula.
+
+    Raises:
+        InfeasibleError: a unit has no TP degree that fits a node.
+    """
+    if strategy == "megatron":
+        return megatron(profile, cluster, top)
+    units = group(profile, cluster, strategy)
+    if strategy == "distmm":
+        return units, distmm(units, cluster, top)
+    if strategy == "paper":
+        return units, paper(units, cluster, top)
+    return units, search(units, cluster, top)
+
+
+def megatron(profile: Profile, cluster: Cluster, top: int = 1, tp: int | None = None, pp: int | None = None,
+             most_dp: int | None = None) -> tuple[list[Unit], Found]:
+    """The best Megatron pipeline: encoders and generators sharded, or some of them replicated, whichever is faster.
+
+    Args:
+        tp, pp: TP of all, and the LLM's PP; None = the best.
+        most_dp: replicas of the LLM at most.
+    """
+    forms: list[tuple[list[Unit], Found]] = []
+    for strategy in ("megatron", "disaggregated"):
+        units = group(profile, cluster, strategy)
+        stages = None if pp is None else pp + sum(len(unit.fences) for unit in units)
+        forms.append((units, pipelines(units, cluster, top, tp, stages, most_dp)))
+    return min(forms, key=lambda form: (not form[1].best, form[1].best))
+
+
+def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None = None, pp: int | None = None,
+              most_dp: int | None = None) -> Found:
+    """Pipelines whose stages all have the LLM's TP · DP GPUs; units without the LLM are one stage each. Exact.
+
+    Shapes of the LLM's unit come in the order of a lower bound, so few of them are priced.
+    """
+    holder = next(number for number, unit in enumerate(units) if unit.holds_llm)
+    llm, later = units[holder], len(units) - 1 - holder
+    queue: list[tuple[float, int, int, int, int, bool, float]] = []
+    for size in divisors(cluster.batch):
+        slots = cluster.batch // size
+        rows = list_rows(llm, size, slots, cluster.gpus, later)
+        stages = np.arange(1, llm.layers + 1)[:, None]
+        fits = ((stages + len(units) - 1) * rows.stage_gpus <= cluster.gpus) & (stages >= rows.least_stages)
+        fits &= (stages == (pp or stages)) & (rows.tp == (tp or rows.tp)) & (rows.dp <= (most_dp or cluster.gpus))
+        beside = np.zeros((len(units), len(rows)))  # the LLM's own row stays zero
+        for number in range(len(units)):
+            if number != holder:
+                beside[number] = _least_beside(units[number], rows, size)
+        slowest_ms = np.maximum(rows.slowest_ms(stages), beside.max(axis=0))
+        least = rows.unit_ms + beside.sum(axis=0) + (slots - 1) * slowest_ms
+        queue += [(float(least[stage, row]), size, int(rows.tp[row]), int(rows.dp[row]), int(stage) + 1,
+                   bool(rows.checkpointing[row]), float(rows.unit_ms[row])) for stage, row in np.argwhere(fits)]
+    combinations = len(queue)
+    heapq.heapify(queue)
+    best: list[Candidate] = []
+    slowest: dict[tuple[int, ...], Floats] = {}
+    while queue:
+        least_ms, size, degree, dp, stages_, recomputes, unit_ms = heapq.heappop(queue)
+        if len(best) == top and least_ms > best[-1].total_ms:
+            break
+        slots, row = cluster.batch // size, (size, degree, dp, recomputes)
+        if row not in slowest:
+            slowest[row] = slowest_by_stages(llm, degree, dp, recomputes, size, slots, later, cluster.gpus)
+        chosen: list[Shape] = []
+        for number, unit in enumerate(units):
+            after = len(units) - 1 - number + (stages_ - 1 if number < holder else 0)
+            shape = (_one_stage(unit, degree, dp, size, slots, after) if number != holder else
+                     Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[row][stages_])))
+            chosen += [shape] if shape is not None and np.isfinite(shape.stage_ms) else []
+        if len(chosen) == len(units):
+            best = sorted([*best, candidate_of(chosen, size, slots, dp)])[:top]
+    return Found(best, combinations)
+
+
+def _least_beside(unit: Unit, rows: Rows, size: int) -> Floats:
+    """[B] least time of a unit on one stage beside each row of the LLM, memory aside."""
+    kinds, least = unit.kinds, np.full(len(rows), np.inf)
+    for variant, tp in enumerate(kinds.tp):
+        for dp in (rows.dp, rows.stage_gpus):
+            possible = tp * dp == rows.stage_gpus
+            times = kind_ms(unit, np.full(len(rows), variant), dp, size) @ kinds.count
+            least = np.where(possible, np.minimum(least, times), least)
+    return least
+
+
+def _one_stage(unit: Unit, tp: int, dp: int, size: int, slots: int, after: int) -> Shape | None:
+    """A unit on one stage of TP · DP GPUs, sharded or replicated, whichever is faster of those that fit."""
+    rows = list_rows(unit, size, slots, tp * dp, 0)
+    row = np.flatnonzero(((rows.tp == tp) & (rows.dp == dp)) | ((rows.tp == 1) & (rows.dp == tp * dp)))
+    options = options_of(rows, row, np.ones(len(row), dtype=np.int64))
+    fits = price(unit, options, size, slots, np.array([after]), np.full(len(row), np.inf))
+    fits = take(fits, fits.after_to > after)
+    if not len(fits):
+        return None
+    best = int(fits.unit_ms.argmin())
+    return Shape(int(fits.tp[best]), int(fits.dp[best]), 1, bool(fits.checkpointing[best]),
+                 float(fits.unit_ms[best]), float(fits.stage_ms[best]))
+
+
 def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
     """DistMM's rule: GPUs follow FLOPs; inside its share every unit takes its best shape."""
-    per_module = flops_per_sequence(units[0].profile)
+    per_module = flops_per_sequence(units[0].profile, cluster.trained)
     shares = proportional([sum(per_module[name] for name in unit.modules) for unit in units], cluster.gpus)
-    return search(units, cluster, top, keep=lambda number, _, options: options.gpus <= shares[number])
+    return search(units, cluster, top, shares=shares)
 
 
 def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
@@ -48,15 +166,15 @@ def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
     cases = sorted(_relaxed(units, cluster), key=lambda case: case[0])
     best: list[Candidate] = []
     combinations = 0
-    for tried, (_, tps, dp, shares) in enumerate(cases):
-        if tried >= CASES and best:
+    for tried, (relaxed_ms, tps, dp, shares) in enumerate(cases):
+        if best and (tried >= CASES or relaxed_ms > best[-1].total_ms):
             break
 
-        def keep(number: int, size: int, options: Options, tps: tuple[int, ...] = tps, dp: int = dp,
-                 shares: Floats = shares) -> NDArray[np.bool_]:
-            fits = (options.tp == tps[number]) & (options.gpus <= shares[number])
-            return fits & ((options.dp == dp) if units[number].holds_llm else (size % options.dp == 0))
-        found = search(units, cluster, top, keep=keep, slots_of=[dp])
+        def keep(number: int, size: int, rows: Rows, tps: tuple[int, ...] = tps, dp: int = dp) -> NDArray[np.bool_]:
+            fits = rows.tp == tps[number]
+            return fits & ((rows.dp == dp) if units[number].holds_llm else (size % rows.dp == 0))
+        found = search(units, cluster, top, keep=keep, slots_of=[dp], shares=[int(share) for share in shares],
+                       within_ms=best[-1].total_ms if len(best) == top else np.inf)
         best = sorted({*best, *found.best})[:top]
         combinations += found.combinations
     return Found(best, combinations)
@@ -66,29 +184,30 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
     """Every case as (relaxed time in ms, TP of every unit, DP_lm, GPUs of every unit as real numbers).
 
     With a = DP_lm·TP·C GPU·ms per slot, unit u on x GPUs takes a/x per slot. For a slowest stage of τ every x is
-    at least a/τ (and what its states need); τ is at least what one GPU per layer, replica and shard takes. The LLM
+    at least a/τ (and what its memory needs); τ is at least what one GPU per layer, replica and shard takes. The LLM
     takes just a/τ, the others share the rest by √a, which minimises the warm-up. What is left is convex in τ and
     evaluated on a fine grid.
     """
     holder = next(index for index, unit in enumerate(units) if unit.holds_llm)
     others = [index for index in range(len(units)) if index != holder]
+    points = np.geomspace(1.0, 100.0, GRID)[:, None]
     cases: list[tuple[float, tuple[int, ...], int, Floats]] = []
     for dp in divisors(cluster.batch):
+        needs = [_least_gpus(unit, dp, cluster.batch // dp, len(units) - 1 - index) for index, unit in enumerate(units)]
         for tps in itertools.product(*(unit.tps for unit in units)):
+            least = np.array([need[tp] for need, tp in zip(needs, tps, strict=True)])
+            if least.sum() > cluster.gpus:
+                continue
             per_sequence = np.array([sum(part.sum() for part in unit.layer_ms(tp))
                                      for unit, tp in zip(units, tps, strict=True)])
             work = dp * np.array(tps) * per_sequence
-            least = np.array([_least_gpus(unit, tp, dp if unit.holds_llm else 1, cluster)
-                              for unit, tp in zip(units, tps, strict=True)])
-            if least.sum() > cluster.gpus:
-                continue
             most = dp * np.array([tp * unit.layers for unit, tp in zip(units, tps, strict=True)])
             fastest = max(work.sum() / cluster.gpus, float((work / most).max()))
-            slowest = fastest * np.geomspace(1.0, 100.0, GRID)
-            gpus = np.maximum(work[None, :] / slowest[:, None], least)
+            slowest = fastest * points[:, 0]
+            gpus = np.maximum(work / fastest / points, least)
             spare = cluster.gpus - gpus.sum(axis=1)
             if others:
-                wanted = np.sqrt(work[others]) / np.sqrt(work[others]).sum()
+                wanted = np.sqrt(work[others]) / max(np.sqrt(work[others]).sum(), 1e-300)
                 total = cluster.gpus - gpus[:, holder]
                 short = np.maximum(0.0, wanted * total[:, None] - gpus[:, others])
                 portion = short / np.maximum(short.sum(axis=1, keepdims=True), 1e-12)
@@ -101,8 +220,13 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
     return cases
 
 
-def _least_gpus(unit: Unit, tp: int, dp: int, cluster: Cluster) -> int:
-    """GPUs that a unit's weights, gradients and optimizer states take at least."""
-    kept, shared = unit.states_gib
-    stages = np.ceil((kept.sum() + shared.sum() / dp) / tp / cluster.memory_gib)
-    return tp * dp * max(1, int(stages))
+def _least_gpus(unit: Unit, size: int, slots: int, later_units: int) -> dict[int, float]:
+    """By TP, GPUs that a unit's memory takes at least, one sequence per LLM replica and slot; inf where none do."""
+    kinds = unit.kinds
+    dps = [size] if unit.holds_llm else divisors(size)
+    variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
+    states, activations, room = kind_gib(unit, variant, dp, size)
+    stages = fewest_stages(np.zeros((len(dp), unit.layers)), states[:, kinds.of], activations[:, kinds.of], room, slots,
+                           later_units, np.zeros(len(dp)), unit.allowed)
+    gpus = np.where(stages <= unit.layers, kinds.tp[variant] * dp * stages, np.inf)
+    return {int(tp): float(gpus[kinds.tp[variant] == tp].min()) for tp in unit.tps}

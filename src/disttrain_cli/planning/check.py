@@ -1,12 +1,16 @@
-"""Guards a plan before it is run: plans may be edited by hand, and artefacts get mixed up."""
+"""Guards a plan before it is run: plans may be edited by hand, artefacts get mixed up, and plans may ask for more
+than the runtime can do yet.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.runfile import PROJECTORS, RunFile
 
 EDIT = "Correct plan.yaml, or plan again: disttrain plan"
 
@@ -15,9 +19,10 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
     """Refuse a plan that does not belong to the run file and profile, or that cannot be run.
 
     Raises:
-        MismatchError: made for another model, dataset, cluster or profile; both fingerprints are named.
-        SpecError: modules, layers, batch or rank count do not fit; the numbers are named.
+        MismatchError: made for another model, dataset, cluster, device or profile; both are named.
+        SpecError: modules, layers, batch, rank count, what is trained or ZeRO do not fit; both values are named.
     """
+    check_device(run, profile)
     made_for, have = plan.fingerprints, profile.fingerprints
     for what, theirs, mine in (("model", made_for.model, run.model_fingerprint()),
                                ("dataset", made_for.data, have.data),
@@ -29,6 +34,105 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
     _check_modules(plan, profile)
     _check_batch(plan, run, profile)
     _check_ranks(plan, run, profile)
+    _check_choices(plan, run)
+
+
+def check_device(run: RunFile, profile: Profile) -> None:
+    """Refuse a profile of another kind of device than the run file names.
+
+    Raises:
+        MismatchError: both devices are named.
+    """
+    wanted, have = run.cluster.device, profile.device
+    kind, _, name = wanted.partition(":")
+    if wanted != "auto" and (kind != have.kind or (name and name.lower() != have.name.lower())):
+        raise MismatchError(f"The profile is of another device ({have.name})",
+                            f"cluster.device: {wanted}; device of the profile: {have.name} ({have.kind})",
+                            "Profile again: disttrain profile; or plan for that device: disttrain plan --profile FILE")
+
+
+class NotRun(NamedTuple):
+    """Something that a plan asks for and that training does not do yet."""
+
+    what: str  # a noun: "tensor parallelism"
+    why: str
+    next_step: str
+
+
+def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
+    """What of a plan `disttrain train` does not run yet; nothing where it runs all of it."""
+    found: list[NotRun] = []
+    layout = plan.plan
+    sharded = [f"{unit.name} (tp {unit.tp})" for unit in layout.units if unit.tp > 1]
+    if sharded:
+        found.append(NotRun("tensor parallelism", f"units {', '.join(sharded)}",
+                            "edit plan.yaml to tp: 1, with more dp or pp"))
+    recomputed = [unit.name for unit in layout.units if unit.checkpointing]
+    if recomputed:
+        found.append(NotRun("activation checkpointing", f"units {', '.join(recomputed)}",
+                            "set train.activation_checkpointing: none and plan again"))
+    frozen = frozen_parts(profile, layout.trained)
+    if frozen:
+        found.append(NotRun("frozen modules", f"model.trained leaves out {', '.join(frozen)}",
+                            "remove model.trained and plan again"))
+    encoded = [name for name, module in run.model.modules.items() if module.vae is not None]
+    if encoded:
+        found.append(NotRun("a VAE in front of a generator", f"model.modules.{encoded[0]}.vae",
+                            f"give {encoded[0]} no vae, so that it denoises pixels, and profile again"))
+    if profile.inputs.audio is not None:
+        audio = profile.inputs.audio.module
+        found.append(NotRun("audio", f"model.modules.{audio}", f"remove {audio} from model.modules and profile again"))
+    if run.data.distribution is not None:
+        found.append(NotRun("sizes without data", f"data.distribution: {run.data.distribution.name}",
+                            "name a dataset in data.sources and profile again"))
+    if profile.device.kind == "analytic":
+        found.append(NotRun("a device that is not here", f"the profile is computed for {profile.device.name}",
+                            "set cluster.device: auto on the machines that train and profile there"))
+    return found
+
+
+def frozen_parts(profile: Profile, trained: list[str] | None) -> list[str]:
+    """Modules, and "projectors", whose weights are not trained."""
+    if trained is None:
+        return []
+    parts = [*profile.modules, *([PROJECTORS] if any(m.projector for m in profile.modules.values()) else [])]
+    return [part for part in parts if part not in trained]
+
+
+def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
+    """Refuse, by name, a plan that training does not run yet (`not_run`).
+
+    Raises:
+        SpecError: every reason and a remedy for each.
+    """
+    found = not_run(plan, run, profile)
+    if found:
+        steps = "; ".join(reason.next_step for reason in found)
+        raise SpecError("This version does not train with " + ", nor with ".join(reason.what for reason in found),
+                        "\n".join(f"{reason.what}: {reason.why}" for reason in found),
+                        f"{steps[0].upper()}{steps[1:]}.")
+
+
+def _check_choices(plan: Plan, run: RunFile) -> None:
+    """What the run file leaves to nobody: modules trained, ZeRO stage, activation checkpointing."""
+    layout, train = plan.plan, run.train
+    differing: list[tuple[str, object, object]] = []
+    if _as_set(layout.trained) != _as_set(run.model.trained):
+        differing.append(("model.trained", layout.trained or "all", run.model.trained or "all"))
+    zero = 1 if train.zero_stage == "auto" and train.precision == "bf16" else train.zero_stage
+    if zero not in ("auto", layout.zero_stage):
+        differing.append(("train.zero_stage", layout.zero_stage, train.zero_stage))
+    recomputes = {unit.checkpointing for unit in layout.units}
+    if train.activation_checkpointing != "auto" and recomputes != {train.activation_checkpointing == "full"}:
+        units = ", ".join(unit.name for unit in layout.units if unit.checkpointing) or "no unit"
+        differing.append(("train.activation_checkpointing", units, train.activation_checkpointing))
+    for field, planned, stated in differing:
+        raise MismatchError(f"The plan was made for another {field}", f"plan: {planned}; run file: {stated}",
+                            "Plan again: disttrain plan")
+
+
+def _as_set(names: list[str] | None) -> set[str] | None:
+    return None if names is None else set(names)
 
 
 def _check_modules(plan: Plan, profile: Profile) -> None:

@@ -1,10 +1,28 @@
-"""Why this plan: plain data and short sentences for rendering."""
+"""Why this plan: what its time and memory are made of, what binds, and why others lose.
+
+Everything comes from the plan's own numbers, the formula (`objective`) and the simulator; the sentences are for
+rendering.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from disttrain_cli.spec.plan import Plan
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.planning.objective import unit_stages_ms
+from disttrain_cli.planning.predict import Step
+from disttrain_cli.planning.step import pipeline_of, stages_of
+from disttrain_cli.planning.units import Cluster, Unit, units_of
+from disttrain_cli.simulation.pipeline import simulate
+from disttrain_cli.simulation.sharing import simulate_shared
+from disttrain_cli.simulation.timeline import Pipeline, Timeline
+from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Prediction, UnitPlan
+from disttrain_cli.spec.profile import Profile
+
+Floats = NDArray[np.float64]
+SMALL = 5e-4  # a share of the step that is not worth a word
 
 
 @dataclass(frozen=True)
@@ -13,11 +31,47 @@ class UnitShare:
 
     unit: str
     gpus: int
-    forward_ms: float  # the whole unit for one slot
-    backward_ms: float
-    stage_ms: float  # its slowest stage for one slot
-    of_slowest_fraction: float  # its slowest stage over the pipeline's
-    memory_fraction: float  # of its fullest stage
+    slowest_stage: int
+    stage_ms: float  # its slowest stage for one slot, by the formula
+    of_slowest_fraction: float  # that over the pipeline's slowest stage
+    fullest_stage: int
+    peak_gib: float
+    limit_gib: float
+
+    @property
+    def headroom_gib(self) -> float:
+        return self.limit_gib - self.peak_gib
+
+
+@dataclass(frozen=True)
+class TimePart:
+    """A part of the step's time; parts add up to the whole."""
+
+    what: str
+    seconds: float
+    fraction: float  # of the step
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Another layout beside the plan."""
+
+    name: str
+    differs: str  # in what, as "llm DP 5 → 6"
+    slower_pct: float  # as simulated; on a CPU with its shared cores
+    more_s: dict[str, float]  # what each part of its time takes more than the plan's
+    gpus: int  # more than the plan's
+    binding_unit: str  # whose stage is its slowest
+    why: str
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The plan's throughput over a baseline's; None where no such layout fits."""
+
+    name: str
+    per_gpu_given: float | None
+    per_gpu_used: float | None
 
 
 @dataclass(frozen=True)
@@ -26,43 +80,201 @@ class Explanation:
 
     units: list[UnitShare]
     binding_unit: str
-    time: list[str]
-    runners_up: list[str]
-    baselines: list[str]
+    memory_unit: str
+    time: list[TimePart]
+    runners_up: list[Comparison]
+    baselines: list[Ratio]
+    sentences: list[str]
 
 
-def explain(plan: Plan) -> Explanation:
-    """Explain a plan from its own numbers."""
-    predicted, layout = plan.predicted, plan.plan
-    slowest = max(predicted.units, key=lambda unit: unit.stage_ms)
+def explain(plan: Plan, units: list[Unit], step: Step) -> Explanation:
+    """Explain a plan.
+
+    Args:
+        units: the units of its strategy (`units.group`), for the formula's times of its stages.
+        step: a simulated step of it.
+    """
+    profile, cluster, predicted = units[0].profile, units[0].cluster, plan.predicted
+    work = {module: loads.sum(axis=(0, 1)) for module, loads in step.loads.items()}
+    shares = _shares(plan.plan, predicted, _stages_ms(units, plan.plan))
+    slowest = max(shares, key=lambda share: share.stage_ms)
+    fullest = max(shares, key=lambda share: share.peak_gib / share.limit_gib)
+    parts = time_parts(profile, plan.plan, cluster, work, predicted.iteration_s)
+    runners_up = [_compare(f"#{place + 2}", plan, units, parts, other,
+                           time_parts(profile, other.plan, cluster, work, other.iteration_s))
+                  for place, other in enumerate(plan.alternatives) if other.plan is not None]
+    ratios = [_ratio(name, plan, other) for name, other in plan.baselines.items()]
+    sentences = [_time_sentence(predicted, parts), _binding_sentence(shares, slowest),
+                 _memory_sentence(predicted, fullest, plan.plan), _waiting_sentence(predicted)]
+    if profile.device.kind == "cpu" and any(unit.sharing != 1.0 for unit in predicted.units):
+        sentences.append("Cores     Ranks share cores here, which levels the simulated times; the choice is as for a "
+                         "cluster.")
+    return Explanation(shares, slowest.unit, fullest.unit, parts, runners_up, ratios, sentences)
+
+
+def time_parts(profile: Profile, layout: Layout, cluster: Cluster, work: dict[str, Floats],
+               iteration_s: float) -> list[TimePart]:
+    """The step taken apart by simulating it with even data, and with even data and no transfers; sums to the whole.
+
+    Steady is the slowest stage of the even step times all slots but one; warm-up and cool-down are what the schedule
+    takes beyond that; uneven data is what the sampled batches take beyond an even one.
+
+    Args:
+        work: by module [3], of a whole global batch.
+        iteration_s: as predicted.
+    """
+    dps = {module: unit.dp for unit in layout.units for module in unit.modules}
+    loads = {module: np.broadcast_to(total / (layout.microbatches * dps[module]),
+                                     (layout.microbatches, dps[module], len(total)))
+             for module, total in work.items()}
+    even = pipeline_of(profile, layout, stages_of(profile, layout), loads, cluster.gpus_per_node)
+
+    def run(pipeline: Pipeline) -> Timeline:
+        device = profile.device
+        return simulate_shared(pipeline, device.cores, device.shared_by) if device.kind == "cpu" else simulate(pipeline)
+    even_s = run(even).iteration_s
+    instant = run(replace(even, transfer_s=np.zeros_like(even.transfer_s)))
+    computed_s = float(np.nanmax(instant.backward_end))
+    steady_s = float((even.forward_s + even.backward_s)[0].max()) * (layout.microbatches - 1)
+    parts = [("steady", steady_s), ("warm-up and cool-down", computed_s - steady_s),
+             ("transfers", even_s - instant.iteration_s),
+             ("gradient reduction", instant.iteration_s - even.step_s - computed_s), ("optimizer", even.step_s),
+             ("uneven data", iteration_s - even_s)]
+    return [TimePart(what, seconds, seconds / iteration_s) for what, seconds in parts]
+
+
+def _stages_ms(units: list[Unit], layout: Layout) -> list[list[float]]:
+    """Time of every stage of every unit for one slot, by the formula."""
+    size = layout.global_batch_size // layout.microbatches
+    return [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing)
+            for unit, plan in zip(units, layout.units, strict=True)]
+
+
+def _shares(layout: Layout, predicted: Prediction, stages_ms: list[list[float]]) -> list[UnitShare]:
+    slowest = max(max(times) for times in stages_ms)
     shares = []
-    for unit, times in zip(layout.units, predicted.units, strict=True):
-        memory = max(m.peak_gib / m.limit_gib for m in predicted.memory if m.unit == unit.name)
-        fraction = times.stage_ms / slowest.stage_ms if slowest.stage_ms else 0.0
-        shares.append(UnitShare(unit.name, unit.gpus, times.forward_ms, times.backward_ms, times.stage_ms, fraction,
-                                memory))
-    formula = predicted.warmup_s + predicted.steady_s
-    time = [
-        f"The slowest stage is one of unit {slowest.unit}: {slowest.stage_ms:.3g} ms per slot, "
-        f"{layout.microbatches} slots per step.",
-        f"Warm-up {predicted.warmup_s:.3g} s ({100 * predicted.warmup_s / formula:.0f} %) + steady "
-        f"{predicted.steady_s:.3g} s = {formula:.3g} s by the formula, each rank on a device of its own.",
-        f"Simulated with transfers, gradient reduction and shared devices: {predicted.iteration_s:.3g} s, "
-        f"{100 * predicted.bubble_fraction:.0f} % of the ranks' time not computing.",
-    ]
-    runners_up = [f"{other.layout} on {other.gpus_used} GPUs: {_slower(other.slower_pct)} by the formula"
-                  for other in plan.alternatives]
-    if any(unit.sharing != 1.0 for unit in predicted.units):
-        time.append("Ranks share cores here, which levels the simulated times; the choice is the formula's, as for a "
-                    "cluster.")
-    baselines = [f"{name}: {_compared(other.iteration_s / predicted.iteration_s)} ({other.layout})"
-                 if other else f"{name}: no such layout fits" for name, other in plan.baselines.items()]
-    return Explanation(shares, slowest.unit, time, runners_up, baselines)
+    for unit, times in zip(layout.units, stages_ms, strict=True):
+        fullest = max((m for m in predicted.memory if m.unit == unit.name), key=lambda stage: stage.peak_gib)
+        worst = max(range(unit.pp), key=lambda stage: times[stage])
+        shares.append(UnitShare(unit.name, unit.gpus, worst, times[worst], times[worst] / slowest if slowest else 0.0,
+                                fullest.stage, fullest.peak_gib, fullest.limit_gib))
+    return shares
 
 
-def _slower(percent: float) -> str:
-    return "equally fast, not simpler and on no fewer GPUs" if percent < 0.005 else f"{percent:.3g} % slower"
+def _time_sentence(predicted: Prediction, parts: list[TimePart]) -> str:
+    words: list[str] = []
+    for part in parts:
+        if abs(part.fraction) >= SMALL:
+            sign = "" if not words else "− " if part.seconds < 0 else "+ "
+            words.append(f"{sign}{part.what} {_s(abs(part.seconds))} ({100 * abs(part.fraction):.1f} %)")
+    return f"Time      {_s(predicted.iteration_s)} per step = {' '.join(words)}."
 
 
-def _compared(ratio: float) -> str:
-    return f"takes {ratio:.3g} × the time of this plan"
+def _binding_sentence(shares: list[UnitShare], slowest: UnitShare) -> str:
+    others = [f"{share.unit} {100 * (1 - share.of_slowest_fraction):.1f} %" for share in shares if share is not slowest]
+    below = f"; the slowest stages of the others are shorter: {', '.join(others)}" if others else ""
+    return f"Binds     stage {slowest.slowest_stage} of {slowest.unit}, {slowest.stage_ms:.4g} ms per slot{below}."
+
+
+def _memory_sentence(predicted: Prediction, fullest: UnitShare, layout: Layout) -> str:
+    stage = next(m for m in predicted.memory if (m.unit, m.stage) == (fullest.unit, fullest.fullest_stage))
+    parts = [("weights", stage.weights_gib), ("gradients", stage.gradients_gib), ("optimizer", stage.optimizer_gib),
+             ("activations", stage.activations_gib)]
+    made_of = " + ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    recomputed = [unit.name for unit in layout.units if unit.checkpointing]
+    return (f"Memory    stage {fullest.fullest_stage} of {fullest.unit} is fullest: {_gib(fullest.peak_gib)} of "
+            f"{_gib(fullest.limit_gib)} GiB{f' ({made_of})' if made_of else ''}, {_gib(fullest.headroom_gib)} GiB left"
+            f"{'; recomputed activations in ' + ', '.join(recomputed) if recomputed else ''}.")
+
+
+def _waiting_sentence(predicted: Prediction) -> str:
+    waits = f"Waiting   {100 * predicted.bubble_fraction:.1f} % of the devices' time"
+    if not predicted.orchestration_efficiency:
+        return f"{waits}."
+    alone = predicted.mfu / predicted.orchestration_efficiency
+    return (f"{waits}; orchestration efficiency {100 * predicted.orchestration_efficiency:.1f} %: MFU "
+            f"{100 * predicted.mfu:.1f} % of the {100 * alone:.1f} % that kernels alone would reach.")
+
+
+def _compare(name: str, plan: Plan, units: list[Unit], parts: list[TimePart], other: Alternative,
+             theirs: list[TimePart]) -> Comparison:
+    assert other.plan is not None
+    layout = other.plan
+    if [unit.modules for unit in plan.plan.units] != [unit.modules for unit in layout.units]:
+        units = units_of(units[0].profile, units[0].cluster, layout)
+    stages_ms = _stages_ms(units, layout)
+    worst = max(range(len(stages_ms)), key=lambda unit: max(stages_ms[unit]))
+    more_s = {mine.what: part.seconds - mine.seconds for mine, part in zip(parts, theirs, strict=True)}
+    slower_pct = 100 * (other.iteration_s / plan.predicted.iteration_s - 1)
+    why = _why(plan, layout, more_s, layout.units[worst].name, max(stages_ms[worst]))
+    if slower_pct < 0 < other.slower_pct:
+        why = f"{other.slower_pct:.2g} % slower where ranks share no cores; {why}"
+    return Comparison(name, differences(plan.plan, layout), slower_pct, more_s,
+                      layout.gpus_used - plan.plan.gpus_used, layout.units[worst].name, why)
+
+
+def _why(plan: Plan, other: Layout, more_s: dict[str, float], binding: str, slot_ms: float) -> str:
+    """The parts of the time that differ most, the largest first."""
+    layout, whole_s = plan.plan, plan.predicted.iteration_s
+    said = []
+    for what, seconds in sorted(more_s.items(), key=lambda item: -abs(item[1])):
+        if abs(seconds) < max(SMALL * whole_s, 0.25 * max(map(abs, more_s.values()))):
+            continue
+        words = f"{what} {_signed(seconds)}"
+        if what == "steady" and other.microbatches == layout.microbatches:
+            words += f" ({binding})"
+        elif what == "steady":
+            words += f" ({other.microbatches} slots of {slot_ms:.3g} ms, {binding})"
+        said.append(words)
+    return ", ".join(said) or f"no part of its time differs by {100 * SMALL:g} % of a step"
+
+
+def differences(layout: Layout, other: Layout) -> str:
+    """What another layout does differently, in words."""
+    if [unit.modules for unit in layout.units] != [unit.modules for unit in other.units]:
+        return other.describe()
+    words = []
+    for mine, theirs in zip(layout.units, other.units, strict=True):
+        changed = [f"{name} {old} → {new}" for name, old, new in (
+            ("TP", mine.tp, theirs.tp), ("DP", mine.dp, theirs.dp), ("PP", mine.pp, theirs.pp)) if old != new]
+        if mine.checkpointing != theirs.checkpointing:
+            changed.append("recomputes" if theirs.checkpointing else "does not recompute")
+        if not changed and mine.layers_per_stage != theirs.layers_per_stage:
+            changed.append(f"layers {layers(theirs)}")
+        if changed:
+            words.append(f"{mine.name} {' '.join(changed)}")
+    if layout.microbatch_size != other.microbatch_size:
+        words.append(f"M {layout.microbatch_size} → {other.microbatch_size}")
+    if layout.zero_stage != other.zero_stage:
+        words.append(f"ZeRO-{other.zero_stage}")
+    return ", ".join(words) or "same layout"
+
+
+def layers(unit: UnitPlan) -> str:
+    """Layers of a unit's stages with runs together: [8, 8, 8, 6] as "8×3, 6"."""
+    runs: list[list[int]] = []
+    for count in unit.layers_per_stage:
+        if runs and runs[-1][0] == count:
+            runs[-1][1] += 1
+        else:
+            runs.append([count, 1])
+    return ", ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in runs)
+
+
+def _ratio(name: str, plan: Plan, other: Baseline | None) -> Ratio:
+    if other is None:
+        return Ratio(name, None, None)
+    given = plan.predicted.sequences_per_s / other.sequences_per_s
+    return Ratio(name, given, given * other.gpus_used / plan.plan.gpus_used)
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '−'}{_s(abs(seconds))}"
+
+
+def _gib(size: float) -> str:
+    return f"{size:.1f}" if size >= 10 else f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"

@@ -53,9 +53,10 @@ def combine(unit_ms: list[float], stage_ms: list[float], slots: int) -> Time:
     return Time(sum(unit_ms), max(stage_ms) * (slots - 1))
 
 
-def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], slot_sequences: int) -> list[float]:
+def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], slot_sequences: int,
+                   checkpointing: bool = False) -> list[float]:
     """Time of every stage of a unit for one slot, forward + backward + transfers."""
-    base, slope = unit.layer_ms(tp)
+    base, slope = unit.layer_ms(tp, checkpointing)
     load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)]))[0]
     layers = np.maximum(0.0, base + slope * load)
     ends = np.cumsum(layers_per_stage)
@@ -65,6 +66,6 @@ def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], sl
 def layout_time(units: list[Unit], layout: Layout) -> Time:
     """The formula for a whole layout."""
     slot = layout.global_batch_size // layout.microbatches
-    stages = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot)
+    stages = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot, plan.checkpointing)
               for unit, plan in zip(units, layout.units, strict=True)]
     return combine([sum(times) for times in stages], [max(times) for times in stages], layout.microbatches)

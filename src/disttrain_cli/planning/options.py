@@ -1,24 +1,100 @@
-"""The shapes (TP, DP, PP) that one unit may have for a given slot, as columns of numbers.
+"""The shapes that one unit may have for a given slot, as columns of numbers.
 
-`list_options` is cheap: whole-unit time exact, slowest stage bounded from below. `price` makes the slowest
-stage exact, under memory, for those options that the search still wants.
+`Rows` leave PP open: whole-unit time exact, slowest stage bounded from below. `price` makes the slowest stage
+exact, under memory, for those options (a row with a PP) that the search still wants.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.memory import worst_mix
 from disttrain_cli.planning.objective import busiest_load
-from disttrain_cli.planning.partition import slowest_stage, split
+from disttrain_cli.planning.partition import fewest_stages, slowest_stage, split
 from disttrain_cli.planning.units import Unit
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Table = TypeVar("Table", "Rows", "Options")
 EVERY_AFTER = 1 << 30  # "however many stages come after"
+NEVER = 1 << 20  # more stages than any unit has layers
+SAFE = 1 - 1e-9  # lower bounds stay bounds under rounding
+
+
+def take(table: Table, rows: Flags | Ints) -> Table:
+    """The chosen rows of a table."""
+    return type(table)(*(getattr(table, field.name)[rows] for field in fields(table)))
+
+
+def join(parts: list[Table]) -> Table:
+    """Rows of several tables, one after the other."""
+    columns = ([getattr(part, field.name) for part in parts] for field in fields(parts[0]))
+    return type(parts[0])(*(np.concatenate(column) for column in columns))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Columns of equal length; row = one (TP, DP, checkpointing) of a unit for a slot size."""
+
+    tp: Ints
+    dp: Ints
+    checkpointing: Flags
+    stage_gpus: Ints  # TP · DP
+    unit_ms: Floats  # the whole unit for one slot on its busiest replica
+    least_stages: Ints  # PP is at least this: fenced modules, and memory spread evenly
+    state_gib: Floats  # static memory of the whole unit, memory per slot in flight, and what a device has for both
+    active_gib: Floats
+    room_gib: Floats
+    fixed_ms: Floats  # longest of the stages that are given (fenced modules)
+    fixed_stages: Ints  # how many these are
+    free_ms: Floats  # the layers that PP divides: their whole time,
+    layer_ms: Floats  # the longest,
+    bulk_ms: Floats  # and `bulk` layers of which each takes at least this long
+    bulk: Ints
+    layers: Ints  # PP is at most this
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    def behind(self, flight: int) -> Rows:
+        """The rows that may fit with at least so many slots in flight on every stage."""
+        spread = np.ceil((self.state_gib + self.active_gib * flight) / self.room_gib * SAFE)
+        least = np.maximum(self.least_stages, np.minimum(spread, NEVER)).astype(np.int64)
+        fits = least <= self.layers
+        rows = replace(self, least_stages=least)
+        return rows if fits.all() else take(rows, fits)
+
+    @property
+    def longest_ms(self) -> Floats:
+        """What a stage takes at least, however many there are."""
+        return np.maximum(self.layer_ms, self.fixed_ms)
+
+    def slowest_ms(self, pp: Ints) -> Floats:
+        """Lower bound of the slowest stage at `pp`, which broadcasts against the rows.
+
+        No split beats the even one, nor the longest layer; of equal layers some stage has at least count / PP,
+        rounded up.
+        """
+        free = np.maximum(pp - self.fixed_stages, 1)
+        bound = np.maximum(np.maximum(self.free_ms / free, self.layer_ms), -(-self.bulk // free) * self.bulk_ms)
+        return np.maximum(bound, self.fixed_ms) * SAFE
+
+    def stages(self, slowest_ms: Floats) -> Ints:
+        """Lower bound of PP for a slowest stage [T, 1], as [T, B]; `NEVER` where no split is so fast."""
+        within = slowest_ms / SAFE
+        even = np.ceil(self.free_ms / np.maximum(within, 1e-300) * SAFE)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.minimum(np.floor(np.where(self.bulk_ms > 0, within / self.bulk_ms, self.bulk)), self.bulk)
+            full = np.ceil(self.bulk / each)
+        possible = (self.layer_ms <= within) & (self.fixed_ms <= within) & (each >= 1)
+        count = self.fixed_stages + np.maximum(np.maximum(even, full), 1.0)
+        return np.maximum(np.where(possible, np.minimum(count, NEVER), NEVER), self.least_stages).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -28,8 +104,9 @@ class Options:
     tp: Ints
     dp: Ints
     pp: Ints
+    checkpointing: Flags
     gpus: Ints
-    unit_ms: Floats  # the whole unit for one slot on its busiest replica
+    unit_ms: Floats
     stage_ms: Floats  # its slowest stage: a lower bound until priced
     after_from: Ints  # the row holds when `after_from` ≤ stages of later units < `after_to`
     after_to: Ints
@@ -37,117 +114,166 @@ class Options:
     def __len__(self) -> int:
         return len(self.tp)
 
-    def take(self, rows: NDArray[np.bool_] | Ints) -> Options:
-        """The chosen rows."""
-        return Options(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
+    """Options from row numbers and their PP."""
+    chosen = take(rows, row)
+    return Options(chosen.tp, chosen.dp, pp, chosen.checkpointing, chosen.stage_gpus * pp, chosen.unit_ms,
+                   chosen.slowest_ms(pp), np.zeros_like(pp), np.full_like(pp, EVERY_AFTER))
 
 
-def join(parts: list[Options]) -> Options:
-    """Rows of several tables, one after the other."""
-    return Options(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Options)))
+def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int) -> Rows:
+    """Every (TP, DP, checkpointing) of at most `most_gpus` GPUs: DP divides the slot where the unit holds the LLM.
 
-
-def layer_ms(unit: Unit, tp: int, dp: Floats, slot_sequences: int) -> Floats:
-    """[B, L] time of every layer for one slot on the busiest replica, by DP."""
-    base, slope = unit.layer_ms(tp)
-    load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, dp)
-    return np.maximum(0.0, base + slope * load[:, None])
-
-
-def layer_gib(unit: Unit, tp: int, dp: Floats, slot_sequences: int) -> tuple[Floats, Floats]:
-    """[B, L] static memory, and memory per slot in flight, of every layer by DP."""
-    kept, shared = unit.states_gib
-    base, worst, mean, item = unit.activations_gib
-    a, b, c = worst_mix(unit.holds_llm, slot_sequences, dp)
-    activations = base + worst * a[:, None] + mean * b[:, None] + item * c[:, None]
-    return (kept + shared / dp[:, None]) / tp, activations / tp
-
-
-def list_options(unit: Unit, slot_sequences: int, most_gpus: int, dps: Ints | None = None) -> Options:
-    """Every shape of at most `most_gpus` GPUs: DP divides the slot where the unit holds the LLM, else is free.
-
-    `stage_ms` is a lower bound: no split beats the even one, nor the largest layer, and some stage has at least
-    layers / PP of them, rounded up. Shapes whose states cannot fit even when spread evenly are left out.
+    `later_units` follow, of at least one stage each. Rows whose memory cannot fit at any PP are left out.
     """
-    limit = unit.cluster.memory_gib
-    stages = np.arange(len(unit.modules) if unit.fenced else 1, unit.layers + 1)
-    columns: list[tuple[NDArray, ...]] = []
-    for tp in unit.tps:
-        choices = np.arange(1, most_gpus // tp + 1)
-        if unit.holds_llm:
-            choices = choices[slot_sequences % choices == 0]
-        if dps is not None:
-            choices = np.intersect1d(choices, dps)
-        if not len(choices):
-            continue
-        times = layer_ms(unit, tp, choices.astype(float), slot_sequences)
-        whole = times.sum(axis=1)
-        slowest = _slowest_bound(times, stages)
-        states, activations = layer_gib(unit, tp, choices.astype(float), slot_sequences)
-        least = states.sum(axis=1) + activations.sum(axis=1)
-        row, column = np.nonzero((choices[:, None] * tp * stages <= most_gpus) & (least[:, None] <= limit * stages))
-        pp, dp = stages[column], choices[row]
-        columns.append((np.full(len(row), tp), dp, pp, tp * dp * pp, whole[row], slowest[row, column]))
-    if not columns:
-        empty, none = np.zeros(0, dtype=np.int64), np.zeros(0)
-        return Options(empty, empty, empty, empty, none, none, empty, empty)
-    tp_, dp_, pp_, gpus, unit_ms, stage_ms = (np.concatenate(part) for part in zip(*columns, strict=True))
-    return Options(tp_, dp_, pp_, gpus, unit_ms, stage_ms, np.zeros_like(gpus), np.full_like(gpus, EVERY_AFTER))
+    kinds = unit.kinds
+    divides = np.arange(1, most_gpus + 1)
+    if unit.holds_llm:
+        divides = divides[slot_sequences % divides == 0]
+    choices = [divides[:np.searchsorted(divides, most_gpus // tp, side="right")] for tp in kinds.tp]
+    variant, dp = np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]), np.concatenate(choices)
+    times = kind_ms(unit, variant, dp, slot_sequences)
+    states, activations, room = kind_gib(unit, variant, dp, slot_sequences)
+    flight = min(slots, later_units + 1)
+    fixed_ms, free = np.zeros(len(dp)), np.ones(unit.layers, dtype=bool)
+    for fence in unit.fences:
+        fixed_ms = np.maximum(fixed_ms, times @ np.bincount(kinds.of[fence], minlength=len(kinds.count)))
+        free[fence] = False
+    count, fixed = np.bincount(kinds.of[free], minlength=len(kinds.count)), len(unit.fences)
+    bulk, bulk_ms = _bulk(times, count)
+    tp, none = kinds.tp[variant], np.zeros_like(dp)
+    rows = Rows(tp, dp, kinds.checkpointing[variant], tp * dp, times @ kinds.count,
+                none + max(1, fixed + bool(free.any())), states @ kinds.count, activations @ kinds.count, room,
+                fixed_ms, none + fixed, times @ count, times[:, count > 0].max(axis=1, initial=0.0), bulk_ms,
+                none + bulk, none + unit.layers)
+    fits = ((states + activations * flight).max(axis=1) * SAFE <= room) & (room > 0)
+    rows = (rows if fits.all() else take(rows, fits)).behind(flight)
+    fits = rows.stage_gpus * rows.least_stages <= most_gpus
+    return rows if fits.all() else take(rows, fits)
 
 
-def _slowest_bound(times: Floats, stages: Ints) -> Floats:
-    """[B, P] lower bound of the slowest of `stages` [P] stages; [B, L] layer times."""
-    layers = times.shape[1]
-    prefix = np.concatenate([np.zeros((len(times), 1)), np.cumsum(times, axis=1)], axis=1)
-    counts = -(-layers // stages)
-    runs = {count: (prefix[:, count:] - prefix[:, :-count]).min(axis=1) for count in np.unique(counts)}
-    fullest = np.stack([runs[count] for count in counts], axis=1)
-    even = prefix[:, -1:] / stages
-    return np.maximum(np.maximum(even, fullest), times.max(axis=1)[:, None]) * (1 - 1e-9)
+def fitting(unit: Unit, rows: Rows, slot_sequences: int, slots: int, after: int, slowest_ms: Floats) -> Rows:
+    """The rows that fit with no stage slower than `slowest_ms` [1], at least so many stages after the unit."""
+    layers = _layers(unit, _variants(unit, rows), rows.dp, slot_sequences)
+    needed = fewest_stages(*layers, slots, after, np.broadcast_to(slowest_ms / SAFE, len(rows)), unit.allowed)
+    fits = needed <= rows.layers
+    return take(replace(rows, least_stages=np.maximum(rows.least_stages, needed)), fits)
 
 
-def price(unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints) -> Options:
+def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:
+    """A number of layers, and the time [B] that each of them takes at least: the kind with most time in all."""
+    if not len(times) or not count.any():
+        return 1, np.zeros(len(times))
+    kind = int((times[-1] * count).argmax())
+    as_long = (times >= times[:, [kind]]).all(axis=0)
+    return int(count[as_long].sum()), times[:, kind]
+
+
+def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
+    """[B, K] time of every kind of layer for one slot on the busiest replica, by variant and DP."""
+    load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, dp.astype(float))
+    return np.maximum(0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None])
+
+
+def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats]:
+    """Static memory [B, K] and memory per slot in flight [B, K] of a layer; [B] what a device has for them."""
+    kinds, replicas = unit.kinds, dp.astype(float)
+    mix = np.stack([np.ones_like(replicas), *worst_mix(unit.holds_llm, slot_sequences, replicas)], axis=1)
+    states = kinds.kept_gib[variant] + kinds.shared_gib[variant] / replicas[:, None]
+    activations = sum(mix[:, [term]] * kinds.activation_gib[variant, term] for term in range(4))
+    again = (mix * kinds.again_gib[variant]).sum(axis=1)
+    return states, np.asarray(activations), unit.cluster.memory_gib - again
+
+
+def price(unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats) -> Options:
     """Exact slowest stage of every option under memory, for each number of later stages in `afters` (sorted).
 
     Later stages add slots in flight, so an option may need a slower split, or fail, behind a longer pipeline;
-    such an option becomes several rows. Options that fit nowhere are dropped.
+    such an option becomes several rows. Options that fit nowhere, and some of those that have a stage slower than
+    `within_ms` or whose stages could be fewer, are dropped.
     """
-    parts: list[Options] = []
-    for tp in np.unique(options.tp):
-        mine = options.take(options.tp == tp)
-        dps, row = np.unique(mine.dp, return_inverse=True)
-        most = int(mine.pp.max())
-        times = layer_ms(unit, int(tp), dps.astype(float), slot_sequences)
-        states, activations = layer_gib(unit, int(tp), dps.astype(float), slot_sequences)
-        previous = 0
-        table: Floats | None = None
-        flights = np.minimum(afters, slots)
-        for index, after in enumerate(flights):
-            last = index == len(flights) - 1
-            if not last and flights[index + 1] == after:
-                continue
-            if table is None or not _roomy(states, activations, unit.cluster.memory_gib, slots):
-                table = slowest_stage(times, states, activations, unit.cluster.memory_gib, slots, int(after), most,
-                                      unit.allowed)
-            exact = table[row, mine.pp]
-            until = EVERY_AFTER if last else int(afters[index]) + 1
-            fits = np.isfinite(exact)
-            kept = mine.take(fits)
-            parts.append(Options(kept.tp, kept.dp, kept.pp, kept.gpus, kept.unit_ms, exact[fits],
-                                 np.full(len(kept), previous), np.full(len(kept), until)))
-            previous = until
-    return join(parts) if parts else options.take(np.zeros(0, dtype=np.int64))
+    alone = options.pp == 1
+    parts = [_price_whole(unit, take(options, alone), slot_sequences, slots)]
+    for number, (tp, checkpointing) in enumerate(zip(unit.kinds.tp, unit.kinds.checkpointing, strict=True)):
+        mine = ~alone & (options.tp == tp) & (options.checkpointing == checkpointing)
+        if mine.any():
+            parts += _price_split(unit, number, take(options, mine), slot_sequences, slots, afters, within_ms[mine])
+    return join(parts)
 
 
-def _roomy(states: Floats, activations: Floats, limit: float, slots: int) -> bool:
-    """Whether even a single stage with every slot in flight fits, so that memory plays no part."""
-    return bool((states.sum(axis=1) + activations.sum(axis=1) * slots <= limit).all())
+def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) -> Options:
+    """Options of one stage: how many slots in flight fit."""
+    if not len(options) or (unit.allowed is not None and not unit.allowed[0, -1]):
+        return take(options, np.zeros(len(options), dtype=bool))
+    kinds = unit.kinds
+    states, activations, room = kind_gib(unit, _variants(unit, options), options.dp, slot_sequences)
+    left = room - states @ kinds.count
+    flight = np.floor(left / np.maximum(activations @ kinds.count, 1e-300) + 1e-12)
+    until = np.where(flight >= slots, EVERY_AFTER, np.clip(flight, 0, EVERY_AFTER)).astype(np.int64)
+    priced = replace(options, stage_ms=options.unit_ms, after_to=until)
+    return take(priced, (left >= 0) & (flight >= 1))
+
+
+def _price_split(unit: Unit, variant: int, options: Options, slot_sequences: int, slots: int, afters: Ints,
+                 within_ms: Floats) -> list[Options]:
+    """Options of several stages, all of one variant: the best split for every number of slots in flight."""
+    needed = fewest_stages(*_layers(unit, np.full(len(options), variant), options.dp, slot_sequences), slots,
+                           int(afters[0]), within_ms / SAFE, unit.allowed)
+    options = take(options, needed <= options.pp)
+    if not len(options):
+        return []
+    dps, row = np.unique(options.dp, return_inverse=True)
+    times, states, activations, room = _layers(unit, np.full(len(dps), variant), dps, slot_sequences)
+    flights = np.unique(np.minimum(afters, slots))
+
+    def slowest(after: int) -> Floats:
+        table = slowest_stage(times, states, activations, room, slots, after, int(options.pp.max()), unit.allowed)
+        return table[row, options.pp]
+    least, most = slowest(int(flights[0])), slowest(int(flights[-1]))
+    steady = least == most  # memory only grows with what comes after
+    parts = [_held(options, steady, least, 0, EVERY_AFTER)]
+    if steady.all():
+        return parts
+    for flight, following in pairwise([*flights.tolist(), EVERY_AFTER]):
+        exact = least if flight == flights[0] else most if following == EVERY_AFTER else slowest(flight)
+        parts.append(_held(options, ~steady, exact, flight, following))
+    return parts
+
+
+def _held(options: Options, rows: Flags, stage_ms: Floats, since: int, until: int) -> Options:
+    """Those of the rows that fit, with their slowest stage and the stages after them for which it holds."""
+    fits = rows & np.isfinite(stage_ms)
+    kept = take(options, fits)
+    none = np.zeros_like(kept.pp)
+    return replace(kept, stage_ms=stage_ms[fits], after_from=none + since, after_to=none + until)
+
+
+def _variants(unit: Unit, table: Rows | Options) -> Ints:
+    """[B] number of the variant of each row."""
+    kinds = unit.kinds
+    same = (table.tp[:, None] == kinds.tp) & (table.checkpointing[:, None] == kinds.checkpointing)
+    return same.argmax(axis=1)
+
+
+def _layers(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """[B, L] time, static memory and memory per slot in flight of every layer; [B] what a device has for them."""
+    states, activations, room = kind_gib(unit, variant, dp, slot_sequences)
+    of = unit.kinds.of
+    return kind_ms(unit, variant, dp, slot_sequences)[:, of], states[:, of], activations[:, of], room
+
+
+def slowest_by_stages(unit: Unit, tp: int, dp: int, checkpointing: bool, slot_sequences: int, slots: int,
+                      after: int, most_gpus: int) -> Floats:
+    """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf where none fits."""
+    variant, most = np.array([unit.kinds.variant(tp, checkpointing)]), min(unit.layers, most_gpus // (tp * dp))
+    layers = _layers(unit, variant, np.array([dp]), slot_sequences)
+    return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
 def layers_per_stage(unit: Unit, tp: int, dp: int, pp: int, slot_sequences: int, slots: int,
-                     after: int) -> list[int] | None:
+                     after: int, checkpointing: bool = False) -> list[int] | None:
     """The split behind a priced option; None where none fits."""
-    one = np.array([float(dp)])
-    times = layer_ms(unit, tp, one, slot_sequences)[0]
-    states, activations = (values[0] for values in layer_gib(unit, tp, one, slot_sequences))
-    return split(times, states, activations, unit.cluster.memory_gib, slots, after, pp, unit.allowed)
+    variant = np.array([unit.kinds.variant(tp, checkpointing)])
+    times, states, activations, room = _layers(unit, variant, np.array([dp]), slot_sequences)
+    return split(times[0], states[0], activations[0], float(room[0]), slots, after, pp, unit.allowed)

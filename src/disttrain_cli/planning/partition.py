@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 CHUNK_BYTES = 32 * 2**20
 
 
@@ -21,13 +22,13 @@ def _ranges(values: Floats) -> Floats:
     return prefix[:, None, :] - prefix[:, :, None]
 
 
-def slowest_stage(times: Floats, states: Floats, activations: Floats, limit: float, slots: int, after: int,
+def slowest_stage(times: Floats, states: Floats, activations: Floats, limit: Floats, slots: int, after: int,
                   most: int, allowed: NDArray[np.bool_] | None = None) -> Floats:
     """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where nothing fits.
 
     Args:
         times, states, activations: [B, L] per layer: time, static memory, memory per slot in flight.
-        limit: memory of a device, in the unit of the two others.
+        limit: [B] memory that a device has for them, in the unit of the two others.
         slots: slots per step, which bounds the slots in flight.
         after: stages of the units after this one.
         most: largest number of stages wanted.
@@ -38,28 +39,61 @@ def slowest_stage(times: Floats, states: Floats, activations: Floats, limit: flo
     chunk = max(1, CHUNK_BYTES // (8 * (layers + 1) ** 2))
     for first in range(0, options, chunk):
         part = slice(first, first + chunk)
-        result[part] = _slowest(times[part], states[part], activations[part], limit, slots, after, most, allowed)
+        result[part] = _slowest(times[part], states[part], activations[part], limit[part], slots, after, most, allowed)
     return result
 
 
-def _slowest(times: Floats, states: Floats, activations: Floats, limit: float, slots: int, after: int,
+def _slowest(times: Floats, states: Floats, activations: Floats, limit: Floats, slots: int, after: int,
              most: int, allowed: NDArray[np.bool_] | None) -> Floats:
     options, layers = times.shape
     shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
     if allowed is not None:
         shape &= allowed
     span = np.where(shape, _ranges(times), np.inf)
-    static, dynamic = _ranges(states), _ranges(activations)
-    fits_always = bool((static[:, 0, -1] + dynamic[:, 0, -1] * slots <= limit).all())
+    room = limit[:, None, None]
+    fits_always = bool((states.sum(axis=1) + activations.sum(axis=1) * slots <= limit).all())
+    static, dynamic = (span, span) if fits_always else (_ranges(states), _ranges(activations))
     result = np.full((options, most + 1), np.inf)
     best = np.full((options, layers + 1), np.inf)
     best[:, layers] = 0.0
     for stages in range(1, most + 1):
         cost = span
         if not fits_always:
-            cost = np.where(static + dynamic * min(slots, stages + after) <= limit, span, np.inf)
+            cost = np.where(static + dynamic * min(slots, stages + after) <= room, span, np.inf)
         best = np.maximum(cost, best[:, None, :]).min(axis=2)
         result[:, stages] = best[:, 0]
+    return result
+
+
+def fewest_stages(times: Floats, states: Floats, activations: Floats, limit: Floats, slots: int | Ints,
+                  after: int | Ints, within: Floats, allowed: NDArray[np.bool_] | None = None) -> Ints:
+    """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where there is none.
+
+    Other arguments as in `slowest_stage`; `slots` and `after` may differ by row. Every stage, from the last, takes as
+    many layers as fit: taking fewer never helps the stages before it.
+    """
+    options, layers = times.shape
+    sums = [np.concatenate([np.zeros((options, 1)), np.cumsum(values, axis=1)], axis=1)
+            for values in (times, states, activations)]
+    slots_, after_ = np.broadcast_to(slots, options), np.broadcast_to(after, options)
+    result = np.full(options, layers + 1)
+    open_, end = np.arange(options), np.full(options, layers)  # rows not yet done; end of their next stage
+    for stages in range(1, layers + 1):
+        here = np.arange(len(open_))
+        time, static, dynamic = (values[here, end][:, None] - values[:, :-1] for values in sums)
+        flight = np.minimum(slots_, stages + after_)[:, None]
+        fits = (time <= within[:, None]) & (static + dynamic * flight <= limit[:, None])
+        fits &= np.arange(layers) < end[:, None]
+        if allowed is not None:
+            fits &= allowed[:-1, end].T
+        begin = fits.argmax(axis=1)
+        moved = fits[here, begin]
+        result[open_[moved & (begin == 0)]] = stages
+        more = moved & (begin > 0)
+        if not more.any():
+            break
+        open_, end, sums = open_[more], begin[more], [values[more] for values in sums]
+        slots_, after_, within, limit = slots_[more], after_[more], within[more], limit[more]
     return result
 
 
@@ -67,9 +101,10 @@ def split(times: Floats, states: Floats, activations: Floats, limit: float, slot
           stages: int, allowed: NDArray[np.bool_] | None = None) -> list[int] | None:
     """Layers of each stage of the best split of one unit; of equally fast ones, the most even.
 
-    Arguments as in `slowest_stage`, with [L] per layer. None where nothing fits.
+    Arguments as in `slowest_stage`, for one unit: [L] per layer. None where nothing fits.
     """
-    table = slowest_stage(times[None], states[None], activations[None], limit, slots, after, stages, allowed)
+    one = times[None], states[None], activations[None], np.array([limit])
+    table = slowest_stage(*one, slots, after, stages, allowed)
     slowest = table[0, stages]
     if not np.isfinite(slowest):
         return None

@@ -1,136 +1,198 @@
-"""What a layout will do: the simulator run on the data's mean work, memory, and MFU."""
+"""What a layout will do: simulated steps over sampled global batches, memory, MFU, traffic.
+
+Every batch is drawn from the sizes that the profile keeps and ordered as training would order it (`step`), so that
+layouts are judged on the data's own skew; the same batches for all layouts.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.flops import flops_per_sequence, mfu
-from disttrain_cli.costs.memory import layout_memory, parameters
-from disttrain_cli.costs.stage import unit_times
-from disttrain_cli.planning.objective import layout_time, unit_stages_ms
+from disttrain_cli.costs.flops import mfu, peak_tflops
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.planning.objective import layout_time
+from disttrain_cli.planning.step import Stage, amount, loads_of, pipeline_of, reduce_s, stages_of
+from disttrain_cli.planning.traffic import preprocess_need, traffic_of
 from disttrain_cli.planning.units import Cluster, Unit
+from disttrain_cli.simulation.interleaved import interleaved_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
-from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan, UnitTime
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.plan import Interleaving, Layout, Prediction, StageMemory, StageTime, UnitTime
+from disttrain_cli.spec.profile import DeviceProfile, Profile
 
 Floats = NDArray[np.float64]
-GRADIENT_BYTES = 4  # reduced in fp32 in both precisions
+BATCHES = 3  # global batches whose simulated times are averaged
+VIRTUAL_STAGES = (2, 4)
 
 
-def mean_loads(unit: Unit, dp: int, slot_sequences: int, slots: int) -> Floats:
-    """[n, DP] sequences' worth of work of every replica in every slot, for data that is all alike.
+@dataclass(frozen=True)
+class Step:
+    """One simulated step of a layout."""
 
-    Images are whole: slot k has floor((k+1)·T) - floor(k·T) of them at T per slot, spread evenly.
+    stages: list[Stage]
+    loads: dict[str, Floats]  # by module [n, DP, 3]
+    pipeline: Pipeline
+    timeline: Timeline
+
+
+def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0, shared: bool = True) -> Step:
+    """The step over the `number`-th global batch drawn from the data.
+
+    Args:
+        shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a cluster.
     """
-    items = unit.items_per_sequence
-    if unit.holds_llm or items == 0:
-        return np.full((slots, dp), slot_sequences / dp)
-    totals = np.diff(np.floor(np.arange(slots + 1) * slot_sequences * items + 1e-9)).astype(np.int64)
-    share, rest = np.divmod(totals, dp)
-    images = share[:, None] + (np.arange(dp)[None, :] < rest[:, None])
-    return images / items
-
-
-def pipeline_of(units: list[Unit], layout: Layout) -> Pipeline:
-    """The step of a layout as the simulator takes it."""
-    profile = units[0].profile
-    slots, size = layout.microbatches, layout.global_batch_size // layout.microbatches
-    stages = sum(plan.pp for plan in layout.units)
-    width = max(plan.dp for plan in layout.units)
-    forward, backward = np.zeros((slots, stages, width)), np.zeros((slots, stages, width))
-    replicas, entry, reduce_s, transfer_s = [], [], [], []
-    stage = 0
-    for number, (unit, plan) in enumerate(zip(units, layout.units, strict=True)):
-        times = unit_times(profile, unit.modules, plan.tp)
-        loads = mean_loads(unit, plan.dp, size, slots)
-        weights = parameters(profile, unit.modules)
-        start = 0
-        for index, layers in enumerate(plan.layers_per_stage):
-            span = slice(start, start + layers)
-            for target, base, slope in ((forward, times.forward_base, times.forward_slope),
-                                        (backward, times.backward_base, times.backward_slope)):
-                ms = np.maximum(0.0, base[span].sum() + slope[span].sum() * loads)
-                target[:, stage, :plan.dp] = np.where(loads > 0, ms, 0.0) / 1e3
-            replicas.append(plan.dp)
-            entry.append(index == 0)
-            reduce_s.append(_reduce_s(profile, plan, float(weights[span].sum())))
-            following = layout.units[number + 1] if number + 1 < len(units) else None
-            after = plan if index + 1 < plan.pp else following
-            if after is not None:
-                transfer_s.append(_transfer_s(unit, start + layers, size, min(plan.dp, after.dp)))
-            start += layers
-            stage += 1
-    return Pipeline(np.array(replicas), np.array(entry), forward, backward, np.array(transfer_s), np.array(reduce_s))
-
-
-def _reduce_s(profile: Profile, plan: UnitPlan, weights: float) -> float:
-    """Time of the gradient reduction over the replicas of a stage."""
-    if plan.dp == 1:
-        return 0.0
-    bits = weights / plan.tp * GRADIENT_BYTES * 8
-    return profile.links.all_reduce_us / 1e6 + bits / (profile.links.all_reduce_gbps * 1e9)
-
-
-def _transfer_s(unit: Unit, layer: int, slot_sequences: int, dp: int) -> float:
-    """Time of one crossing before a layer of the unit (or after its last) for the busier side's replica.
-
-    The profile knows what modules send; a cut inside a module counts with its latency only.
-    """
-    end, link = 0, unit.profile.links
-    for name in unit.modules:
-        end += len(unit.profile.modules[name].layers)
-        if end == layer:
-            size = unit.profile.modules[name].output_bytes_per_sequence * slot_sequences / dp
-            return link.p2p_us / 1e6 + size * 8 / (link.p2p_gbps * 1e9)
-    return link.p2p_us / 1e6
-
-
-def timeline_of(profile: Profile, pipeline: Pipeline) -> Timeline:
-    """The predicted timeline: with processor sharing where the ranks share a CPU."""
+    stages = stages_of(profile, layout)
+    loads = loads_of(profile, layout, cluster.ordering, number)
+    pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
     device = profile.device
-    if device.kind == "cpu":
-        return simulate_shared(pipeline, device.cores, device.shared_by)
-    return simulate(pipeline)
+    if device.kind == "cpu" and shared:
+        return Step(stages, loads, pipeline, simulate_shared(pipeline, device.cores, device.shared_by))
+    return Step(stages, loads, pipeline, simulate(pipeline))
 
 
-def _sharing(pipeline: Pipeline, timeline: Timeline, first: int, plan: UnitPlan) -> float:
-    """Simulated compute time of a unit over the same without the sharing of cores."""
-    own = (slice(None), slice(first, first + plan.pp), slice(plan.dp))
-    alone = float((pipeline.forward_s + pipeline.backward_s)[own].sum())
-    return float(timeline.busy_s[own[1:]].sum()) / alone if alone else 1.0
+def simulated_s(profile: Profile, layout: Layout, cluster: Cluster, numbers: Iterable[int] = range(BATCHES),
+                shared: bool = True) -> float:
+    """Mean time of the steps over these of the global batches that are drawn."""
+    return float(np.mean([simulated_step(profile, layout, cluster, number, shared).timeline.iteration_s
+                          for number in numbers]))
 
 
 def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
-    """Time, MFU and memory of a layout.
+    """Time, MFU, memory and traffic of a layout.
 
-    `iteration_s` and the bubble come from the simulator, `warmup_s` and `steady_s` from the formula, which takes
-    every rank to have a device of its own.
+    Times come from the simulator, `warmup_s` and `steady_s` from the formula, which takes every rank to have a
+    device of its own and all sequences to be alike. FLOPs are those of the batches that were simulated.
 
     Raises:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
-    pipeline = pipeline_of(units, layout)
-    timeline = timeline_of(profile, pipeline)
+    steps = [simulated_step(profile, layout, cluster, number) for number in range(BATCHES)]
+    stages = steps[0].stages
+    iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
+    work = {module: np.mean([_total(step.loads[module]) for step in steps], axis=0) for module in steps[0].loads}
+    flops = [{cost.module: float(cost.flops @ work[cost.module]) for cost in stage.costs} for stage in stages]
     formula = layout_time(units, layout)
-    size = layout.global_batch_size // layout.microbatches
-    flops = sum(flops_per_sequence(profile).values()) * layout.global_batch_size
-    rows, stage = [], 0
-    for unit, plan in zip(units, layout.units, strict=True):
-        times = unit_times(profile, unit.modules, plan.tp)
-        load = mean_loads(unit, plan.dp, size, layout.microbatches).mean()
-        stages_ms = unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size)
-        rows.append(UnitTime(unit=unit.name,
-                             forward_ms=float(times.forward_base.sum() + times.forward_slope.sum() * load),
-                             backward_ms=float(times.backward_base.sum() + times.backward_slope.sum() * load),
-                             stage_ms=max(stages_ms), sharing=_sharing(pipeline, timeline, stage, plan)))
-        stage += plan.pp
+    memory = layout_memory(profile, layout, cluster.memory_gib)
+    computing = _rank_seconds(steps)
+    orchestration = _orchestration(profile.device, layout, computing, iteration_s)
+    stage_times = _stage_times(profile, steps, layout, flops, iteration_s)
     return Prediction(
-        iteration_s=timeline.iteration_s, sequences_per_s=layout.global_batch_size / timeline.iteration_s,
-        mfu=mfu(flops, timeline.iteration_s, profile.device, layout.gpus_used),
-        warmup_s=formula.warmup_ms / 1e3, steady_s=formula.steady_ms / 1e3,
-        bubble_fraction=timeline.bubble_fraction,
-        memory=layout_memory(profile, layout, cluster.zero_stage, cluster.memory_gib), units=rows)
+        iteration_s=iteration_s, sequences_per_s=layout.global_batch_size / iteration_s,
+        mfu=mfu(sum(sum(own.values()) for own in flops), iteration_s, profile.device, layout.gpus_used),
+        warmup_s=formula.warmup_ms / 1e3, steady_s=formula.steady_ms / 1e3, bubble_fraction=_bubble(steps, layout),
+        memory=memory, memory_binds=_fullest(memory),
+        units=_unit_times(profile, steps, layout, flops, iteration_s), stages=stage_times,
+        reduce_s=max(reduce_s(profile, stage, cluster.gpus_per_node) for stage in stages),
+        optimizer_s=steps[0].pipeline.step_s, kernel_mfu=_kernel_mfu(profile.device, flops, computing),
+        orchestration_efficiency=orchestration,
+        traffic=traffic_of(profile, layout, stages, cluster.gpus_per_node),
+        preprocess=preprocess_need(profile, layout.global_batch_size / iteration_s, cluster.cpu_node_cores),
+        interleaved=_interleaved(profile, layout, stage_times, iteration_s, orchestration))
+
+
+def _total(loads: Floats) -> Floats:
+    """[4] replicas and slots that have any work, and the sums of items, tokens and Σ length²."""
+    return np.concatenate([[float(loads.any(axis=2).sum())], loads.sum(axis=(0, 1))])
+
+
+def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
+    """By (stage, module): seconds that all ranks together compute it in a step, as on devices of their own."""
+    return {(number, cost.module): float(np.mean([
+        (amount(cost.forward_ms, step.loads[cost.module]) + amount(cost.backward_ms, step.loads[cost.module])).sum()
+        for step in steps])) * stage.unit.tp / 1e3
+        for number, stage in enumerate(steps[0].stages) for cost in stage.costs}
+
+
+def _rank_flops(device: DeviceProfile) -> float:
+    """Peak FLOP/s of what one rank had while it was measured: on a CPU its share of the cores."""
+    return peak_tflops(device, 1) * 1e12 / (max(device.cores, device.shared_by) if device.kind == "cpu" else 1)
+
+
+def _kernel_mfu(device: DeviceProfile, flops: list[dict[str, float]],
+                computing: dict[tuple[int, str], float]) -> dict[str, float]:
+    """By module, its FLOPs over the peak of its ranks while they compute it; 0 where it has no work."""
+    names = dict.fromkeys(module for own in flops for module in own)
+    seconds = {name: sum(value for (_, module), value in computing.items() if module == name) for name in names}
+    return {name: sum(own.get(name, 0.0) for own in flops) / (seconds[name] * _rank_flops(device))
+            if seconds[name] else 0.0 for name in names}
+
+
+def _orchestration(device: DeviceProfile, layout: Layout, computing: dict[tuple[int, str], float],
+                   iteration_s: float) -> float:
+    """MFU ÷ (ΣFLOPs / Σ(FLOPs / kernel MFU)), where FLOPs / kernel MFU is a module's computing time at the peak."""
+    peak = peak_tflops(device, layout.gpus_used) * 1e12
+    return sum(computing.values()) * _rank_flops(device) / (iteration_s * peak)
+
+
+def _bubble(steps: list[Step], layout: Layout) -> float:
+    """Share of the devices' time in which they do not compute."""
+    tp = np.array([stage.unit.tp for stage in steps[0].stages])
+    busy = sum(float(np.nansum(step.timeline.busy_s, axis=1) @ tp) for step in steps)
+    return 1.0 - busy / (layout.gpus_used * sum(step.timeline.iteration_s for step in steps))
+
+
+def _fullest(memory: list[StageMemory]) -> str:
+    fullest = max(memory, key=lambda stage: stage.peak_gib / stage.limit_gib)
+    return f"{fullest.unit} stage {fullest.stage}"
+
+
+def _mfu(device: DeviceProfile, layout: Layout, flops: list[dict[str, float]], ranks: int, iteration_s: float) -> float:
+    """MFU of some of a layout's ranks, for the FLOPs of their stages."""
+    peak = peak_tflops(device, layout.gpus_used) * 1e12 * ranks / layout.gpus_used
+    return sum(sum(own.values()) for own in flops) / (peak * iteration_s)
+
+
+def _unit_times(profile: Profile, steps: list[Step], layout: Layout, flops: list[dict[str, float]],
+                iteration_s: float) -> list[UnitTime]:
+    rows, first = [], 0
+    for unit in layout.units:
+        own = slice(first, first + unit.pp)
+        times = [_own(step.pipeline, own, unit.dp) for step in steps]
+        forward, backward = np.mean([[part.sum(axis=1).mean() for part in pair] for pair in times], axis=0)
+        slowest = np.mean([np.add(*pair).max(axis=2).mean(axis=0) for pair in times], axis=0).max()
+        alone = sum(float(np.add(*pair).sum()) for pair in times)
+        busy = sum(float(step.timeline.busy_s[own, :unit.dp].sum()) for step in steps)
+        rows.append(UnitTime(
+            unit=unit.name, forward_ms=1e3 * float(forward), backward_ms=1e3 * float(backward),
+            stage_ms=1e3 * float(slowest), sharing=busy / alone if alone else 1.0,
+            mfu=_mfu(profile.device, layout, flops[own], unit.gpus, iteration_s)))
+        first += unit.pp
+    return rows
+
+
+def _stage_times(profile: Profile, steps: list[Step], layout: Layout, flops: list[dict[str, float]],
+                 iteration_s: float) -> list[StageTime]:
+    rows = []
+    for number, stage in enumerate(steps[0].stages):
+        own = slice(number, number + 1)
+        forward, backward = np.mean([[part.mean() for part in _own(step.pipeline, own, stage.unit.dp)]
+                                     for step in steps], axis=0)
+        rows.append(StageTime(unit=stage.unit.name, stage=stage.index, forward_ms=1e3 * float(forward),
+                              backward_ms=1e3 * float(backward),
+                              mfu=_mfu(profile.device, layout, flops[own], stage.ranks, iteration_s)))
+    return rows
+
+
+def _own(pipeline: Pipeline, stages: slice, dp: int) -> tuple[Floats, Floats]:
+    """Forward and backward times [n, PP, DP] of some stages of one unit."""
+    return pipeline.forward_s[:, stages, :dp], pipeline.backward_s[:, stages, :dp]
+
+
+def _interleaved(profile: Profile, layout: Layout, stages: list[StageTime], iteration_s: float,
+                 efficiency: float) -> list[Interleaving]:
+    """What virtual stages of the LLM's unit would bring."""
+    unit = layout.unit_of(profile.inputs.llm)
+    if unit.pp == 1:
+        return []
+    stages_s = [(stage.forward_ms + stage.backward_ms) / 1e3 for stage in stages if stage.unit == unit.name]
+    times = {virtual: interleaved_s(iteration_s, stages_s, virtual)
+             for virtual in VIRTUAL_STAGES if virtual <= min(unit.layers_per_stage)}
+    return [Interleaving(unit=unit.name, virtual_stages=virtual, iteration_s=time,
+                         gain_pct=100 * (iteration_s / time - 1),
+                         orchestration_efficiency=efficiency * iteration_s / time) for virtual, time in times.items()]

@@ -1,30 +1,30 @@
-"""Exact search over microbatch and the shape of every unit: branch and bound over columns of options.
+"""Exact search over microbatch and the shape of every unit: best first over slot sizes, branch and bound in each.
 
-For every slot size S (a divisor of the batch; n = batch / S) each unit has a table of shapes; a layout is one
-row of each with Σ GPUs ≤ N. A pass keeps everything whose lower bound is within a limit, so it finds *every*
-layout with a time within it; passes raise the limit until enough are found. Bounds on the units not chosen yet:
-together they take at least the sum of their shortest times once, and with G GPUs left their slowest stage takes
-at least the least τ for which shapes of all of them that are as fast as τ need no more than G.
+For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit with Σ GPUs ≤ N.
+The slot size with the least lower bound is looked at next: once roughly, then with a limit that rises until enough
+layouts are found. Within a limit `bounds` leaves only shapes that may be part of a layout; these are priced exactly
+(`options.price`) and joined, so *every* layout within the limit is found. Done when no bound is below the last
+layout wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.planning.objective import busiest_load
-from disttrain_cli.planning.options import Options, list_options, price
+from disttrain_cli.planning.bounds import Keep, Space, divisors, narrowed, rough_floor, space_of
+from disttrain_cli.planning.objective import combine
+from disttrain_cli.planning.options import Options, price, take
 from disttrain_cli.planning.units import Cluster, Unit
 
-GROWTH = (1.002, 1.005, 1.01, 1.02, 1.04, 1.08, 1.16, 1.3, 1.6, 2.5, 5.0, 20.0, np.inf)
+#: Of the limit of a slot size over its lower bound, by how often it was looked at.
+GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
 CHUNK = 1 << 20
-
-#: Which options a strategy allows: (unit number, slot, options) → rows kept.
-Keep = Callable[[int, int, Options], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True, order=True)
@@ -38,6 +38,7 @@ class Candidate:
     microbatch: int
     slot_sequences: int
     shapes: tuple[tuple[int, int, int], ...]  # (tp, dp, pp) of every unit
+    checkpointing: tuple[bool, ...]  # of every unit
 
 
 @dataclass(frozen=True)
@@ -48,93 +49,60 @@ class Found:
     combinations: int
 
 
-@cache
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+class Shape(NamedTuple):
+    """One unit of a layout, and its times per slot."""
+
+    tp: int
+    dp: int
+    pp: int
+    checkpointing: bool
+    unit_ms: float
+    stage_ms: float
+
+
+def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm_dp: int) -> Candidate:
+    """The layout of these shapes, in pipeline order, for slots of `size` sequences."""
+    total_ms = combine([shape.unit_ms for shape in shapes], [shape.stage_ms for shape in shapes], slots).total_ms
+    return Candidate(
+        float(f"{total_ms:.12g}"),  # sums in another order are the same time
+        sum(shape.tp * shape.dp * shape.pp for shape in shapes), sum(shape.pp for shape in shapes),
+        sum(shape.tp for shape in shapes), size // llm_dp, size, tuple((s.tp, s.dp, s.pp) for s in shapes),
+        tuple(shape.checkpointing for shape in shapes))
 
 
 def search(units: list[Unit], cluster: Cluster, top: int = 1, keep: Keep | None = None,
-           slots_of: list[int] | None = None) -> Found:
+           slots_of: list[int] | None = None, shares: list[int] | None = None, within_ms: float = np.inf) -> Found:
     """The `top` fastest layouts under the formula of `objective`, exact; none where nothing fits.
 
     Args:
-        keep: restricts the options of a strategy.
+        keep: restricts the rows of a strategy.
         slots_of: slot sizes to consider (sequences); all divisors of the batch if None.
+        shares: most GPUs of each unit; all but one for each other unit if None.
+        within_ms: layouts that take longer need not be found.
     """
     sizes = slots_of if slots_of is not None else divisors(cluster.batch)
-    floors = {size: _floor(units, size, cluster) for size in sizes}
-    tables: dict[int, _Tables] = {}
+    most = shares if shares is not None else [cluster.gpus - len(units) + 1] * len(units)
+    queue = [(rough_floor(units, size, cluster), size) for size in sizes]
+    heapq.heapify(queue)
+    spaces: dict[int, Space] = {}
+    tries, growth = dict.fromkeys(sizes, 0), GROWTH if len(sizes) > 1 else GROWTH[GROWTH.index(1.1):]
     best: list[Candidate] = []
-    for growth in GROWTH:
-        limit = _least(floors, tables, units, cluster, keep) * growth
-        best = []
-        for size in sorted(sizes, key=lambda size: floors[size]):
-            if floors[size] > limit:
-                continue
-            if size not in tables:
-                tables[size] = _tables(units, size, cluster, keep)
-                floors[size] = max(floors[size], tables[size].floor_ms)
-            if floors[size] <= limit and np.isfinite(floors[size]):
-                best = sorted(best + _layouts(units, tables[size], size, cluster, limit, top))[:top]
-                if len(best) == top:
-                    limit = min(limit, best[-1].total_ms * (1 + 1e-9))
-        if len(best) == top:
+    while queue:
+        bound, size = heapq.heappop(queue)
+        cut = min(within_ms, best[-1].total_ms if len(best) == top else np.inf) * (1 + 1e-9)
+        if bound > cut or not np.isfinite(bound):
             break
-    return Found(best, sum(int(np.prod([float(len(o)) for o in table.options])) for table in tables.values()))
-
-
-def _floor(units: list[Unit], size: int, cluster: Cluster) -> float:
-    """Lower bound of a step's time for a slot size, without listing options."""
-    unit_ms, work_ms = 0.0, 0.0
-    for unit in units:
-        whole, work = np.inf, np.inf
-        for tp in unit.tps:
-            base, slope = unit.layer_ms(tp)
-            most = float(max(1, cluster.gpus // tp))
-            dp = float(max(d for d in divisors(size) if d <= most)) if unit.holds_llm else most
-            load = busiest_load(unit.holds_llm, size, unit.items_per_sequence, np.array([dp]))[0]
-            whole = min(whole, base.sum() + slope.sum() * load)
-            work = min(work, tp * (min(base.sum(), base.sum() * dp) + slope.sum() * size))
-        unit_ms, work_ms = unit_ms + max(0.0, whole), work_ms + max(0.0, work)
-    return (unit_ms + (cluster.batch // size - 1) * work_ms / cluster.gpus) * (1 - 1e-9)
-
-
-def _least(floors: dict[int, float], tables: dict[int, _Tables], units: list[Unit], cluster: Cluster,
-           keep: Keep | None) -> float:
-    """The smallest lower bound of all slot sizes, sharpened by listing the options of those that seem best."""
-    while True:
-        size = min(floors, key=lambda size: floors[size])
-        if size in tables:
-            return floors[size]
-        tables[size] = _tables(units, size, cluster, keep)
-        floors[size] = max(floors[size], tables[size].floor_ms)
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """Options of every unit for one slot size, with bounds on what the other units take."""
-
-    options: list[Options]
-    rest_unit_ms: list[float]  # per unit: least time of all others together
-    rest_stage_ms: list[NDArray[np.float64]]  # per unit and option: least slowest stage of the others
-    floor_ms: float  # of a whole step; infinite where a unit has no option
-
-
-def _tables(units: list[Unit], size: int, cluster: Cluster, keep: Keep | None) -> _Tables:
-    """Options of every unit, leaving at least one GPU to each of the others, and their bounds."""
-    options = [list_options(unit, size, cluster.gpus - len(units) + 1) for unit in units]
-    if keep is not None:
-        options = [table.take(keep(number, size, table)) for number, table in enumerate(options)]
-    if not all(len(table) for table in options):
-        return _Tables(options, [], [], np.inf)
-    least = [float(table.unit_ms.min()) for table in options]
-    rest_stage_ms = [_slowest_within(options[:number] + options[number + 1:], cluster.gpus - table.gpus)
-                     for number, table in enumerate(options)]
-    slowest = float(_slowest_within(options, np.array([cluster.gpus]))[0])
-    floor = sum(least) + (cluster.batch // size - 1) * slowest if np.isfinite(slowest) else np.inf
-    return _Tables(options, [sum(least) - own for own in least], rest_stage_ms, floor * (1 - 1e-9))
+        if size not in spaces:
+            spaces[size] = space_of(units, size, cluster, most, keep)
+            heapq.heappush(queue, (max(bound, spaces[size].floor_ms), size))
+            continue
+        limit = min(cut, bound * growth[min(tries[size], len(growth) - 1)])
+        tries[size] += 1
+        options, floor = narrowed(spaces[size], limit)
+        if options is not None:
+            best = sorted({*best, *_layouts(units, options, size, cluster, limit, top)})[:top]
+        heapq.heappush(queue, (max(floor, limit * (1 + 1e-9)), size))
+    return Found(best, int(sum(space.combinations for space in spaces.values())))
 
 
 def _slowest_within(tables: list[Options], gpus: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -162,25 +130,20 @@ class _Partial:
     rows: tuple[NDArray[np.int64], ...]  # row numbers in each unit's priced table, last unit first
 
 
-def _layouts(units: list[Unit], tables: _Tables, size: int, cluster: Cluster, limit: float,
+def _layouts(units: list[Unit], wanted: list[Options], size: int, cluster: Cluster, limit: float,
              top: int) -> list[Candidate]:
     """Every layout of one slot size within the limit, the `top` best of them. Units are joined last to first."""
     slots = cluster.batch // size
     within = limit * (1 + 1e-9)
-    wanted: list[Options] = []
-    for table, rest_ms, rest_stage_ms in zip(tables.options, tables.rest_unit_ms, tables.rest_stage_ms, strict=True):
-        slowest = np.maximum(table.stage_ms, rest_stage_ms)
-        least = table.unit_ms + rest_ms + _steady_ms(slowest, slots)
-        wanted.append(table.take((least <= within) & np.isfinite(slowest)))
-    if not all(len(table) for table in wanted):
-        return []
     partial = _Partial(np.zeros(1, np.int64), np.zeros(1), np.zeros(1), np.zeros(1, np.int64), ())
     priced: list[Options] = []
     for number in reversed(range(len(units))):
         before = wanted[:number]
-        table = wanted[number].take(_may_join(wanted[number], partial, before, slots, cluster.gpus, within))
-        exact = price(units[number], table, size, slots, np.unique(partial.stages))
-        exact = exact.take(_may_join(exact, partial, before, slots, cluster.gpus, within))
+        table = take(wanted[number], _may_join(wanted[number], partial, before, slots, cluster.gpus, within))
+        rest = sum(float(other.unit_ms.min()) for other in before) + float(partial.unit_ms.min())
+        most = (within - rest - table.unit_ms) / (slots - 1) if slots > 1 else np.full(len(table), np.inf)
+        exact = price(units[number], table, size, slots, np.unique(partial.stages), most)
+        exact = take(exact, _may_join(exact, partial, before, slots, cluster.gpus, within))
         priced.append(exact)
         partial = _join(partial, exact, before, slots, cluster.gpus, within)
         if not len(partial.gpus):
@@ -190,19 +153,13 @@ def _layouts(units: list[Unit], tables: _Tables, size: int, cluster: Cluster, li
     if len(nearest) > top:  # ties with the last one wanted stay in
         nearest = nearest[total[nearest] <= total[nearest[top - 1]] * (1 + 1e-12)]
     found = []
+    holder = next(number for number, unit in enumerate(units) if unit.holds_llm)
     for row in nearest:
-        shapes = [tuple(int(v[index[row]]) for v in (t.tp, t.dp, t.pp))
-                  for t, index in zip(priced, partial.rows, strict=True)][::-1]
-        holder = next(i for i, unit in enumerate(units) if unit.holds_llm)
-        found.append(Candidate(_rounded(float(total[row])), int(partial.gpus[row]), sum(s[2] for s in shapes),
-                               sum(s[0] for s in shapes), size // shapes[holder][1], size,
-                               tuple(shapes)))  # type: ignore[arg-type]
+        shapes = [Shape(int(t.tp[i]), int(t.dp[i]), int(t.pp[i]), bool(t.checkpointing[i]), float(t.unit_ms[i]),
+                        float(t.stage_ms[i]))
+                  for t, i in zip(priced, (index[row] for index in partial.rows), strict=True)][::-1]
+        found.append(candidate_of(shapes, size, slots, shapes[holder].dp))
     return found
-
-
-def _rounded(value: float) -> float:
-    """Twelve digits: sums in another order are the same time."""
-    return float(f"{value:.12g}")
 
 
 def _steady_ms(stage_ms: NDArray[np.float64], slots: int) -> NDArray[np.float64]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import time
 
-from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
-from disttrain_cli.planning.baselines import distmm, paper
-from disttrain_cli.planning.options import layers_per_stage
-from disttrain_cli.planning.predict import predict
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.planning.baselines import candidates, megatron
+from disttrain_cli.planning.bounds import Keep
+from disttrain_cli.planning.finalists import EACH, Limits, Ranked, faster_zero, one_batch_s, rank, rounds
+from disttrain_cli.planning.infeasible import infeasible
+from disttrain_cli.planning.options import Rows, layers_per_stage
+from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, Found, search
-from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.planning.units import Cluster, Unit, group, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
     Alternative,
@@ -19,7 +25,6 @@ from disttrain_cli.spec.plan import (
     Plan,
     Prediction,
     Search,
-    StageMemory,
     Strategy,
     UnitPlan,
 )
@@ -27,16 +32,26 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
 BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
+POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken
+NEAR = 2  # finalists with another shape of the LLM near the best one's
 
 
 def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Cluster:
-    """What the layout must fit into: the profile's devices, or `gpus` of them."""
+    """What the layout must fit into: the profile's devices, or `gpus` of them.
+
+    Ranks that share the cores of a CPU neither split layers nor recompute: training does not run that yet, and
+    would gain nothing from it.
+    """
     count = profile.device.count if gpus is None else gpus
     if count < 1:
         raise SpecError("A plan needs at least one GPU", f"--gpus: {count}")
-    return Cluster(count, min(run.cluster.gpus_per_node, count),
-                   run.cluster.memory_gib or profile.device.memory_gib, run.train.zero_stage,
-                   run.train.global_batch_size)
+    cpu = profile.device.kind == "cpu"
+    return Cluster(gpus=count, gpus_per_node=min(run.cluster.gpus_per_node, count),
+                   memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
+                   zero_stage=0 if run.train.zero_stage == 0 else 1, batch=run.train.global_batch_size,
+                   trained=None if run.model.trained is None else tuple(run.model.trained),
+                   checkpointing="none" if cpu else run.train.activation_checkpointing, most_tp=1 if cpu else None,
+                   ordering=run.train.ordering, cpu_node_cores=run.cluster.cpu_node_cores)
 
 
 def check_profile(run: RunFile, profile: Profile) -> None:
@@ -57,6 +72,9 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
           top: int = 5) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
+    The formula's best layouts are simulated, and for `disaggregated` the `paper` strategy's own choice with them, so
+    that the plan is never worse than that.
+
     Raises:
         MismatchError: the profile belongs to another model or cluster.
         InfeasibleError: no layout fits; names the stage that binds and the smallest change that helps.
@@ -64,33 +82,92 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
     check_profile(run, profile)
     cluster = cluster_of(run, profile, gpus)
     started = time.perf_counter()
-    units, found = candidates(profile, cluster, strategy, top + 1)
-    if not found.best:
+    either_zero = run.train.zero_stage == "auto"
+    ranked, combinations, simulated = ranking(profile, cluster, strategy, top, either_zero)
+    if not ranked:
         raise infeasible(profile, cluster, strategy)
-    layouts = [layout_of(units, cluster, candidate, strategy) for candidate in found.best]
+    best = ranked[0]
+    predicted = predict(units_of(profile, cluster, best.layout), best.layout, cluster)
     solve_s = time.perf_counter() - started
-    best = found.best[0]
+    mine = _baseline(best.layout, predicted)
     return Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
-        provenance=profile.provenance,
-        plan=layouts[0], predicted=predict(units, layouts[0], cluster),
-        baselines={name: baseline(profile, cluster, name) for name in BASELINES},
+        provenance=profile.provenance, plan=best.layout, predicted=predicted,
+        baselines={name: mine if name == strategy else baseline(profile, cluster, name, either_zero)
+                   for name in BASELINES},
         alternatives=[
-            Alternative(layout=_described(layout), gpus_used=layout.gpus_used,
-                        iteration_s=predict(units, layout, cluster).iteration_s,
-                        slower_pct=100 * (candidate.total_ms / best.total_ms - 1))
-            for candidate, layout in list(zip(found.best, layouts, strict=True))[1:]],
-        search=Search(solve_s=solve_s, candidates=found.combinations, exact=strategy != "paper"))
+            Alternative(layout=_described(other.layout), gpus_used=other.layout.gpus_used,
+                        iteration_s=_shown_s(profile, cluster, other), plan=other.layout,
+                        slower_pct=100 * (other.iteration_s / best.iteration_s - 1))
+            for other in ranked[1:top + 1]],
+        search=Search(solve_s=solve_s, candidates=combinations, exact=strategy != "paper",
+                      simulated=simulated))
 
 
-def candidates(profile: Profile, cluster: Cluster, strategy: Strategy, top: int) -> tuple[list[Unit], Found]:
-    """Units of a strategy and its best layouts."""
+def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0,
+            either_zero: bool = False) -> tuple[list[Ranked], int, int]:
+    """Layouts of a strategy, best first, and how many were candidates and simulated.
+
+    `distmm` and `paper` keep the order of their own rules.
+
+    Args:
+        top: runners-up wanted beside the best layout.
+        either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
+    """
+    combinations = 0
+
+    def as_layout(units: list[Unit], candidate: Candidate) -> Layout:
+        layout = layout_of(units, cluster, candidate, strategy)
+        return faster_zero(profile, cluster, layout) if either_zero else layout
+
+    def find(limits: Limits, best: int) -> tuple[list[Unit], Found]:
+        nonlocal combinations
+        units, found = best_by_formula(profile, cluster, strategy, best, limits)
+        combinations += found.combinations
+        return units, found
+
+    if strategy in ("distmm", "paper"):
+        units, found = candidates(profile, cluster, strategy, top + 1)
+        layouts = [as_layout(units, candidate) for candidate in found.best]
+        ranked = [Ranked(layout, simulated_s(profile, layout, cluster, shared=False)) for layout in layouts]
+        return ranked, found.combinations, len(ranked)
+    ours = strategy == "disaggregated"
+    finalists = rounds(profile, cluster, find, as_layout, top + 1, POOL if ours else max(EACH, top + 1),
+                       NEAR if ours else 0)
+    if finalists and ours:
+        units, published = candidates(profile, cluster, "paper", 1)
+        layouts = [as_layout(units, candidate) for candidate in published.best]
+        finalists += [Ranked(layout, one_batch_s(profile, layout, cluster)) for layout in layouts
+                      if layout not in (one.layout for one in finalists)]
+    return rank(profile, cluster, finalists, top + 1), combinations, len(finalists)
+
+
+def best_by_formula(profile: Profile, cluster: Cluster, strategy: Strategy, top: int,
+                    limits: Limits) -> tuple[list[Unit], Found]:
+    """Units and the formula's best layouts of an exact strategy; of `megatron`, only `limits.most` is kept to."""
+    if limits.most is None:
+        return candidates(profile, cluster, strategy, top)
+    if strategy == "megatron":
+        return megatron(profile, cluster, top, most_dp=limits.most)
     units = group(profile, cluster, strategy)
-    if strategy == "distmm":
-        return units, distmm(units, cluster, top)
-    if strategy == "paper":
-        return units, paper(units, cluster, top)
-    return units, search(units, cluster, top)
+    return units, search(units, cluster, top, keep=keep_within(units, limits), within_ms=limits.within_ms)
+
+
+def keep_within(units: list[Unit], limits: Limits) -> Keep:
+    """Restricts a search to some replicas and TP degrees of the LLM's unit."""
+    def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
+        if not units[number].holds_llm:
+            return np.ones(len(rows), dtype=bool)
+        kept = (rows.dp >= limits.least) & (rows.dp <= (limits.most or rows.dp))
+        for tp, dp in limits.without:
+            kept &= (rows.tp != tp) | (rows.dp != dp)
+        return kept
+    return keep
+
+
+def fewer_replicas(units: list[Unit], most: int) -> Keep:
+    """Restricts a search to at most `most` replicas of the LLM's unit."""
+    return keep_within(units, Limits(math.inf, most))
 
 
 def layout_of(units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy) -> Layout:
@@ -98,75 +175,35 @@ def layout_of(units: list[Unit], cluster: Cluster, candidate: Candidate, strateg
     slots = cluster.batch // candidate.slot_sequences
     plans: list[UnitPlan] = []
     after = candidate.stages
-    for unit, (tp, dp, pp) in zip(units, candidate.shapes, strict=True):
+    for unit, (tp, dp, pp), recomputes in zip(units, candidate.shapes, candidate.checkpointing, strict=True):
         after -= pp
-        layers = layers_per_stage(unit, tp, dp, pp, candidate.slot_sequences, slots, after)
+        layers = layers_per_stage(unit, tp, dp, pp, candidate.slot_sequences, slots, after, recomputes)
         assert layers is not None, "the search kept a shape that does not fit"
         plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
-                              layers_per_stage=layers))
+                              layers_per_stage=layers, checkpointing=recomputes))
     return Layout(strategy=strategy, global_batch_size=cluster.batch, microbatch_size=candidate.microbatch,
-                  microbatches=slots, gpus_used=candidate.gpus, units=plans)
+                  microbatches=slots, gpus_used=candidate.gpus, zero_stage=cluster.zero_stage,
+                  trained=None if cluster.trained is None else list(cluster.trained), units=plans)
 
 
 def _described(layout: Layout) -> str:
     return f"{layout.describe()}, M {layout.microbatch_size}"
 
 
-def baseline(profile: Profile, cluster: Cluster, strategy: Strategy) -> Baseline | None:
-    """The best layout of another strategy in the same simulator; None where none fits."""
-    units, found = candidates(profile, cluster, strategy, 1)
-    if not found.best:
+def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
+    """The time to show beside the prediction: with shared cores where there are such."""
+    return simulated_s(profile, other.layout, cluster) if profile.device.kind == "cpu" else other.iteration_s
+
+
+def baseline(profile: Profile, cluster: Cluster, strategy: Strategy, either_zero: bool = False) -> Baseline | None:
+    """The layout of another strategy in the same simulator; None where none fits."""
+    ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero)
+    if not ranked:
         return None
-    layout = layout_of(units, cluster, found.best[0], strategy)
-    predicted: Prediction = predict(units, layout, cluster)
+    layout = ranked[0].layout
+    return _baseline(layout, predict(units_of(profile, cluster, layout), layout, cluster))
+
+
+def _baseline(layout: Layout, predicted: Prediction) -> Baseline:
     return Baseline(iteration_s=predicted.iteration_s, sequences_per_s=predicted.sequences_per_s,
-                    mfu=predicted.mfu, gpus_used=layout.gpus_used, layout=_described(layout))
-
-
-def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> InfeasibleError:
-    """Why nothing fits: the stage that needs most in the least demanding layout, and what would help."""
-    binding = _least_memory(profile, cluster, strategy)
-    if binding is None:
-        return InfeasibleError(f"No {strategy} layout exists on {cluster.gpus} GPUs",
-                               f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
-                               "Use another strategy: disttrain plan --strategy disaggregated")
-    gpus = next((count for count in (cluster.gpus * factor for factor in (2, 4, 8, 16))
-                 if candidates(profile, dataclasses.replace(cluster, gpus=count), strategy, 1)[1].best), None)
-    help_ = f"Devices with {binding.peak_gib:.3g} GiB (cluster.memory_gib)"
-    if gpus is not None:
-        help_ += f", or about {_fewest_gpus(profile, cluster, strategy, gpus)} GPUs of {cluster.memory_gib:.3g} GiB"
-    return InfeasibleError(
-        f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
-        f"memory binds: stage {binding.stage} of unit {binding.unit} needs {binding.peak_gib:.3g} GiB at least, "
-        f"a device has {cluster.memory_gib:.3g} GiB", help_ + " would do.")
-
-
-def _least_memory(profile: Profile, cluster: Cluster, strategy: Strategy) -> StageMemory | None:
-    """The fullest stage of a layout under the smallest memory limit that any layout fits into (to 1 %)."""
-    low, high = cluster.memory_gib, cluster.memory_gib
-    while not candidates(profile, dataclasses.replace(cluster, memory_gib=high), strategy, 1)[1].best:
-        low, high = high, high * 4
-        if high > cluster.memory_gib * 4**12:
-            return None
-    while high / low > 1.01:
-        middle = (low * high) ** 0.5
-        if candidates(profile, dataclasses.replace(cluster, memory_gib=middle), strategy, 1)[1].best:
-            high = middle
-        else:
-            low = middle
-    roomy = dataclasses.replace(cluster, memory_gib=high)
-    units, found = candidates(profile, roomy, strategy, 1)
-    layout = layout_of(units, roomy, found.best[0], strategy)
-    return max(predict(units, layout, roomy).memory, key=lambda stage: stage.peak_gib)
-
-
-def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy, enough: int) -> int:
-    """The smallest number of GPUs found to fit, by halving between too few and enough."""
-    few = cluster.gpus
-    while enough - few > max(1, few // 50):
-        middle = (few + enough) // 2
-        if candidates(profile, dataclasses.replace(cluster, gpus=middle), strategy, 1)[1].best:
-            enough = middle
-        else:
-            few = middle
-    return enough
+                    mfu=predicted.mfu, gpus_used=layout.gpus_used, layout=_described(layout), plan=layout)

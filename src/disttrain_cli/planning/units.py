@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.memory import GIB, activation_terms, bytes_per_parameter, parameters
+from disttrain_cli.costs.memory import GIB, activation_terms, recomputed_terms, state_bytes
 from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,33 @@ class Cluster:
     gpus: int
     gpus_per_node: int
     memory_gib: float  # of one device
-    zero_stage: int
+    zero_stage: Literal[0, 1]
     batch: int  # packed sequences per step
+    trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
+    ordering: Literal["none", "paper"] = "paper"  # policy under which global batches are simulated
+    cpu_node_cores: int = 64  # of one preprocessing node
+    checkpointing: Literal["none", "full", "auto"] = "none"  # of activations; auto = for each unit what is faster
+    most_tp: int | None = None  # largest TP degree; None = what fits a node
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The distinct layers of a unit: L layers, K kinds, V variants (a TP degree, with or without checkpointing)."""
+
+    of: Ints  # [L] kind of each layer
+    count: Ints  # [K]
+    tp: Ints  # [V]
+    checkpointing: NDArray[np.bool_]  # [V]
+    base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
+    slope_ms: Floats
+    kept_gib: Floats  # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
+    shared_gib: Floats
+    activation_gib: Floats  # [V, 4, K] of one slot on one rank, terms of `costs.memory.worst_mix`
+    again_gib: Floats  # [V, 4] of what a stage recomputes at a time
+
+    def variant(self, tp: int, checkpointing: bool) -> int:
+        """Number of a variant."""
+        return int(np.flatnonzero((self.tp == tp) & (self.checkpointing == checkpointing))[0])
 
 
 @dataclass(frozen=True)
@@ -52,8 +80,10 @@ class Unit:
 
     @cached_property
     def tps(self) -> list[int]:
-        """TP degrees that were profiled and fit evenly into a node."""
-        return [tp for tp in tp_degrees(self.profile, self.modules) if self.cluster.gpus_per_node % tp == 0]
+        """TP degrees that were profiled, are allowed, and fit evenly into a node."""
+        most = self.cluster.most_tp or self.cluster.gpus_per_node
+        return [tp for tp in tp_degrees(self.profile, self.modules)
+                if self.cluster.gpus_per_node % tp == 0 and tp <= most]
 
     @cached_property
     def ends_ms(self) -> tuple[Floats, Floats]:
@@ -72,45 +102,59 @@ class Unit:
                 slope[layer] += 2 * size * 8 / (link.p2p_gbps * 1e9) * 1e3
         return base, slope
 
-    def layer_ms(self, tp: int) -> tuple[Floats, Floats]:
+    def layer_ms(self, tp: int, checkpointing: bool = False) -> tuple[Floats, Floats]:
         """Forward + backward + transfers of every layer as (base, slope per sequence), in ms."""
-        if tp not in self._layer_ms:
-            times = unit_times(self.profile, self.modules, tp)
+        if (tp, checkpointing) not in self._layer_ms:
+            times = unit_times(self.profile, self.modules, tp, self.cluster.trained, checkpointing)
             base, slope = self.ends_ms
-            self._layer_ms[tp] = (times.forward_base + times.backward_base + base,
-                                  times.forward_slope + times.backward_slope + slope)
-        return self._layer_ms[tp]
+            self._layer_ms[tp, checkpointing] = (times.forward_base + times.backward_base + base,
+                                                 times.forward_slope + times.backward_slope + slope)
+        return self._layer_ms[tp, checkpointing]
 
     @cached_property
-    def _layer_ms(self) -> dict[int, tuple[Floats, Floats]]:
+    def _layer_ms(self) -> dict[tuple[int, bool], tuple[Floats, Floats]]:
         return {}
 
     @cached_property
-    def states_gib(self) -> tuple[Floats, Floats]:
-        """Weights, gradients and optimizer of every layer at TP 1: (kept by each replica, shared by all)."""
-        kept, shared = bytes_per_parameter(self.profile.precision, self.cluster.zero_stage)
-        count = parameters(self.profile, self.modules)
-        return count * kept / GIB, count * shared / GIB
+    def kinds(self) -> Kinds:
+        """Time and memory of the unit's layers at every TP degree, equal ones counted once."""
+        choices = {"none": [False], "full": [True], "auto": [False, True]}[self.cluster.checkpointing]
+        variants = [(tp, checkpointing) for tp in self.tps for checkpointing in choices]
+        rows, again = [], []
+        for tp, checkpointing in variants:
+            known, trained = (self.profile, self.modules, tp), self.cluster.trained
+            kept, shared = state_bytes(*known, self.cluster.zero_stage, trained)
+            terms = activation_terms(*known, trained, checkpointing)
+            rows.append(np.vstack([*self.layer_ms(tp, checkpointing), kept / GIB, shared / GIB, terms / GIB]))
+            again.append(recomputed_terms(*known, trained) / GIB if checkpointing else np.zeros(4))
+        columns = np.stack(rows)  # [V, 8, L]
+        places: dict[bytes, int] = {}
+        of = np.array([places.setdefault(columns[:, :, layer].tobytes(), len(places)) for layer in range(self.layers)])
+        one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(places))]]
+        tps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
+        return Kinds(of, np.bincount(of), tps, recomputing, one[:, 0], one[:, 1], one[:, 2], one[:, 3], one[:, 4:],
+                     np.array(again))
 
     @cached_property
-    def activations_gib(self) -> Floats:
-        """Activations of one slot as [4, L] terms of `costs.memory.worst_mix`, at TP 1."""
-        return activation_terms(self.profile, self.modules) / GIB
+    def fences(self) -> list[slice]:
+        """Layers that are one stage whatever PP is."""
+        if not self.fenced:
+            return []
+        ends = np.cumsum([len(self.profile.modules[name].layers) for name in self.modules])
+        return [slice(int(end) - len(self.profile.modules[name].layers), int(end))
+                for name, end in zip(self.modules, ends, strict=True) if name != self.profile.inputs.llm]
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_] | None:
         """[L+1, L+1] which layer ranges may form a stage; None = any."""
-        if not self.fenced:
+        if not self.fences:
             return None
-        mask = np.zeros((self.layers + 1, self.layers + 1), dtype=bool)
-        start = 0
-        for name in self.modules:
-            stop = start + len(self.profile.modules[name].layers)
-            if name == self.profile.inputs.llm:
-                mask[start:stop, start + 1:stop + 1] = True
-            else:
-                mask[start, stop] = True
-            start = stop
+        mask = np.ones((self.layers + 1, self.layers + 1), dtype=bool)
+        for fence in self.fences:
+            mask[:, fence.start + 1:fence.stop] = False
+            mask[fence.start + 1:fence.stop, :] = False
+            mask[:fence.start + 1, fence.stop:] = False
+            mask[fence.start, fence.stop] = True
         return mask
 
 
@@ -137,3 +181,8 @@ def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
                 f"profiled: TP {tp_degrees(profile, unit.modules)}; cluster.gpus_per_node: {cluster.gpus_per_node}",
                 "Profile again: disttrain profile")
     return units
+
+
+def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:
+    """The units of a layout, for its times by the formula."""
+    return [Unit(plan.name, tuple(plan.modules), profile, cluster) for plan in layout.units]

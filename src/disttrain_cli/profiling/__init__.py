@@ -1,7 +1,9 @@
 """Measuring what layers, links, devices and data cost here, and fitting the cost models of the profile.
 
-Start at `measure.py` (the whole of `disttrain profile`) and `worker.py` (what each of its processes runs: `links.py`,
-then `trial.py` for each of its modules over `compute.py`). `device.py` finds the device and its peak,
-`preprocess.py` times decoding, `sizes.py` draws work from the data's own distribution, `fitting.py` and
-`assemble.py` turn measurements into polynomials.
+Start at `measure.py` (the whole of `disttrain profile`) and `worker.py` (what each of its processes runs: `links.py`
+and `optimizer.py`, then `trial.py` for each of its modules over `compute.py`). `processes.py` starts them and keeps
+what they found (`kept.py`), so that an interrupted profile goes on. `dataset.py` is the data part, with
+`preprocess.py` that times decoding and `sizes.py` that draws work from the data's own distribution; `device.py` finds
+the device and its peak; `fitting.py`, `rows.py` and `assemble.py` turn measurements into the profile. `analytic.py`
+makes a profile of a device that is not here, from the same parts.
 """

@@ -2,98 +2,138 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from disttrain_cli.data.packing import Packing
-from disttrain_cli.data.statistics import mean_and_max_work, sequence_work
+from disttrain_cli.costs.links import all_reduce_s
+from disttrain_cli.models.division import parts
 from disttrain_cli.models.flops import LayerFlops
-from disttrain_cli.models.graph import LayerInfo, live_tensors
-from disttrain_cli.models.layer import TensorSpec
-from disttrain_cli.profiling.fitting import Floats, fit, held_out_error_pct
+from disttrain_cli.models.graph import LayerInfo
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.profiling.dataset import Dataset
+from disttrain_cli.profiling.fitting import Floats, combine, fit, held_out_error_pct
+from disttrain_cli.profiling.rows import cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import LayerCost, LayerTime, ModuleProfile, ModuleTime, Polynomial
+from disttrain_cli.spec.profile import LayerCost, LayerShard, LinkTimes, ModuleProfile, ModuleTime, Polynomial
 from disttrain_cli.spec.runfile import Kind
 from disttrain_cli.spec.work import Work
 
+NOTHING = Polynomial()
+
 
 @dataclass(frozen=True)
-class ModuleMeasurements:
-    """What the processes found of one module; lists of equal length, one entry per draw. Both may be empty."""
+class Series:
+    """What was measured of a module at one TP size, trained or frozen, over draws."""
 
     works: list[Work]
-    times: list[dict[str, list[float]]]  # kind of layer → (forward, backward) in ms
+    times: dict[str, Floats]  # kind of layer → [2, draws] forward and backward in ms
     memory_works: list[Work]
-    memory: list[dict[str, float]]  # kind of layer → bytes kept from forward to backward
+    kept_bytes: dict[str, Floats]  # kind of layer → [draws] from forward to backward
 
 
-def module_profile(name: str, kind: Kind, table: list[LayerInfo], packing: Packing, flops: Mapping[str, LayerFlops],
-                   found: ModuleMeasurements, sharing: float, value_bytes: int) -> ModuleProfile:
-    """Fit everything known of a module. A module that the data brings no work for costs nothing.
+@dataclass(frozen=True)
+class Part:
+    """What is known of a kind of layer without measuring."""
+
+    flops: LayerFlops
+    shard_parameters: dict[int, int]  # by TP size
+    all_reduces: int  # of a TP group in one forward
+    all_reduce_bytes: Polynomial
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all modules share."""
+
+    table: list[LayerInfo]
+    inputs: ModelInputs
+    data: Dataset
+    links: LinkTimes
+    value_bytes: int  # of one number of the tensors between layers
+
+
+def known_parts(shards: Mapping[int, Mapping[str, PipelineLayer]], flops: Mapping[str, LayerFlops],
+                reduced: Mapping[str, Polynomial], value_bytes: int) -> dict[str, Part]:
+    """What counts say of every kind of layer of a module.
 
     Args:
-        packing: sequences that the means are taken over.
-        sharing: processes per core, by which CPU times are multiplied.
-        value_bytes: bytes of one number of the tensors between modules.
+        shards: by TP size (1 among them) and kind, one rank's part of a layer.
+        reduced: by kind, the numbers that a TP group reduces in a forward (`models.sharding.all_reduce_values`).
     """
-    layers = [layer for layer in table if layer.module == name]
-    counts = Counter(layer.kind for layer in layers)
-    series = {part: sharing * np.array([draw[part] for draw in found.times]).reshape(-1, 2).T for part in counts}
-    costs = {part: _layer_cost(part, flops[part], found, series[part]) for part in counts}
-    mean, most = mean_and_max_work(packing)[name]
-    idle = 1.0 - float(np.mean(np.any(sequence_work(packing)[name] > 0, axis=1)))
+    return {kind: Part(
+        flops[kind], {tp: sum(weight.numel() for weight in layers[kind].parameters()) for tp, layers in shards.items()},
+        all_reduces=sum(1 for _ in parts(layer, (*layer.division.row, *layer.division.vocabulary))),
+        all_reduce_bytes=combine((float(value_bytes), reduced[kind])))
+        for kind, layer in shards[1].items()}
 
+
+def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, Part],
+                   trained: Mapping[int, Series], frozen: Mapping[int, Series]) -> ModuleProfile:
+    """Fit everything known of a module.
+
+    Args:
+        known: by kind of layer.
+        trained, frozen: by TP size, the same ones.
+    """
+    data, value_bytes = setting.data, setting.value_bytes
+    layers = [layer for layer in setting.table if layer.module == name]
+    costs = {
+        part: LayerCost(
+            parameters=counts.flops.parameters,
+            tp={str(tp): _shard(part, counts, tp, trained[tp], frozen[tp], setting.links) for tp in trained},
+            all_reduce_bytes=counts.all_reduce_bytes,
+            input_bytes=input_bytes(next(layer for layer in layers if layer.kind == part), setting.table,
+                                    setting.inputs, data.mean, value_bytes),
+            forward_flops=counts.flops.forward, backward_flops=counts.flops.backward,
+            backward_input_flops=counts.flops.backward_input)
+        for part, counts in known.items()}
+    kinds = [layer.kind for layer in layers]
+    return ModuleProfile(
+        kind=kind, parameters=sum(layer.parameters for layer in layers), layers=kinds, costs=costs,
+        tp={str(tp): _module_time(kinds, costs, tp, series, data.mean[name], data.idle[name])
+            for tp, series in trained.items()},
+        work_per_sequence=data.mean[name], max_work_per_sequence=data.most[name],
+        cut_bytes_per_sequence=cut_bytes(name, setting.table, setting.inputs, data.mean, value_bytes),
+        projector=[place for place, layer in enumerate(layers) if layer.kind == "projector"],
+        frozen=[place for place, layer in enumerate(layers) if layer.frozen])
+
+
+def message_ms(links: LinkTimes, all_reduces: int, size_bytes: Polynomial, tp: int) -> Polynomial:
+    """Time of a layer's all-reduces in one forward of a TP group: latencies, and bytes over the bandwidth."""
+    latency_s = all_reduce_s(links, 0.0, tp)
+    byte_s = all_reduce_s(links, 1.0, tp) - latency_s
+    return combine((1e3 * byte_s, size_bytes), (1e3 * latency_s * all_reduces, Polynomial(base=1.0)))
+
+
+def _shard(part: str, known: Part, tp: int, trained: Series, frozen: Series, links: LinkTimes) -> LayerShard:
+    messages = message_ms(links, known.all_reduces, known.all_reduce_bytes, tp)
+    forward_ms, backward_ms = trained.times[part]
+    _, input_ms = frozen.times[part]
+    return LayerShard(
+        parameters=known.shard_parameters[tp],
+        forward_ms=_time(trained.works, forward_ms, messages), backward_ms=_time(trained.works, backward_ms, messages),
+        backward_input_ms=_time(frozen.works, input_ms, messages),
+        activation_bytes=fit(trained.memory_works, trained.kept_bytes[part]),
+        frozen_activation_bytes=fit(frozen.memory_works, frozen.kept_bytes[part]),
+        fit_error_pct=held_out_error_pct(trained.works, [forward_ms, backward_ms]),
+        frozen_fit_error_pct=held_out_error_pct(frozen.works, [input_ms]))
+
+
+def _time(works: Sequence[Work], times_ms: Floats, messages: Polynomial) -> Polynomial:
+    """Fitted compute and the messages that go with it; a pass that does not exist sends none."""
+    compute = fit(works, times_ms)
+    return compute if compute == NOTHING else combine((1.0, compute), (1.0, messages))
+
+
+def _module_time(kinds: list[str], costs: Mapping[str, LayerCost], tp: int, series: Series, mean: Work,
+                 idle: float) -> ModuleTime:
+    """Mean over the sequences, each run alone; one without work takes no time, not the base."""
     def mean_ms(times: list[Polynomial]) -> float:
-        """Mean over the sequences, each run alone; one without work takes no time, not the base."""
         return sum(time(mean) - idle * time.base for time in times)
 
-    whole = [counts[part] * values for part, pair in series.items() for values in pair]
-    return ModuleProfile(
-        kind=kind, parameters=sum(layer.parameters for layer in layers), layers=[layer.kind for layer in layers],
-        costs=costs, work_per_sequence=mean, max_work_per_sequence=most,
-        tp={"1": ModuleTime(forward_ms=mean_ms([costs[layer.kind].tp["1"].forward_ms for layer in layers]),
-                            backward_ms=mean_ms([costs[layer.kind].tp["1"].backward_ms for layer in layers]),
-                            fit_error_pct=_error_pct(found.works, whole))},
-        output_bytes_per_sequence=output_values(name, table, packing) * value_bytes)
-
-
-def output_values(name: str, table: list[LayerInfo], packing: Packing) -> float:
-    """Numbers that cross the module's end per packed sequence: rows × width of every live tensor."""
-    end = max(place for place, layer in enumerate(table) if layer.module == name) + 1
-    return sum(_rows_per_sequence(spec, packing) * math.prod(spec.shape) for spec in live_tensors(table, end))
-
-
-def _layer_cost(part: str, flops: LayerFlops, found: ModuleMeasurements, times: Floats) -> LayerCost:
-    forward_ms, backward_ms = times
-    kept_bytes = np.array([draw[part] for draw in found.memory])
-    time = LayerTime(forward_ms=_fit(found.works, forward_ms), backward_ms=_fit(found.works, backward_ms),
-                     fit_error_pct=_error_pct(found.works, [forward_ms, backward_ms]))
-    return LayerCost(parameters=flops.parameters, tp={"1": time}, activation_bytes=_fit(found.memory_works, kept_bytes),
-                     forward_flops=flops.forward, backward_flops=flops.backward)
-
-
-def _fit(works: list[Work], values: Floats) -> Polynomial:
-    return fit(works, values) if works else Polynomial()
-
-
-def _error_pct(works: list[Work], series: Sequence[Floats]) -> float:
-    return held_out_error_pct(works, series) if works else 0.0
-
-
-def _rows_per_sequence(spec: TensorSpec, packing: Packing) -> float:
-    """Mean rows of a state tensor that a packed sequence brings (`data.slots.Slot.rows`)."""
-    inputs: ModelInputs = packing.index.inputs
-    if spec.item == "sequence":
-        return float(inputs.sequence_length)
-    if spec.item == "image":
-        assert inputs.image is not None
-        patches = float(packing.image_grid.prod(axis=1).sum())
-        extra = float(inputs.image.extra_tokens * len(packing.image_grid))
-        return (patches / inputs.image.merge**2 if spec.rows == "tokens" else patches + extra) / len(packing)
-    assert inputs.target is not None
-    rows = inputs.target.context_tokens if spec.rows == "context" else 1
-    return len(packing.target_segment) * rows / len(packing)
+    shards = [costs[kind].tp[str(tp)] for kind in kinds]
+    whole = [count * values for kind, count in Counter(kinds).items() for values in series.times[kind]]
+    return ModuleTime(forward_ms=mean_ms([shard.forward_ms for shard in shards]),
+                      backward_ms=mean_ms([shard.backward_ms for shard in shards]),
+                      fit_error_pct=held_out_error_pct(series.works, whole))

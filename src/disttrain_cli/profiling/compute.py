@@ -68,7 +68,8 @@ def run_module(layers: Sequence[PipelineLayer], entry: dict[str, Tensor], batch:
                stopwatch: Stopwatch) -> list[tuple[float, float]]:
     """One forward and backward of `layers`; (forward, backward) in ms of each.
 
-    `entry` holds the state that reaches the first layer. Parameter gradients accumulate, as in training.
+    `entry` holds the state that reaches the first layer. Parameter gradients accumulate, as in training. A layer of
+    which nothing asks for a gradient has no backward.
     """
     state = dict(entry)
     inputs: list[dict[str, Tensor]] = []
@@ -80,16 +81,22 @@ def run_module(layers: Sequence[PipelineLayer], entry: dict[str, Tensor], batch:
         outputs.append(made)
         state.update(made)
     gradients: dict[str, Tensor] = {}
+    differentiated: list[bool] = []
     for own, made in zip(reversed(inputs), reversed(outputs), strict=True):
         roots = [(name, tensor) for name, tensor in made.items() if tensor.requires_grad]
         seeds = [None if name.startswith(LOSS_PREFIX) else _gradient(gradients.pop(name, None), tensor)
                  for name, tensor in roots]
-        stopwatch.time(lambda roots=roots, seeds=seeds: _backward([tensor for _, tensor in roots], seeds))  # type: ignore[misc]
+        differentiated.append(bool(roots))
+        if roots:
+            tensors = [tensor for _, tensor in roots]
+            stopwatch.time(lambda tensors=tensors, seeds=seeds: torch.autograd.backward(tensors, seeds))  # type: ignore[misc]
         for name, tensor in own.items():
             if tensor.grad is not None:
                 gradients[name] = tensor.grad if name not in gradients else gradients[name] + tensor.grad
-    times = stopwatch.read_ms()
-    return list(zip(times[:len(layers)], reversed(times[len(layers):]), strict=True))
+    times = iter(stopwatch.read_ms())
+    forward = [next(times) for _ in layers]
+    backward = [next(times) if any_root else 0.0 for any_root in differentiated]
+    return list(zip(forward, reversed(backward), strict=True))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -99,8 +106,3 @@ def _leaf(tensor: Tensor) -> Tensor:
 def _gradient(known: Tensor | None, tensor: Tensor) -> Tensor:
     """What comes back from later layers; outside the module's end, numbers of a gradient's usual size."""
     return torch.randn_like(tensor) * 1e-3 if known is None else known
-
-
-def _backward(roots: list[Tensor], seeds: list[Tensor | None]) -> None:
-    if roots:
-        torch.autograd.backward(roots, seeds)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from disttrain_cli.costs.hardware import lookup
+from disttrain_cli.costs.hardware import Precision, lookup
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile import ClusterSpec
@@ -47,7 +47,7 @@ def local_processes(cluster: ClusterSpec, kind: str) -> int:
     return min(cluster.gpus_per_node, torch.cuda.device_count())
 
 
-def describe_device(cluster: ClusterSpec, kind: str, precision: str) -> DeviceProfile:
+def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> DeviceProfile:
     """Name, count, memory and peak of the device; on a CPU this measures the peak (a few seconds).
 
     Raises:
@@ -59,7 +59,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: str) -> DevicePr
         return DeviceProfile(
             name=properties.name, kind="cuda", count=cluster.nodes * processes,
             memory_gib=cluster.memory_gib or properties.total_memory / GIB,
-            peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_tflops,
+            peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_of(precision),
             shared_by=1, cores=machine_cores())
     return DeviceProfile(
         name=cpu_name(), kind="cpu", count=cluster.gpus,

@@ -21,6 +21,8 @@ Floats = NDArray[np.float64]
 HELD_OUT = 3
 #: Values below this share of the mean weigh no more than that share would (a relative error of nothing is no guide).
 WEIGHT_FLOOR = 1e-3
+#: Terms that add less than this to every value, relative to it, are rounding errors.
+NOTHING = 1e-9
 
 
 def features(works: Sequence[Work]) -> Floats:
@@ -42,8 +44,15 @@ def fit(works: Sequence[Work], values: Sequence[float] | Floats) -> Polynomial:
     scale = np.linalg.norm(rows, axis=0)
     scale[scale == 0.0] = 1.0
     coefficients, _ = nnls(rows / scale, target)
+    coefficients[coefficients < NOTHING] = 0.0
     base, per_item, per_token, per_length_sq = (coefficients / scale).tolist()
     return Polynomial(base=base, per_item=per_item, per_token=per_token, per_length_sq=per_length_sq)
+
+
+def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
+    """Σ factor · polynomial."""
+    names = Polynomial.model_fields
+    return Polynomial(**{name: sum(factor * getattr(term, name) for factor, term in terms) for name in names})
 
 
 def predict(polynomial: Polynomial, works: Sequence[Work]) -> Floats:

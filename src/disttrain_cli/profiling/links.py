@@ -1,12 +1,15 @@
-"""Latency and bandwidth of messages between processes: one sender and one receiver, and an all-reduce of all.
+"""Latency and bandwidth of messages: point to point and collectives, inside a node and between nodes.
 
-A message of b bytes takes latency + b / bandwidth; both come from a fit over message sizes. Gloo between
-processes, NCCL between GPUs. One process alone has no link; what stands in the profile then is a copy inside
-its device's memory, which is what a "transfer" costs where sender and receiver are the same.
+A message that puts b bytes on a link takes latency + b / bandwidth; both come from a fit over message sizes. In a
+ring of N ranks an all-reduce puts 2·b·(N-1)/N bytes on every link, an all-gather and a reduce-scatter b·(N-1)/N
+(`spec.profile.LinkTimes`), so the bandwidths hold for other N. Gloo between processes, NCCL between GPUs. One rank
+alone has no link; what stands in the profile then is a copy inside its device's memory, which is what a "transfer"
+costs where sender and receiver are the same.
 """
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,15 +18,19 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.profiling.fitting import fit
-from disttrain_cli.spec.profile import LinkProfile
+from disttrain_cli.spec.profile import LinkProfile, LinkTimes
 from disttrain_cli.spec.work import Work
 
 SIZES_BYTES = (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20)
+CUDA_SIZES_BYTES = (*SIZES_BYTES, 16 << 20, 64 << 20)
 REPEATS = 7
 GIGABIT = 1e9
 
+#: An operation on a buffer and its part of one rank.
+Operation = Callable[[torch.Tensor, torch.Tensor], object]
 
-def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+
+def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
     """(bandwidth in Gbit/s, latency in µs) of time = latency + bytes / bandwidth."""
     line = fit([Work(tokens=float(size)) for size in sizes_bytes], times_s)
     slowest = min(size / time_s for size, time_s in zip(sizes_bytes, times_s, strict=True))
@@ -32,49 +39,75 @@ def fit_link(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> tuple[floa
 
 
 def measure_links(device: torch.device) -> LinkProfile:
-    """Measure with all processes of the default group (every rank must call this; all get rank 0's result)."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Measure with all processes of the default group (every rank must call this; all get the same result).
 
-    def exchange(buffer: torch.Tensor) -> None:
-        """There and back between ranks 0 and 1: two messages."""
-        if rank == 0:
-            dist.send(buffer, 1)
-            dist.recv(buffer, 1)
-        elif rank == 1:
-            dist.recv(buffer, 0)
-            dist.send(buffer, 0)
-
-    def copy(buffer: torch.Tensor) -> None:
-        buffer.clone()
-
-    if world == 1:
-        p2p = reduce = _curve(device, copy)
-    else:
-        p2p = [time_s / 2.0 for time_s in _curve(device, exchange)]
-        reduce = _curve(device, dist.all_reduce)
-    p2p_gbps, p2p_us = fit_link(SIZES_BYTES, p2p)
-    reduce_gbps, reduce_us = fit_link(SIZES_BYTES, reduce)
-    found = [p2p_gbps, p2p_us, reduce_gbps, reduce_us]
-    if world > 1:
-        dist.broadcast_object_list(found, src=0, device=device)
-    return LinkProfile(p2p_gbps=found[0], p2p_us=found[1], all_reduce_gbps=found[2], all_reduce_us=found[3])
+    Inside a node with the ranks of rank 0's host, between nodes with one rank of each host, where there are several.
+    """
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    heads = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
+    found = [_measure_group(inside, device), _measure_group(heads, device) if len(heads) > 1 else None]
+    dist.broadcast_object_list(found, src=0, device=device)
+    assert found[0] is not None
+    return LinkProfile(**found[0], inter_node=None if found[1] is None else LinkTimes(**found[1]))
 
 
-def _curve(device: torch.device, operation: Callable[[torch.Tensor], object]) -> list[float]:
-    """Median seconds of `operation` on a buffer of every size, after one warm-up each."""
-    medians = []
-    for size in SIZES_BYTES:
-        buffer = torch.zeros(size // 4, dtype=torch.float32, device=device)
-        times = []
-        for _ in range(REPEATS + 1):
+def _measure_group(ranks: list[int], device: torch.device) -> dict[str, float]:
+    """Fields of `LinkTimes` for a group of ranks; the others wait, and get none."""
+    group = dist.new_group(ranks)
+    count, sizes = len(ranks), CUDA_SIZES_BYTES if device.type == "cuda" else SIZES_BYTES
+    found: dict[str, float] = {}
+    for name, (operation, share, messages) in _operations(ranks, group).items():
+        mine = operation if dist.get_rank() in ranks else None
+        times_s = [time_s / messages for time_s in _medians_s(mine, sizes, count, device)]
+        if mine is not None:
+            found[f"{name}_gbps"], found[f"{name}_us"] = fit_link([share * size for size in sizes], times_s)
+    return found
+
+
+def _operations(ranks: list[int], group: dist.ProcessGroup) -> dict[str, tuple[Operation, float, int]]:
+    """By name in `LinkTimes`: what is timed, the share of the buffer that it puts on a link, and how many times."""
+    if len(ranks) == 1:
+        copy: tuple[Operation, float, int] = (lambda buffer, part: buffer.clone(), 1.0, 1)
+        return dict.fromkeys(("p2p", "all_reduce", "all_gather", "reduce_scatter"), copy)
+    rank, ring = dist.get_rank(), (len(ranks) - 1) / len(ranks)
+
+    def exchange(buffer: torch.Tensor, part: torch.Tensor) -> None:
+        """There and back between the first two ranks."""
+        if rank == ranks[0]:
+            dist.send(buffer, ranks[1])
+            dist.recv(buffer, ranks[1])
+        elif rank == ranks[1]:
+            dist.recv(buffer, ranks[0])
+            dist.send(buffer, ranks[0])
+
+    return {"p2p": (exchange, 1.0, 2),
+            "all_reduce": (lambda buffer, part: dist.all_reduce(buffer, group=group), 2.0 * ring, 1),
+            "all_gather": (lambda buffer, part: dist.all_gather_into_tensor(buffer, part, group=group), ring, 1),
+            "reduce_scatter": (lambda buffer, part: dist.reduce_scatter_tensor(part, buffer, group=group), ring, 1)}
+
+
+def _medians_s(operation: Operation | None, sizes_bytes: Sequence[int], ranks: int,
+               device: torch.device) -> list[float]:
+    """Median time of an operation on buffers of about these sizes that `ranks` divide.
+
+    After one round over the sizes that warms up; in rounds, so that a moment when the machine is slow slows all sizes.
+    """
+    parts = [torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device) for size in sizes_bytes]
+    buffers = [part.repeat(ranks) for part in parts]
+    rounds_s: list[list[float]] = []
+    for _ in range(REPEATS + 1):
+        rounds_s.append([])
+        for buffer, part in zip(buffers, parts, strict=True):
             _settle(device)
             begin = time.perf_counter_ns()
-            operation(buffer)
+            if operation is not None:
+                operation(buffer, part)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times.append((time.perf_counter_ns() - begin) * 1e-9)
-        medians.append(float(np.median(times[1:])))
-    return medians
+            rounds_s[-1].append((time.perf_counter_ns() - begin) * 1e-9)
+    return np.median(rounds_s[1:], axis=0).tolist()
 
 
 def _settle(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""`disttrain profile`: from a run file to a profile, in the order index → device → processes → fits.
+"""`disttrain profile`: from a run file to a profile, in the order data → device → processes → fits.
 
 Times on a CPU are CPU times under the load of the whole run, multiplied by processes / cores: what an operation
 takes while all ranks are busy (`compute.py` says why; `simulation.sharing` starts from the same convention).
@@ -6,154 +6,155 @@ takes while all ranks are busy (`compute.py` says why; `simulation.sharing` star
 
 from __future__ import annotations
 
-import json
-import tempfile
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from disttrain_cli.data.index import Index, build_index, read_index
-from disttrain_cli.data.packing import Packing, SequenceStream, pack
-from disttrain_cli.data.statistics import describe_data
-from disttrain_cli.errors import DataError, DisttrainError, MismatchError
+from disttrain_cli.errors import DisttrainError
 from disttrain_cli.models.flops import count_flops
-from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_work
-from disttrain_cli.profiling.assemble import ModuleMeasurements, module_profile
+from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
+from disttrain_cli.profiling.dataset import Dataset, read_dataset
 from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_device, local_processes
-from disttrain_cli.profiling.preprocess import measure_preprocessing
-from disttrain_cli.profiling.sizes import SEQUENCES, PackedSizes, draw_sizes
-from disttrain_cli.runtime.launch import launch
+from disttrain_cli.profiling.kept import kept_path, record_name
+from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
+from disttrain_cli.profiling.sizes import draw_sizes, fewer, packed_sizes, with_work
+from disttrain_cli.profiling.trial import first_of_kinds
+from disttrain_cli.profiling.worker import Variant
+from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import Fingerprints, LinkProfile, Profile
+from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
-PASSES = 3  # over all draws; those after the first only while the budget lasts
-BUDGET_S = 8.0
-TIMEOUT_S = 3600.0
+ANALYTIC = "analytic:"
+MEMORY_EVERY = 3  # of the fewer draws, every third has its kept activations counted
 LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed")
-
-Draws = dict[str, list[dict[str, Any]]]  # module → arguments of `probe_batch`
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the processes found, joined."""
-
-    links: LinkProfile
-    times: dict[str, list[dict[str, list[float]]]]  # module → per draw: kind → (forward, backward) in ms
-    memory: dict[str, dict[int, dict[str, float]]]  # module → draw → kind → bytes
-    slowdown: float  # wall time over CPU time, mean over processes
 
 
 def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Profile:
     """Measure everything that the planner needs to know of this machine, this model and this data.
 
     Builds the sample index, or takes the one that is there if it still describes the data. `device` is "auto",
-    "cpu" or "cuda"; "auto" asks the run file (`cluster.device`), and then takes CUDA where there is one.
+    "cpu", "cuda" or "analytic:NAME"; "auto" asks the run file (`cluster.device`), and then takes CUDA where there
+    is one. An analytic device is not measured but computed (`analytic.py`). A profile that was interrupted goes on
+    from what it had measured (`kept.py`).
 
     Raises:
         DisttrainError: no such device, or a module's layers do not fit into its memory.
-        DataError: the dataset is missing, empty or too damaged.
+        DataError: the dataset is missing, empty or too damaged, or has nothing for one of the modules.
         SpecError: the model's configuration is wrong, or the peak of this GPU is not known.
         RankFailedError: a measuring process failed (its log is named).
     """
     file = run.file
-    kind = choose_kind(device if device != "auto" else file.cluster.device)
+    wanted = device if device != "auto" else file.cluster.device
+    if wanted.startswith(ANALYTIC):
+        from disttrain_cli.profiling.analytic import analytic_profile
+
+        return analytic_profile(run, wanted.removeprefix(ANALYTIC), progress)
+    kind = choose_kind(wanted)
     processes = local_processes(file.cluster, kind)
-    inputs, table = describe(run), layer_table(run)
-    index = _fresh_index(run, inputs, progress)
-    epoch = pack(index, inputs, file.train.seed, 0)
-    sample = SequenceStream(index, file.train.seed).batch(0, SEQUENCES)
-    progress("measure the device and preprocessing", 0, 0)
+    inputs = describe(run)
+    data = read_dataset(run, inputs, progress)
+    progress("measure the device", 0, 0)
     found = describe_device(file.cluster, kind, file.train.precision)
-    preprocess = measure_preprocessing(run, sample)
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
-    sizes = packed_sizes(sample)
-    draws = {name: draw_sizes(file.model.modules[name].kind, sizes, file.train.seed) for name in file.model.order}
-    measured = _measure_in_processes(run, kind, processes, draws, progress)
-    modules = {
-        name: module_profile(name, file.model.modules[name].kind, table, epoch if len(epoch) >= SEQUENCES else sample,
-                             flops[name], _of_module(run, inputs, name, draws[name], measured),
-                             sharing=max(1.0, processes / found.cores) if kind == "cpu" else 1.0,
-                             value_bytes=2 if file.train.precision == "bf16" else 4)
-        for name in file.model.order}
-    return Profile(
+    request = _request(run, kind, processes, inputs, data, found)
+    measured = measure_in_processes(run, request, progress)
+    sharing = max(1.0, processes / found.cores) if kind == "cpu" else 1.0
+    setting = Setting(layer_table(run), inputs, data, measured.links.of(True),
+                      value_bytes=2 if file.train.precision == "bf16" else 4)
+    modules = {}
+    for name in file.model.order:
+        tps = sorted({variant.tp for variant in request.variants if variant.module == name})
+        trained, frozen = ({tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
+                           for still in (False, True))
+        modules[name] = module_profile(name, file.model.modules[name].kind, setting,
+                                       known_parts(_shards(run, name, tps), flops[name], all_reduce_values(run, name),
+                                                   setting.value_bytes), trained, frozen)
+    profile = Profile(
         precision=file.train.precision,
-        fingerprints=Fingerprints(model=file.model_fingerprint(), data=index.fingerprint,
+        fingerprints=Fingerprints(model=file.model_fingerprint(), data=data.profile.fingerprint,
                                   cluster=file.cluster_fingerprint()),
-        provenance=_provenance(measured.slowdown), device=found, inputs=inputs, modules=modules,
-        links=measured.links, data=describe_data(epoch), preprocess=preprocess)
+        provenance=_provenance(measured) | data.provenance,
+        device=found.model_copy(update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}),
+        inputs=inputs, modules=modules, links=measured.links, data=data.profile, preprocess=data.preprocess)
+    kept_path(run).unlink(missing_ok=True)
+    return profile
 
 
-def packed_sizes(packing: Packing) -> list[PackedSizes]:
-    """What each sequence of a packing holds."""
-    lengths = packing.index.lengths[packing.samples].tolist()
-    grids = [(rows, columns) for rows, columns in packing.image_grid.tolist()]
-    samples, images = packing.sample_start.tolist(), packing.image_start.tolist()
-    targets = np.diff(packing.target_start).tolist()
-    return [PackedSizes(lengths[samples[i]:samples[i + 1]], grids[images[i]:images[i + 1]], targets[i])
-            for i in range(len(packing))]
+def _request(run: Run, kind: str, processes: int, inputs: ModelInputs, data: Dataset,
+             device: DeviceProfile) -> Request:
+    """What is to be measured: all draws at TP 1 with trained weights, fewer of them for everything else."""
+    file, sizes = run.file, packed_sizes(data.drawn)
+    draws = {}
+    for name in file.model.order:
+        what = inputs.item(name)
+        # Where work is rarer than one sequence in hundreds, the drawn ones may have none.
+        draws[name] = (draw_sizes(what, sizes, file.train.seed)
+                       or draw_sizes(what, with_work(what, packed_sizes(data.epoch)), file.train.seed))
+    variants = []
+    for name, own in draws.items():
+        few = fewer([probe_work(inputs, inputs.item(name), **draw) for draw in own])
+        for tp in tp_degrees(run, name, file.cluster.gpus_per_node):
+            for frozen in (False, True):
+                chosen = few if frozen or tp > 1 else list(range(len(own)))
+                variants.append(Variant(name, tp, frozen, chosen, few[::MEMORY_EVERY]))
+    key = fingerprint({"model": file.model_fingerprint(), "data": data.profile.fingerprint, "seed": file.train.seed,
+                       "cluster": file.cluster_fingerprint(), "device": device.name, "processes": processes,
+                       "versions": library_versions(), "draws": draws,
+                       "variants": [vars(variant) for variant in variants]})
+    parameters = sum(layer.parameters for layer in layer_table(run))
+    return Request(kind, processes, parameters, draws, variants, key)
 
 
-def _fresh_index(run: Run, inputs: ModelInputs, progress: Progress) -> Index:
-    try:
-        return read_index(run, inputs)
-    except (DataError, MismatchError):
-        return build_index(run, inputs, progress)
+def _series(run: Run, inputs: ModelInputs, request: Request, measured: Measured, module: str, tp: int, frozen: bool,
+            sharing: float) -> Series:
+    """What was measured of a module's variant, without the draws that did not fit into memory.
 
-
-def _measure_in_processes(run: Run, kind: str, processes: int, draws: Draws, progress: Progress) -> Measured:
-    """Run `worker.main` in all processes at once and join what they found."""
-    total = PASSES * sum(len(own) for own in draws.values())
-    with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as name:
-        folder = Path(name)
-
-        def report() -> None:
-            counts = [file.read_text() for file in folder.glob("*.done")]
-            progress(f"measure links and layers, {processes} at once", sum(int(count or 0) for count in counts), total)
-
-        payload = {"run": str(run.path.resolve()), "device": kind, "draws": draws, "passes": PASSES,
-                   "budget_s": BUDGET_S, "folder": name}
-        launch(processes, "disttrain_cli.profiling.worker:main", payload, run.dir.logs / "profile",
-               timeout_s=TIMEOUT_S, on_poll=report)
-        results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
-    times: dict[str, list[dict[str, list[float]]]] = {module: [{}] * len(own) for module, own in draws.items()}
-    memory: dict[str, dict[int, dict[str, float]]] = {module: {} for module in draws}
-    for share in [share for result in results for share in result["shares"]]:
-        first, step = share["first"], share["step"]
-        times[share["module"]][first::step] = share["times"]
-        memory[share["module"]] |= {first + step * int(place): kept for place, kept in share["memory"].items()}
-    return Measured(LinkProfile.model_validate(results[0]["links"]), times, memory,
-                    slowdown=float(np.mean([result["slowdown"] for result in results])))
-
-
-def _of_module(run: Run, inputs: ModelInputs, name: str, draws: list[dict[str, Any]],
-               measured: Measured) -> ModuleMeasurements:
-    """The measurements of one module, without the draws that did not fit into memory."""
-    works = [probe_work(inputs, run.file.model.modules[name].kind, **draw) for draw in draws]
-    done = [draw for draw, times in enumerate(measured.times[name]) if times]
-    memory = measured.memory[name]
-    if draws and not (done and memory):
-        raise DisttrainError(f"No measured size of {name} fits into the device's memory",
-                             f"{len(draws)} microbatches of its own data were tried",
+    Args:
+        sharing: processes per core, by which CPU times are multiplied.
+    """
+    names = {draw: record_name(module, tp, frozen, draw) for draw in range(len(request.draws[module]))}
+    records = {draw: measured.records[name] for draw, name in names.items() if name in measured.records}
+    counted = {draw: record["kept_bytes"] for draw, record in records.items() if record["kept_bytes"]}
+    if not counted:
+        raise DisttrainError(f"No measured size of {module} at TP {tp} fits into the device's memory",
+                             "microbatches of its own data were tried",
                              "Lower data.sequence_length or data.max_image_pixels.")
-    return ModuleMeasurements([works[draw] for draw in done], [measured.times[name][draw] for draw in done],
-                              [works[draw] for draw in memory], list(memory.values()))
+    works = {draw: probe_work(inputs, inputs.item(module), **request.draws[module][draw]) for draw in records}
+    kinds = next(iter(counted.values()))
+    times = {kind: sharing * np.array([np.median(record["times"][kind], axis=0) for record in records.values()]).T
+             for kind in kinds}
+    return Series(list(works.values()), times, [works[draw] for draw in counted],
+                  {kind: np.array([kept[kind] for kept in counted.values()]) for kind in kinds})
 
 
-def _provenance(slowdown: float) -> dict[str, str]:
-    found = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "host_cpu": cpu_name(),
-             "wall_over_cpu_time": f"{slowdown:.2f}"}
+def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, PipelineLayer]]:
+    """By TP size and kind, one rank's part of the first layer of every kind of a module, without memory."""
+    ranges = first_of_kinds(layer_table(run), module, 1)
+    return {tp: {layer.kind: layer for start, stop in ranges for layer in build_layers(run, start, stop, "meta", tp=tp)}
+            for tp in tps}
+
+
+def library_versions() -> dict[str, str]:
+    found = {}
     for library in LIBRARIES:
         try:
             found[library] = version(library)
         except PackageNotFoundError:
             continue
     return found
+
+
+def _provenance(measured: Measured) -> dict[str, str]:
+    found = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "host_cpu": cpu_name(),
+             "wall_over_cpu_time": f"{measured.slowdown:.2f}"}
+    if measured.continued:
+        found["continued"] = f"{measured.continued} of {len(measured.records)} measurements of an interrupted profile"
+    return found | library_versions()

@@ -1,8 +1,13 @@
-"""The layers of one module on a device, and what was measured of them: times and saved activations per draw."""
+"""The layers of one module on a device at one TP size, and what is measured of them: times and kept activations.
+
+A TP shard is measured on one device: its compute alone, with its part of the weights; the group's messages are
+added from the measured links (`assemble.py`). Frozen means that no weight asks for a gradient while inputs do.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,83 +16,90 @@ from torch import Tensor
 
 from disttrain_cli.models.activations import saved_bytes
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
-from disttrain_cli.models.layer import Batch
-from disttrain_cli.models.probe import entry_state, probe_batch, probe_work
+from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.profiling.compute import Stopwatch, run_module
 from disttrain_cli.spec.runfile import Run
 
 #: Layers of one kind that are built: the first, which prepares what a stage needs once per batch, and another one.
 LAYERS_PER_KIND = 2
-#: Draws whose saved activations are counted, at most, per process.
-MEMORY_DRAWS = 4
-WARM_UP_DRAWS = 2
 
 Pair = tuple[float, float]  # forward, backward
+Sizes = Mapping[str, Any]  # arguments of `models.probe.probe_batch`
 
 
-class ModuleTrial:
-    """One process's draws of one module. A draw that does not fit into the device's memory is left out."""
+class Bench:
+    """One module at one TP size. What does not fit into the device's memory is answered with None."""
 
-    def __init__(self, run: Run, module: str, draws: list[dict[str, Any]], device: torch.device) -> None:
-        self.draws = draws
+    def __init__(self, run: Run, module: str, tp: int, device: torch.device) -> None:
         self._table, self._inputs, self._module, self._device = layer_table(run), describe(run), module, device
-        self._kind = run.file.model.modules[module].kind
         self._dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
         self._layers = [layer for start, stop in first_of_kinds(self._table, module, LAYERS_PER_KIND)
-                        for layer in build_layers(run, start, stop, device, self._dtype)]
+                        for layer in build_layers(run, start, stop, device, self._dtype, tp)]
         self._counts = Counter(layer.kind for layer in self._table if layer.module == module)
         self._stopwatch = Stopwatch(device)
-        self._times: list[dict[str, list[Pair]]] = [{} for _ in draws]  # per draw: kind → one pair per pass
 
-    def warm_up(self) -> None:
-        """Run the largest draws, so that memory is taken once."""
-        tokens = [probe_work(self._inputs, self._kind, **draw).tokens for draw in self.draws]
-        for draw in np.argsort(tokens)[::-1][:WARM_UP_DRAWS].tolist():
-            self.run(draw, keep=False)
-
-    def run(self, draw: int, keep: bool = True) -> None:
-        """One forward and backward of a draw."""
+    def times(self, sizes: Sizes, frozen: bool) -> dict[str, Pair] | None:
+        """By kind of layer (forward, backward) in ms, mean over the module's layers of that kind."""
+        self._freeze(frozen)
         try:
-            state, batch = self._inputs_of(draw)
+            state, batch = self._inputs_of(sizes)
             times = run_module(self._layers, state, batch, self._stopwatch)
         except torch.OutOfMemoryError:
             self._stopwatch.read_ms()
-            return
+            return None
         by_kind: dict[str, list[Pair]] = {}
         for layer, pair in zip(self._layers, times, strict=True):
             by_kind.setdefault(layer.kind, []).append(pair)
-        for kind, pairs in by_kind.items() if keep else ():
-            self._times[draw].setdefault(kind, []).append(mean_layer(pairs, self._counts[kind]))
+        return {kind: mean_layer(pairs, self._counts[kind]) for kind, pairs in by_kind.items()}
 
-    def measured(self) -> list[dict[str, list[float]]]:
-        """Per draw: kind → median (forward, backward) in ms over the passes."""
-        return [{kind: np.median(passes, axis=0).tolist() for kind, passes in draw.items()} for draw in self._times]
+    def kept_bytes(self, sizes: Sizes, frozen: bool) -> dict[str, float] | None:
+        """By kind of layer the bytes it keeps from forward to backward."""
+        self._freeze(frozen)
+        try:
+            return self._kept_bytes(sizes)
+        except torch.OutOfMemoryError:
+            return None
 
-    def activation_bytes(self) -> dict[int, dict[str, float]]:
-        """Draw → kind → bytes that a layer keeps from forward to backward, for draws spread over all."""
-        found: dict[int, dict[str, float]] = {}
-        for draw in range(0, len(self.draws), max(1, -(-len(self.draws) // MEMORY_DRAWS))):
-            try:
-                found[draw] = self._activation_bytes(draw)
-            except torch.OutOfMemoryError:
-                continue
-        return found
-
-    def _activation_bytes(self, draw: int) -> dict[str, float]:
-        state, batch = self._inputs_of(draw)
+    def _kept_bytes(self, sizes: Sizes) -> dict[str, float]:
+        state, batch = self._inputs_of(sizes)
         kept: dict[str, float] = {}
         for layer in self._layers:
             if layer.kind not in kept:
-                kept[layer.kind] = float(saved_bytes(layer, state, batch))
+                count = allocated_bytes if self._device.type == "cuda" else saved_bytes
+                kept[layer.kind] = float(count(layer, state, batch))
             with torch.no_grad():
                 made = layer(state, batch)
             state |= {name: tensor.requires_grad_() for name, tensor in made.items()}
         return kept
 
-    def _inputs_of(self, draw: int) -> tuple[dict[str, Tensor], Batch]:
+    def _freeze(self, frozen: bool) -> None:
+        """Whether the weights ask for gradients; those of layers that are never trained do not."""
+        for layer in self._layers:
+            layer.requires_grad_(not (frozen or layer.frozen))
+
+    def _inputs_of(self, sizes: Sizes) -> tuple[dict[str, Tensor], Batch]:
         """State and batch of a draw, on the device; the numbers in them do not matter."""
-        batch = probe_batch(self._inputs, device=self._device, **self.draws[draw])
+        batch = probe_batch(self._inputs, device=self._device, **sizes)
         return entry_state(self._table, self._module, self._inputs, batch, self._device, self._dtype), batch
+
+
+def allocated_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
+    """Bytes that the CUDA allocator holds more after a forward than before it, the output's among them.
+
+    The layer's input is there before; it counts as the output of the layer that made it. What the allocator holds
+    is what decides whether a stage fits, so it stands in the profile rather than `saved_bytes`.
+    """
+    device = next(iter(state.values())).device if state else next(layer.parameters()).device
+    with torch.no_grad():
+        layer(dict(state), batch)  # fills the batch's cache and takes workspaces
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    made = layer(dict(state), batch)
+    torch.cuda.synchronize(device)
+    kept = max(0, torch.cuda.memory_allocated(device) - before)
+    del made
+    return kept
 
 
 def first_of_kinds(table: list[LayerInfo], module: str, most: int) -> list[tuple[int, int]]:

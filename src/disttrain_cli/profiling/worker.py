@@ -1,8 +1,9 @@
-"""What each process of `disttrain profile` does: links first, then its share of the modules' layers.
+"""What each process of `disttrain profile` does: links and the optimizer, then its share of the modules' layers.
 
 There are as many processes as the run will have ranks on this machine, and all are busy until the last one has
 its measurements, because on a CPU they share cores, caches and memory as the ranks will. Modules go round the
-processes, so that different modules are measured beside each other, again as in the run.
+processes, so that different modules are measured beside each other, again as in the run. A process has one module
+at one TP size in memory at a time.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,36 @@ import torch.distributed as dist
 
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.compute import Slowdown
+from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
-from disttrain_cli.profiling.trial import ModuleTrial
+from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
+from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.process import rendezvous
+from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.runfile import read_run
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
+WARM_UP_DRAWS = 2
 #: Draws that a process repeats while it waits for the others.
 WAITING_DRAWS = 4
+#: Seconds between two reports of what was measured.
+REPORT_S = 1.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A module at one TP size, its weights trained or frozen, and which draws it is measured on."""
+
+    module: str
+    tp: int
+    frozen: bool
+    draws: list[int]
+    memory_draws: list[int]  # those of which kept activations are counted, too
+
+    def share(self, first: int, step: int) -> Variant:
+        """Every `step`-th draw from `first` on."""
+        own = self.draws[first::step]
+        return Variant(self.module, self.tp, self.frozen, own, [draw for draw in self.memory_draws if draw in own])
 
 
 @dataclass(frozen=True)
@@ -54,13 +79,13 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Measure and write `payload["folder"]/RANK.json`; RANK.done beside it counts the draws measured so far.
+    """Measure and write `payload["folder"]/RANK.json`: links, optimizer and records, these every second.
 
-    payload: run (path of the run file), device ("cpu" or "cuda"), draws (module → arguments of `probe_batch`),
-    passes (over the draws, at most), budget_s (for the passes after the first), folder.
+    payload: run (path of the run file), device ("cpu" or "cuda"), parameters (of the whole model), draws (module →
+    arguments of `probe_batch`), variants (fields of `Variant`), kept (names of records that an interrupted profile
+    left), passes (over the draws, at most), budget_s (for the passes after the first), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    run = read_run(Path(payload["run"]))
     device = torch.device("cpu")
     if payload["device"] == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -69,51 +94,94 @@ def main(payload: dict[str, Any]) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes)
-    links = measure_links(device)
-
-    draws: dict[str, list[dict[str, Any]]] = payload["draws"]
-    with_work = [module for module, own in draws.items() if own]
-    own = [(share, ModuleTrial(run, share.module, draws[share.module][share.first :: share.step], device))
-           for share in shares(with_work, rank, processes)]
-    for _, trial in own:
-        trial.warm_up()
-    memory = [trial.activation_bytes() for _, trial in own]
-    dist.barrier()
-    folder = Path(payload["folder"])
-    slowdown = measure_together([trial for _, trial in own], int(payload["passes"]), float(payload["budget_s"]),
-                                folder / f"{rank}.done")
-    wait_busily([trial for _, trial in own], store, processes)
-    result = {"links": links.model_dump(), "slowdown": slowdown, "shares": [
-        {"module": share.module, "first": share.first, "step": share.step, "times": trial.measured(), "memory": kept}
-        for (share, trial), kept in zip(own, memory, strict=True)]}
-    (folder / f"{rank}.json").write_text(json.dumps(result))
+    result: dict[str, Any] = {"links": measure_links(device).model_dump()}
+    result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
+    session = Session(payload, rank, result)
+    own = shares(list(payload["draws"]), rank, processes)
+    groups = [group for share in own for group in _groups(payload, share)]
+    clock = Slowdown()
+    for group in groups:
+        session.measure(group, device, float(payload["budget_s"]) / len(groups))
+    result["slowdown"] = clock.read()
+    session.report(now=True)
+    done = store.add("measured", 1)
+    while done < processes:
+        session.wait_busily()
+        done = store.add("measured", 0)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_together(trials: list[ModuleTrial], passes: int, budget_s: float, progress_file: Path) -> float:
-    """Measure every draw of all trials once, and again in passes while the time lasts.
-
-    Returns wall time over CPU time of this process: how long it waited for its turn, on a CPU.
-    """
-    work = [(trial, draw) for trial in trials for draw in range(len(trial.draws))]
-    clock = Slowdown()
-    deadline = time.monotonic() + budget_s
-    for number in range(passes * len(work)):
-        if number >= len(work) and time.monotonic() > deadline:
-            break
-        trial, draw = work[number % len(work)]
-        trial.run(draw)
-        progress_file.write_text(str(number + 1))
-    progress_file.write_text(str(passes * len(work)))
-    return clock.read()
+def _groups(payload: dict[str, Any], share: Share) -> Iterator[list[Variant]]:
+    """A process's part of a module's variants, those of one TP size together."""
+    variants = [Variant(**fields) for fields in payload["variants"] if fields["module"] == share.module]
+    for _, group in groupby(variants, key=lambda variant: variant.tp):
+        yield [variant.share(share.first, share.step) for variant in group]
 
 
-def wait_busily(trials: list[ModuleTrial], store: dist.TCPStore, processes: int) -> None:
-    """Keep this core as busy as before until every process has its measurements."""
-    done = store.add("measured", 1)
-    while done < processes:
-        for trial in trials:
-            for draw in range(min(WAITING_DRAWS, len(trial.draws))):
-                trial.run(draw, keep=False)
-        done = store.add("measured", 0)
+class Session:
+    """The measurements of one process, reported as they are made."""
+
+    def __init__(self, payload: dict[str, Any], rank: int, result: dict[str, Any]) -> None:
+        self._payload, self._result, self._file = payload, result, Path(payload["folder"]) / f"{rank}.json"
+        self._run = read_run(Path(payload["run"]))
+        self._records: Records = {}
+        self._reported_s = 0.0
+        self._bench: Bench | None = None
+        self._busy: list[tuple[dict[str, Any], bool]] = []
+
+    def measure(self, variants: Sequence[Variant], device: torch.device, budget_s: float) -> None:
+        """Measure all draws of a module at one TP size once, and again in passes while the time lasts.
+
+        Draws that an interrupted profile has measured are not measured again.
+        """
+        module, kept = variants[0].module, set(self._payload["kept"])
+        work = [(variant, draw) for variant in variants for draw in variant.draws
+                if record_name(module, variant.tp, variant.frozen, draw) not in kept]
+        if not work and self._bench is not None:
+            return
+        self._bench = None  # gives its memory back before the next one takes some
+        self._bench = Bench(self._run, module, variants[0].tp, device)
+        draws = self._payload["draws"][module]
+        largest = sorted({draw for _, draw in work}, key=lambda draw: _size(draws[draw]))[-WARM_UP_DRAWS:]
+        self._busy = [(draws[draw], False) for draw in largest or variants[0].draws[:WAITING_DRAWS]]
+        self.wait_busily()
+        deadline = time.monotonic() + budget_s
+        for number in range(int(self._payload["passes"]) * len(work)):
+            if number >= len(work) and time.monotonic() > deadline:
+                break
+            variant, draw = work[number % len(work)]
+            self._measure(variant, draw, draws[draw])
+        self._busy = [(draws[draw], variant.frozen) for variant, draw in work[:WAITING_DRAWS]] or self._busy
+
+    def _measure(self, variant: Variant, draw: int, sizes: dict[str, Any]) -> None:
+        assert self._bench is not None
+        name = record_name(variant.module, variant.tp, variant.frozen, draw)
+        times = self._bench.times(sizes, variant.frozen)
+        if times is None:
+            return
+        if name not in self._records:
+            kept = self._bench.kept_bytes(sizes, variant.frozen) if draw in variant.memory_draws else None
+            self._records[name] = Record(times={kind: [] for kind in times}, kept_bytes=kept or {})
+        for kind, pair in times.items():
+            self._records[name]["times"][kind].append(list(pair))
+        self.report()
+
+    def report(self, now: bool = False) -> None:
+        """Write what was measured so far, about once a second."""
+        if now or time.monotonic() - self._reported_s > REPORT_S:
+            write_whole(self._file, json.dumps(self._result | {"records": self._records}))
+            self._reported_s = time.monotonic()
+
+    def wait_busily(self) -> None:
+        """Keep this core as busy as before."""
+        assert self._bench is not None
+        for sizes, frozen in self._busy:
+            self._bench.times(sizes, frozen)
+
+
+def _size(sizes: dict[str, Any]) -> int:
+    """Something that grows with the work of a draw."""
+    tokens = sum(map(sum, sizes.get("documents", ())))
+    items = int(sizes.get("clips", 0)) or int(sizes.get("targets", 0))
+    return tokens or sum(rows * columns for rows, columns in sizes.get("grids", ())) or items

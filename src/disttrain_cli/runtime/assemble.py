@@ -15,7 +15,7 @@ from disttrain_cli.runtime.grid import UnitGrid
 from disttrain_cli.runtime.stage import StageRunner, build_segments
 from disttrain_cli.runtime.topology import Place, Topology
 from disttrain_cli.runtime.tracing import Tracer
-from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.runfile import Run, TrainSpec
 
 
@@ -36,22 +36,22 @@ def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device:
     module = StageModule(layers, UnitGrid(topology, place), place)
     optimizer = torch.optim.AdamW(module.parameters(), lr=train.optimizer.lr, betas=train.optimizer.betas,
                                   eps=train.optimizer.eps, weight_decay=train.optimizer.weight_decay,
-                                  fused=(device.type == "cuda" and train.zero_stage == 0) or None)
-    config = deepspeed_config(train, plan.plan.microbatches, place.unit.dp)
+                                  fused=(device.type == "cuda" and plan.plan.zero_stage == 0) or None)
+    config = deepspeed_config(train, plan.plan, place.unit.dp)
     kinds = {name: spec.kind for name, spec in run.file.model.modules.items()}
     return UnitEngine(module, optimizer, config, runner, upstream, downstream, place, tracer, kinds)
 
 
-def deepspeed_config(train: TrainSpec, slots: int, dp: int) -> dict[str, Any]:
+def deepspeed_config(train: TrainSpec, layout: Layout, dp: int) -> dict[str, Any]:
     """The DeepSpeed configuration of one unit: `template.json` with the numbers of this run filled in.
 
     micro batch 1 and train batch DP · slots satisfy its assertions for any split of a slot.
     """
     config: dict[str, Any] = json.loads((files("disttrain_cli") / "templates" / "deepspeed.json").read_text())
-    config["train_batch_size"] = dp * slots
-    config["gradient_accumulation_steps"] = slots
+    config["train_batch_size"] = dp * layout.microbatches
+    config["gradient_accumulation_steps"] = layout.microbatches
     config["gradient_clipping"] = train.gradient_clipping
-    config["zero_optimization"]["stage"] = train.zero_stage
+    config["zero_optimization"]["stage"] = layout.zero_stage
     if train.precision == "bf16":
         config["bf16"] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -53,7 +53,6 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         MismatchError: the dataset or the checkpoint is not the one of the profile.
         RankFailedError: a rank failed.
     """
-    refuse_unsupported(plan)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = _step_to_resume(run, profile) if resume else None
@@ -108,14 +107,6 @@ def _alone(root: RunDir) -> Iterator[None]:
             raise DisttrainError(f"Another training of this run is under way in {root.root}",
                                  next_step="Wait for it, or give this one another name in its run file.") from None
         yield
-
-
-def refuse_unsupported(plan: Plan) -> None:
-    """Refuse, by name, what plans may hold and this runtime does not run yet."""
-    for unit in plan.plan.units:
-        if unit.tp > 1:
-            raise SpecError(f"Unit {unit.name} has tp {unit.tp}: this version trains with tp 1 only",
-                            next_step="Plan with a profile of tp 1, or edit the plan: tp: 1 with more pp or dp.")
 
 
 class _Reports:

@@ -150,7 +150,7 @@ def _step_row(run: Run, flops: float, profile: Profile, name: str, order: StepOr
 
 def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> float:
     """Model FLOPs of a global batch, forward and backward, from the counted models."""
-    return sum(module_flops(module, slot.work(module.kind, items))
+    return sum(module_flops(profile, name, slot.work(module.kind, items), layout.trained)
                for slot in order.slots for name, module in profile.modules.items()
                for items in slot.replicas[layout.unit_of(name).name])
 

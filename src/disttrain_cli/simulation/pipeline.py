@@ -1,59 +1,79 @@
-"""1F1B over units of different DP, every rank with a device of its own: numpy recurrences over replicas.
+"""1F1B over units of different DP, every rank with a device of its own: one vectorised update per schedule step.
 
-DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step 2S-1-s+2m, so at
-every step each stage waits for its own last operation and for the one that its neighbour did a step before.
-One pass over 2(n+S-1) steps, each vectorised over stages and replicas, gives the exact timeline. Sends do
-not hold up the sender. A slot enters a unit when all replicas of the unit before have finished it, because
-images are split over replicas one by one.
+DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step 2S-1-s+2m. The two
+have different parities, so at every step a stage does one operation at most, and it waits for its own last one and
+for the one that its neighbour did a step before. All replicas of all stages lie in one vector; what each of them
+waits for depends on the step's parity only and is looked up beforehand. Sends do not hold up the sender. A slot
+enters a unit when all replicas of the unit before have finished it, because images are split over replicas one by
+one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+from numpy.typing import NDArray
 
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 
 
 def simulate(pipeline: Pipeline) -> Timeline:
-    """Timeline of one training step."""
-    slots, stages, width = pipeline.forward_s.shape
-    present = pipeline.present
-    shape = (slots, stages, width)
-    starts = {True: np.full(shape, np.nan), False: np.full(shape, np.nan)}
-    ends = {True: np.full(shape, np.nan), False: np.full(shape, np.nan)}
-    durations = {True: pipeline.forward_s, False: pipeline.backward_s}
-    end = np.where(present, 0.0, -np.inf)
-    stage_ids = np.arange(stages)
-    for step in range(2 * (slots + stages - 1)):
-        before = end
-        end = before.copy()
-        widest = before.max(axis=1)
-        for is_forward in (True, False):
-            first = stage_ids if is_forward else 2 * stages - 1 - stage_ids
-            offset = step - first
-            active = stage_ids[(offset >= 0) & (offset % 2 == 0) & (offset // 2 < slots)]
-            if not len(active):
-                continue
-            slot = offset[active] // 2
-            start = np.maximum(before[active], _arrival(pipeline, before, widest, active, is_forward))
-            start = np.where(present[active], start, np.nan)
-            done = start + durations[is_forward][slot, active]
-            starts[is_forward][slot, active] = start
-            ends[is_forward][slot, active] = done
-            end[active] = np.where(present[active], done, -np.inf)
-    finish = float((end.max(axis=1) + pipeline.reduce_s).max()) + pipeline.step_s
-    return Timeline(starts[True], ends[True], starts[False], ends[False], finish)
+    """Timeline of one training step. O(steps · replicas of all stages); two tables of that size are kept."""
+    slots, stages, _ = pipeline.forward_s.shape
+    steps = 2 * (slots + stages - 1)
+    first = np.concatenate([[0], np.cumsum(pipeline.replicas)])
+    stage_of = np.repeat(np.arange(stages), pipeline.replicas)
+    ranks = len(stage_of)
+    spent_s, starts = np.zeros((steps, ranks)), np.empty((steps, ranks))
+    hold_s = np.full((steps, stages), -np.inf)  # transfer before a stage's operation; -inf: it does nothing
+    for stage, is_forward, steps_of in _operations(slots, stages):
+        durations = pipeline.forward_s if is_forward else pipeline.backward_s
+        spent_s[steps_of, first[stage]:first[stage + 1]] = durations[:, stage, :pipeline.replicas[stage]]
+        cut = stage - 1 if is_forward else stage
+        hold_s[steps_of, stage] = pipeline.transfer_s[cut] if 0 <= cut < stages - 1 else 0.0
+    sources = _sources(pipeline, first[:-1], stage_of)
+    clock = np.zeros(ranks + stages + 1)  # end of every rank's last operation, the latest of every stage, and 0
+    own, latest = clock[:ranks], clock[ranks:-1]
+    held = np.empty(ranks)
+    for step in range(steps):
+        start = starts[step]
+        np.take(clock, sources[step % 2], out=start, mode="clip")
+        np.take(hold_s[step], stage_of, out=held, mode="clip")
+        start += held
+        np.maximum(start, own, out=start)
+        np.add(start, spent_s[step], out=own)
+        np.maximum.reduceat(own, first[:-1], out=latest)
+    ends = spent_s
+    ends += starts
+    forward, backward = (np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2))  # [start or end, n, S, R]
+    for stage, is_forward, steps_of in _operations(slots, stages):
+        for table, values in zip(forward if is_forward else backward, (starts, ends), strict=True):
+            table[:, stage, :pipeline.replicas[stage]] = values[steps_of, first[stage]:first[stage + 1]]
+    return Timeline(forward[0], forward[1], backward[0], backward[1],
+                    float((latest + pipeline.reduce_s).max()) + pipeline.step_s)
 
 
-def _arrival(pipeline: Pipeline, before: np.ndarray, widest: np.ndarray, active: np.ndarray,
-             is_forward: bool) -> np.ndarray:
-    """[stages, R] when the input of the active stages' operations is there: the neighbour's last end + transfer."""
-    stages = len(pipeline.replicas)
-    neighbour = active - 1 if is_forward else active + 1
-    inside = (neighbour >= 0) & (neighbour < stages)
-    neighbour = np.clip(neighbour, 0, stages - 1)
-    crosses = pipeline.entry[active] if is_forward else pipeline.entry[neighbour]
-    cut = np.clip(np.minimum(active, neighbour), 0, max(0, stages - 2))
-    transfer = pipeline.transfer_s[cut] if stages > 1 else np.zeros(len(active))
-    arrival = np.where(crosses[:, None], widest[neighbour][:, None], before[neighbour]) + transfer[:, None]
-    return np.where(inside[:, None], arrival, 0.0)
+def _operations(slots: int, stages: int) -> Iterator[tuple[int, bool, slice]]:
+    """(stage, is forward, schedule steps of the slots in order) of all forwards and backwards."""
+    for stage in range(stages):
+        for is_forward, begin in ((True, stage), (False, 2 * stages - 1 - stage)):
+            yield stage, is_forward, slice(begin, begin + 2 * slots - 1, 2)
+
+
+def _sources(pipeline: Pipeline, first: NDArray[np.int64], stage_of: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """For even and odd steps, [ranks] the entry of the clock that every rank's operation waits for.
+
+    A forward waits for the stage before, a backward for the one behind: for the same replica, or at the border of
+    two units for the latest one. Stages with the step's parity do forwards, the others backwards.
+    """
+    stages, ranks = len(pipeline.replicas), len(stage_of)
+    replica = np.arange(ranks) - first[stage_of]
+    borders = np.append(pipeline.entry, True)  # [S+1] whether a unit begins at the stage
+    waits: list[NDArray[np.int64]] = []
+    for neighbour, border in ((stage_of - 1, borders[stage_of]), (stage_of + 1, borders[stage_of + 1])):
+        inside = (neighbour >= 0) & (neighbour < stages)
+        place = np.clip(neighbour, 0, stages - 1)
+        waits.append(np.where(inside, np.where(border, ranks + place, first[place] + replica), ranks + stages))
+    forward, backward = waits
+    return [np.where(stage_of % 2 == parity, forward, backward) for parity in (0, 1)]

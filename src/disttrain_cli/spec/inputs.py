@@ -6,11 +6,15 @@ Written by `models.describe`, kept in the profile and beside the index; read by 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from pydantic import Field
 
 from disttrain_cli.spec.files import Strict, fingerprint
 from disttrain_cli.spec.work import Work
+
+#: What a module works on: images read, audio clips, packed sequences, images to generate.
+Item = Literal["image", "audio", "sequence", "target"]
 
 
 class ImageInput(Strict):
@@ -52,14 +56,44 @@ class ImageInput(Strict):
         return self.patches(width_px, height_px) // (self.merge * self.merge)
 
 
+class AudioInput(Strict):
+    """How an audio clip that the model hears is prepared (encoder); all clips are padded to one length."""
+
+    module: str
+    mel_bins: int = Field(ge=1, description="Rows of the log-mel spectrogram.")
+    frames: int = Field(ge=2, description="Its columns: 10 ms of sound each.")
+    merge: int = Field(1, ge=1, description="Positions that one LLM token stands for.")
+
+    @property
+    def positions(self) -> int:
+        """Rows the encoder computes for a clip: its second convolution takes every other frame."""
+        return self.frames // 2
+
+    @property
+    def tokens(self) -> int:
+        """LLM tokens of a clip."""
+        return self.positions // self.merge
+
+    def work(self, clips: float) -> Work:
+        """Encoder work of that many clips."""
+        return Work(clips, clips * self.positions, clips * float(self.positions) ** 2)
+
+
 class TargetInput(Strict):
     """How an image that the model learns to generate is prepared (generator)."""
 
     module: str
     size_px: int = Field(ge=8, description="Side of the square image.")
-    channels: int = 3
+    channels: int = Field(3, description="Of the image, or of its latents where they were prepared beforehand.")
     context_tokens: int = Field(ge=1, description="LLM positions that condition one image.")
     latent_pixels: int = Field(ge=1, description="Height × width of the tensor that is denoised.")
+    cached_latents: bool = Field(False, description="Latents come in the place of the image's pixels.")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of what the data brings for one image."""
+        side = math.isqrt(self.latent_pixels) if self.cached_latents else self.size_px
+        return self.channels, side, side
 
     def work(self, images: float) -> Work:
         """Generator work of that many images."""
@@ -73,7 +107,19 @@ class ModelInputs(Strict):
     vocabulary: int = Field(ge=1)
     sequence_length: int = Field(ge=16)
     image: ImageInput | None = None
+    audio: AudioInput | None = None
     target: TargetInput | None = None
+
+    @property
+    def encoders(self) -> list[str]:
+        """Names of the encoders: they stand side by side, each sends to the LLM what it made."""
+        return [head.module for head in (self.image, self.audio) if head is not None]
+
+    def item(self, module: str) -> Item:
+        """What a module works on."""
+        heads: dict[Item, ImageInput | AudioInput | TargetInput | None] = {
+            "image": self.image, "audio": self.audio, "target": self.target}
+        return next((item for item, head in heads.items() if head is not None and head.module == module), "sequence")
 
     def fingerprint(self) -> str:
         return fingerprint(self)

@@ -24,6 +24,8 @@ class UnitPlan(Strict):
     pp: int = Field(1, ge=1)
     gpus: int = Field(ge=1, description="tp × dp × pp.")
     layers_per_stage: list[int] = Field(description="Layers of each stage; their sum is the layers of the modules.")
+    checkpointing: bool = Field(
+        False, description="Activations are recomputed in the backward instead of kept from the forward.")
 
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
@@ -44,7 +46,9 @@ class Layout(Strict):
     global_batch_size: int = Field(ge=1, description="Packed sequences per step.")
     microbatch_size: int = Field(ge=1, description="Packed sequences per LLM replica and slot (M).")
     microbatches: int = Field(ge=1, description="Slots per step (n = BS / (DP_lm · M)).")
+    zero_stage: Literal[0, 1] = Field(1, description="1: optimizer states are split over the replicas of a unit.")
     gpus_used: int = Field(ge=1)
+    trained: list[str] | None = Field(None, description="Modules trained, and 'projectors'; None = everything.")
     units: list[UnitPlan] = Field(min_length=1, description="In pipeline order.")
 
     @model_validator(mode="after")
@@ -75,10 +79,26 @@ class Layout(Strict):
 
 
 class StageMemory(Strict):
+    """Peak memory of a rank of one stage and what it is made of."""
+
     unit: str
     stage: int
     peak_gib: float
     limit_gib: float
+    weights_gib: float = 0.0
+    gradients_gib: float = 0.0
+    optimizer_gib: float = 0.0
+    activations_gib: float = Field(0.0, description="Of the slots in flight, and of one layer that is recomputed.")
+
+
+class StageTime(Strict):
+    """Predicted times of one stage for one slot in ms, mean over slots and replicas."""
+
+    unit: str
+    stage: int
+    forward_ms: float
+    backward_ms: float
+    mfu: float = Field(description="FLOPs of the stage over its devices' peak for the whole iteration.")
 
 
 class UnitTime(Strict):
@@ -90,10 +110,44 @@ class UnitTime(Strict):
     stage_ms: float = Field(description="Slowest stage, forward + backward: what one more slot costs.")
     sharing: float = Field(1.0, description="Time expected in the run over these times: 1 on devices of their own; "
                            "below 1 where ranks share cores and do not all compute at once.")
+    mfu: float = Field(0.0, description="FLOPs of the unit over its devices' peak for the whole iteration.")
+
+
+class Traffic(Strict):
+    """Messages of one kind in one step."""
+
+    kind: Literal["between_units", "between_stages", "gradients", "weights", "tensor_parallel"] = Field(
+        description="Activations and their gradients between units or stages; reduction of gradients and gathering of "
+        "updated weights over replicas; reductions of a TP group.")
+    unit: str
+    to: str | None = Field(None, description="The other unit, of traffic between units.")
+    inside_a_node: bool = Field(description="Over the links inside a node, or those between nodes.")
+    job_gib: float = Field(description="Bytes that all ranks together send or reduce.")
+    rank_gib: float = Field(description="Bytes over the link of the busiest rank.")
+    rank_s: float = Field(description="Time of those at the link's bandwidth.")
+
+
+class PreprocessNeed(Strict):
+    """What CPU nodes have to deliver so that training never waits."""
+
+    sequences_per_s: float
+    images_per_s: float = Field(description="Images read and images to generate.")
+    cores: int
+    hosts: int = Field(description="Of cluster.cpu_node_cores cores.")
+
+
+class Interleaving(Strict):
+    """What interleaved 1F1B would bring by formula (`simulation.interleaved`); reported only, no plan uses it."""
+
+    unit: str
+    virtual_stages: int = Field(description="Per rank (v).")
+    iteration_s: float
+    gain_pct: float = Field(description="More sequences per second.")
+    orchestration_efficiency: float
 
 
 class Prediction(Strict):
-    """What the cost model expects of a layout."""
+    """What the cost model expects of a layout: the simulated mean over a few global batches of the data's sizes."""
 
     iteration_s: float
     sequences_per_s: float
@@ -103,6 +157,18 @@ class Prediction(Strict):
     bubble_fraction: float
     memory: list[StageMemory]
     units: list[UnitTime] = Field(default_factory=list)
+    stages: list[StageTime] = Field(default_factory=list)
+    reduce_s: float = Field(0.0, description="Longest reduction of gradients of a stage, after its last backward.")
+    optimizer_s: float = Field(0.0, description="Optimizer step and gathering of updated weights, after all of them.")
+    kernel_mfu: dict[str, float] = Field(
+        default_factory=dict, description="By module: MFU while a rank computes it, as it runs in this plan (with TP "
+        "messages and recomputing).")
+    orchestration_efficiency: float = Field(
+        0.0, description="MFU over what it would be if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU).")
+    memory_binds: str | None = Field(None, description="Unit and stage whose memory is fullest, as 'unit stage 0'.")
+    traffic: list[Traffic] = Field(default_factory=list)
+    preprocess: PreprocessNeed | None = None
+    interleaved: list[Interleaving] = Field(default_factory=list)
 
 
 class Baseline(Strict):
@@ -111,21 +177,24 @@ class Baseline(Strict):
     mfu: float
     gpus_used: int
     layout: str
+    plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
 
 
 class Alternative(Strict):
-    """A runner-up, with what it would cost."""
+    """A runner-up of the simulated finalists, with what it would cost."""
 
     layout: str
     iteration_s: float
     gpus_used: int
-    slower_pct: float
+    slower_pct: float = Field(description="Simulated time over the plan's; below 0 where a strategy's own rule chose.")
+    plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
 
 
 class Search(Strict):
     solve_s: float
     candidates: int
     exact: bool
+    simulated: int = Field(1, description="Finalists of the search that the simulator ranked.")
 
 
 class Plan(Strict):

@@ -25,22 +25,32 @@ class Polynomial(Strict):
                 + self.per_length_sq * work.sum_length_sq)
 
 
-class LayerTime(Strict):
-    """Measured time of one layer at one TP size, in ms; no work at all costs nothing."""
+class LayerShard(Strict):
+    """One rank's part of a layer at one TP size; times include the TP group's messages. No work costs nothing."""
 
+    parameters: int = Field(description="Parameters that one rank of the TP group holds.")
     forward_ms: Polynomial
-    backward_ms: Polynomial
+    backward_ms: Polynomial = Field(description="Gradients of weights and inputs.")
+    backward_input_ms: Polynomial = Field(description="Gradients of inputs only: the weights are frozen.")
+    activation_bytes: Polynomial = Field(description="Bytes kept from forward to backward.")
+    frozen_activation_bytes: Polynomial = Field(description="The same where the weights are frozen.")
     fit_error_pct: float = Field(description="Mean absolute error on held-out sizes, forward plus backward.")
+    frozen_fit_error_pct: float = Field(0.0, description="The same of the gradients of inputs only.")
 
 
 class LayerCost(Strict):
     """Everything known of one kind of layer of a module."""
 
-    parameters: int
-    tp: dict[str, LayerTime] = Field(description="By TP size.")
-    activation_bytes: Polynomial = Field(description="Bytes kept from forward to backward, at TP 1.")
-    forward_flops: Polynomial = Field(description="Counted from the operators.")
+    parameters: int = Field(description="Of the whole layer.")
+    tp: dict[str, LayerShard] = Field(description="By TP size.")
+    all_reduce_bytes: Polynomial = Field(
+        default_factory=Polynomial, description="Bytes a TP group reduces in a forward; the backward as many.")
+    input_bytes: Polynomial = Field(
+        default_factory=Polynomial,
+        description="Bytes of the layer's input: all it keeps under activation checkpointing.")
+    forward_flops: Polynomial = Field(description="Of the whole layer, counted from the operators.")
     backward_flops: Polynomial
+    backward_input_flops: Polynomial = Field(description="Gradients of inputs only.")
 
 
 class ModuleTime(Strict):
@@ -61,13 +71,26 @@ class ModuleProfile(Strict):
     tp: dict[str, ModuleTime]
     work_per_sequence: Work = Field(description="Mean work that one packed sequence brings to the module.")
     max_work_per_sequence: Work = Field(description="Largest work seen in one packed sequence.")
-    output_bytes_per_sequence: float = Field(description="Bytes one packed sequence sends to the next module.")
+    cut_bytes_per_sequence: list[float] = Field(
+        description="Bytes that one packed sequence sends over the cut after each layer; 0 after the model's last.")
+    projector: list[int] = Field(
+        default_factory=list, description="Places of layers that join the module to the LLM.")
+    frozen: list[int] = Field(
+        default_factory=list, description="Places of layers that are never trained (a generator's VAE).")
+
+    @property
+    def output_bytes_per_sequence(self) -> float:
+        """Bytes one packed sequence sends to the next module."""
+        return self.cut_bytes_per_sequence[-1]
 
     @model_validator(mode="after")
     def _every_layer_costs(self) -> ModuleProfile:
         for layer in self.layers:
             if layer not in self.costs or not self.costs[layer].tp:
                 raise ValueError(f"costs must hold every kind of layer; missing: {layer}")
+        if len(self.cut_bytes_per_sequence) != len(self.layers):
+            raise ValueError(f"cut_bytes_per_sequence must have one entry per layer ({len(self.layers)}); "
+                             f"given: {len(self.cut_bytes_per_sequence)}")
         return self
 
 
@@ -75,22 +98,42 @@ class DeviceProfile(Strict):
     """The device that was measured."""
 
     name: str
-    kind: Literal["cpu", "cuda"]
+    kind: Literal["cpu", "cuda", "analytic"]
     count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
     memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
     peak_tflops: float = Field(
         gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate.")
     shared_by: int = Field(1, ge=1, description="Processes that shared the device while it was measured.")
     cores: int = Field(1, ge=1, description="CPU: cores of the machine, shared by all processes.")
+    optimizer_ns_per_parameter: float = Field(
+        0.0, ge=0, description="Time of an AdamW step per parameter whose states a rank holds.")
 
 
-class LinkProfile(Strict):
-    """Latency and bandwidth between two processes of a node."""
+class LinkTimes(Strict):
+    """Latency in µs and bandwidth in Gbit/s of messages between ranks.
+
+    A collective's bandwidth is its bus bandwidth: what the slowest link carries. In a ring of N ranks an all-reduce
+    of b bytes moves 2·b·(N-1)/N over it, an all-gather and a reduce-scatter of b bytes in all b·(N-1)/N.
+    """
 
     p2p_gbps: float = Field(gt=0)
     p2p_us: float
-    all_reduce_gbps: float = Field(gt=0, description="Bytes reduced per second by a group, in units of 10^9 bits.")
+    all_reduce_gbps: float = Field(gt=0)
     all_reduce_us: float
+    all_gather_gbps: float = Field(gt=0)
+    all_gather_us: float
+    reduce_scatter_gbps: float = Field(gt=0)
+    reduce_scatter_us: float
+
+
+class LinkProfile(LinkTimes):
+    """Links inside a node, and between nodes."""
+
+    inter_node: LinkTimes | None = Field(None, description="Between nodes; None where there is one node only.")
+
+    def of(self, inside_a_node: bool) -> LinkTimes:
+        """The links that a group uses."""
+        return self if inside_a_node or self.inter_node is None else self.inter_node
 
 
 class Distribution(Strict):
@@ -99,6 +142,24 @@ class Distribution(Strict):
     p95: float
     p99: float
     max: float
+
+
+class SizeSample(Strict):
+    """Sizes of some packed sequences of the data, for orderings that are simulated; lists of equal length."""
+
+    tokens: list[int] = Field(description="Unpadded tokens of each sequence.")
+    length_sq: list[int] = Field(description="Σ length² over the samples of each sequence.")
+    images: list[list[int]] = Field(description="Patches of each image read, by sequence.")
+    targets: list[int] = Field(description="Images to generate, by sequence.")
+    clips: list[int] = Field(default_factory=list, description="Audio clips, by sequence; empty where there are none.")
+
+    @model_validator(mode="after")
+    def _equal(self) -> SizeSample:
+        if not len(self.tokens) == len(self.length_sq) == len(self.images) == len(self.targets):
+            raise ValueError("tokens, length_sq, images and targets must have one entry per sequence")
+        if len(self.clips) not in (0, len(self.tokens)):
+            raise ValueError("clips must have one entry per sequence, or none at all")
+        return self
 
 
 class DataProfile(Strict):
@@ -111,9 +172,11 @@ class DataProfile(Strict):
     image_tokens: int
     images: int
     targets: int = Field(description="Images to generate.")
+    clips: int = Field(0, description="Audio clips.")
     fill_fraction: float = Field(description="Tokens that are not padding, of all.")
     images_per_sequence: Distribution
     skipped: int = Field(0, description="Samples that could not be read.")
+    sample: SizeSample
 
 
 class PreprocessProfile(Strict):
@@ -148,6 +211,7 @@ class Profile(Strict):
     def _modules_of_the_inputs(self) -> Profile:
         heads = [("llm", self.inputs.llm)]
         heads += [("image", self.inputs.image.module)] if self.inputs.image else []
+        heads += [("audio", self.inputs.audio.module)] if self.inputs.audio else []
         heads += [("target", self.inputs.target.module)] if self.inputs.target else []
         for what, module in heads:
             if module not in self.modules:

@@ -11,6 +11,7 @@ from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.rundir import RunDir
 
 Kind = Literal["encoder", "llm", "generator"]
+PROJECTORS = "projectors"
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
 
 
@@ -18,13 +19,20 @@ class ModuleSpec(Strict):
     """One module of the model."""
 
     kind: Kind = Field(description="Where the module stands: before the LLM, the LLM, or after it.")
-    architecture: str | None = Field(None, description="Architecture by name: vit, llama, unet2d_condition.")
+    architecture: str | None = Field(None, description="Architecture by name: vit, whisper, llama, unet2d_condition.")
     folder: str | None = Field(None, description="Local folder with a Hugging Face config.json, instead of a name.")
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class.")
-    merge: int = Field(1, ge=1, description="Encoders: patches per side that one LLM token stands for.")
+    merge: int = Field(
+        1, ge=1, description="Encoders: what one LLM token stands for: patches per side of a square of the image, or "
+        "positions of the audio.")
     image_size: int | None = Field(None, ge=8, description="Generators: side of a generated image in pixels.")
     context_tokens: int = Field(8, ge=1, description="Generators: LLM positions that condition one generated image.")
+    vae: dict[str, Any] | None = Field(
+        None, description="Generators: fields of diffusers' AutoencoderKL, in whose latent space images are denoised; "
+        "it is frozen and encodes target images on the generator's first stage.")
+    cached_latents: bool = Field(
+        False, description="Generators with a vae: latents were prepared beforehand, so that the vae does not run.")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModuleSpec:
@@ -32,6 +40,10 @@ class ModuleSpec(Strict):
             raise ValueError("give either architecture (a name) or folder (with config.json), not both")
         if (self.kind == "generator") != (self.image_size is not None):
             raise ValueError("image_size belongs to generators, and every generator needs it")
+        if self.vae is not None and self.kind != "generator":
+            raise ValueError("vae belongs to generators")
+        if self.cached_latents and self.vae is None:
+            raise ValueError("cached_latents needs a vae, whose latents they are")
         return self
 
 
@@ -49,15 +61,27 @@ class ModelSpec(Strict):
     projector_hidden: int | None = Field(
         None, ge=1, description="Hidden width of the two-layer projectors; the LLM's width if not given.")
     loss_weights: LossWeights = Field(default_factory=LossWeights)
+    trained: list[str] | None = Field(
+        None, description="Modules whose weights are trained, and 'projectors' for the layers that join modules; "
+        "all of them if not given. The others are frozen.")
+
+    @model_validator(mode="after")
+    def _known_trained(self) -> ModelSpec:
+        allowed = [*self.modules, PROJECTORS]
+        unknown = [name for name in self.trained or [] if name not in allowed]
+        if unknown:
+            raise ValueError(f"trained: no such module: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        if self.trained == []:
+            raise ValueError("trained: at least one of " + ", ".join(allowed))
+        return self
 
     @model_validator(mode="after")
     def _one_of_each(self) -> ModelSpec:
-        counts = {kind: len(self.named(kind)) for kind in KIND_ORDER}
-        if counts["llm"] != 1:
-            raise ValueError(f"modules must hold exactly one module of kind llm; given: {counts['llm']}")
-        for kind in ("encoder", "generator"):
-            if counts[kind] > 1:
-                raise ValueError(f"this version runs at most one {kind}; given: {', '.join(self.named(kind))}")
+        if len(self.named("llm")) != 1:
+            raise ValueError(f"modules must hold exactly one module of kind llm; given: {len(self.named('llm'))}")
+        for kind, most, words in (("encoder", 2, "image encoder and one audio encoder"), ("generator", 1, "generator")):
+            if len(self.named(kind)) > most:
+                raise ValueError(f"this version takes at most one {words}; given: {', '.join(self.named(kind))}")
         return self
 
     def named(self, kind: str) -> list[str]:
@@ -78,10 +102,23 @@ class SourceSpec(Strict):
         1.0, gt=0, description="How often its samples are drawn, relative to the other sources (1 = once per epoch).")
 
 
+class DistributionSpec(Strict):
+    """A named distribution of sizes that stands in for a dataset: to plan for data that nobody has here."""
+
+    name: str = Field("laion-like", description="File of templates/distributions/.")
+    images_per_sequence: float = Field(8.0, ge=0, description="Mean images read per packed sequence.")
+    generated_per_sequence: float = Field(8.0, ge=0, description="Mean images generated per packed sequence.")
+    clips_per_sequence: float = Field(0.0, ge=0, description="Mean audio clips heard per packed sequence.")
+    min_side_px: int = Field(0, ge=0, description="Smaller images are not used (shorter side in pixels).")
+    sequences: int = Field(4096, ge=1, le=100_000, description="Packed sequences drawn; together they are one epoch.")
+
+
 class DataSpec(Strict):
     """What is trained on and how it is cut into sequences."""
 
-    sources: list[SourceSpec] = Field(min_length=1)
+    sources: list[SourceSpec] = Field(default_factory=list)
+    distribution: DistributionSpec | None = Field(
+        None, description="Instead of sources: sizes drawn from a named distribution; plans only, no training.")
     tokenizer: str = Field("bytes", description="'bytes', or a local Hugging Face tokenizer folder.")
     sequence_length: int = Field(8192, ge=16, description="Tokens of one packed sequence.")
     max_image_pixels: int = Field(
@@ -89,16 +126,34 @@ class DataSpec(Strict):
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="Share of samples that may be broken before the run stops.")
 
+    @model_validator(mode="after")
+    def _one_origin(self) -> DataSpec:
+        if bool(self.sources) == (self.distribution is not None):
+            raise ValueError("give either sources (a dataset) or distribution (sizes that stand in for one)")
+        return self
+
+
+class LinkSpec(Strict):
+    """Published bandwidths of one GPU's links, one direction; needed for devices that cannot be measured here."""
+
+    intra_node_gbps: float | None = Field(None, gt=0, description="NVLink or the like; the catalogue's if not given.")
+    inter_node_gbps: float = Field(
+        100.0, gt=0, description="Network of one GPU: a node's network bandwidth over its GPUs.")
+
 
 class ClusterSpec(Strict):
     """The machines."""
 
     nodes: int = Field(1, ge=1)
     gpus_per_node: int = Field(8, ge=1, description="Devices of one node; on a CPU, processes.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$",
+        description="auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not here.")
     memory_gib: float | None = Field(None, gt=0, description="Memory of one device; measured when not given.")
     peak_tflops: float | None = Field(
         None, gt=0, description="Dense peak of one device; needed when the device is not in the catalogue.")
+    links: LinkSpec = Field(default_factory=LinkSpec)
+    cpu_node_cores: int = Field(64, ge=1, description="Cores of one preprocessing node.")
 
     @property
     def gpus(self) -> int:
@@ -129,7 +184,10 @@ class TrainSpec(Strict):
     global_batch_size: int = Field(ge=1, description="Packed sequences per optimizer step, over the whole job.")
     steps: int = Field(ge=1, description="Optimizer steps.")
     precision: Literal["fp32", "bf16"] = "bf16"
-    zero_stage: Literal[0, 1] = 1
+    zero_stage: Literal[0, 1, "auto"] = Field(
+        1, description="1 splits optimizer states over the replicas of a unit, 0 does not; auto lets the plan choose.")
+    activation_checkpointing: Literal["none", "full", "auto"] = Field(
+        "auto", description="Recompute activations in the backward: never, in every unit, or where the plan needs it.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     gradient_clipping: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no clipping.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
@@ -139,7 +197,7 @@ class TrainSpec(Strict):
 
     @model_validator(mode="after")
     def _precision_and_zero(self) -> TrainSpec:
-        if self.precision == "bf16" and self.zero_stage != 1:
+        if self.precision == "bf16" and self.zero_stage == 0:
             raise ValueError("precision bf16 accumulates gradients in fp32, which needs zero_stage 1")
         return self
 

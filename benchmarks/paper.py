@@ -1,0 +1,253 @@
+"""DistTrain's evaluation, planned and simulated: each part of it is one command.
+
+    python -m benchmarks.paper end_to_end     throughput and MFU of the three models on 1,296 A800
+    python -m benchmarks.paper curve          the same gain over images per sequence
+    python -m benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B
+    python -m benchmarks.paper orchestration  plans alone, 96 devices, samples in the order they come
+    python -m benchmarks.paper reordering     orderings alone, the same plan
+    python -m benchmarks.paper freezing       parts of the model frozen
+    python -m benchmarks.paper overhead       time to plan
+
+Nothing is measured on a device: costs are those of the hardware catalogue (one efficiency curve for all models),
+data the distribution `laion-like`. "Megatron-LM of the paper" has TP 8 everywhere and the LLM's PP of 1, 2, 10;
+"megatron" is the best Megatron pipeline of any TP and PP. Figures of the paper are named in docs/paper.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import Tables, table
+from disttrain_cli.commands.init import preset_text
+from disttrain_cli.data.loads import Floats
+from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.planning.baselines import megatron
+from disttrain_cli.planning.predict import BATCHES, predict
+from disttrain_cli.planning.search import search
+from disttrain_cli.planning.solve import cluster_of, layout_of, ranking, solve
+from disttrain_cli.planning.step import loads_of, pipeline_of, stages_of
+from disttrain_cli.planning.units import Cluster, group, units_of
+from disttrain_cli.profiling.analytic import analytic_profile
+from disttrain_cli.simulation.pipeline import simulate
+from disttrain_cli.spec.plan import Layout, Prediction
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run, RunFile, read_run
+
+DEVICE, GPUS, BATCH = "A800", 1296, 1920
+LLM_PP = {"mllm-9b": 1, "mllm-15b": 2, "mllm-72b": 10}  # of the paper's Megatron-LM, at TP 8
+SMALL_BATCHES = {"mllm-9b": 128, "mllm-15b": 64, "mllm-72b": 40}  # on 96 devices
+IMAGES = (1, 2, 4, 8, 16)
+TRAINED = {"all": None, "encoder": ["image_encoder"], "LLM": ["llm"], "generator": ["image_generator"],
+           "projectors": ["projectors"]}
+OVERHEAD_GPUS = (112, 324, 648, 1296, 16384)
+
+
+def profiled(preset: str, images: int | None = None) -> tuple[RunFile, Profile]:
+    """A preset and its computed profile; with `images` read and generated per sequence instead of the preset's."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "disttrain.yaml"
+        text = preset_text(preset)
+        if images is not None:
+            text = re.sub(r"(images|generated)_per_sequence: \d+", rf"\1_per_sequence: {images}", text)
+        path.write_text(text)
+        run: Run = read_run(path)
+        return run.file, analytic_profile(run, DEVICE)
+
+
+def changed(run: RunFile, gpus: int | None = None, batch: int | None = None, ordering: str | None = None,
+            trained: list[str] | None = None) -> RunFile:
+    """The run file with another cluster, batch, ordering or set of trained modules."""
+    update: dict[str, Any] = {}
+    train = {"global_batch_size": batch or run.train.global_batch_size, "ordering": ordering or run.train.ordering}
+    update["train"] = run.train.model_copy(update=train)
+    update["model"] = run.model.model_copy(update={"trained": trained})
+    if gpus is not None:
+        update["cluster"] = run.cluster.model_copy(update={"nodes": -(-gpus // run.cluster.gpus_per_node)})
+    return run.model_copy(update=update)
+
+
+def ours(run: RunFile, profile: Profile, gpus: int) -> tuple[Layout, Prediction, Cluster]:
+    """The disaggregated plan, without its baselines."""
+    cluster = cluster_of(run, profile, gpus)
+    layout = ranking(profile, cluster, "disaggregated")[0][0].layout
+    return layout, predict(units_of(profile, cluster, layout), layout, cluster), cluster
+
+
+def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Prediction] | None:
+    """The paper's Megatron-LM: TP 8, the LLM on `pp` stages, samples as they come; None where it does not fit.
+
+    Images are levelled over the copies of its encoder all the same, which is more than Megatron-LM does.
+    """
+    cluster = replace(cluster, ordering="none")
+    units, found = megatron(profile, cluster, tp=8, pp=pp)
+    if not found.best:
+        return None
+    layout = layout_of(units, cluster, found.best[0], "megatron")
+    return layout, predict(units_of(profile, cluster, layout), layout, cluster)
+
+
+def gain(mine: tuple[Layout, Prediction], other: tuple[Layout, Prediction] | None) -> tuple[str, str]:
+    """Throughput over another layout's, per GPU given and per GPU used."""
+    if other is None:
+        return "does not fit", ""
+    given = mine[1].sequences_per_s / other[1].sequences_per_s
+    return f"{given:.2f}", f"{given * other[0].gpus_used / mine[0].gpus_used:.2f}"
+
+
+def shapes(layout: Layout) -> str:
+    """TP×DP×PP of every unit."""
+    return " → ".join(f"{unit.tp}×{unit.dp}×{unit.pp}" for unit in layout.units)
+
+
+def end_to_end(small: bool) -> Tables:
+    rows = []
+    for preset in [*LLM_PP][: 1 if small else None]:
+        run, profile = profiled(preset)
+        plan = solve(run, profile, top=0)
+        mine, cluster = (plan.plan, plan.predicted), cluster_of(run, profile)
+        published = megatron_lm(profile, cluster, LLM_PP[preset])
+        best, relaxed = plan.baselines["megatron"], plan.baselines["paper"]
+        given, used = gain(mine, published)
+        assert best is not None and relaxed is not None
+        rows.append({"model": preset, "layout": shapes(plan.plan), "devices": plan.plan.gpus_used,
+                     "s per step": plan.predicted.iteration_s, "MFU %": 100 * plan.predicted.mfu,
+                     "Megatron-LM of the paper": shapes(published[0]) if published else "does not fit",
+                     "its devices": published[0].gpus_used if published else "",
+                     "its MFU %": 100 * published[1].mfu if published else "",
+                     "gain per device given": given, "per device used": used,
+                     "over the best megatron": plan.predicted.sequences_per_s / best.sequences_per_s,
+                     "over the paper's planner": plan.predicted.sequences_per_s / relaxed.sequences_per_s})
+    return {f"End to end, {GPUS:,} × {DEVICE}, batch {BATCH:,}": rows}
+
+
+def curve(small: bool) -> Tables:
+    rows = []
+    for preset in [*LLM_PP][: 1 if small else None]:
+        for images in IMAGES[: 1 if small else None]:
+            run, profile = profiled(preset, images)
+            layout, predicted, cluster = ours(run, profile, GPUS)
+            published = megatron_lm(profile, cluster, LLM_PP[preset])
+            units, found = megatron(profile, cluster)
+            best = layout_of(units, cluster, found.best[0], "megatron")
+            given, used = gain((layout, predicted), published)
+            free = gain((layout, predicted), (best, predict(units_of(profile, cluster, best), best, cluster)))
+            rows.append({"model": preset, "images per sequence": images, "layout": shapes(layout),
+                         "MFU %": 100 * predicted.mfu, "over Megatron-LM of the paper, per device given": given,
+                         "per device used": used, "over the best megatron, given": free[0], "used": free[1]})
+    return {f"Gain over images read and generated per sequence, {GPUS:,} × {DEVICE}, batch {BATCH:,}": rows}
+
+
+def efficiency(small: bool) -> Tables:
+    preset = "mllm-9b" if small else "mllm-72b"
+    run, profile = profiled(preset)
+    layout, predicted, _ = ours(run, profile, 1172)
+    best = max(predicted.interleaved, key=lambda one: one.gain_pct, default=None)
+    return {"Orchestration efficiency at 1,172 devices": [{
+        "model": preset, "layout": shapes(layout), "slots": layout.microbatches, "devices": layout.gpus_used,
+        "MFU %": 100 * predicted.mfu, "efficiency, 1F1B": predicted.orchestration_efficiency,
+        "interleaved, not run yet": predicted.orchestration_efficiency * (1 + best.gain_pct / 100) if best else ""}]}
+
+
+def orchestration(small: bool) -> Tables:
+    rows = []
+    for preset in [*LLM_PP][: 1 if small else None]:
+        original, profile = profiled(preset)
+        run = changed(original, gpus=96, batch=SMALL_BATCHES[preset], ordering="none")
+        layout, predicted, cluster = ours(run, profile, 96)
+        published = megatron_lm(profile, cluster, LLM_PP[preset])
+        flops = ranking(profile, cluster, "distmm")[0][0].layout
+        shared = predict(units_of(profile, cluster, flops), flops, cluster)
+        rows.append({"model": preset, "batch": run.train.global_batch_size, "layout": shapes(layout),
+                     "MFU %": 100 * predicted.mfu,
+                     "over Megatron-LM of the paper": predicted.mfu / published[1].mfu if published else "does not fit",
+                     "over distmm": predicted.mfu / shared.mfu})
+    return {"Orchestration alone, 96 devices, MFU over MFU, ordering none": rows}
+
+
+def by_sequence(batch: Sizes, profile: Profile, layout: Layout, places: Ints) -> dict[str, Floats]:
+    """`data.loads.replica_loads` without levelling by image: every unit's replicas take whole sequences in turn."""
+    work = batch.work(profile.inputs)
+    slots = places.reshape(len(places), -1)
+    return {module: np.stack([work[module][part].sum(axis=1) for part in np.array_split(slots, unit.dp, axis=1)], 1)
+            for unit in layout.units for module in unit.modules}
+
+
+def reordering(small: bool) -> Tables:
+    rows = []
+    for preset in [*LLM_PP][: 1 if small else None]:
+        original, profile = profiled(preset)
+        run = changed(original, gpus=96, batch=SMALL_BATCHES[preset])
+        layout, _, cluster = ours(run, profile, 96)
+        stages = stages_of(profile, layout)
+
+        def step_s(loads: dict[str, Floats], stages: list[Any] = stages, layout: Layout = layout,
+                   profile: Profile = profile, cluster: Cluster = cluster) -> float:
+            return simulate(pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)).iteration_s
+        seconds: dict[str, list[float]] = {"whole sequences, as they come": [], "images levelled": [], "paper": []}
+        for number in range(BATCHES):
+            batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
+            places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, "none")
+            seconds["whole sequences, as they come"].append(step_s(by_sequence(batch, profile, layout, places)))
+            seconds["images levelled"].append(step_s(loads_of(profile, layout, "none", number)))
+            seconds["paper"].append(step_s(loads_of(profile, layout, "paper", number)))
+        plain, levelled, both = (float(np.mean(values)) for values in seconds.values())
+        rows.append({"model": preset, "batch": run.train.global_batch_size, "layout": shapes(layout),
+                     "whole sequences as they come, s": plain, "images levelled": plain / levelled,
+                     "and slots in the paper's order": plain / both})
+    return {"Reordering alone: throughput over sequences as they come, 96 devices, the same plan": rows}
+
+
+def freezing(small: bool) -> Tables:
+    rows = []
+    for preset in [*LLM_PP][: 1 if small else None]:
+        original, profile = profiled(preset)
+        for name, trained in TRAINED.items():
+            run = changed(original, trained=trained)
+            layout, predicted, cluster = ours(run, profile, GPUS)
+            published = megatron_lm(profile, cluster, LLM_PP[preset])
+            given, used = gain((layout, predicted), published)
+            rows.append({"model": preset, "trained": name, "layout": shapes(layout),
+                         "sequences/s": predicted.sequences_per_s, "MFU %": 100 * predicted.mfu,
+                         "over Megatron-LM of the paper, per device given": given, "per device used": used})
+    return {f"Parts of the model trained, {GPUS:,} × {DEVICE}, batch {BATCH:,}": rows}
+
+
+def overhead(small: bool) -> Tables:
+    rows = []
+    for preset in ("mllm-9b", "mllm-72b")[: 1 if small else None]:
+        original, profile = profiled(preset)
+        for gpus in OVERHEAD_GPUS[: 1 if small else None]:
+            cluster = cluster_of(changed(original, gpus=gpus), profile, gpus)
+            start = time.process_time()
+            units = group(profile, cluster, "disaggregated")
+            search(units, cluster)
+            searched = time.process_time()
+            found, _, simulated = ranking(profile, cluster, "disaggregated")
+            rows.append({"model": preset, "devices": gpus, "search ms": 1e3 * (searched - start),
+                         "with finalists simulated ms": 1e3 * (time.process_time() - searched),
+                         "finalists": simulated, "layout": shapes(found[0].layout) if found else "does not fit"})
+    return {"Time to plan, CPU time of one core": rows}
+
+
+PARTS: dict[str, Callable[[bool], Tables]] = {
+    "end_to_end": end_to_end, "curve": curve, "efficiency": efficiency, "orchestration": orchestration,
+    "reordering": reordering, "freezing": freezing, "overhead": overhead}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=[*PARTS])
+    parser.add_argument("--small", action="store_true", help="smallest form: shows that it runs, measures little")
+    options = parser.parse_args()
+    print("\n\n".join(table(title, rows) for title, rows in PARTS[options.part](options.small).items()))

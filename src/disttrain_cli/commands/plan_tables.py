@@ -1,0 +1,163 @@
+"""The tables and lines that `disttrain plan` shows: a plan, its explanation and its sensitivity in, text out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from disttrain_cli.commands.common import percent
+
+if TYPE_CHECKING:
+    from disttrain_cli.console import Console
+    from disttrain_cli.planning.explain import Explanation
+    from disttrain_cli.planning.sensitivity import Change, Sensitivity
+    from disttrain_cli.spec.plan import Layout, Plan, Traffic
+
+
+def show_layout(console: Console, plan: Plan, explanation: Explanation, given: int) -> None:
+    """What runs where: one row per unit."""
+    from disttrain_cli.planning.explain import layers
+
+    layout, predicted = plan.plan, plan.predicted
+    used = f"{layout.gpus_used:,}" if layout.gpus_used == given else f"{layout.gpus_used:,} of {given:,}"
+    console.say(f"{layout.strategy} plan on {used} devices: {_seconds(predicted.iteration_s)} per step, "
+                f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}")
+    console.say(f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots × "
+                f"{layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM replica); "
+                f"ZeRO-{layout.zero_stage}{_trained(layout)}")
+    if layout.gpus_used < given:
+        left = _count(given - layout.gpus_used, "device")
+        console.say(f"{left} left over: no layout found that uses more is faster.")
+    several = any(unit.modules != [unit.name] for unit in layout.units)
+    recomputes = any(unit.checkpointing for unit in layout.units)
+    times = {time.unit: time for time in predicted.units}
+    rows: list[list[object]] = []
+    for unit, share in zip(layout.units, explanation.units, strict=True):
+        rows.append([unit.name, *([" + ".join(unit.modules)] if several else []), unit.tp, unit.dp, unit.pp,
+                     f"{unit.gpus:,}", layers(unit), *([_yes(unit.checkpointing)] if recomputes else []),
+                     f"{share.stage_ms:.1f}", percent(times[unit.name].mfu or None),
+                     f"{_gib(share.peak_gib)} / {_gib(share.limit_gib)}"])
+    console.table("Units, in pipeline order",
+                  ["unit", *(["modules"] if several else []), "TP", "DP", "PP", "devices", "layers per stage",
+                   *(["recomputes"] if recomputes else []), "ms per slot", "MFU", "peak / limit GiB"], rows)
+
+
+def show_strategies(console: Console, plan: Plan, explanation: Explanation) -> None:
+    """The plan beside the baselines, per GPU given and per GPU used."""
+    layout, predicted = plan.plan, plan.predicted
+    rows: list[list[object]] = [["this plan", f"{predicted.iteration_s:.3f}", f"{predicted.sequences_per_s:.2f}",
+                                 percent(predicted.mfu), f"{layout.gpus_used:,}", "", "", shape(layout)]]
+    for ratio in explanation.baselines:
+        other = plan.baselines[ratio.name]
+        rows.append([ratio.name, "does not fit", *[""] * 6] if other is None else
+                    [ratio.name, f"{other.iteration_s:.3f}", f"{other.sequences_per_s:.2f}", percent(other.mfu),
+                     f"{other.gpus_used:,}", f"{ratio.per_gpu_given:.2f} ×", f"{ratio.per_gpu_used:.2f} ×",
+                     shape(other.plan) if other.plan else other.layout])
+    console.table("Beside other strategies (given, used: throughput of this plan over theirs, per device)",
+                  ["strategy", "s per step", "sequences/s", "MFU", "devices", "given", "used",
+                   "TP×DP×PP of each unit, M"], rows)
+    better = [ratio.name for ratio in explanation.baselines if ratio.per_gpu_given and ratio.per_gpu_given < 1 - 1e-3]
+    if better:
+        console.say(f"Faster in the simulator than the formula's choice: disttrain plan --strategy {better[0]}")
+
+
+def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:
+    """The next best layouts and why they lose."""
+    console.table("Next best layouts, simulated", ["", "s per step", "slower", "devices", "differs in", "why"],
+                  [[other.name, f"{alternative.iteration_s:.3f}", f"{other.slower_pct:+.2f} %",
+                    f"{alternative.gpus_used:,}", other.differs, other.why]
+                   for other, alternative in zip(explanation.runners_up, plan.alternatives, strict=False)])
+
+
+def show_sensitivity(console: Console, plan: Plan, found: Sensitivity | None) -> None:
+    """How the best layout moves."""
+    if found is None:
+        return
+    names = [unit.name for unit in plan.plan.units]
+    rows = [[change.what, f"{change.gpus:,}", *_figures(change), *_moves(change, names)]
+            for change in (found.now, found.one_more_gpu, found.one_more_node, *found.changes)]
+    limit = f", with at most {found.most_llm_replicas:,} LLM replicas" if found.most_llm_replicas else ""
+    console.table(f"What if (the best layout then, by the formula{limit})",
+                  ["", "devices", "s per step", "sequences/s", "change", *names], rows)
+    console.say(more_gpus(found))
+
+
+def more_gpus(found: Sensitivity) -> str:
+    """What more GPUs bring, as a sentence."""
+    one, until = found.one_more_gpu, found.gpus_until_faster
+    if until == 1 and one.speedup:
+        gains = [move.unit for move in one.units if move.gpus_then > move.gpus]
+        return (f"One more device brings {100 * (one.speedup - 1):.2g} % more sequences per second"
+                f"{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}.")
+    if until is None:
+        return "One more device changes nothing; nor do several."
+    return f"One more device changes nothing; the next faster layout takes {until:,} more."
+
+
+def needs(plan: Plan) -> list[str]:
+    """CPU nodes, messages, and what interleaving would bring: one line each."""
+    lines: list[str] = []
+    need = plan.predicted.preprocess
+    if need is not None:
+        lines.append(f"Decoding  {need.sequences_per_s:.4g} sequences/s with {need.images_per_s:,.0f} images/s take "
+                     f"{_count(need.cores, 'core')}: {_count(need.hosts, 'CPU host')}.")
+    if plan.predicted.traffic:
+        largest = ", ".join(map(_traffic, _largest(plan.predicted.traffic)))
+        lines.append(f"Messages  of the busiest rank per step: {largest}.")
+    gain = max(plan.predicted.interleaved, key=lambda gain: gain.gain_pct, default=None)
+    if gain is not None and gain.gain_pct > 0:
+        lines.append(f"Not yet   Interleaved stages ({gain.virtual_stages} per rank of {gain.unit}) would bring "
+                     f"{gain.gain_pct:.1f} % more sequences per second; training does not run them yet.")
+    return lines
+
+
+def shape(layout: Layout) -> str:
+    """TP×DP×PP of every unit in pipeline order, and M."""
+    return " → ".join(f"{u.tp}×{u.dp}×{u.pp}" for u in layout.units) + f", M {layout.microbatch_size}"
+
+
+def _largest(traffic: list[Traffic]) -> list[Traffic]:
+    """The largest message of every kind, longest first."""
+    kinds: dict[str, Traffic] = {}
+    for one in sorted(traffic, key=lambda one: one.rank_s):
+        kinds[one.kind] = one
+    return sorted(kinds.values(), key=lambda one: -one.rank_s)
+
+
+def _traffic(one: Traffic) -> str:
+    where = f"{one.unit} → {one.to}" if one.to else one.unit
+    return f"{one.kind.replace('_', ' ')} {_gib(one.rank_gib)} GiB in {_seconds(one.rank_s)} ({where})"
+
+
+def _figures(change: Change) -> list[object]:
+    if change.iteration_s is None or change.sequences_per_s is None or change.speedup is None:
+        return ["", "", change.note]
+    percent_more = 100 * (change.speedup - 1)
+    said = f"{percent_more:+.1f} %" if abs(percent_more) >= 0.05 else "–"
+    return [f"{change.iteration_s:.3f}", f"{change.sequences_per_s:.2f}", said]
+
+
+def _moves(change: Change, names: list[str]) -> list[object]:
+    moves = {move.unit: move for move in change.units}
+    return [(f"{moves[name].gpus_then:,}" + (f" ({moves[name].gpus_then - moves[name].gpus:+,})"
+                                             if moves[name].gpus_then != moves[name].gpus else ""))
+            if name in moves else "" for name in names]
+
+
+def _trained(layout: Layout) -> str:
+    return f"; trained: {', '.join(layout.trained)}" if layout.trained is not None else ""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _gib(size: float) -> str:
+    return f"{size:.1f}" if size >= 10 else f"{size:.2g}"

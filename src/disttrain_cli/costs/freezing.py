@@ -1,0 +1,39 @@
+"""What a backward has to do in every layer, given what is trained.
+
+A trained layer makes gradients of its weights and inputs. A frozen one makes those of its inputs only while
+something before it trains (it *passes* gradients on), and has no backward at all otherwise (it is *still*): it then
+keeps no activations either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import PROJECTORS
+
+Backward = Literal["trained", "passes", "still"]
+
+
+def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list[Backward]]:
+    """By module name, what the backward of each of its layers does.
+
+    Args:
+        trained: names of trained modules, and "projectors" for the layers that join modules; None = all.
+    """
+    result: dict[str, list[Backward]] = {}
+    before = False  # whether something before the layer trains
+    for name, module in profile.modules.items():
+        states: list[Backward] = []
+        for place in range(len(module.layers)):
+            owner = PROJECTORS if place in module.projector else name
+            if place in module.frozen:
+                states.append("still")
+            elif trained is None or owner in trained:
+                states.append("trained")
+                before = True
+            else:
+                states.append("passes" if before else "still")
+        result[name] = states
+    return result

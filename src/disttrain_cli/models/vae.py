@@ -1,0 +1,87 @@
+"""diffusers' AutoencoderKL as one frozen pipeline layer: target pixels → latents that a generator learns to denoise.
+
+Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior − shift). The sample is
+drawn from the image's own seed on the CPU, so it does not depend on rank or device.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs import latent_side, refused
+from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+
+#: Keeps the posterior's draw apart from the diffusion noise of the same seed.
+_POSTERIOR = 0x1A7E27
+
+
+class VaeEncoder(PipelineLayer):
+    """Encoder and quant_conv of an AutoencoderKL, without gradients."""
+
+    kind = "vae_encoder"
+    needs = ("targets",)
+    frozen = True
+
+    def __init__(self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int) -> None:
+        super().__init__()
+        self.name, self.module = f"{module}.vae_encoder", module
+        side = latent_side(config, image_size)
+        self.shape = (config["latent_channels"], side, side)
+        self.writes = (TensorSpec("latents", "target", "one", self.shape),)
+        self.scaling, self.shift = config["scaling_factor"], config["shift_factor"] or 0.0
+        self.encoder, self.quant_conv = copy.deepcopy(whole.encoder), copy.deepcopy(whole.quant_conv)
+        self.requires_grad_(False)
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        assert batch.target_pixels is not None
+        return len(batch.target_pixels) == 0
+
+    @torch.no_grad()
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        assert batch.target_pixels is not None
+        moments = self.encoder(batch.target_pixels.to(self.encoder.conv_in.weight.dtype))
+        if self.quant_conv is not None:
+            moments = self.quant_conv(moments)
+        posterior = DiagonalGaussianDistribution(moments)
+        sample = posterior.mean + posterior.std * self._noise(batch).to(moments)
+        return {"latents": (sample - self.shift) * self.scaling}
+
+    def _noise(self, batch: Batch) -> Tensor:
+        """Standard normal [N, *latent shape], float32 on the CPU (without values on the meta device)."""
+        assert batch.noise_seeds is not None
+        if batch.noise_seeds.is_meta:
+            return torch.empty(len(batch.noise_seeds), *self.shape, device="meta")
+        seeds = [seed ^ _POSTERIOR for seed in batch.noise_seeds.tolist()]
+        with torch.device("cpu"):
+            return torch.stack(
+                [torch.randn(self.shape, generator=torch.Generator("cpu").manual_seed(seed)) for seed in seeds]
+            )
+
+
+def makers(module: str, config: dict[str, Any], image_size: int) -> list[LayerMaker]:
+    """The VAE's one layer; weights start as diffusers starts them.
+
+    Raises:
+        SpecError: diffusers refuses the configuration.
+    """
+    whole = cache(partial(_whole, module, config))
+    whole()
+    return [LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size), None)]
+
+
+def _whole(module: str, config: dict[str, Any]) -> Any:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    try:
+        with torch.device("meta"):
+            return AutoencoderKL(**config)
+    except (ValueError, TypeError, IndexError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise refused(module, "AutoencoderKL", error, "vae") from None

@@ -1,0 +1,112 @@
+"""transformers' Whisper encoder as pipeline layers: embed, block × n, projector into the LLM's width.
+
+Every clip is padded to the same length, so all have the same rows: positions of 20 ms each. A clip's positions are
+sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are no weights: made once per stage and batch.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+
+#: Log-mel frames that one position stands for: the stride of the second convolution.
+FRAMES_PER_POSITION = 2
+
+
+class WhisperLayer(PipelineLayer):
+    """A layer whose items are audio clips."""
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        if self.reads:
+            return len(state[self.reads[0]]) == 0
+        assert batch.audio_features is not None
+        return len(batch.audio_features) == 0
+
+
+class Embed(WhisperLayer):
+    """Log-mel features [N, mel bins, frames] → positions: two convolutions with GELU, then sinusoids."""
+
+    kind = "embed"
+    needs = ("audio",)
+
+    def __init__(self, module: str, config: Any) -> None:
+        super().__init__()
+        self.name, self.module = f"{module}.embed", module
+        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,)),)
+        self.conv1 = nn.Conv1d(config.num_mel_bins, config.d_model, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(
+            config.d_model, config.d_model, kernel_size=3, stride=FRAMES_PER_POSITION, padding=1
+        )
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        assert batch.audio_features is not None
+        hidden = functional.gelu(self.conv1(batch.audio_features.to(self.conv1.weight.dtype)))
+        hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
+        return {"audio_hidden": (hidden_NPD + self._positions(hidden_NPD, batch)).flatten(0, 1)}
+
+    def _positions(self, hidden_NPD: Tensor, batch: Batch) -> Tensor:
+        """Sinusoids [P, D]."""
+        from transformers.models.whisper.modeling_whisper import sinusoids
+
+        if "sinusoids" not in batch.cache:
+            with torch.device("cpu"):
+                positions = sinusoids(*hidden_NPD.shape[1:])
+            batch.cache["sinusoids"] = positions.to(hidden_NPD)
+        return batch.cache["sinusoids"]
+
+
+class Block(WhisperLayer):
+    """One transformers WhisperEncoderLayer; every position attends all of its own clip."""
+
+    kind = "block"
+    reads = ("audio_hidden",)
+    division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("out_proj", "fc2"))
+
+    def __init__(self, module: str, number: int, config: Any) -> None:
+        from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
+
+        super().__init__()
+        self.name, self.module, self.positions = f"{module}.block.{number}", module, config.max_source_positions
+        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,)),)
+        self.layer = WhisperEncoderLayer(config)
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        hidden_NPD = state["audio_hidden"].unflatten(0, (-1, self.positions))
+        return {"audio_hidden": self.layer(hidden_NPD, attention_mask=None).flatten(0, 1)}
+
+
+class Projector(WhisperLayer):
+    """Final norm, m neighbouring positions merged, two-layer MLP to the LLM's width."""
+
+    kind = "projector"
+    reads = ("audio_hidden",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
+
+    def __init__(self, module: str, config: Any, merge: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.name, self.module, self.merge = f"{module}.projector", module, merge
+        self.writes = (TensorSpec("audio_embeds", "audio", "tokens", (width,)),)
+        self.norm = nn.LayerNorm(config.d_model)
+        self.mlp = nn.Sequential(nn.Linear(merge * config.d_model, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        # A clip's positions are whole groups of m, so that no group has rows of two clips.
+        return {"audio_embeds": self.mlp(self.norm(state["audio_hidden"]).unflatten(0, (-1, self.merge)).flatten(1))}
+
+
+def makers(module: str, config: Any, merge: int, projector_hidden: int, llm_width: int) -> list[LayerMaker]:
+    """The layers of an audio encoder in pipeline order."""
+    std = config.init_std
+    return [
+        LayerMaker(partial(Embed, module, config), std),
+        *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.encoder_layers)),
+        LayerMaker(partial(Projector, module, config, merge, projector_hidden, llm_width), std),
+    ]

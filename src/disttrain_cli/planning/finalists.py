@@ -1,0 +1,150 @@
+"""The best layouts by the formula, ranked by simulated steps over sampled orderings.
+
+The formula takes all sequences to be alike and a step to end with its last backward; the simulator sees skewed data,
+every transfer, the reduction of gradients and the optimizer. Finalists come in rounds: the formula's best, then its
+best with at most half as many replicas of the LLM as the last round's best has, and so on, because many replicas of
+few stages have the most to reduce. No more rounds once the formula alone takes longer than the best simulated time.
+Last come other shapes of the LLM near the best one's.
+
+All finalists run the same global batches: one each first, and the best few of them all `predict.BATCHES`. Every rank
+has a device of its own, also where a CPU stands in for a cluster: shared cores would make all layouts alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.planning.predict import BATCHES, simulated_s
+from disttrain_cli.planning.search import Candidate, Found
+from disttrain_cli.planning.step import optimizer_s, stages_of
+from disttrain_cli.planning.units import Cluster, Unit
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+
+ROUNDS = 6
+EACH = 3  # finalists of a round
+SURE = 4  # finalists simulated with all batches, at least
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A finalist and its simulated time, every rank on a device of its own."""
+
+    layout: Layout
+    iteration_s: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which layouts a round wants."""
+
+    within_ms: float  # by the formula
+    most: int | None = None  # replicas of the LLM's unit
+    least: int = 1
+    without: frozenset[tuple[int, int]] = frozenset()  # (TP, DP) of the LLM's unit
+
+
+def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tuple[list[Unit], Found]],
+           layout_of: Callable[[list[Unit], Candidate], Layout], wanted: int, pool: int, near: int) -> list[Ranked]:
+    """Finalists with their times over one global batch.
+
+    Args:
+        find: units and so many of the formula's best layouts within limits.
+        wanted: finalists of the first round, `EACH` at least.
+        pool: of the formula's best, from which the different ones of a round are taken.
+        near: finalists after the last round with another TP or other replicas, up to twice or half as many, than
+            those before.
+    """
+    finalists: list[Ranked] = []
+
+    def add(limits: Limits, count: int, pool: int) -> int:
+        """Replicas of the LLM's unit in the formula's best layout within the limits; 0 where it is too slow."""
+        units, found = find(limits, pool)
+        if not found.best or found.best[0].total_ms >= limits.within_ms:
+            return 0
+        holder = next(place for place, unit in enumerate(units) if unit.holds_llm)
+        kinds = {candidate: (candidate.slot_sequences, candidate.shapes[holder]) for candidate in found.best}
+        for candidate in diverse(found.best, kinds.__getitem__, count):
+            layout = layout_of(units, candidate)
+            finalists.append(Ranked(layout, one_batch_s(profile, layout, cluster)))
+        return found.best[0].shapes[holder][1]
+
+    most: int | None = None
+    for number in range(ROUNDS):
+        replicas = add(Limits(_best_ms(finalists), most), EACH if number else max(EACH, wanted), pool)
+        most = replicas // 2
+        if not most:
+            break
+    for _ in range(near if finalists else 0):
+        llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
+        best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
+        limits = Limits(_best_ms(finalists), 2 * best.dp, -(-best.dp // 2), frozenset((llm.tp, llm.dp) for llm in llms))
+        if not add(limits, 1, 1):
+            break
+    return finalists
+
+
+def _best_ms(finalists: list[Ranked]) -> float:
+    return min((1e3 * one.iteration_s for one in finalists), default=math.inf)
+
+
+def one_batch_s(profile: Profile, layout: Layout, cluster: Cluster) -> float:
+    """Time of the step over the first global batch."""
+    return simulated_s(profile, layout, cluster, range(1), shared=False)
+
+
+def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> list[T]:
+    """At most `count` items, best first as they are given; one of another kind before another one of the same."""
+    seen: Counter[Hashable] = Counter()
+    order: list[tuple[int, int]] = []
+    for place, item in enumerate(items):
+        order.append((seen[kind(item)], place))
+        seen[kind(item)] += 1
+    return [items[place] for place in sorted(place for _, place in sorted(order)[:count])]
+
+
+def rank(profile: Profile, cluster: Cluster, finalists: list[Ranked], wanted: int = SURE) -> list[Ranked]:
+    """The best `wanted` finalists (`SURE` at least) by their times over all batches, best first.
+
+    Those with other slots or another shape of the LLM's unit come before more of the same; equal times go to the
+    simpler layout.
+
+    Args:
+        finalists: with their times over one global batch.
+    """
+    def kind(one: Ranked) -> Hashable:
+        llm = one.layout.unit_of(profile.inputs.llm)
+        return one.layout.microbatches, llm.tp, llm.dp, llm.pp
+
+    best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
+    others = [simulated_s(profile, one.layout, cluster, range(1, BATCHES), shared=False) for one in best]
+    return sorted((Ranked(one.layout, (one.iteration_s + (BATCHES - 1) * other_s) / BATCHES)
+                   for one, other_s in zip(best, others, strict=True)), key=_order)
+
+
+def _order(one: Ranked) -> tuple[object, ...]:
+    """Time to nine digits, then fewer GPUs, fewer stages, less TP, smaller microbatches."""
+    units = one.layout.units
+    return (float(f"{one.iteration_s:.9g}"), one.layout.gpus_used, sum(unit.pp for unit in units),
+            sum(unit.tp for unit in units), one.layout.microbatch_size, one.layout.describe())
+
+
+def faster_zero(profile: Profile, cluster: Cluster, layout: Layout) -> Layout:
+    """The layout with the ZeRO stage whose step ends sooner, of those that fit; ties keep the layout's own.
+
+    Only the optimizer's part of a step depends on it. Training in bf16 needs ZeRO-1.
+    """
+    other = layout.model_copy(update={"zero_stage": 1 - layout.zero_stage})
+    if profile.precision == "bf16" or any(stage.peak_gib > stage.limit_gib
+                                          for stage in layout_memory(profile, other, cluster.memory_gib)):
+        return layout
+    mine, theirs = (max(optimizer_s(profile, choice, stage, cluster.gpus_per_node)
+                        for stage in stages_of(profile, choice)) for choice in (layout, other))
+    return other if theirs < mine else layout

@@ -1,0 +1,163 @@
+"""Why no layout fits, and the smallest change that would make one fit.
+
+Whether *something* fits needs no times: of every unit, from the last, only the fewest stages of its shapes count
+(`partition.fewest_stages`), and what matters to the units before is the GPUs and stages used so far. Large DP
+degrees are tried in steps of about a tenth, so what is said to help does help, and is the least to within that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.errors import InfeasibleError
+from disttrain_cli.planning.baselines import candidates
+from disttrain_cli.planning.bounds import divisors
+from disttrain_cli.planning.options import kind_gib, layers_per_stage
+from disttrain_cli.planning.partition import fewest_stages
+from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan
+from disttrain_cli.spec.profile import Profile
+
+Ints = NDArray[np.int64]
+EXACT_TO = 1.01  # memory that is enough, over memory that is not
+FACTOR, MOST_GIB, MOST_GPUS = 4.0, 4.0**12, 64  # steps of memory; how much more of both is tried
+
+
+class Fit(NamedTuple):
+    """Shapes (tp, dp, pp, checkpointing) of the last units of a pipeline that fit, first unit first."""
+
+    gpus: int
+    stages: int
+    shapes: tuple[tuple[int, int, int, bool], ...]
+
+
+def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> InfeasibleError:
+    """The stage that needs most in the least demanding layout, and what would help."""
+    limit = _least_memory(profile, cluster, strategy)
+    if limit is None:
+        return InfeasibleError(f"No {strategy} layout exists on {cluster.gpus} GPUs",
+                               f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
+                               "Use another strategy: disttrain plan --strategy disaggregated")
+    memory_gib, binding = limit
+    helps = [f"Devices with {memory_gib:.3g} GiB (cluster.memory_gib)"]
+    gpus = _fewest_gpus(profile, cluster, strategy)
+    if gpus is not None:
+        helps.append(f"{gpus} GPUs of {cluster.memory_gib:.3g} GiB")
+    recomputing = replace(cluster, checkpointing="auto")
+    if (cluster.checkpointing == "none" and profile.device.kind != "cpu"
+            and layout_that_fits(profile, recomputing, strategy) is not None):
+        helps.append("activations recomputed (train.activation_checkpointing: auto)")
+    return InfeasibleError(
+        f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
+        f"memory binds: stage {binding.stage} of unit {binding.unit} needs {binding.peak_gib:.3g} GiB at least, "
+        f"a device has {cluster.memory_gib:.3g} GiB", f"{', or '.join(helps)} would do.")
+
+
+def _least_memory(profile: Profile, cluster: Cluster, strategy: Strategy) -> tuple[float, StageMemory] | None:
+    """The smallest memory in GiB with which something fits, and the fullest stage then; None where nothing does."""
+    low = high = cluster.memory_gib
+    best = None
+    while best is None:
+        low, high = high, high * FACTOR
+        if high > cluster.memory_gib * MOST_GIB:
+            return None
+        best = layout_that_fits(profile, replace(cluster, memory_gib=high), strategy)
+    while high / low > EXACT_TO:
+        middle = (low * high) ** 0.5
+        found = layout_that_fits(profile, replace(cluster, memory_gib=middle), strategy)
+        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+    return high, max(layout_memory(profile, best, high), key=lambda stage: stage.peak_gib)
+
+
+def _fewest_gpus(profile: Profile, cluster: Cluster, strategy: Strategy) -> int | None:
+    """The smallest number of GPUs found to be enough; None where no number that was tried is."""
+    few, many = cluster.gpus, cluster.gpus
+    found = None
+    while found is None and many < cluster.gpus * MOST_GPUS:
+        few, many = many, many * 4
+        found = layout_that_fits(profile, replace(cluster, gpus=many), strategy)
+    if found is None:
+        return None
+    enough = found.gpus_used
+    while enough - few > max(1, few // 50):
+        middle = (few + enough) // 2
+        found = layout_that_fits(profile, replace(cluster, gpus=middle), strategy)
+        few, enough = (middle, enough) if found is None else (few, found.gpus_used)
+    return enough
+
+
+def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> Layout | None:
+    """Some layout of a strategy, of few GPUs; None where none was found."""
+    if strategy in ("distmm", "paper"):  # their rules fix the GPUs of every unit
+        units, found = candidates(profile, cluster, strategy, 1)
+        if not found.best:
+            return None
+        shapes = tuple((*shape, recomputes)
+                       for shape, recomputes in zip(found.best[0].shapes, found.best[0].checkpointing, strict=True))
+        return _layout(units, found.best[0].slot_sequences, shapes)
+    units = group(profile, cluster, strategy)
+    fits: list[tuple[int, int, Fit]] = []
+    for size in divisors(cluster.batch):
+        partial = [Fit(0, 0, ())]
+        for number in reversed(range(len(units))):
+            partial = _before(units[number], partial, size, cluster.gpus - number)
+        fits += [(fit.gpus, size, fit) for fit in partial]
+    if not fits:
+        return None
+    _, size, fit = min(fits)
+    return _layout(units, size, fit.shapes)
+
+
+def _before(unit: Unit, partial: list[Fit], size: int, gpus: int) -> list[Fit]:
+    """The partial layouts with a shape of the unit before them, on at most so many GPUs.
+
+    Of two, the one with fewer GPUs and no more stages is enough.
+    """
+    kinds, slots = unit.kinds, unit.cluster.batch // size
+    dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
+    variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
+    small = kinds.tp[variant] * dp <= gpus
+    variant, dp = variant[small], dp[small]
+    if not len(dp):
+        return []
+    states, activations, room = kind_gib(unit, variant, dp, size)
+    layers = np.zeros((len(dp), unit.layers)), states[:, kinds.of], activations[:, kinds.of]
+    found: list[Fit] = []
+    for after in partial:
+        pp = fewest_stages(*layers, room, slots, after.stages, np.zeros(len(dp)), unit.allowed)
+        used = kinds.tp[variant] * dp * pp + after.gpus
+        for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
+            shape = (int(kinds.tp[variant[row]]), int(dp[row]), int(pp[row]), bool(kinds.checkpointing[variant[row]]))
+            found.append(Fit(int(used[row]), after.stages + int(pp[row]), (shape, *after.shapes)))
+    best: list[Fit] = []
+    for fit in sorted(found):
+        if not best or fit.stages < best[-1].stages:
+            best.append(fit)
+    return best
+
+
+def _spaced(most: int) -> Ints:
+    """DP degrees: every small one, larger ones in steps of about a tenth."""
+    return np.unique(np.concatenate([np.arange(1, min(most, 16) + 1),
+                                     np.geomspace(1, most, 1 + int(np.log(most) / np.log(1.1))).astype(np.int64)]))
+
+
+def _layout(units: list[Unit], size: int, shapes: tuple[tuple[int, int, int, bool], ...]) -> Layout:
+    """The layout of these shapes for slots of `size` sequences."""
+    cluster, after, plans = units[0].cluster, sum(pp for _, _, pp, _ in shapes), []
+    slots = cluster.batch // size
+    for unit, (tp, dp, pp, recomputes) in zip(units, shapes, strict=True):
+        after -= pp
+        layers = layers_per_stage(unit, tp, dp, pp, size, slots, after, recomputes)
+        assert layers is not None, "a shape that fits has a split"
+        plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
+                              layers_per_stage=layers, checkpointing=recomputes))
+    holder = next(plan for plan, unit in zip(plans, units, strict=True) if unit.holds_llm)
+    return Layout(global_batch_size=cluster.batch, microbatch_size=size // holder.dp, microbatches=slots,
+                  gpus_used=sum(plan.gpus for plan in plans), zero_stage=cluster.zero_stage,
+                  trained=list(cluster.trained) if cluster.trained is not None else None, units=plans)

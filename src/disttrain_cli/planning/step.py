@@ -1,0 +1,156 @@
+"""One training step of a layout as the simulator takes it: times of every stage, replica and slot of a real ordering.
+
+A global batch is drawn from the sizes that the profile keeps and ordered as training orders it (`data.ordering`);
+the cost models then give every replica the time of its own items.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.flops import flops_parts
+from disttrain_cli.costs.freezing import Backward, backwards
+from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s
+from disttrain_cli.costs.memory import WEIGHT_BYTES
+from disttrain_cli.costs.stage import backward_parts, shard_of
+from disttrain_cli.data.loads import replica_loads
+from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
+from disttrain_cli.simulation.timeline import Pipeline
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
+
+Floats = NDArray[np.float64]
+GRADIENT_BYTES = 4.0  # reduced in fp32 in both precisions
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One module's layers on one stage; coefficients [4] of base, items, tokens, Σ length² (`spec.work.Work`)."""
+
+    module: str
+    forward_ms: Floats
+    backward_ms: Floats
+    flops: Floats  # forward and backward of all ranks of the TP group
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a layout."""
+
+    unit: UnitPlan
+    index: int  # inside the unit
+    costs: list[Cost]
+    trained: float  # parameters that one rank trains
+    cut_bytes: float  # that one packed sequence sends to the next stage
+    gradients_back: bool  # whether something up to here is trained, so that gradients come back over the cut
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit.name} stage {self.index}"
+
+    @property
+    def ranks(self) -> int:
+        return self.unit.tp * self.unit.dp
+
+
+def stages_of(profile: Profile, layout: Layout) -> list[Stage]:
+    """All stages in pipeline order."""
+    does = backwards(profile, layout.trained)
+    stages: list[Stage] = []
+    trains = False
+    for unit in layout.units:
+        layers = [(name, place) for name in unit.modules for place in range(len(profile.modules[name].layers))]
+        stop = 0
+        for index, count in enumerate(unit.layers_per_stage):
+            own = layers[stop:stop + count]
+            stop += count
+            kinds = [(name, profile.modules[name].layers[place], does[name][place]) for name, place in own]
+            parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
+                          for name, kind, what in kinds if what == "trained"]
+            trains = trains or bool(parameters)
+            last, place = own[-1]
+            stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)),
+                                profile.modules[last].cut_bytes_per_sequence[place], trains))
+    return stages
+
+
+def _costs(profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]) -> Iterator[Cost]:
+    """Costs of each module on a stage, from (module, kind of layer, what its backward does) of every layer."""
+    for name in dict.fromkeys(module for module, _, _ in kinds):
+        rows = np.zeros((3, 4))
+        for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
+            shard = shard_of(profile.modules[name], kind, unit.tp)
+            parts = ([shard.forward_ms], backward_parts(shard, does, unit.checkpointing),
+                     flops_parts(profile.modules[name].costs[kind], does))
+            rows += kinds.count((name, kind, does)) * np.array([_sum(polynomials) for polynomials in parts])
+        yield Cost(name, *rows)
+
+
+def _sum(polynomials: list[Polynomial]) -> Floats:
+    rows = [(p.base, p.per_item, p.per_token, p.per_length_sq) for p in polynomials]
+    return np.array(rows).sum(axis=0) if rows else np.zeros(4)
+
+
+def amount(coefficients: Floats, work: Floats) -> Floats:
+    """A cost [n, DP] at the work [n, DP, 3] of every replica in every slot; no work costs nothing."""
+    value = np.maximum(0.0, coefficients[0] + work @ coefficients[1:])
+    return np.where(work.any(axis=-1), value, 0.0)
+
+
+def loads_of(profile: Profile, layout: Layout, ordering: str, number: int) -> dict[str, Floats]:
+    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn from the data."""
+    batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
+    places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, ordering)
+    return replica_loads(batch, profile.inputs, layout, places)
+
+
+def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats],
+                gpus_per_node: int) -> Pipeline:
+    """The step of a layout as the simulator takes it."""
+    shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
+    forward_s, backward_s = np.zeros(shape), np.zeros(shape)
+    for number, stage in enumerate(stages):
+        for cost in stage.costs:
+            forward_s[:, number, :stage.unit.dp] += amount(cost.forward_ms, loads[cost.module]) / 1e3
+            backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
+    sequences = layout.global_batch_size // layout.microbatches
+    transfers = [p2p_s(link_between(profile, layout, before, after, gpus_per_node),
+                       before.cut_bytes * sequences / min(before.unit.dp, after.unit.dp))
+                 for before, after in itertools.pairwise(stages)]
+    return Pipeline(
+        replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
+        forward_s=forward_s, backward_s=backward_s, transfer_s=np.array(transfers),
+        reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
+        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
+
+
+def in_one_node(ranks: int, gpus_per_node: int) -> bool:
+    """Whether so many neighbouring ranks can share a node."""
+    return ranks <= gpus_per_node
+
+
+def link_between(profile: Profile, layout: Layout, before: Stage, after: Stage, gpus_per_node: int) -> LinkTimes:
+    """The links between two neighbouring stages: a stage's ranks lie together, so both must fit into a node."""
+    return profile.links.of(in_one_node(before.ranks + after.ranks, gpus_per_node))
+
+
+def reduce_s(profile: Profile, stage: Stage, gpus_per_node: int) -> float:
+    """Reduction of the gradients of a stage over its replicas."""
+    link = profile.links.of(in_one_node(stage.ranks, gpus_per_node))
+    return all_reduce_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp) if stage.trained else 0.0
+
+
+def optimizer_s(profile: Profile, layout: Layout, stage: Stage, gpus_per_node: int) -> float:
+    """Optimizer step of a stage; under ZeRO-1 of a replica's share, whose weights are then gathered."""
+    per_parameter_s = profile.device.optimizer_ns_per_parameter * 1e-9
+    if layout.zero_stage == 0 or not stage.trained:
+        return stage.trained * per_parameter_s
+    link = profile.links.of(in_one_node(stage.ranks, gpus_per_node))
+    weights_bytes = stage.trained * WEIGHT_BYTES[profile.precision]
+    return stage.trained / stage.unit.dp * per_parameter_s + all_gather_s(link, weights_bytes, stage.unit.dp)

@@ -1,0 +1,101 @@
+"""What crosses the links in one step of a layout, and what CPU nodes have to deliver to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from disttrain_cli.costs.freezing import backwards
+from disttrain_cli.costs.links import GIGABIT_BYTES
+from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
+from disttrain_cli.planning.step import GRADIENT_BYTES, Stage, in_one_node
+from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.work import Work
+
+
+def traffic_of(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> list[Traffic]:
+    """Messages of one step by kind and unit; kinds that send nothing are left out."""
+    rows = _crossings(profile, layout, stages, gpus_per_node)
+    for unit in layout.units:
+        own = [stage for stage in stages if stage.unit is unit]
+        rows += [*_over_replicas(profile, layout, own, gpus_per_node), *_tensor_parallel(profile, layout, unit)]
+    return [row for row in rows if row.job_gib > 0]
+
+
+def _crossings(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> list[Traffic]:
+    """Activations and gradients over the cuts between stages, those inside a unit added up."""
+    rows: dict[tuple[str, str, bool], Traffic] = {}
+    for before, after in itertools.pairwise(stages):
+        inside = in_one_node(before.ranks + after.ranks, gpus_per_node)
+        sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
+        rank_bytes = sent / min(before.unit.dp, after.unit.dp)
+        row = Traffic(
+            kind="between_units" if after.index == 0 else "between_stages", unit=before.unit.name,
+            to=after.unit.name if after.index == 0 else None, inside_a_node=inside, job_gib=sent / GIB,
+            rank_gib=rank_bytes / GIB,
+            rank_s=rank_bytes / (profile.links.of(inside).p2p_gbps * GIGABIT_BYTES))
+        key = (row.unit, row.kind, inside)
+        if key in rows:  # of the cuts inside a unit the busiest rank counts
+            other = rows[key]
+            row = (row if row.rank_gib > other.rank_gib else other).model_copy(
+                update={"job_gib": row.job_gib + other.job_gib})
+        rows[key] = row
+    return list(rows.values())
+
+
+def _over_replicas(profile: Profile, layout: Layout, own: list[Stage], gpus_per_node: int) -> list[Traffic]:
+    """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a unit's stages."""
+    unit = own[0].unit
+    inside = in_one_node(own[0].ranks, gpus_per_node)
+    link = profile.links.of(inside)
+    ring = (unit.dp - 1) / unit.dp
+    most, total = max(stage.trained for stage in own), sum(stage.trained for stage in own)
+    kinds = [("gradients", 2 * GRADIENT_BYTES, link.all_reduce_gbps)]
+    if layout.zero_stage == 1:
+        kinds.append(("weights", WEIGHT_BYTES[profile.precision], link.all_gather_gbps))
+    return [Traffic.model_validate({
+        "kind": kind, "unit": unit.name, "inside_a_node": inside, "job_gib": ring * size * total * own[0].ranks / GIB,
+        "rank_gib": ring * size * most / GIB, "rank_s": ring * size * most / (gbps * GIGABIT_BYTES)})
+        for kind, size, gbps in kinds]
+
+
+def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[Traffic]:
+    """Reductions inside the TP groups of a unit (their time is part of the layers' own)."""
+    if unit.tp == 1:
+        return []
+    does = backwards(profile, layout.trained)
+    per_layer = [_reduced_bytes(profile, layout, unit, name, place, does[name][place])
+                 for name in unit.modules for place in range(len(profile.modules[name].layers))]
+    ring = 2 * (unit.tp - 1) / unit.tp
+    ends = [sum(unit.layers_per_stage[:index + 1]) for index in range(unit.pp)]
+    most = max(sum(per_layer[end - count:end]) for end, count in zip(ends, unit.layers_per_stage, strict=True))
+    rank_bytes = ring * most / unit.dp
+    return [Traffic(kind="tensor_parallel", unit=unit.name, inside_a_node=True,
+                    job_gib=ring * unit.tp * sum(per_layer) / GIB, rank_gib=rank_bytes / GIB,
+                    rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES))]
+
+
+def _reduced_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, place: int, does: str) -> float:
+    """Bytes that a layer's TP groups reduce for a global batch: in the forward, the backward, and recomputing."""
+    module = profile.modules[name]
+    passes = 1 + (does != "still") * (1 + unit.checkpointing)
+    if module.work_per_sequence == Work():
+        return 0.0
+    amount = module.costs[module.layers[place]].all_reduce_bytes
+    return passes * amount(module.work_per_sequence) * layout.global_batch_size
+
+
+def preprocess_need(profile: Profile, sequences_per_s: float, cores_per_host: int) -> PreprocessNeed | None:
+    """Cores and hosts that prepare so many sequences per second; None where the profile has no rate.
+
+    The measured time of a sequence includes its images.
+    """
+    rate = profile.preprocess.sequences_per_s_per_core
+    if rate <= 0:
+        return None
+    sample = profile.data.sample
+    images = sum(len(images) for images in sample.images) + sum(sample.targets)
+    cores = math.ceil(sequences_per_s / rate)
+    return PreprocessNeed(sequences_per_s=sequences_per_s, images_per_s=sequences_per_s * images / len(sample.tokens),
+                          cores=cores, hosts=math.ceil(cores / cores_per_host))

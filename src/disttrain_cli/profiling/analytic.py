@@ -1,0 +1,173 @@
+"""A profile without measuring: the operators of every layer, timed by the hardware catalogue's curves.
+
+For machines that nobody has here, in seconds and without a GPU, also for a model that would fit on none. What a
+kernel is says `models.operators`, how long it takes `costs.hardware`. Both are linear in work, so times and bytes are
+exact polynomials of it and a few small probes on the meta device decide them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+
+from disttrain_cli.costs.hardware import (
+    Device,
+    Precision,
+    analytic_device,
+    catalogue,
+    kernels_ms,
+    link_profile,
+    memory_s,
+)
+from disttrain_cli.models.division import parts, pieces
+from disttrain_cli.models.flops import LayerFlops, count_flops
+from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.profiling.assemble import Part, Series, Setting, module_profile
+from disttrain_cli.profiling.dataset import read_dataset
+from disttrain_cli.profiling.fitting import Floats, combine
+from disttrain_cli.profiling.measure import library_versions
+from disttrain_cli.profiling.trial import first_of_kinds
+from disttrain_cli.spec.inputs import Item, ModelInputs
+from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Polynomial, Profile
+from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.runfile import ClusterSpec, Run
+from disttrain_cli.spec.work import Work
+
+#: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient; bf16 weight.
+OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
+
+RULES = "flash attention; elementwise operators fused and computed again in the backward; a TP group's messages wait"
+
+
+def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profile:
+    """The profile of a run on a device of the catalogue, or on one whose figures the run file gives.
+
+    Preprocessing is measured here, on this machine's cores.
+
+    Raises:
+        SpecError: the device is unknown, or the model's configuration is wrong.
+        DataError: the dataset is missing, empty or too damaged, or has nothing for one of the modules.
+    """
+    file = run.file
+    precision = file.train.precision
+    device = analytic_device(name, file.cluster, precision)
+    inputs, table = describe(run), layer_table(run)
+    data = read_dataset(run, inputs, progress)
+    progress("count FLOPs", 0, 0)
+    flops = count_flops(run)
+    links = link_profile(device, file.cluster)
+    setting = Setting(table, inputs, data, links.of(True), value_bytes=2 if precision == "bf16" else 4)
+    degrees = {module: tp_degrees(run, module, file.cluster.gpus_per_node) for module in file.model.order}
+    modules = {}
+    for module, tps in degrees.items():
+        kind = file.model.modules[module].kind
+        shards = {tp: _shards(run, table, module, tp) for tp in tps}
+        series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
+        for tp, layers in shards.items():
+            progress(f"count the operators of {module} at TP {tp}", 0, 0)
+            divided = {place: layer for place, layer in layers.items() if tp == 1 or pieces(shards[1][place])}
+            for frozen, found in series.items():
+                for layer in divided.values():
+                    layer.requires_grad_(not frozen and not layer.frozen)
+                own = _series(inputs, table, inputs.item(module), divided, device, precision)
+                found[tp] = own if tp == 1 else replace(own, times=found[1].times | own.times,
+                                                        kept_bytes=found[1].kept_bytes | own.kept_bytes)
+        known = _known(shards, flops[module], all_reduce_values(run, module), setting.value_bytes)
+        modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
+    return Profile(
+        precision=precision,
+        fingerprints=Fingerprints(model=file.model_fingerprint(), data=data.profile.fingerprint,
+                                  cluster=file.cluster_fingerprint()),
+        provenance=_provenance(device, file.cluster), device=_described(device, precision, file.cluster),
+        inputs=inputs, modules=modules, links=links, data=data.profile, preprocess=data.preprocess)
+
+
+def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int, PipelineLayer]:
+    """One rank's part of the first layer of every kind of a module, by its place in the model."""
+    dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
+    return {place: layer for start, stop in first_of_kinds(table, module, 1)
+            for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)}
+
+
+def _known(shards: Mapping[int, Mapping[int, PipelineLayer]], flops: Mapping[str, LayerFlops],
+           reduced: Mapping[str, Polynomial], value_bytes: int) -> dict[str, Part]:
+    """What counts say of every kind of layer, given its shards by TP size and the numbers that a group reduces."""
+    return {layer.kind: Part(
+        flops[layer.kind],
+        {tp: sum(weight.numel() for weight in layers[place].parameters()) for tp, layers in shards.items()},
+        all_reduces=sum(1 for _ in parts(layer, (*layer.division.row, *layer.division.vocabulary))),
+        all_reduce_bytes=combine((float(value_bytes), reduced[layer.kind])))
+        for place, layer in shards[1].items()}
+
+
+def _series(inputs: ModelInputs, table: list[LayerInfo], item: Item, shards: Mapping[int, PipelineLayer],
+            device: Device, precision: Precision) -> Series:
+    """Times and kept bytes of every layer at a few sizes, messages not included."""
+    works: list[Work] = []
+    found: dict[str, list[tuple[float, float, float]]] = {layer.kind: [] for layer in shards.values()}
+    for size in _sizes(inputs, item):
+        batch = probe_batch(inputs, device="meta", **size)
+        works.append(probe_work(inputs, item, **{name: value for name, value in size.items() if name != "length"}))
+        for place, layer in shards.items():
+            dtype = next(layer.parameters()).dtype
+            done = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype), batch)
+            found[layer.kind].append((kernels_ms(device, precision, done.forward),
+                                      kernels_ms(device, precision, done.backward), float(done.saved_bytes)))
+    values = {part: np.array(rows).T for part, rows in found.items()}
+    if item == "sequence":
+        works, values = _padded(inputs.sequence_length, works, values)
+    return Series(works, {part: rows[:2] for part, rows in values.items()}, works,
+                  {part: rows[2] for part, rows in values.items()})
+
+
+def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
+    """As many probe sizes as there are amounts that costs depend on."""
+    if item == "image":
+        assert inputs.image is not None
+        m = inputs.image.merge
+        return [{"grids": [(rows * m, columns * m)] * images}
+                for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))]
+    if item == "sequence":
+        return [{"documents": [[length]] * sequences, "length": length}
+                for sequences, length in ((1, 64), (1, 256), (4, 64))]
+    return [{"clips" if item == "audio" else "targets": count} for count in (2, 5)]
+
+
+def _padded(length: int, works: list[Work], values: dict[str, Floats]) -> tuple[list[Work], dict[str, Floats]]:
+    """The same costs at sequences of the model's length: their rows are computed whether they hold tokens or padding.
+
+    Probes have sequences without padding. A cost is base + per_row · rows + per_length_sq · Σ length².
+    """
+    amounts = np.array([(1.0, work.tokens, work.sum_length_sq) for work in works])
+    full = [Work(1, length, length**2), Work(1, length / 2, length**2 / 8), Work(2, length, length**2 / 2),
+            Work(4, 3 * length, length**2)]
+    wanted = np.array([(1.0, work.items * length, work.sum_length_sq) for work in full])
+    return full, {part: np.maximum(0.0, wanted @ np.linalg.solve(amounts, rows.T)).T for part, rows in values.items()}
+
+
+def _described(device: Device, precision: Precision, cluster: ClusterSpec) -> DeviceProfile:
+    return DeviceProfile(name=device.name, kind="analytic", count=cluster.gpus, memory_gib=device.memory_gib,
+                         peak_tflops=device.peak_of(precision),
+                         optimizer_ns_per_parameter=1e9 * memory_s(device, OPTIMIZER_BYTES[precision]))
+
+
+def _provenance(device: Device, cluster: ClusterSpec) -> dict[str, str]:
+    known = catalogue()
+    given = [f"{name} {value:g}" for name, value in (
+        ("peak_tflops", cluster.peak_tflops), ("memory_gib", cluster.memory_gib),
+        ("links.intra_node_gbps", cluster.links.intra_node_gbps)) if value is not None]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device.source,
+        "kernels": f"curve {device.curve}: {known.curves[device.curve].source}", "rules": RULES,
+        "links": known.links.source,
+        "network": f"{cluster.links.inter_node_gbps:g} Gbit/s per device (run file; typical {device.network_gbps:g})",
+        **({"run_file": ", ".join(given)} if given else {}), **library_versions()}

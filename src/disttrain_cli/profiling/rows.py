@@ -1,0 +1,71 @@
+"""Bytes of the tensors between layers, from their specifications alone: inputs of layers, and what crosses cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from disttrain_cli.models.graph import LayerInfo, line_of, live_tensors
+from disttrain_cli.models.layer import TensorSpec
+from disttrain_cli.profiling.fitting import combine
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.work import Work
+
+
+def rows(spec: TensorSpec, inputs: ModelInputs) -> Polynomial:
+    """Rows of a state tensor in the work of the module that owns its items (`models.layer.TensorSpec`)."""
+    if spec.item == "sequence":
+        return Polynomial(per_item=float(inputs.sequence_length))
+    if spec.item == "audio":
+        assert inputs.audio is not None
+        return Polynomial(per_item=float(inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions))
+    if spec.item == "image":
+        assert inputs.image is not None
+        if spec.rows == "patches":
+            return Polynomial(per_item=float(inputs.image.extra_tokens), per_token=1.0)
+        return Polynomial(per_token=1.0 / inputs.image.merge**2)
+    assert inputs.target is not None
+    return Polynomial(per_item=float(inputs.target.context_tokens if spec.rows == "context" else 1))
+
+
+def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],
+                value_bytes: int) -> Polynomial:
+    """Bytes of what a layer reads, in the work of its own module.
+
+    Rows that another module owns (images and clips in the LLM's embedding) come with the data's mean share of tokens.
+
+    Args:
+        mean: by module name, its mean work per packed sequence.
+    """
+    place = table.index(layer)
+    specs = [spec for spec in live_tensors(table, place) if spec.name in layer.reads]
+    terms = []
+    for spec in specs:
+        count = rows(spec, inputs)
+        if (owner := _owner(spec, inputs)) != layer.module:
+            tokens = mean[layer.module].tokens
+            count = Polynomial(per_token=count(mean[owner]) / tokens if tokens else 0.0)
+        terms.append((float(math.prod(spec.shape) * value_bytes), count))
+    return combine(*terms)
+
+
+def cut_bytes(module: str, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],
+              value_bytes: int) -> list[float]:
+    """Bytes that one packed sequence sends over the cut after each layer of a module.
+
+    Encoders stand side by side: what one of them made does not pass through another.
+    """
+    line = line_of(table, inputs, module)
+    places = [place for place, layer in enumerate(line) if layer.module == module]
+    return [sum(rows(spec, inputs)(mean[_owner(spec, inputs)]) * math.prod(spec.shape) * value_bytes
+                for spec in live_tensors(line, place + 1)) for place in places]
+
+
+def _owner(spec: TensorSpec, inputs: ModelInputs) -> str:
+    """Name of the module whose work counts the items of a tensor."""
+    if spec.item == "sequence":
+        return inputs.llm
+    head = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}[spec.item]
+    assert head is not None
+    return head.module

@@ -1,0 +1,66 @@
+"""The planner simulates the very loads that training's slots hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disttrain_cli.data.index import Index
+from disttrain_cli.data.levelling import even_shares, level, owners
+from disttrain_cli.data.loads import replica_loads
+from disttrain_cli.data.ordering import assign, count_costs, order_step
+from disttrain_cli.data.packing import Packing, pack
+from disttrain_cli.data.sizes import sampled_batch, sizes_of, sizes_of_sample
+from disttrain_cli.data.statistics import size_sample
+from disttrain_cli.spec.plan import Layout
+from tests.data.dataset import INPUTS, PROPERTY
+from tests.data.test_ordering import LAYOUTS, random_batch
+
+
+def loads_of_slots(batch: Packing, layout: Layout, policy: str) -> dict[str, list[list[list[float]]]]:
+    slots = order_step(batch, layout, 0, policy).slots
+    return {module: [[list(slot.work(module, items)) for items in slot.replicas[layout.unit_of(module).name]]
+                     for slot in slots] for module in ("encoder", "llm", "generator")}  # named after their kinds
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+@pytest.mark.parametrize("policy", ["none", "paper"])
+@given(st.integers(0, 10_000))
+@PROPERTY
+def test_a_size_sample_gives_the_loads_of_training(layout: Layout, policy: str, seed: int) -> None:
+    batch = random_batch(seed)
+    sizes = sizes_of_sample(size_sample(batch))
+    places = assign(count_costs(sizes, INPUTS), layout, "llm", policy)
+    loads = replica_loads(sizes, INPUTS, layout, places)
+    assert {module: load.tolist() for module, load in loads.items()} == loads_of_slots(batch, layout, policy)
+
+
+@given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 7))
+@PROPERTY
+def test_owners_are_those_of_level(costs: list[int], replicas: int) -> None:
+    array = np.array(costs, dtype=np.int64)
+    groups = [np.flatnonzero(owners(array, replicas) == replica).tolist() for replica in range(replicas)]
+    assert groups == [sorted(group) for group in level(array, replicas)]
+    assert even_shares(len(costs), replicas).tolist() == [len(part) for part in np.array_split(array, replicas)]
+
+
+def test_a_size_sample_has_the_means_of_the_epoch(index: Index) -> None:
+    packing = pack(index, INPUTS, 0, 0)
+    whole = sizes_of_sample(size_sample(packing, len(packing) + 5))
+    assert whole.tokens.tolist() == packing.tokens.tolist()
+    assert whole.patches.tolist() == packing.image_grid.prod(axis=1).tolist()
+    large = random_batch(0, 400)
+    all_of_them, some = sizes_of(large), sizes_of_sample(size_sample(large, 100))
+    assert len(some) == 100
+    assert some.targets.mean() == pytest.approx(all_of_them.targets.mean(), rel=0.05)
+    assert some.patches.sum() / 100 == pytest.approx(all_of_them.patches.sum() / 400, rel=0.02)
+
+
+def test_sampled_batches_hold_every_sequence_equally_often() -> None:
+    sizes = sizes_of(random_batch(3))
+    first, second = (sampled_batch(sizes, 24, step) for step in range(2))
+    assert sorted(first.tokens) == sorted(second.tokens) == sorted([*sizes.tokens, *sizes.tokens])
+    assert first.tokens.tolist() != second.tokens.tolist()
+    assert len(sampled_batch(sizes, 5, 0)) == 5

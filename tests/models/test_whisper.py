@@ -1,0 +1,154 @@
+import pytest
+import torch
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.graph import build_layers, describe, layer_table, line_of, live_tensors
+from disttrain_cli.models.probe import probe_batch
+
+DOCUMENTS = [[20, 20], [41]]
+
+
+def run_layers(layers, batch, state=None):
+    state = dict(state or {})
+    for layer in layers:
+        state.update(layer(state, batch))
+    return state
+
+
+def audio_layers(run):
+    """The audio encoder's layers, which come after the image encoder's four."""
+    layers = build_layers(run, 4, 8)
+    assert [layer.name for layer in layers] == [
+        f"audio_encoder.{name}" for name in ("embed", "block.0", "block.1", "projector")
+    ]
+    return layers
+
+
+def test_layers_equal_transformers_own_encoder(make_run):
+    from transformers import WhisperConfig
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    run = make_run(audio_encoder={})
+    whole = WhisperEncoder(WhisperConfig(**run.file.model.modules["audio_encoder"].config)).eval()
+    embed, *blocks, projector = audio_layers(run)
+    whole.conv1.load_state_dict(embed.conv1.state_dict())
+    whole.conv2.load_state_dict(embed.conv2.state_dict())
+    for mine, theirs in zip(blocks, whole.layers, strict=True):
+        theirs.load_state_dict(mine.layer.state_dict())
+    whole.layer_norm.load_state_dict(projector.norm.state_dict())
+    batch = probe_batch(describe(run), clips=3)
+    assert batch.audio_features.shape == (3, 5, 24)
+    hidden = projector.norm(run_layers([embed, *blocks], batch)["audio_hidden"])
+    expected = whole(batch.audio_features).last_hidden_state.flatten(0, 1)
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+
+
+def test_clips_together_equal_one_by_one(make_run):
+    run = make_run(audio_encoder={})
+    layers, batch = audio_layers(run), probe_batch(describe(run), clips=3)
+    together = run_layers(layers, batch)["audio_embeds"]
+    alone = [run_layers(layers, type(batch)(image_grids=[], audio_features=clip[None]))["audio_embeds"]
+             for clip in batch.audio_features]
+    assert [tuple(rows.shape) for rows in alone] == [(4, 48)] * 3
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
+
+
+def test_merging_takes_neighbours(make_run):
+    projector = audio_layers(make_run(audio_encoder={}))[-1]
+    projector.norm = projector.mlp = torch.nn.Identity()
+    positions = torch.arange(24.0)[:, None]
+    merged = projector({"audio_hidden": positions}, probe_batch(describe(make_run(audio_encoder={})), clips=2))
+    assert merged["audio_embeds"].tolist()[3:5] == [[9, 10, 11], [12, 13, 14]]
+
+
+def test_the_llm_puts_images_and_clips_in_their_places(make_run):
+    run = make_run(audio_encoder={})
+    batch = probe_batch(describe(run), grids=[(2, 4)], clips=1, documents=DOCUMENTS)
+    embed = build_layers(run, 8, 9)[0]
+    assert embed.reads == ("image_embeds", "audio_embeds")
+    images, audio = torch.randn(2, 48), torch.randn(4, 48)
+    hidden = embed({"image_embeds": images, "audio_embeds": audio}, batch)["hidden"]
+    assert torch.equal(hidden[batch.image_rows], images) and torch.equal(hidden[batch.audio_rows], audio)
+    assert not set(batch.image_rows.tolist()) & set(batch.audio_rows.tolist())
+    rest = torch.ones(len(hidden), dtype=torch.bool)
+    rest[batch.image_rows] = rest[batch.audio_rows] = False
+    assert torch.equal(hidden[rest], embed.embedding(batch.token_ids.flatten())[rest])
+
+
+@pytest.mark.parametrize("clips", [0, 2])
+def test_the_whole_model_trains_the_audio_encoder(make_run, clips):
+    run = make_run(audio_encoder={}, image_encoder=None)
+    layers = build_layers(run, 0, len(layer_table(run)))
+    batch = probe_batch(describe(run), clips=clips, documents=DOCUMENTS, targets=1)
+    state = run_layers(layers, batch)
+    (state["loss/text"] + state["loss/image"]).backward()
+    own = [parameter.grad for layer in layers[:4] for parameter in layer.parameters()]
+    assert all((gradient is not None and gradient.abs().max() > 0) == bool(clips) for gradient in own)
+
+
+def test_encoders_stand_side_by_side(make_run):
+    """Nothing that one encoder made passes through the other, in either order; the LLM gets both."""
+    run = make_run(audio_encoder={})
+    table, inputs = layer_table(run), describe(run)
+    assert inputs.encoders == ["image_encoder", "audio_encoder"]
+    for module, made in (("image_encoder", "image"), ("audio_encoder", "audio")):
+        line = line_of(table, inputs, module)
+        places = [place for place, layer in enumerate(line) if layer.module == module]
+        crossing = [[spec.name for spec in live_tensors(line, place + 1)] for place in places]
+        assert crossing == [[f"{made}_hidden"]] * 3 + [[f"{made}_embeds"]]
+    assert line_of(table, inputs, "llm") == line_of(table, inputs, "image_generator") == table
+    assert {spec.name for spec in live_tensors(table, 8)} == {"image_embeds", "audio_embeds"}
+
+
+def test_only_live_tensors_need_to_cross_a_cut(make_run):
+    run = make_run(audio_encoder={})
+    table, inputs = layer_table(run), describe(run)
+    layers = build_layers(run, 0, len(table))
+
+    def losses(cut=None):
+        batch = probe_batch(inputs, grids=[(4, 4), (2, 2)], clips=2, documents=DOCUMENTS, targets=2)
+        state = run_layers(layers[:cut], batch)
+        found = {name: value for name, value in state.items() if name.startswith("loss/")}
+        if cut is not None:
+            batch.cache.clear()
+            kept = {spec.name: state[spec.name] for spec in live_tensors(table, cut)}
+            found |= run_layers(layers[cut:], batch, kept)
+        return [float(found[name].detach()) for name in ("loss/text", "loss/image")]
+
+    assert all(losses(cut) == losses() for cut in range(3, 10))
+
+
+def test_described(make_run):
+    inputs = describe(make_run(audio_encoder={}))
+    audio = inputs.audio
+    assert (audio.module, audio.mel_bins, audio.frames) == ("audio_encoder", 5, 24)
+    assert (audio.positions, audio.tokens) == (12, 4)
+    assert audio.work(2) == (2, 24, 288)
+    assert [inputs.item(name) for name in ("image_encoder", "audio_encoder", "llm", "image_generator")] == [
+        "image", "audio", "sequence", "target"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"merge": 5}, ("merge", "divisor of 12")),
+        ({"config": {"d_model": 30}}, ("d_model", "multiple of encoder_attention_heads")),
+        ({"config": {"encoder_ffn_dim": 0}}, ("encoder_ffn_dim", "1 or more")),
+        ({"config": {"encoder_layerdrop": 0.1}}, ("encoder_layerdrop", "dropout")),
+        ({"config": {"activation_function": "no-such"}}, ("activation_function", "gelu")),
+        ({"config": {"d_model": 3, "encoder_attention_heads": 1}}, ("d_model", "even")),
+        ({"config": {"encoder_layer": 2}}, ("encoder_layer", "encoder_layers")),
+    ],
+)
+def test_wrong_configurations_are_named(make_run, change, words):
+    with pytest.raises(SpecError) as error:
+        layer_table(make_run(audio_encoder=change))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_two_encoders_alike_are_refused(make_run):
+    run = make_run(audio_encoder={})
+    run.file.model.modules["audio_encoder"] = run.file.model.modules["image_encoder"]
+    with pytest.raises(SpecError, match="image_encoder and audio_encoder are both vit"):
+        describe(run)

@@ -1,0 +1,139 @@
+"""What is refused before a plan is run, and that every refusal names both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.planning.check import check, check_device, frozen_parts, not_run, refuse_not_run
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+from tests.planning import synthetic
+
+Made = tuple[Plan, RunFile, Profile]
+
+
+@pytest.fixture
+def made() -> Made:
+    """A plan of one GPU per module that `check` accepts."""
+    run = synthetic.run_file(batch=24, gpus=6)
+    profile = synthetic.tiny(run)
+    units = [UnitPlan(name=name, modules=[name], gpus=1, layers_per_stage=[len(module.layers)])
+             for name, module in profile.modules.items()]
+    plan = Plan(
+        fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
+        plan=Layout(global_batch_size=24, microbatch_size=1, microbatches=24, gpus_used=3, units=units),
+        predicted=Prediction(iteration_s=1, sequences_per_s=24, mfu=0.5, warmup_s=0.1, steady_s=0.9, bubble_fraction=0,
+                             memory=[]),
+        search=Search(solve_s=0, candidates=1, exact=True))
+    return plan, run, profile
+
+
+def with_layout(plan: Plan, **changes: object) -> Plan:
+    return plan.model_copy(update={"plan": plan.plan.model_copy(update=changes)})
+
+
+def with_unit(plan: Plan, **changes: object) -> Plan:
+    return with_layout(plan, units=[plan.plan.units[0].model_copy(update=changes), *plan.plan.units[1:]])
+
+
+def edited(run: RunFile, section: str, **changes: object) -> RunFile:
+    part = getattr(run, section)
+    return run.model_copy(update={section: part.model_copy(update=changes)})
+
+
+def of_device(profile: Profile, kind: str, name: str) -> Profile:
+    return profile.model_copy(update={"device": profile.device.model_copy(update={"kind": kind, "name": name})})
+
+
+def test_a_plain_plan_runs(made: Made) -> None:
+    check(*made)
+    assert not_run(*made) == []
+    refuse_not_run(*made)
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (lambda plan, run, profile: (with_unit(plan, tp=2, gpus=2), run, profile), ["tensor parallelism", "tp 2"]),
+    (lambda plan, run, profile: (with_unit(plan, checkpointing=True), run, profile),
+     ["activation checkpointing", "image_encoder", "train.activation_checkpointing: none"]),
+    (lambda plan, run, profile: (with_layout(plan, trained=["llm"]), run, profile),
+     ["frozen modules", "image_generator", "model.trained"]),
+    (lambda plan, run, profile: (plan, edited(run, "model", modules={
+        **run.model.modules, "image_generator": run.model.modules["image_generator"].model_copy(
+            update={"vae": {"latent_channels": 4}})}), profile), ["VAE", "model.modules.image_generator.vae"]),
+    (lambda plan, run, profile: (plan, edited(run, "data", sources=[], distribution=RunFile.model_validate(
+        run.model_dump() | {"data": {"distribution": {}}}).data.distribution), profile),
+     ["data.distribution: laion-like", "data.sources"]),
+    (lambda plan, run, profile: (plan, run, of_device(profile, "analytic", "A800")), ["A800", "cluster.device"]),
+])
+def test_what_training_does_not_run_is_refused_by_name(made: Made, change: Callable[..., Made],
+                                                       named: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        refuse_not_run(*change(*made))
+    for word in named:
+        assert word in str(caught.value)
+    assert caught.value.what and caught.value.why and caught.value.next_step
+
+
+def test_all_reasons_are_told_at_once(made: Made) -> None:
+    plan, run, profile = made
+    plan = with_unit(with_layout(plan, trained=["llm"]), tp=2, gpus=2, checkpointing=True)
+    with pytest.raises(SpecError) as caught:
+        refuse_not_run(plan, run, profile)
+    assert len(caught.value.why.splitlines()) == 3
+
+
+def test_everything_trained_is_not_frozen(made: Made) -> None:
+    _, _, profile = made
+    assert frozen_parts(profile, None) == frozen_parts(profile, [*profile.modules, "projectors"]) == []
+    assert frozen_parts(profile, ["llm"]) == ["image_encoder", "image_generator"]
+    joined = profile.modules["llm"].model_copy(update={"projector": [0]})
+    with_projector = profile.model_copy(update={"modules": profile.modules | {"llm": joined}})
+    assert frozen_parts(with_projector, list(profile.modules)) == ["projectors"]
+
+
+@pytest.mark.parametrize(("layout", "train", "model", "named"), [
+    ({"trained": ["llm"]}, {}, {}, ["model.trained", "llm", "all"]),
+    ({}, {}, {"trained": ["llm", "projectors"]}, ["model.trained", "projectors"]),
+    ({"zero_stage": 0}, {}, {}, ["train.zero_stage", "plan: 0", "run file: 1"]),
+    ({"zero_stage": 0}, {"zero_stage": "auto", "precision": "bf16"}, {}, ["train.zero_stage", "auto"]),
+    ({}, {"activation_checkpointing": "full"}, {}, ["train.activation_checkpointing", "no unit", "full"]),
+])
+def test_choices_of_the_run_file_must_be_the_plans(made: Made, layout: dict, train: dict, model: dict,
+                                                   named: list[str]) -> None:
+    plan, run, profile = made
+    run = edited(edited(run, "train", **train), "model", **model)
+    fingerprints = plan.fingerprints.model_copy(update={"model": run.model_fingerprint()})
+    plan = with_layout(plan, **layout).model_copy(update={"fingerprints": fingerprints})
+    with pytest.raises(MismatchError) as caught:
+        check(plan, run, profile)
+    for word in [*named, "disttrain plan"]:
+        assert word in str(caught.value)
+
+
+def test_auto_takes_what_the_plan_chose(made: Made) -> None:
+    plan, run, profile = made
+    check(with_layout(plan, zero_stage=0), edited(run, "train", zero_stage="auto"), profile)
+    check(with_unit(plan, checkpointing=True), run, profile)
+    with pytest.raises(MismatchError, match="activation_checkpointing"):
+        check(with_unit(plan, checkpointing=True), edited(run, "train", activation_checkpointing="none"), profile)
+
+
+@pytest.mark.parametrize(("wanted", "kind", "name", "fits"), [
+    ("auto", "cpu", "EPYC", True), ("cpu", "cpu", "EPYC", True), ("cpu", "cuda", "A800", False),
+    ("analytic:A800", "analytic", "A800", True), ("analytic:A800", "analytic", "H100", False),
+    ("analytic:A800", "cuda", "A800", False)])
+def test_a_profile_of_another_device_is_refused(made: Made, wanted: str, kind: str, name: str, fits: bool) -> None:
+    _, run, profile = made
+    run = edited(run, "cluster", device=wanted)
+    profile = of_device(profile, kind, name)
+    if fits:
+        check_device(run, profile)
+    else:
+        with pytest.raises(MismatchError) as caught:
+            check_device(run, profile)
+        assert wanted in str(caught.value) and name in str(caught.value)

@@ -1,0 +1,235 @@
+"""Predictions: real orderings in, every figure of the prediction consistent with the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from disttrain_cli.costs.flops import flops_per_sequence
+from disttrain_cli.planning.finalists import Limits, diverse, faster_zero, one_batch_s
+from disttrain_cli.planning.predict import predict, simulated_s, simulated_step
+from disttrain_cli.planning.solve import baseline, best_by_formula, candidates, cluster_of, layout_of, ranking, solve
+from disttrain_cli.planning.step import optimizer_s, reduce_s, stages_of
+from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan
+from disttrain_cli.spec.profile import Profile, SizeSample
+from tests import profiles
+from tests.planning import synthetic
+
+GIB = 2.0**30
+
+
+def unit(name: str, tp: int, dp: int, layers: list[int], **more: bool) -> UnitPlan:
+    return UnitPlan(name=name, modules=[name], tp=tp, dp=dp, pp=len(layers), gpus=tp * dp * len(layers),
+                    layers_per_stage=layers, **more)
+
+
+def layout(units: list[UnitPlan], microbatches: int, batch: int = 24, **more: object) -> Layout:
+    llm = next(one for one in units if one.name == "llm")
+    return Layout(global_batch_size=batch, microbatch_size=batch // microbatches // llm.dp, microbatches=microbatches,
+                  gpus_used=sum(one.gpus for one in units), units=units, **more)
+
+
+def three(encoder_dp: int = 2, llm_dp: int = 2, generator_dp: int = 1, tp: int = 1, **more: object) -> Layout:
+    return layout([unit("image_encoder", 1, encoder_dp, [4]), unit("llm", tp, llm_dp, [3, 3]),
+                   unit("image_generator", 1, generator_dp, [2, 2])], microbatches=6, **more)
+
+
+@pytest.fixture
+def case() -> tuple[Profile, list[Unit], Cluster]:
+    run = synthetic.run_file(batch=24, gpus=16, nodes=4)
+    profile = synthetic.tiny(run, kind="cuda", tps=(1, 2, 4))
+    cluster = cluster_of(run, profile)
+    return profile, group(profile, cluster, "disaggregated"), cluster
+
+
+def test_every_sequence_is_worked_on_once_by_every_module(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, cluster = case
+    for ordering in ("none", "paper"):
+        loads = simulated_step(profile, three(), dataclasses.replace(cluster, ordering=ordering)).loads
+        sums = {name: load.sum(axis=(0, 1)) for name, load in loads.items()}
+        assert sums["llm"].tolist() == [24, 24 * 230, 24 * 20000]
+        images = np.array(sums["image_encoder"])
+        assert images[1:] == pytest.approx(images[0] * np.array([40, 1600]))
+    # 24 of the 16 sizes that the profile keeps: each of them once or twice
+    counts = sorted(len(images) for images in profile.data.sample.images)
+    assert sum(counts) + sum(counts[:8]) <= images[0] <= sum(counts) + sum(counts[8:])
+
+
+def test_times_are_the_cost_models_at_the_work_of_each_replica(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, cluster = case
+    step = simulated_step(profile, three(), cluster)
+    assert [stage.name for stage in step.stages] == [
+        "image_encoder stage 0", "llm stage 0", "llm stage 1", "image_generator stage 0", "image_generator stage 1"]
+    encoder = profile.modules["image_encoder"]
+    for slot, replica in np.ndindex(6, 2):
+        items, tokens, length_sq = step.loads["image_encoder"][slot, replica]
+        work = type(encoder.work_per_sequence)(items, tokens, length_sq)
+        ms = sum(encoder.costs[kind].tp["1"].forward_ms(work) for kind in encoder.layers) if items else 0.0
+        assert 1e3 * step.pipeline.forward_s[slot, 0, replica] == pytest.approx(ms)
+    assert (step.pipeline.forward_s[:, 3:, 1] == 0).all()  # the generator has one replica
+
+
+def test_levelling_and_ordering_make_skewed_data_faster(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, cluster = case
+    in_order = dataclasses.replace(cluster, ordering="none")
+    assert simulated_s(profile, three(), cluster) < simulated_s(profile, three(), in_order)
+    equal = SizeSample(tokens=[230] * 4, length_sq=[20000] * 4, images=[[40] * 4] * 4, targets=[1] * 4)
+    alike = profile.model_copy(update={"data": profile.data.model_copy(update={"sample": equal})})
+    assert simulated_s(alike, three(), cluster) == pytest.approx(simulated_s(alike, three(), in_order))
+
+
+def check_figures(profile: Profile, plan: Layout, found: Prediction) -> None:
+    """What must hold between the figures of any prediction on devices of their own."""
+    iteration_s, peak = found.iteration_s, profile.device.peak_tflops * 1e12
+    assert found.sequences_per_s == pytest.approx(plan.global_batch_size / iteration_s)
+    ranks = [unit.tp * unit.dp for unit in plan.units for _ in range(unit.pp)]
+    assert sum(n * stage.mfu for n, stage in zip(ranks, found.stages, strict=True)) == pytest.approx(
+        plan.gpus_used * found.mfu)
+    assert sum(u.gpus * row.mfu for u, row in zip(plan.units, found.units, strict=True)) == pytest.approx(
+        plan.gpus_used * found.mfu)
+    flops = {row.unit: row.mfu * unit.gpus * peak * iteration_s
+             for row, unit in zip(found.units, plan.units, strict=True)}
+    ideal = sum(flops.values()) / sum(flops[name] / found.kernel_mfu[name] for name in flops if flops[name])
+    assert found.orchestration_efficiency == pytest.approx(found.mfu / ideal)
+    assert found.orchestration_efficiency == pytest.approx(1 - found.bubble_fraction)
+    for memory in found.memory:
+        assert memory.peak_gib == pytest.approx(memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
+                                                + memory.activations_gib)
+    fullest = max(found.memory, key=lambda stage: stage.peak_gib)
+    assert found.memory_binds == f"{fullest.unit} stage {fullest.stage}"
+
+
+@pytest.mark.parametrize("plan", [three(), three(tp=2), three(4, 4, 2), three(1, 1, 1, trained=["llm"]),
+                                  three(zero_stage=0), three(trained=["image_encoder"])])
+def test_figures_belong_together(case: tuple[Profile, list[Unit], Cluster], plan: Layout) -> None:
+    profile, units, cluster = case
+    check_figures(profile, plan, predict(units, plan, cluster))
+
+
+def test_flops_are_those_of_the_data(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    """Sixteen sizes, drawn once each: the sample's mean, which is the profile's."""
+    profile, units, cluster = case
+    plan = layout([unit("image_encoder", 1, 2, [4]), unit("llm", 1, 2, [6]), unit("image_generator", 1, 1, [4])], 4, 16)
+    found = predict(units, plan, dataclasses.replace(cluster, batch=16))
+    flops = found.mfu * found.iteration_s * plan.gpus_used * profile.device.peak_tflops * 1e12
+    assert flops == pytest.approx(16 * sum(flops_per_sequence(profile).values()))
+
+
+def test_frozen_and_recomputed_layers_change_backwards_only(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    _, units, cluster = case
+    full, frozen = (predict(units, three(trained=trained), cluster) for trained in (None, ["image_generator"]))
+    assert [u.forward_ms for u in frozen.units] == pytest.approx([u.forward_ms for u in full.units])
+    assert [u.backward_ms for u in frozen.units[:2]] == [0.0, 0.0]
+    assert frozen.units[2].backward_ms == pytest.approx(full.units[2].backward_ms)
+    assert all(m.gradients_gib == m.optimizer_gib == 0 for m in frozen.memory if m.unit != "image_generator")
+    plan = three()
+    again = plan.model_copy(update={"units": [one.model_copy(update={"checkpointing": one.name == "llm"})
+                                              for one in plan.units]})
+    recomputed = predict(units, again, cluster)
+    assert recomputed.units[1].backward_ms == pytest.approx(full.units[1].backward_ms + full.units[1].forward_ms)
+    assert recomputed.kernel_mfu["llm"] == pytest.approx(full.kernel_mfu["llm"] * 3 / 4)
+    assert sum(m.activations_gib for m in recomputed.memory) < sum(m.activations_gib for m in full.memory)
+
+
+def test_end_of_the_step(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    """Nodes of four: a group of two replicas is inside one, one of four with TP 2 is not."""
+    profile, _, cluster = case
+    device = profile.device.model_copy(update={"optimizer_ns_per_parameter": 1000.0})
+    profile = profile.model_copy(update={"device": device, "links": profile.links.model_copy(
+        update={"inter_node": profile.links.model_copy(update={"all_reduce_gbps": 0.4, "all_gather_gbps": 0.2})})})
+    parameters = sum(profile.modules["llm"].costs[kind].tp["1"].parameters for kind in ("embed", "block", "block"))
+    llm = stages_of(profile, three())[1]
+    assert llm.trained == parameters
+    assert reduce_s(profile, llm, 4) == pytest.approx(100e-6 + 4 * parameters * 8 / 4e9)
+    one, none = three(), three(zero_stage=0)
+    assert optimizer_s(profile, none, llm, 4) == pytest.approx(parameters * 1e-6)
+    assert optimizer_s(profile, one, llm, 4) == pytest.approx(
+        parameters / 2 * 1e-6 + 100e-6 + 4 * parameters / 2 * 8 / 4e9)
+    wide = stages_of(profile, three(llm_dp=4, tp=2))[1]
+    assert wide.trained == parameters / 2
+    assert reduce_s(profile, wide, 4) == pytest.approx(100e-6 + 2 * 4 * parameters / 2 * 3 / 4 * 8 / 0.4e9)
+    assert faster_zero(profile, cluster, none).zero_stage == 1
+    instant = profile.model_copy(update={"device": device.model_copy(update={"optimizer_ns_per_parameter": 0.0})})
+    assert faster_zero(instant, cluster, one).zero_stage == 0
+    assert faster_zero(instant, dataclasses.replace(cluster, memory_gib=0.001), one).zero_stage == 1
+
+
+def test_traffic_counts_every_byte(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, units, cluster = case
+    plan = three(2, 2, 1, tp=2)
+    rows = {(row.kind, row.unit): row for row in predict(units, plan, cluster).traffic}
+    to_llm = rows["between_units", "image_encoder"]
+    assert to_llm.to == "llm" and to_llm.job_gib * GIB == pytest.approx(2 * 24 * 30_000)  # there and back
+    assert to_llm.rank_gib * GIB == pytest.approx(24 * 30_000) and not to_llm.inside_a_node
+    assert to_llm.rank_s == pytest.approx(24 * 30_000 * 8 / 8e9)
+    assert rows["between_stages", "llm"].job_gib * GIB == pytest.approx(2 * 24 * 8_000)
+    weights = max(stage.trained for stage in stages_of(profile, plan) if stage.unit.name == "llm")
+    assert rows["gradients", "llm"].rank_gib * GIB == pytest.approx(4 * weights)  # 2 · bytes · (2 - 1) / 2
+    assert rows["weights", "llm"].rank_gib * GIB == pytest.approx(2 * weights)
+    assert ("gradients", "image_generator") not in rows  # one replica
+    assert ("tensor_parallel", "llm") not in rows  # nothing was counted
+    frozen = {(row.kind, row.unit): row for row in predict(units, three(trained=["llm"]), cluster).traffic}
+    assert frozen["between_units", "image_encoder"].job_gib * GIB == pytest.approx(24 * 30_000)  # no gradient back
+    assert ("gradients", "image_encoder") not in frozen
+
+
+def test_preprocessing_keeps_up(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    _, units, cluster = case
+    found = predict(units, three(), dataclasses.replace(cluster, cpu_node_cores=1))
+    need = found.preprocess
+    assert need is not None and need.sequences_per_s == pytest.approx(found.sequences_per_s)
+    assert need.images_per_s == pytest.approx(found.sequences_per_s * 4)  # three read, one generated
+    assert need.cores == need.hosts == int(np.ceil(found.sequences_per_s / 300))
+
+
+def test_interleaving_is_reported_as_far_as_layers_allow(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    _, units, cluster = case
+    found = predict(units, three(), cluster)  # the LLM has three layers per stage
+    assert [(row.unit, row.virtual_stages) for row in found.interleaved] == [("llm", 2)]
+    assert found.interleaved[0].iteration_s < found.iteration_s and found.interleaved[0].gain_pct > 0
+
+
+def test_finalists_are_of_several_kinds() -> None:
+    assert diverse(["a1", "a2", "a3", "b1", "a4", "c1", "b2"], lambda name: name[0], 4) == ["a1", "a2", "b1", "c1"]
+    assert diverse(["a1", "a2", "a3"], lambda name: name[0], 2) == ["a1", "a2"]
+    assert diverse(["a1", "b1"], lambda name: name[0], 4) == ["a1", "b1"]
+
+
+@pytest.mark.parametrize(("gpus", "spread"), [(6, 1), (8, 3)])
+def test_never_slower_than_the_papers_plan_in_the_same_simulator(gpus: int, spread: int) -> None:
+    run = synthetic.run_file(batch=24, gpus=gpus)
+    profile = synthetic.tiny(run, kind="cuda", tps=(1, 2))
+    sample = profile.data.sample
+    skewed = sample.model_copy(update={"images": [images * spread if place % spread == 0 else []
+                                                  for place, images in enumerate(sample.images)]})
+    profile = profile.model_copy(update={"data": profile.data.model_copy(update={"sample": skewed})})
+    plan = solve(run, profile, top=2)
+    published = baseline(profile, cluster_of(run, profile), "paper")
+    assert published is not None and plan.predicted.iteration_s <= published.iteration_s * (1 + 1e-9)
+    assert plan.search.simulated >= 3
+    assert plan == solve(run, profile, top=2).model_copy(update={"search": plan.search})
+
+
+def test_the_plan_is_near_the_best_of_all_layouts_in_the_simulator() -> None:
+    """Slow links between nodes of two: what the formula leaves out, the reduction of gradients, decides."""
+    run = synthetic.run_file(batch=24, gpus=14, nodes=7)
+    profile = synthetic.tiny(run, kind="cuda")
+    profile = profile.model_copy(update={"links": profiles.links(8, 50, 4, 100, between_nodes=0.05)})
+    cluster = cluster_of(run, profile)
+    units, found = candidates(profile, cluster, "disaggregated", 150)
+    layouts = [layout_of(units, cluster, candidate, "disaggregated") for candidate in found.best]
+    times = [one_batch_s(profile, one, cluster) for one in layouts]
+    ranked, _, simulated = ranking(profile, cluster, "disaggregated")
+    assert simulated < 25 and one_batch_s(profile, ranked[0].layout, cluster) <= 1.03 * min(times) < times[0] / 1.5
+
+
+def test_a_round_keeps_to_its_limits(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, cluster = case
+    limits = Limits(1e9, most=4, least=2, without=frozenset({(1, 2), (2, 4)}))
+    _, found = best_by_formula(profile, cluster, "disaggregated", 40, limits)
+    shapes = {(tp, dp) for one in found.best for tp, dp, _ in one.shapes[1:2]}
+    assert shapes and all(2 <= dp <= 4 for _, dp in shapes) and not shapes & limits.without
+    assert not best_by_formula(profile, cluster, "disaggregated", 4, Limits(found.best[0].total_ms / 2, 4))[1].best

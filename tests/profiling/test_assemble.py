@@ -1,0 +1,38 @@
+"""From measurements to a module's costs: synthetic series whose truth is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disttrain_cli.costs.links import all_reduce_s
+from disttrain_cli.profiling.assemble import NOTHING, message_ms
+from disttrain_cli.profiling.fitting import combine, fit
+from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.work import Work
+from tests.profiles import links
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_messages_take_what_the_links_say(tp: int) -> None:
+    link, work = links(), Work(items=3, tokens=500)
+    size = Polynomial(per_item=1e5, per_token=1e3)
+    expected_s = 2 * all_reduce_s(link, size(work) / 2, tp)
+    assert message_ms(link, 2, size, tp)(work) == pytest.approx(1e3 * expected_s)
+
+
+def test_a_layer_that_is_whole_on_every_rank_sends_nothing() -> None:
+    assert message_ms(links(), 0, NOTHING, 4) == NOTHING
+
+
+def test_polynomials_add_up() -> None:
+    left, right = Polynomial(base=1, per_item=2), Polynomial(per_item=3, per_length_sq=5)
+    assert combine((2.0, left), (1.0, right)) == Polynomial(base=2, per_item=7, per_length_sq=5)
+    assert combine() == NOTHING
+
+
+def test_fits_have_no_terms_that_are_rounding_errors() -> None:
+    works = [Work(n, 100 * n + n % 3, 7 * n * n) for n in range(1, 12)]
+    found = fit(works, np.array([5e6 * work.items for work in works]))
+    assert found.per_item == pytest.approx(5e6)
+    assert found.base == found.per_token == found.per_length_sq == 0.0
