@@ -24,22 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import Tables, table
 from disttrain_cli.commands.init import preset_text
-from disttrain_cli.data.loads import Floats
-from disttrain_cli.data.ordering import assign, count_costs
-from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
-from disttrain_cli.data.slots import Ints
-from disttrain_cli.planning.baselines import megatron
-from disttrain_cli.planning.predict import BATCHES, predict
+from disttrain_cli.planning.baselines import megatron, pipelines
+from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import cluster_of, layout_of, ranking, solve
-from disttrain_cli.planning.step import loads_of, pipeline_of, stages_of
 from disttrain_cli.planning.units import Cluster, group, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
-from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
@@ -175,37 +167,21 @@ def orchestration(small: bool) -> Tables:
     return {"Orchestration alone, 96 devices, MFU over MFU, ordering none": rows}
 
 
-def by_sequence(batch: Sizes, profile: Profile, layout: Layout, places: Ints) -> dict[str, Floats]:
-    """`data.loads.replica_loads` without levelling by image: every unit's replicas take whole sequences in turn."""
-    work = batch.work(profile.inputs)
-    slots = places.reshape(len(places), -1)
-    return {module: np.stack([work[module][part].sum(axis=1) for part in np.array_split(slots, unit.dp, axis=1)], 1)
-            for unit in layout.units for module in unit.modules}
-
-
 def reordering(small: bool) -> Tables:
     rows = []
     for preset in [*LLM_PP][: 1 if small else None]:
         original, profile = profiled(preset)
         run = changed(original, gpus=96, batch=SMALL_BATCHES[preset])
-        layout, _, cluster = ours(run, profile, 96)
-        stages = stages_of(profile, layout)
-
-        def step_s(loads: dict[str, Floats], stages: list[Any] = stages, layout: Layout = layout,
-                   profile: Profile = profile, cluster: Cluster = cluster) -> float:
-            return simulate(pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)).iteration_s
-        seconds: dict[str, list[float]] = {"whole sequences, as they come": [], "images levelled": [], "paper": []}
-        for number in range(BATCHES):
-            batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
-            places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, "none")
-            seconds["whole sequences, as they come"].append(step_s(by_sequence(batch, profile, layout, places)))
-            seconds["images levelled"].append(step_s(loads_of(profile, layout, "none", number)))
-            seconds["paper"].append(step_s(loads_of(profile, layout, "paper", number)))
-        plain, levelled, both = (float(np.mean(values)) for values in seconds.values())
-        rows.append({"model": preset, "batch": run.train.global_batch_size, "layout": shapes(layout),
-                     "whole sequences as they come, s": plain, "images levelled": plain / levelled,
-                     "and slots in the paper's order": plain / both})
-    return {"Reordering alone: throughput over sequences as they come, 96 devices, the same plan": rows}
+        mine, _, cluster = ours(run, profile, 96)
+        units = group(profile, cluster, "megatron")
+        whole = pipelines(units, cluster).best
+        layouts = {"units": mine} | ({"one unit": layout_of(units, cluster, whole[0], "megatron")} if whole else {})
+        for name, layout in layouts.items():
+            none_s, paper_s = (simulated_s(profile, layout, replace(cluster, ordering=ordering))
+                               for ordering in ("none", "paper"))
+            rows.append({"model": preset, "batch": run.train.global_batch_size, "plan": name, "layout": shapes(layout),
+                         "none, s": none_s, "paper, s": paper_s, "gain": none_s / paper_s})
+    return {"Reordering alone: the same plan, 96 devices": rows}
 
 
 def freezing(small: bool) -> Tables:

@@ -33,8 +33,9 @@ def cost(forward_ms: Polynomial, parameters: int = 1, activation_bytes: Polynomi
                                 for name, value in forward_ms.model_dump().items()})
         return LayerShard(parameters=parameters // tp, forward_ms=forward, backward_ms=scaled(forward, 2),
                           backward_input_ms=forward, activation_bytes=scaled(kept, 1 / tp),
-                          frozen_activation_bytes=scaled(kept, 0.5 / tp), fit_error_pct=2.0)
-    return LayerCost(parameters=parameters, tp={str(tp): shard(tp) for tp in tps}, input_bytes=scaled(kept, 0.1),
+                          frozen_activation_bytes=scaled(kept, 0.5 / tp), input_bytes=scaled(kept, 0.1 / tp),
+                          fit_error_pct=2.0)
+    return LayerCost(parameters=parameters, tp={str(tp): shard(tp) for tp in tps},
                      forward_flops=counted, backward_flops=scaled(counted, 2), backward_input_flops=counted)
 
 

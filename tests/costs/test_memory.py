@@ -27,7 +27,14 @@ def layout(microbatches: int) -> Layout:
 
 
 def test_slots_in_flight_count_over_all_units() -> None:
-    assert stages_to_end(layout(8)) == [[4], [3, 2], [1]]
+    assert stages_to_end(layout(8), "llm") == [[4], [3, 2], [1]]
+
+
+def test_slots_in_flight_on_an_encoder_do_not_count_the_one_beside_it() -> None:
+    audio = UnitPlan(name="a", modules=["audio_encoder"], pp=2, gpus=2, layers_per_stage=[2, 2])
+    first, *others = layout(8).units
+    both = layout(8).model_copy(update={"units": [first, audio, *others]})
+    assert stages_to_end(both, "llm") == [[4], [5, 4], [3, 2], [1]]
 
 
 def test_llm_stage_by_hand() -> None:

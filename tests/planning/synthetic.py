@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
@@ -24,7 +24,7 @@ from disttrain_cli.spec.work import Work
 from tests import profiles
 
 MODULES = ("image_encoder", "llm", "image_generator")
-KINDS = {"image_encoder": "encoder", "llm": "llm", "image_generator": "generator"}
+KINDS = {"image_encoder": "encoder", "audio_encoder": "encoder", "llm": "llm", "image_generator": "generator"}
 
 
 def layer(per_token_ms: float, base_ms: float, parameters: int, activation_bytes: float, tps: tuple[int, ...],
@@ -94,6 +94,21 @@ def tiny(run: RunFile, *, kind: str = "cpu", memory_gib: float = 4.0, tps: tuple
     device = DeviceProfile(name="test", kind=kind, count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=0.5,
                            shared_by=run.cluster.gpus if kind == "cpu" else 1, cores=cores)
     return profile_for(run, modules, device, profiles.links(8, 50, 4, 100))
+
+
+def with_audio(profile: Profile, clips: int = 2, share: float = 1.0) -> Profile:
+    """The profile with an audio encoder beside the image encoder: like it, with `share` of its work per sequence."""
+    encoder = profile.modules["image_encoder"]
+    head = AudioInput(module="audio_encoder", mel_bins=8,
+                      frames=max(2, 2 * round(share * encoder.work_per_sequence.tokens / clips)))
+    work = head.work(clips)
+    audio = encoder.model_copy(update={"work_per_sequence": work, "max_work_per_sequence": work})
+    image, *others = profile.modules.items()
+    data = profile.data.model_copy(update={
+        "clips": clips * profile.data.sequences,
+        "sample": profile.data.sample.model_copy(update={"clips": [clips] * len(profile.data.sample.tokens)})})
+    return profile.model_copy(update={"modules": dict([image, ("audio_encoder", audio), *others]), "data": data,
+                                      "inputs": profile.inputs.model_copy(update={"audio": head})})
 
 
 def paper_9b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Profile:

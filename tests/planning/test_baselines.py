@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,28 +32,33 @@ def test_megatron_gives_encoder_and_generator_one_stage_each() -> None:
         assert layers[0] == 4 and layers[-1] == 4 and sum(layers[1:-1]) == 6
 
 
-@pytest.mark.parametrize("memory_gib", [4.0, 0.03])
-def test_replicated_encoders_are_the_best_of_all_pipelines(memory_gib: float) -> None:
+@pytest.mark.parametrize(("memory_gib", "sound"), [(4.0, False), (0.03, False), (0.03, True)])
+def test_replicated_encoders_are_the_best_of_all_pipelines(memory_gib: float, sound: bool) -> None:
     run = synthetic.run_file(batch=12, gpus=12)
     profile, cluster = synthetic.tiny(run, tps=(1, 2)), Cluster(12, 4, memory_gib, 1, 12, checkpointing="auto")
+    choices = [False, True]
+    if sound:  # two encoders side by side; nothing recomputed, to try them all in time
+        profile, cluster = synthetic.with_audio(profile, share=0.5), replace(cluster, checkpointing="none")
+        choices = [False]
     units = group(profile, cluster, "disaggregated")
+    holder = len(units) - 2
     expected = np.inf
     for size, tp, dp in itertools.product(divisors(12), (1, 2), divisors(12)):
         if size % dp:
             continue
-        sides = [[(tp, dp), (1, tp * dp)] if units[number].name != "llm" else [(tp, dp)] for number in range(3)]
+        sides = [[(tp, dp)] if unit.holds_llm else [(tp, dp), (1, tp * dp)] for unit in units]
         for pp in range(1, 7):
             for shapes in itertools.product(*sides):
-                if tp * dp * (pp + 2) > 12:
+                if tp * dp * (pp + len(units) - 1) > 12:
                     continue
-                for kept, layers in itertools.product(itertools.product([False, True], repeat=3), cuts(6, pp)):
+                for kept, layers in itertools.product(itertools.product(choices, repeat=len(units)), cuts(6, pp)):
+                    splits = [*[[4]] * holder, layers, [4]]
                     plans = [UnitPlan(name=unit.name, modules=list(unit.modules), tp=t, dp=d, pp=len(split),
                                       gpus=t * d * len(split), layers_per_stage=split, checkpointing=recomputes)
-                             for unit, (t, d), split, recomputes in zip(units, shapes, ([4], layers, [4]), kept,
-                                                                        strict=True)]
+                             for unit, (t, d), split, recomputes in zip(units, shapes, splits, kept, strict=True)]
                     ms = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing)
                           for unit, plan in zip(units, plans, strict=True)]
-                    time = combine([sum(each) for each in ms], [max(each) for each in ms], 12 // size).total_ms
+                    time = combine([sum(each) for each in ms], [max(each) for each in ms], 12 // size, holder).total_ms
                     layout = Layout(global_batch_size=12, microbatch_size=size // dp, microbatches=12 // size,
                                     gpus_used=sum(plan.gpus for plan in plans), units=plans)
                     if time < expected and all(stage.peak_gib <= memory_gib for stage
@@ -83,6 +89,14 @@ def test_megatron_takes_the_faster_form_and_may_be_fixed() -> None:
         assert {shape[0] * shape[1] for shape in fixed.best[0].shapes} == {8 * dp}
 
 
+def test_a_pipeline_of_one_unit_has_its_encoders_in_a_line() -> None:
+    profile = synthetic.with_audio(synthetic.tiny(synthetic.run_file(batch=24, gpus=8)))
+    (unit,) = group(profile, Cluster(8, 8, 4.0, 1, 24), "megatron")
+    for pp in (4, 6):
+        layers = layers_per_stage(unit, 1, 1, pp, 4, 6, 0)
+        assert layers is not None and layers[:2] == [4, 4] and layers[-1] == 4
+
+
 def test_a_generator_without_tp_is_replicated() -> None:
     run = synthetic.run_file(batch=240, gpus=96, nodes=12, precision="bf16")
     profile = synthetic.paper_9b(run)
@@ -95,9 +109,11 @@ def test_a_generator_without_tp_is_replicated() -> None:
     assert [unit.name for unit in units] == list(synthetic.MODULES) and found.best[0].shapes[2] == (1, 8 * dp, 1)
 
 
-def test_every_strategy_is_no_faster_than_the_search() -> None:
+@pytest.mark.parametrize("sound", [False, True])
+def test_every_strategy_is_no_faster_than_the_search(sound: bool) -> None:
     run = synthetic.run_file(batch=24, gpus=8)
     profile, cluster = synthetic.tiny(run), Cluster(8, 8, 4.0, 1, 24)
+    profile = synthetic.with_audio(profile) if sound else profile
     best = search(group(profile, cluster, "disaggregated"), cluster).best[0]
     for strategy in ("distmm", "paper"):
         assert candidates(profile, cluster, strategy, 1)[1].best[0].total_ms >= best.total_ms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.planning.objective import busiest_load, layout_time
+from disttrain_cli.planning.objective import Time, busiest_load, combine, layout_time
 from disttrain_cli.planning.units import Cluster, group
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial
@@ -21,6 +21,12 @@ def test_busiest_replica_has_whole_images() -> None:
     assert (np.diff(loads) <= 0).all()
     assert busiest_load(False, 1, 0.25, dp).tolist() == [1.0] * 5  # a quarter of an image, on one replica
     assert busiest_load(True, 12, 1.0, np.array([3.0])).tolist() == [4.0]
+
+
+def test_of_encoders_side_by_side_the_slowest_counts() -> None:
+    unit_ms, stage_ms = [3.0, 5.0, 7.0, 2.0], [3.0, 2.5, 4.0, 2.0]
+    assert combine(unit_ms, stage_ms, 3, 2) == Time(5.0 + 7.0 + 2.0, 2 * 4.0)
+    assert combine(unit_ms, stage_ms, 3, 0) == Time(17.0, 8.0)  # all of them in a line
 
 
 def test_without_bases_the_objective_is_the_papers() -> None:

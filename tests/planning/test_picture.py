@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ def made(shapes: list[tuple[int, int]], slots: int, step_s: float = 0.1) -> tupl
     entry = np.array([stage == 0 for unit in units for stage in range(unit.pp)])
     speed = np.where(np.arange(replicas.max()) == 0, 1.0, 0.5)
     forward = np.broadcast_to(speed, (slots, len(replicas), replicas.max())).copy()
-    return Pipeline(replicas, entry, forward, 2 * forward, np.zeros(len(replicas) - 1), np.full(len(replicas), 0.5),
-                    step_s), layout
+    after = np.arange(1, len(replicas) + 1)
+    return Pipeline(replicas, entry, after, forward, 2 * forward, np.zeros(len(replicas) - 1),
+                    np.full(len(replicas), 0.5), step_s), layout
 
 
 def bars(document: str, kind: str) -> int:
@@ -44,6 +46,14 @@ def test_svg_draws_every_operation_of_a_short_step_once() -> None:
     for word in ("unit0 ×2", "unit1 2/3", "unit2 ×3", "4 slots", "8 GPUs", "prefers-color-scheme", "waiting"):
         assert word in document
     assert "<script" not in document and "http" not in document.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_encoders_side_by_side_start_at_the_same_time() -> None:
+    pipeline, layout = made([(2, 2), (1, 1), (1, 1), (1, 1)], slots=3)
+    pipeline = replace(pipeline, after=np.array([1, 3, 3, 4, 5]))
+    rows = rows_of(pipeline, simulate(pipeline), layout)
+    assert [row.label for row in rows] == ["unit0 1/2 ×2", "unit0 2/2 ×2", "unit1", "unit2", "unit3"]
+    assert [row.forward[0, 0] for row in rows] == [0.0, 1.0, 0.0, 2.0, 3.0]
 
 
 def test_a_long_step_is_its_beginning_middle_and_end_and_stays_small() -> None:

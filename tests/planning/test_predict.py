@@ -176,6 +176,34 @@ def test_traffic_counts_every_byte(case: tuple[Profile, list[Unit], Cluster]) ->
     assert ("gradients", "image_encoder") not in frozen
 
 
+def test_encoders_side_by_side_both_send_to_the_llm(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, cluster = case
+    profile = synthetic.with_audio(profile)
+    plan = layout([unit("image_encoder", 1, 2, [2, 2]), unit("audio_encoder", 1, 3, [4]), unit("llm", 1, 2, [3, 3]),
+                   unit("image_generator", 1, 1, [4])], microbatches=6)
+    step = simulated_step(profile, plan, cluster)
+    assert step.pipeline.after.tolist() == [1, 3, 3, 4, 5, 6] and step.pipeline.to_end.tolist() == [5, 4, 4, 3, 2, 1]
+    assert (step.timeline.forward_start[0, [0, 2], 0] == 0.0).all()
+    assert step.loads["audio_encoder"].sum(axis=(0, 1)).tolist() == list(profile.inputs.audio.work(24 * 2))
+    found = predict(group(profile, cluster, "disaggregated"), plan, cluster)
+    check_figures(profile, plan, found)
+    assert {row.unit: row.to for row in found.traffic if row.kind == "between_units"} == {
+        "image_encoder": "llm", "audio_encoder": "llm", "llm": "image_generator"}
+    frozen = plan.model_copy(update={"trained": ["image_encoder", "llm"]})
+    back = [stage.gradients_back for stage in stages_of(profile, frozen)]
+    assert back == [True, True, False, True, True, True]
+
+
+def test_one_unit_hands_on_what_both_encoders_made(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, _ = case
+    profile = synthetic.with_audio(profile)
+    plan = Layout(global_batch_size=24, microbatch_size=4, microbatches=6, gpus_used=4, units=[
+        UnitPlan(name="model", modules=list(profile.modules), pp=4, gpus=4, layers_per_stage=[4, 4, 6, 4])])
+    stages = stages_of(profile, plan)
+    assert [stage.after for stage in stages] == [1, 2, 3, 4]
+    assert [stage.cut_bytes for stage in stages] == [30_000.0, 60_000.0, 8_000.0, 0.0]
+
+
 def test_preprocessing_keeps_up(case: tuple[Profile, list[Unit], Cluster]) -> None:
     _, units, cluster = case
     found = predict(units, three(), dataclasses.replace(cluster, cpu_node_cores=1))

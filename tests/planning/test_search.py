@@ -15,7 +15,7 @@ from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.objective import combine, layout_time, unit_stages_ms
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import layout_of
-from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LayerCost, ModuleProfile, Profile
 from disttrain_cli.spec.work import Work
@@ -42,7 +42,8 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
         for chosen in itertools.product(*tables):
             plans = [plan for plan, _ in chosen]
             used = sum(plan.gpus for plan in plans)
-            time = combine([sum(ms) for _, ms in chosen], [max(ms) for _, ms in chosen], slots).total_ms
+            unit_ms, stage_ms = [sum(ms) for _, ms in chosen], [max(ms) for _, ms in chosen]
+            time = combine(unit_ms, stage_ms, slots, holder_of(units)).total_ms
             if used > cluster.gpus or time >= best:
                 continue
             holder = next(plan for plan in plans if "llm" in plan.modules)
@@ -57,10 +58,12 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
 
 @st.composite
 def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
-    """Two or three modules of one to three layers with random costs, and a cluster that may be too small."""
+    """Two to four modules of one to three layers with random costs, and a cluster that may be too small."""
     random = np.random.default_rng(draw(st.integers(0, 2**20)))
     tps = draw(st.sampled_from([(1,), (1, 2)]))
-    names = draw(st.sampled_from([synthetic.MODULES, synthetic.MODULES[1:], synthetic.MODULES[:2]]))
+    image, llm, generator = synthetic.MODULES
+    names = draw(st.sampled_from([synthetic.MODULES, (llm, generator), (image, llm), (image, "audio_encoder", llm),
+                                  (image, "audio_encoder", llm, generator)]))
     modules: dict[str, ModuleProfile] = {}
     for name in names:
         kinds = [f"k{i}" for i in range(random.integers(1, 4))]
@@ -72,7 +75,8 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
         layers = [kinds[0]] * int(random.integers(0, 2)) + kinds
         modules[name] = synthetic.module(synthetic.KINDS[name], layers, costs, Work(items, tokens, 0),
                                          Work(2 * items, 2 * tokens, 0), 1e5)
-    batch, gpus = draw(st.sampled_from([(4, 5), (6, 4), (12, 3), (5, 6), (8, 1), (6, 7)]))
+    clusters = [(4, 5), (6, 4), (12, 3), (8, 1), *[(5, 6), (6, 7)][:4 - len(names)]]  # few GPUs for many units
+    batch, gpus = draw(st.sampled_from(clusters))
     run = synthetic.run_file(batch=batch, gpus=gpus)
     profile = synthetic.tiny(run).model_copy(update={"modules": modules})
     return profile, Cluster(
@@ -101,7 +105,9 @@ def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
 
 
 def by_milp(units: list[Unit], cluster: Cluster) -> float:
-    """Time of the best layout by HiGHS, memory aside: one shape of each unit, and a variable above all stages."""
+    """Time of the best layout by HiGHS, memory aside: one shape of each unit, a variable above all stages, and one
+    above the encoders, which stand side by side.
+    """
     best = np.inf
     for size in divisors(cluster.batch):
         slots, columns = cluster.batch // size, []
@@ -115,12 +121,17 @@ def by_milp(units: list[Unit], cluster: Cluster) -> float:
                                  for layers in cuts(unit.layers, pp)))
                             for pp in range(1, min(unit.layers, cluster.gpus // (tp * dp)) + 1)]
         unit_of, gpus, unit_ms, stage_ms = (np.array(values) for values in zip(*columns, strict=True))
-        cost = np.append(unit_ms, slots - 1)  # the last variable is the slowest stage
-        one_each = [np.append(unit_of == number, 0.0) for number in range(len(units))]
-        slowest = [np.append((unit_of == number) * stage_ms, -1.0) for number in range(len(units))]
-        found = milp(cost, integrality=np.append(np.ones(len(columns)), 0), bounds=Bounds(0, np.append(
-            np.ones(len(columns)), np.inf)), options={"mip_rel_gap": 0.0}, constraints=[
-                LinearConstraint(np.array(one_each), 1, 1), LinearConstraint(np.append(gpus, 0)[None], 0, cluster.gpus),
+        encodes = np.array([unit.profile.modules[unit.modules[0]].kind == "encoder" for unit in units])
+        # The last variables are the slowest stage and the slowest encoder.
+        cost = np.append(np.where(encodes[unit_of], 0.0, unit_ms), [slots - 1, 1])
+        mine = [unit_of == number for number in range(len(units))]
+        one_each = [np.append(own, [0.0, 0.0]) for own in mine]
+        slowest = [np.append(own * stage_ms, [-1.0, 0.0]) for own in mine]
+        slowest += [np.append(own * unit_ms, [0.0, -1.0]) for own in np.array(mine)[encodes]]
+        found = milp(cost, integrality=np.append(np.ones(len(columns)), [0, 0]), bounds=Bounds(0, np.append(
+            np.ones(len(columns)), [np.inf, np.inf])), options={"mip_rel_gap": 0.0}, constraints=[
+                LinearConstraint(np.array(one_each), 1, 1),
+                LinearConstraint(np.append(gpus, [0, 0])[None], 0, cluster.gpus),
                 LinearConstraint(np.array(slowest), -np.inf, 0)])
         best = min(best, found.fun if found.success else np.inf)
     return float(best)
@@ -134,12 +145,12 @@ def test_search_equals_an_integer_programme(tps: tuple[int, ...], gpus: int, bat
     assert search(units, cluster).best[0].total_ms == pytest.approx(by_milp(units, cluster), rel=1e-6)
 
 
-def test_four_units_equal_an_integer_programme() -> None:
+@pytest.mark.parametrize(("gpus", "batch", "share"), [(10, 4, 1.0), (10, 4, 0.3), (14, 6, 2.0), (12, 1, 3.0)])
+def test_two_encoders_equal_an_integer_programme(gpus: int, batch: int, share: float) -> None:
     """An audio encoder beside the image encoder: more than two units share what the LLM leaves."""
-    profile = synthetic.tiny(synthetic.run_file(batch=4, gpus=10), memory_gib=1e6)
-    audio = {"audio_encoder": profile.modules["image_encoder"]}
-    profile = profile.model_copy(update={"modules": audio | profile.modules})
-    cluster = Cluster(10, 10, 1e6, 1, 4)
+    profile = synthetic.with_audio(synthetic.tiny(synthetic.run_file(batch=batch, gpus=gpus), memory_gib=1e6),
+                                   share=share)
+    cluster = Cluster(gpus, gpus, 1e6, 1, batch)
     units = group(profile, cluster, "disaggregated")
     found = search(units, cluster).best[0]
     assert len(found.shapes) == 4

@@ -116,6 +116,23 @@ def test_images_are_scaled_and_sequences_are_not() -> None:
     assert scale_images(profile, 0.0).modules["image_encoder"].work_per_sequence == Work()
 
 
+def test_sound_stays_where_images_change() -> None:
+    profile, cluster = given(gpus=8)
+    profile = synthetic.with_audio(profile)
+    twice = scale_images(profile, 2.0)
+    assert twice.modules["audio_encoder"] == profile.modules["audio_encoder"]
+    seen, then = (data.modules["image_encoder"].work_per_sequence for data in (profile, twice))
+    assert then == seen.scaled(2)
+    assert list(twice.modules) == list(profile.modules)
+    heard = profile.data.clips * profile.inputs.audio.tokens
+    room = profile.data.sequences * profile.inputs.sequence_length - heard
+    for images, note in ((room // 2, ""), (room // 2 + 1, "too many tokens")):
+        full = profile.model_copy(update={"data": profile.data.model_copy(update={"image_tokens": images})})
+        found = sensitivity(full, cluster, plan_of(cluster), silent)
+        assert next(change.note for change in found.changes if change.what == "images doubled") == note
+        assert {"images halved", "text only"} <= {change.what for change in found.changes}
+
+
 def test_more_image_tokens_than_a_sequence_holds_is_said() -> None:
     profile, cluster = given()
     full = profile.model_copy(update={"data": profile.data.model_copy(update={

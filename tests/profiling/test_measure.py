@@ -90,7 +90,7 @@ class TestThreeModules:
             block = module.costs[module.layers[2]]
             assert 0.0 < block.tp["1"].frozen_activation_bytes(work) < block.tp["1"].activation_bytes(work)
             assert block.tp["1"].backward_input_ms(work) > 0.0
-            assert 0.0 < block.input_bytes(work) < block.tp["1"].activation_bytes(work)
+            assert 0.0 < block.tp["1"].input_bytes(work) < block.tp["1"].activation_bytes(work)
             assert module.max_work_per_sequence.items >= work.items > 0.0
 
     def test_tp_shards_hold_less_and_send_messages(self, measured: tuple[Run, Profile]) -> None:

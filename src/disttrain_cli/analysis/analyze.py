@@ -24,6 +24,7 @@ from disttrain_cli.analysis.verdict import judge, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.costs.flops import peak_tflops
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.plan import Prediction
 
 
 def analyze(paths: list[Path]) -> Analysis:
@@ -167,12 +168,20 @@ def _comparisons(
                     f"{operation}_ms",
                     unit.name,
                     "plan",
-                    sharing * getattr(planned[unit.name], f"{operation}_ms"),
+                    sharing * _planned_ms(job.predicted, unit.name, operation),
                     row["measured_ms"],
                     "ms",
                 )
             add(f"{operation}_ms", unit.name, "same work", sharing * row["same_work_ms"], row["measured_ms"], "ms")
     return rows
+
+
+def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
+    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for "stage"."""
+    time = next(time for time in predicted.units if time.unit == unit)
+    if operation != "stage":
+        return float(getattr(time, f"{operation}_ms"))
+    return max((s.forward_ms + s.backward_ms for s in predicted.stages if s.unit == unit), default=time.stage_ms)
 
 
 def _straggle(

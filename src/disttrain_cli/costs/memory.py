@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
-from disttrain_cli.spec.plan import Layout, StageMemory
+from disttrain_cli.spec.plan import Layout, StageMemory, to_end
 from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
@@ -64,12 +64,12 @@ def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained:
 
 
 def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Polynomial:
-    """Bytes of one slot that a layer keeps from forward to backward."""
+    """Bytes of one slot that a layer keeps on one rank from forward to backward."""
     if does == "still":
         return Polynomial()
-    if checkpointing:
-        return cost.input_bytes
     shard = cost.tp[str(tp)]
+    if checkpointing:
+        return shard.input_bytes
     return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
 
 
@@ -98,24 +98,20 @@ def parameters(profile: Profile, modules: Sequence[str], tp: int) -> Floats:
                      for name in modules for kind in profile.modules[name].layers])
 
 
-def stages_to_end(layout: Layout) -> list[list[int]]:
-    """For every stage of every unit, the stages from it to the end of the whole pipeline (itself included)."""
-    left = sum(unit.pp for unit in layout.units)
-    counts: list[list[int]] = []
-    for unit in layout.units:
-        counts.append([left - stage for stage in range(unit.pp)])
-        left -= unit.pp
-    return counts
+def stages_to_end(layout: Layout, llm: str) -> list[list[int]]:
+    """For every stage of every unit, the stages from it to the end of its own line (itself included)."""
+    left = to_end([unit.pp for unit in layout.units], layout.place_of(llm))
+    return [[count - stage for stage in range(unit.pp)] for unit, count in zip(layout.units, left, strict=True)]
 
 
 def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:
     """Peak memory of every stage of a layout.
 
-    Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end over all units, at most n.
+    Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of units, at most n.
     """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     result: list[StageMemory] = []
-    for unit, to_end in zip(layout.units, stages_to_end(layout), strict=True):
+    for unit, left in zip(layout.units, stages_to_end(layout, profile.inputs.llm), strict=True):
         mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, np.array([float(unit.dp)])))[:, 0]
         weights = np.array([1.0, *mix])
         kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, layout.trained)
@@ -128,7 +124,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         states = (weight, unsharded - weight, kept + shared / unit.dp - unsharded)
         start = 0
         for stage, layers in enumerate(unit.layers_per_stage):
-            flight = min(layout.microbatches, to_end[stage])
+            flight = min(layout.microbatches, left[stage])
             span = slice(start, start + layers)
             parts = [*(float(values[span].sum()) for values in states), flight * activations[span].sum() + again]
             weights_gib, gradients_gib, optimizer_gib, activations_gib = (part / GIB for part in parts)

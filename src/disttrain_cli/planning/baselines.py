@@ -27,7 +27,7 @@ from disttrain_cli.planning.options import (
 )
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.search import Candidate, Found, Shape, candidate_of, search
-from disttrain_cli.planning.units import Cluster, Unit, group
+from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_after
 from disttrain_cli.spec.plan import Strategy
 from disttrain_cli.spec.profile import Profile
 
@@ -86,8 +86,8 @@ def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None 
 
     Shapes of the LLM's unit come in the order of a lower bound, so few of them are priced.
     """
-    holder = next(number for number, unit in enumerate(units) if unit.holds_llm)
-    llm, later = units[holder], len(units) - 1 - holder
+    holder, afters = holder_of(units), units_after(units)
+    llm, later = units[holder], afters[holder]
     queue: list[tuple[float, int, int, int, int, bool, float]] = []
     for size in divisors(cluster.batch):
         slots = cluster.batch // size
@@ -100,7 +100,8 @@ def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None 
             if number != holder:
                 beside[number] = _least_beside(units[number], rows, size)
         slowest_ms = np.maximum(rows.slowest_ms(stages), beside.max(axis=0))
-        least = rows.unit_ms + beside.sum(axis=0) + (slots - 1) * slowest_ms
+        warmup_ms = rows.unit_ms + beside[:holder].max(axis=0, initial=0.0) + beside[holder:].sum(axis=0)
+        least = warmup_ms + (slots - 1) * slowest_ms
         queue += [(float(least[stage, row]), size, int(rows.tp[row]), int(rows.dp[row]), int(stage) + 1,
                    bool(rows.checkpointing[row]), float(rows.unit_ms[row])) for stage, row in np.argwhere(fits)]
     combinations = len(queue)
@@ -116,12 +117,12 @@ def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None 
             slowest[row] = slowest_by_stages(llm, degree, dp, recomputes, size, slots, later, cluster.gpus)
         chosen: list[Shape] = []
         for number, unit in enumerate(units):
-            after = len(units) - 1 - number + (stages_ - 1 if number < holder else 0)
+            after = afters[number] + (stages_ - 1 if number < holder else 0)
             shape = (_one_stage(unit, degree, dp, size, slots, after) if number != holder else
                      Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[row][stages_])))
             chosen += [shape] if shape is not None and np.isfinite(shape.stage_ms) else []
         if len(chosen) == len(units):
-            best = sorted([*best, candidate_of(chosen, size, slots, dp)])[:top]
+            best = sorted([*best, candidate_of(chosen, size, slots, holder)])[:top]
     return Found(best, combinations)
 
 
@@ -185,15 +186,15 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
 
     With a = DP_lm·TP·C GPU·ms per slot, unit u on x GPUs takes a/x per slot. For a slowest stage of τ every x is
     at least a/τ (and what its memory needs); τ is at least what one GPU per layer, replica and shard takes. The LLM
-    takes just a/τ, the others share the rest by √a, which minimises the warm-up. What is left is convex in τ and
-    evaluated on a fine grid.
+    takes just a/τ, the others share the rest by √a, which minimises the warm-up; encoders side by side count as one
+    unit, whose GPUs they share by a. What is left is convex in τ and evaluated on a fine grid.
     """
-    holder = next(index for index, unit in enumerate(units) if unit.holds_llm)
+    holder, afters = holder_of(units), units_after(units)
     others = [index for index in range(len(units)) if index != holder]
     points = np.geomspace(1.0, 100.0, GRID)[:, None]
     cases: list[tuple[float, tuple[int, ...], int, Floats]] = []
     for dp in divisors(cluster.batch):
-        needs = [_least_gpus(unit, dp, cluster.batch // dp, len(units) - 1 - index) for index, unit in enumerate(units)]
+        needs = [_least_gpus(unit, dp, cluster.batch // dp, after) for unit, after in zip(units, afters, strict=True)]
         for tps in itertools.product(*(unit.tps for unit in units)):
             least = np.array([need[tp] for need, tp in zip(needs, tps, strict=True)])
             if least.sum() > cluster.gpus:
@@ -207,12 +208,16 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
             gpus = np.maximum(work / fastest / points, least)
             spare = cluster.gpus - gpus.sum(axis=1)
             if others:
-                wanted = np.sqrt(work[others]) / max(np.sqrt(work[others]).sum(), 1e-300)
+                root = np.sqrt(work)
+                if holder:
+                    root[:holder] = work[:holder] / max(work[:holder].sum() ** 0.5, 1e-300)
+                wanted = root[others] / max(root[others].sum(), 1e-300)
                 total = cluster.gpus - gpus[:, holder]
                 short = np.maximum(0.0, wanted * total[:, None] - gpus[:, others])
                 portion = short / np.maximum(short.sum(axis=1, keepdims=True), 1e-12)
                 gpus[:, others] += portion * np.maximum(spare, 0.0)[:, None]
-            warmup = per_sequence[holder] + (work[others] / gpus[:, others]).sum(axis=1)
+            each = work / gpus
+            warmup = per_sequence[holder] + each[:, :holder].max(axis=1, initial=0.0) + each[:, holder + 1:].sum(axis=1)
             times = np.where(spare >= -1e-9, warmup + (cluster.batch // dp - 1) * slowest, np.inf)
             best = int(times.argmin())
             if np.isfinite(times[best]):

@@ -1,10 +1,11 @@
 """Which shapes may still be part of a layout within a time limit, for one slot size.
 
-With n slots a step takes Σ unit times + (n - 1) · τ, where τ is the slowest stage. τ is cut into intervals. In one
-of them the fewest stages that make a row of a unit (`options.Rows`) fast enough are known in closed form, hence its
-GPUs, hence the least time of the unit by number of GPUs, as a plain array. The LLM has few options, so for each of
-them and each interval the arrays of the other units against each other give a bound on the whole step. The intervals
-that survive are cut finer; in the end a row survives only where it fits beside some surviving option of the LLM.
+With n slots a step takes Σ unit times + (n - 1) · τ, where of the encoders, which stand side by side, only the slowest
+counts and τ is the slowest stage. τ is cut into intervals. In one of them the fewest stages that make a row of a unit
+(`options.Rows`) fast enough are known in closed form, hence its GPUs, hence the least time of the unit by number of
+GPUs, as a plain array. The LLM has few options, so for each of them and each interval the arrays of the other units
+against each other give a bound on the whole step. The intervals that survive are cut finer; in the end a row survives
+only where it fits beside some surviving option of the LLM.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from disttrain_cli.planning.options import (
     slowest_by_stages,
     take,
 )
-from disttrain_cli.planning.units import Cluster, Unit
+from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_after
+from disttrain_cli.spec.plan import to_end
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,12 +55,18 @@ def rough_floor(units: list[Unit], size: int, cluster: Cluster) -> float:
     """Lower bound of a step for slots of `size` sequences, in closed form.
 
     On x GPUs a side unit takes at least b + w/x (`_hyperbola`), so all of them together on the R that the LLM leaves
-    take Σb + (Σ√w)² / R, and their slowest stage at least their work over R. R is cut into ranges.
+    take Σb + (Σ√w)² / R, and their slowest stage at least their work over R. R is cut into ranges. The slowest of
+    several encoders takes at least their mean weighted by w, which is one such unit: Σbw/Σw + Σw/x.
     """
     slots, edges = cluster.batch // size, np.linspace(0, cluster.gpus, STEPS + 1).astype(np.int64)[:, None]
-    holder = next(unit for unit in units if unit.holds_llm)
-    sides = np.array([_hyperbola(unit, size, cluster.gpus) for unit in units if unit is not holder]).reshape(-1, 3)
-    base, root, work = sides[:, 0].sum(), np.sqrt(sides[:, 1]).sum(), sides[:, 2].sum()
+    llm = holder_of(units)
+    holder, sides = units[llm], [_hyperbola(unit, size, cluster.gpus) for unit in units if not unit.holds_llm]
+    work = sum(side[2] for side in sides)
+    if llm > 1:
+        weight = sum(side[1] for side in sides[:llm])
+        mean = sum(side[0] * side[1] for side in sides[:llm]) / weight if weight else 0.0
+        sides = [(mean, weight, 0.0), *sides[llm:]]
+    base, root = sum(side[0] for side in sides), sum(side[1]**0.5 for side in sides)
     fewest, most = edges[:-1], edges[1:]  # of the LLM
     left = cluster.gpus - fewest
     rows = list_rows(holder, size, slots, cluster.gpus, 0)
@@ -106,11 +114,11 @@ class Space:
 def space_of(units: list[Unit], size: int, cluster: Cluster, shares: list[int], keep: Keep | None) -> Space:
     """The shapes for slots of `size` sequences, and a lower bound of a step's time."""
     slots = cluster.batch // size
-    rows = [list_rows(unit, size, slots, share, len(units) - 1 - number)
-            for number, (unit, share) in enumerate(zip(units, shares, strict=True))]
+    rows = [list_rows(unit, size, slots, share, after)
+            for unit, share, after in zip(units, shares, units_after(units), strict=True)]
     if keep is not None:
         rows = [take(part, keep(number, size, part)) for number, part in enumerate(rows)]
-    holder = next(number for number, unit in enumerate(units) if unit.holds_llm)
+    holder = holder_of(units)
     mine = rows[holder]
     stages = np.arange(1, units[holder].layers + 1)
     row, place = np.nonzero((stages >= mine.least_stages[:, None])
@@ -124,7 +132,8 @@ def _floor(space: Space) -> float:
     """Lower bound of a step: every side unit perfectly divisible, but no faster than its fastest row on its GPUs."""
     sides = [(rows, share) for u, (rows, share) in enumerate(zip(space.rows, space.shares, strict=True))
              if u != space.holder]
-    tables = [_least_ms(rows, rows.least_stages[None, :], share, space.gpus) for rows, share in sides]
+    tables = _groups([_least_ms(rows, rows.least_stages[None, :], share, space.gpus) for rows, share in sides],
+                     space.holder)
     work = sum(float((rows.unit_ms * rows.stage_gpus).min()) for rows, _ in sides)
     left = space.gpus - np.unique(np.linspace(0, space.gpus, min(STEPS, space.gpus) + 1).astype(np.int64))  # descending
     if not tables:
@@ -149,21 +158,30 @@ def _least_ms(rows: Rows, stages: Ints, share: int, gpus: int) -> Floats:
 
 
 def _together(tables: list[Floats], interval: int, left: int) -> float:
-    """Least time of all units with a table, together on `left` GPUs."""
+    """Least time of one or two units (or groups of them) after each other, together on `left` GPUs."""
     if len(tables) == 1:
         return float(tables[0][interval, left])
-    return float((tables[0][interval, :left + 1] + _merged(tables[1:])[interval, left::-1]).min())
+    return float((tables[0][interval, :left + 1] + tables[1][interval, left::-1]).min())
 
 
-def _merged(tables: list[Floats]) -> Floats:
-    """Several units' least time by GPUs as one table; a lower bound where they are several: GPUs in blocks."""
+def _groups(tables: list[Floats], encoders: int) -> list[Floats]:
+    """Least time by GPUs of the first units, encoders side by side, and of the others, as far as there are such."""
+    groups = ((tables[:encoders], np.maximum), (tables[encoders:], np.add))
+    return [_merged(group, join) for group, join in groups if group]
+
+
+def _merged(tables: list[Floats], join: np.ufunc) -> Floats:
+    """Several units' least time by GPUs as one table; a lower bound where they are several: GPUs in blocks.
+
+    `join` makes one time of two: `np.add`, or `np.maximum` for units side by side.
+    """
     first = tables[0]
     for other in tables[1:]:
         size = first.shape[1]
         ends = np.unique(np.linspace(0, size, BLOCKS + 1).astype(int))
         merged = np.full_like(first, np.inf)
         for start, stop in pairwise(ends):  # the first unit has start .. stop - 1
-            merged[:, start:] = np.minimum(merged[:, start:], first[:, [stop - 1]] + other[:, :size - start])
+            merged[:, start:] = np.minimum(merged[:, start:], join(first[:, [stop - 1]], other[:, :size - start]))
         first = merged
     return first
 
@@ -198,9 +216,9 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
 
     Where that bound exceeds the limit there are none.
     """
-    look, slots, least = limit * AHEAD, space.slots, space.least_ms
-    spread = look - sum(least)
-    llm = take(space.llm, space.llm.unit_ms - least[space.holder] + _steady_ms(space.llm.stage_ms, slots) <= spread)
+    look, slots = limit * AHEAD, space.slots
+    llm = take(space.llm, _warmup_ms(space, space.holder, space.llm.unit_ms)
+               + _steady_ms(space.llm.stage_ms, slots) <= look)
     if not len(llm):
         return None, look
     others = [number for number in range(len(space.rows)) if number != space.holder]
@@ -208,13 +226,15 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
     sides = []
     for number in others:
         rows = space.rows[number].behind(min(slots, _later(space, number, llm) + 1))
-        within = rows.unit_ms - least[number] + _steady_ms(rows.slowest_ms(rows.layers), slots) <= spread
+        within = _warmup_ms(space, number, rows.unit_ms) + _steady_ms(rows.slowest_ms(rows.layers), slots) <= look
         sides.append(take(rows, within & (rows.stage_gpus * rows.least_stages <= room)))
     if not all(len(rows) for rows in sides):
         return None, look
     shares = [space.shares[number] for number in others]
+    spread = look - max(to_end(space.least_ms, space.holder))
     level = _level(space.gpus, shares, sides, *_intervals(space, llm, sides, spread))
-    llm = _sharpened(space, llm, np.unique(_pairs(space, level, llm, look).option), len(space.rows) - 1 - space.holder)
+    options = np.unique(_pairs(space, level, llm, look).option)
+    llm = _sharpened(space, llm, options, units_after(space.units)[space.holder])
     pairs = _pairs(space, level, llm, look)
     if not pairs.least_ms <= limit or not len(pairs.option):
         return None, min(pairs.least_ms, look)
@@ -237,9 +257,17 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
     return (chosen if all(len(options) for options in chosen) else None), pairs.least_ms
 
 
+def _warmup_ms(space: Space, number: int, unit_ms: Floats) -> Floats:
+    """Lower bound of the warm-up where a unit takes so long."""
+    encoders, line = space.least_ms[:space.holder], space.least_ms[space.holder:]
+    if number < space.holder:
+        return sum(line) + np.maximum(unit_ms, max(encoders))
+    return unit_ms + (max(encoders, default=0.0) + sum(line) - space.least_ms[number])
+
+
 def _later(space: Space, number: int, llm: Options) -> int:
     """Stages that come after a side unit, at least."""
-    return len(space.rows) - 1 - number + (int(llm.pp.min()) - 1 if number < space.holder else 0)
+    return units_after(space.units)[number] + (int(llm.pp.min()) - 1 if number < space.holder else 0)
 
 
 def _within(pairs: _Pairs, limit: float) -> _Pairs:
@@ -301,13 +329,14 @@ def _pairs(space: Space, level: _Level, llm: Options, limit: float) -> _Pairs:
     fewest = [np.isinf(table).sum(axis=1) for table in level.tables]  # GPUs; `gpus + 1` where no row is so fast
     own_ms = llm.unit_ms[:, None] + _steady_ms(np.maximum(level.lower_ms, llm.stage_ms[:, None]), space.slots)
     left = space.gpus - llm.gpus[:, None] - sum(fewest)
-    quick = own_ms + sum(table[np.arange(count), np.clip(left + own, 0, space.gpus)]
-                         for table, own in zip(level.tables, fewest, strict=True))
+    each = [table[np.arange(count), np.clip(left + own, 0, space.gpus)]
+            for table, own in zip(level.tables, fewest, strict=True)]
+    quick = own_ms + sum(each[space.holder:]) + np.max([np.zeros_like(left), *each[:space.holder]], axis=0)
     option, interval = np.nonzero((llm.stage_ms[:, None] <= level.upper_ms) & (left >= 0) & (quick <= limit))
     own_ms = own_ms[option, interval]
     if len(level.tables) > 1 and len(option):
         cases, case = np.unique(np.stack([interval, space.gpus - llm.gpus[option]]), axis=1, return_inverse=True)
-        merged = [level.tables[0], _merged(level.tables[1:])]
+        merged = _groups(level.tables, space.holder)
         times = own_ms + np.array([_together(merged, int(at), int(count)) for at, count in cases.T])[case.ravel()]
     else:
         times = quick[option, interval]
@@ -318,24 +347,40 @@ def _beside(space: Space, level: _Level, pairs: _Pairs, llm: Options, number: in
             limit: float) -> tuple[Ints, Ints]:
     """The options of a side unit, as row and PP, that fit beside some pair within the limit."""
     others = [table for other, table in enumerate(level.tables) if other != number]
-    rest = _merged(others) if others else np.zeros((len(level.lower_ms), space.gpus + 1))
-    beside = np.full((len(level.lower_ms), space.gpus + 2), np.inf)  # by GPUs of this unit; the last column: too many
-    left = space.gpus - llm.gpus[pairs.option]
-    order = np.lexsort((pairs.own_ms, left, pairs.interval))
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = (np.diff(left[order]) != 0) | (np.diff(pairs.interval[order]) != 0)
-    for pair in order[first]:  # of equal GPUs the option that takes least
-        interval, count = pairs.interval[pair], left[pair]
-        row = beside[interval, :count + 1]
-        np.minimum(row, pairs.own_ms[pair] + rest[interval, count::-1], out=row)
+    encoders = space.holder - (number < space.holder)
+    whole_ms = line_ms = _others_ms(space, level, pairs, llm, others, encoders)
+    if number < space.holder and encoders:  # of the other encoders only the GPUs count where this one is slower
+        idle = [np.where(np.isfinite(table), 0.0, np.inf) for table in others[:encoders]]
+        line_ms = _others_ms(space, level, pairs, llm, idle + others[encoders:], encoders)
     interval = np.unique(pairs.interval)
     place, row = np.nonzero(level.stages[number][interval] * rows.stage_gpus <= share)
     interval, pp = interval[place], level.stages[number][interval[place], row]
     found: list[Ints] = []
     while len(row):
         gpus = np.minimum(rows.stage_gpus[row] * pp, space.gpus + 1)
-        kept = (rows.unit_ms[row] + beside[interval, gpus] <= limit) & (gpus <= share) & (pp <= rows.layers[row])
+        kept = (rows.unit_ms[row] + line_ms[interval, gpus] <= limit) & (whole_ms[interval, gpus] <= limit)
+        kept &= (gpus <= share) & (pp <= rows.layers[row])
         interval, row, pp = interval[kept], row[kept], pp[kept]
         found.append(row * NEVER + pp)
         pp = pp + 1
     return np.divmod(np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *found])), NEVER)
+
+
+def _others_ms(space: Space, level: _Level, pairs: _Pairs, llm: Options, others: list[Floats],
+               encoders: int) -> Floats:
+    """[T, gpus + 2] by GPUs of one side unit, the least time of everything else in some pair.
+
+    `others` are the tables of the other side units, the first of them encoders. The last column: too many GPUs.
+    """
+    groups = _groups(others, encoders)
+    rest = _merged(groups, np.add) if groups else np.zeros((len(level.lower_ms), space.gpus + 1))
+    least_ms = np.full((len(level.lower_ms), space.gpus + 2), np.inf)
+    left = space.gpus - llm.gpus[pairs.option]
+    order = np.lexsort((pairs.own_ms, left, pairs.interval))
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = (np.diff(left[order]) != 0) | (np.diff(pairs.interval[order]) != 0)
+    for pair in order[first]:  # of equal GPUs the option that takes least
+        interval, count = pairs.interval[pair], left[pair]
+        row = least_ms[interval, :count + 1]
+        np.minimum(row, pairs.own_ms[pair] + rest[interval, count::-1], out=row)
+    return least_ms

@@ -22,7 +22,7 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.predict import BATCHES, simulated_s
 from disttrain_cli.planning.search import Candidate, Found
 from disttrain_cli.planning.step import optimizer_s, stages_of
-from disttrain_cli.planning.units import Cluster, Unit
+from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 
@@ -69,7 +69,7 @@ def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tup
         units, found = find(limits, pool)
         if not found.best or found.best[0].total_ms >= limits.within_ms:
             return 0
-        holder = next(place for place, unit in enumerate(units) if unit.holds_llm)
+        holder = holder_of(units)
         kinds = {candidate: (candidate.slot_sequences, candidate.shapes[holder]) for candidate in found.best}
         for candidate in diverse(found.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)

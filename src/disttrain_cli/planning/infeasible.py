@@ -19,8 +19,8 @@ from disttrain_cli.planning.baselines import candidates
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.options import kind_gib, layers_per_stage
 from disttrain_cli.planning.partition import fewest_stages
-from disttrain_cli.planning.units import Cluster, Unit, group
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan
+from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, to_end
 from disttrain_cli.spec.profile import Profile
 
 Ints = NDArray[np.int64]
@@ -32,7 +32,7 @@ class Fit(NamedTuple):
     """Shapes (tp, dp, pp, checkpointing) of the last units of a pipeline that fit, first unit first."""
 
     gpus: int
-    stages: int
+    stages: int  # after the unit before them
     shapes: tuple[tuple[int, int, int, bool], ...]
 
 
@@ -103,9 +103,9 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
     units = group(profile, cluster, strategy)
     fits: list[tuple[int, int, Fit]] = []
     for size in divisors(cluster.batch):
-        partial = [Fit(0, 0, ())]
+        partial, llm = [Fit(0, 0, ())], holder_of(units)
         for number in reversed(range(len(units))):
-            partial = _before(units[number], partial, size, cluster.gpus - number)
+            partial = _before(units[number], partial, size, cluster.gpus - number, beside=number < llm)
         fits += [(fit.gpus, size, fit) for fit in partial]
     if not fits:
         return None
@@ -113,10 +113,11 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
     return _layout(units, size, fit.shapes)
 
 
-def _before(unit: Unit, partial: list[Fit], size: int, gpus: int) -> list[Fit]:
+def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) -> list[Fit]:
     """The partial layouts with a shape of the unit before them, on at most so many GPUs.
 
-    Of two, the one with fewer GPUs and no more stages is enough.
+    Of two, the one with fewer GPUs and no more stages is enough. The stages of encoders, which stand side by side, are
+    behind no other unit's.
     """
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
@@ -133,7 +134,8 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int) -> list[Fit]:
         used = kinds.tp[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
             shape = (int(kinds.tp[variant[row]]), int(dp[row]), int(pp[row]), bool(kinds.checkpointing[variant[row]]))
-            found.append(Fit(int(used[row]), after.stages + int(pp[row]), (shape, *after.shapes)))
+            stages = after.stages if beside else after.stages + int(pp[row])
+            found.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
     best: list[Fit] = []
     for fit in sorted(found):
         if not best or fit.stages < best[-1].stages:
@@ -149,15 +151,14 @@ def _spaced(most: int) -> Ints:
 
 def _layout(units: list[Unit], size: int, shapes: tuple[tuple[int, int, int, bool], ...]) -> Layout:
     """The layout of these shapes for slots of `size` sequences."""
-    cluster, after, plans = units[0].cluster, sum(pp for _, _, pp, _ in shapes), []
+    cluster, llm, plans = units[0].cluster, holder_of(units), []
     slots = cluster.batch // size
-    for unit, (tp, dp, pp, recomputes) in zip(units, shapes, strict=True):
-        after -= pp
-        layers = layers_per_stage(unit, tp, dp, pp, size, slots, after, recomputes)
+    stages = to_end([pp for _, _, pp, _ in shapes], llm)
+    for unit, (tp, dp, pp, recomputes), left in zip(units, shapes, stages, strict=True):
+        layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes)
         assert layers is not None, "a shape that fits has a split"
         plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
                               layers_per_stage=layers, checkpointing=recomputes))
-    holder = next(plan for plan, unit in zip(plans, units, strict=True) if unit.holds_llm)
-    return Layout(global_batch_size=cluster.batch, microbatch_size=size // holder.dp, microbatches=slots,
+    return Layout(global_batch_size=cluster.batch, microbatch_size=size // plans[llm].dp, microbatches=slots,
                   gpus_used=sum(plan.gpus for plan in plans), zero_stage=cluster.zero_stage,
                   trained=list(cluster.trained) if cluster.trained is not None else None, units=plans)

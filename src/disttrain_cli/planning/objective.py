@@ -1,7 +1,8 @@
 """The objective: how long a step takes, as DistTrain's paper models it (section on model orchestration).
 
     T = T_warmup + T_steady
-    T_warmup = time of the first slot through the whole pipeline, forward and backward
+    T_warmup = time of the first slot through the whole pipeline, forward and backward: of encoders side by side the
+               slowest, the LLM and the generator
     T_steady = time of one slot on the slowest stage × (n - 1)
 
 The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base + slope ·
@@ -16,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.planning.units import Unit
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.planning.units import Unit, holder_of
+from disttrain_cli.spec.plan import Layout, to_end
 
 Floats = NDArray[np.float64]
 
@@ -48,9 +49,9 @@ class Time(NamedTuple):
         return self.warmup_ms + self.steady_ms
 
 
-def combine(unit_ms: list[float], stage_ms: list[float], slots: int) -> Time:
-    """From every unit's whole time and slowest stage per slot."""
-    return Time(sum(unit_ms), max(stage_ms) * (slots - 1))
+def combine(unit_ms: list[float], stage_ms: list[float], slots: int, llm: int) -> Time:
+    """From every unit's whole time and slowest stage per slot; `llm` is the number of the unit that holds the LLM."""
+    return Time(max(to_end(unit_ms, llm)), max(stage_ms) * (slots - 1))
 
 
 def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], slot_sequences: int,
@@ -68,4 +69,5 @@ def layout_time(units: list[Unit], layout: Layout) -> Time:
     slot = layout.global_batch_size // layout.microbatches
     stages = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot, plan.checkpointing)
               for unit, plan in zip(units, layout.units, strict=True)]
-    return combine([sum(times) for times in stages], [max(times) for times in stages], layout.microbatches)
+    return combine([sum(times) for times in stages], [max(times) for times in stages], layout.microbatches,
+                   holder_of(units))

@@ -180,7 +180,7 @@ def gantt(pipeline: Pipeline, timeline: Timeline, layout: Layout, columns: int, 
     room = max(24, columns - name - 2)
     whole = timeline.iteration_s
     half = (room - 5) // 2
-    warmup = float(np.nanmax(timeline.backward_end[0, 0]))
+    warmup = float(np.nanmax(timeline.backward_end[0]))
     part = max(1.5 * warmup, whole * half / (6 * layout.microbatches))  # about three letters per operation
     panels = [(0.0, whole, room)] if part >= whole / 2 else [(0.0, part, half), (whole - part, whole, half)]
     return [f"{row.label:<{name}}  " + " ... ".join(_letters(row, *panel) for panel in panels) for row in rows] + [

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from disttrain_cli.costs.stage import tp_degrees
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import candidates, fewer_replicas
-from disttrain_cli.planning.units import Cluster, group
+from disttrain_cli.planning.units import Cluster, group, holder_of
 from disttrain_cli.spec.plan import Layout, Strategy
-from disttrain_cli.spec.profile import ModuleProfile, Profile
+from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
 
 SAME = 1e-9  # relative difference of two times that are one
@@ -130,13 +130,16 @@ def _questions(profile: Profile, cluster: Cluster, before: _Best) -> list[tuple[
 
 
 def scale_images(profile: Profile, factor: float) -> Profile:
-    """The profile of data with `factor` times the images in every sequence, whose tokens stay as many."""
-    modules: dict[str, ModuleProfile] = {}
+    """The profile of data with `factor` times the images in every sequence, whose tokens stay as many.
+
+    Sound stays as it is.
+    """
+    modules = dict(profile.modules)
     for name, module in profile.modules.items():
         cuts = module.cut_bytes_per_sequence
         if module.kind == "llm":  # only what it hands to a generator grows with images
             modules[name] = module.model_copy(update={"cut_bytes_per_sequence": [*cuts[:-1], cuts[-1] * factor]})
-        else:
+        elif profile.inputs.item(name) != "audio":
             modules[name] = module.model_copy(update={
                 "work_per_sequence": module.work_per_sequence.scaled(factor),
                 "max_work_per_sequence": module.max_work_per_sequence.scaled(factor),
@@ -145,11 +148,14 @@ def scale_images(profile: Profile, factor: float) -> Profile:
 
 
 def _has_images(profile: Profile) -> bool:
-    return any(module.kind != "llm" and module.work_per_sequence.items > 0 for module in profile.modules.values())
+    return any(profile.inputs.item(name) in ("image", "target") and module.work_per_sequence.items > 0
+               for name, module in profile.modules.items())
 
 
 def _more_than_fits(profile: Profile, factor: float) -> bool:
-    return factor * profile.data.image_tokens > profile.data.sequences * profile.inputs.sequence_length
+    audio = profile.inputs.audio
+    heard = profile.data.clips * audio.tokens if audio is not None else 0
+    return factor * profile.data.image_tokens + heard > profile.data.sequences * profile.inputs.sequence_length
 
 
 def _best(profile: Profile, cluster: Cluster, strategy: Strategy, most: int | None) -> _Best | None:
@@ -162,7 +168,7 @@ def _best(profile: Profile, cluster: Cluster, strategy: Strategy, most: int | No
     if not found.best:
         return None
     best = found.best[0]
-    replicas = next(dp for unit, (_, dp, _) in zip(units, best.shapes, strict=True) if unit.holds_llm)
+    replicas = best.shapes[holder_of(units)][1]
     return _Best(best.total_ms, tuple(unit.name for unit in units), best.shapes, replicas, any(best.checkpointing))
 
 

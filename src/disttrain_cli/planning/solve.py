@@ -16,7 +16,7 @@ from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.options import Rows, layers_per_stage
 from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, Found, search
-from disttrain_cli.planning.units import Cluster, Unit, group, units_of
+from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_of
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import (
     Alternative,
@@ -27,6 +27,7 @@ from disttrain_cli.spec.plan import (
     Search,
     Strategy,
     UnitPlan,
+    to_end,
 )
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -174,10 +175,10 @@ def layout_of(units: list[Unit], cluster: Cluster, candidate: Candidate, strateg
     """The layout of a candidate, with the layers of every stage."""
     slots = cluster.batch // candidate.slot_sequences
     plans: list[UnitPlan] = []
-    after = candidate.stages
-    for unit, (tp, dp, pp), recomputes in zip(units, candidate.shapes, candidate.checkpointing, strict=True):
-        after -= pp
-        layers = layers_per_stage(unit, tp, dp, pp, candidate.slot_sequences, slots, after, recomputes)
+    stages = to_end([pp for _, _, pp in candidate.shapes], holder_of(units))
+    for unit, (tp, dp, pp), recomputes, left in zip(units, candidate.shapes, candidate.checkpointing, stages,
+                                                    strict=True):
+        layers = layers_per_stage(unit, tp, dp, pp, candidate.slot_sequences, slots, left - pp, recomputes)
         assert layers is not None, "the search kept a shape that does not fit"
         plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
                               layers_per_stage=layers, checkpointing=recomputes))

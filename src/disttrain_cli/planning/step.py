@@ -22,7 +22,7 @@ from disttrain_cli.data.loads import replica_loads
 from disttrain_cli.data.ordering import assign, count_costs
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.simulation.timeline import Pipeline
-from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan, following
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,8 @@ class Stage:
     index: int  # inside the unit
     costs: list[Cost]
     trained: float  # parameters that one rank trains
-    cut_bytes: float  # that one packed sequence sends to the next stage
+    after: int  # number of the stage that takes its output; as many as there are stages for the last
+    cut_bytes: float  # that one packed sequence sends to that stage
     gradients_back: bool  # whether something up to here is trained, so that gradients come back over the cut
 
     @property
@@ -62,22 +63,33 @@ class Stage:
 def stages_of(profile: Profile, layout: Layout) -> list[Stage]:
     """All stages in pipeline order."""
     does = backwards(profile, layout.trained)
+    llm = layout.place_of(profile.inputs.llm)
+    first = [0, *itertools.accumulate(unit.pp for unit in layout.units)]
     stages: list[Stage] = []
-    trains = False
-    for unit in layout.units:
-        layers = [(name, place) for name in unit.modules for place in range(len(profile.modules[name].layers))]
+    for place, unit in enumerate(layout.units):
+        trains = place >= llm and any(stage.trained for stage in stages)
+        layers = [(name, layer) for name in unit.modules for layer in range(len(profile.modules[name].layers))]
         stop = 0
         for index, count in enumerate(unit.layers_per_stage):
             own = layers[stop:stop + count]
             stop += count
-            kinds = [(name, profile.modules[name].layers[place], does[name][place]) for name, place in own]
+            kinds = [(name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in own]
             parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
                           for name, kind, what in kinds if what == "trained"]
             trains = trains or bool(parameters)
-            last, place = own[-1]
-            stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)),
-                                profile.modules[last].cut_bytes_per_sequence[place], trains))
+            after = len(stages) + 1 if index + 1 < unit.pp else first[following(place, llm)]
+            stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)), after,
+                                _cut_bytes(profile, unit, *own[-1]), trains))
     return stages
+
+
+def _cut_bytes(profile: Profile, unit: UnitPlan, name: str, layer: int) -> float:
+    """Bytes of one packed sequence over the cut after a layer: with what encoders of the unit before it made."""
+    names = list(profile.modules)
+    here, llm = names.index(name), names.index(profile.inputs.llm)
+    passing = [other for other in unit.modules if names.index(other) < here < following(names.index(other), llm)]
+    return profile.modules[name].cut_bytes_per_sequence[layer] + sum(
+        profile.modules[other].output_bytes_per_sequence for other in passing)
 
 
 def _costs(profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]) -> Iterator[Cost]:
@@ -112,7 +124,10 @@ def loads_of(profile: Profile, layout: Layout, ordering: str, number: int) -> di
 
 def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats],
                 gpus_per_node: int) -> Pipeline:
-    """The step of a layout as the simulator takes it."""
+    """The step of a layout as the simulator takes it.
+
+    Transfers are split over all ranks of the narrower side, those of a TP group too.
+    """
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
     forward_s, backward_s = np.zeros(shape), np.zeros(shape)
     for number, stage in enumerate(stages):
@@ -121,13 +136,19 @@ def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: di
             backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
     sequences = layout.global_batch_size // layout.microbatches
     transfers = [p2p_s(link_between(profile, layout, before, after, gpus_per_node),
-                       before.cut_bytes * sequences / min(before.unit.dp, after.unit.dp))
-                 for before, after in itertools.pairwise(stages)]
+                       before.cut_bytes * sequences / min(before.ranks, after.ranks))
+                 for before, after in crossings(stages)]
     return Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
-        forward_s=forward_s, backward_s=backward_s, transfer_s=np.array(transfers),
+        after=np.array([stage.after for stage in stages]), forward_s=forward_s, backward_s=backward_s,
+        transfer_s=np.array(transfers),
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
+
+
+def crossings(stages: list[Stage]) -> list[tuple[Stage, Stage]]:
+    """Every stage but the last with the one that takes its output."""
+    return [(stage, stages[stage.after]) for stage in stages[:-1]]
 
 
 def in_one_node(ranks: int, gpus_per_node: int) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
-from disttrain_cli.planning.step import GRADIENT_BYTES, Stage, in_one_node
+from disttrain_cli.planning.step import GRADIENT_BYTES, Stage, crossings, in_one_node
 from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
@@ -26,10 +25,10 @@ def traffic_of(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_n
 def _crossings(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> list[Traffic]:
     """Activations and gradients over the cuts between stages, those inside a unit added up."""
     rows: dict[tuple[str, str, bool], Traffic] = {}
-    for before, after in itertools.pairwise(stages):
+    for before, after in crossings(stages):
         inside = in_one_node(before.ranks + after.ranks, gpus_per_node)
         sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
-        rank_bytes = sent / min(before.unit.dp, after.unit.dp)
+        rank_bytes = sent / min(before.ranks, after.ranks)
         row = Traffic(
             kind="between_units" if after.index == 0 else "between_stages", unit=before.unit.name,
             to=after.unit.name if after.index == 0 else None, inside_a_node=inside, job_gib=sent / GIB,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.memory import GIB, activation_terms, recomputed_terms, state_bytes
 from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.plan import Layout, following, to_end
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -90,14 +90,16 @@ class Unit:
         """Transfers at the unit's two ends, forward and gradient, as (base, slope) per layer [L].
 
         A transfer holds up the rank at either end for latency + bytes / bandwidth; it is counted with the
-        first layer (from the unit before) and the last one (to the unit after).
+        first layer (from every unit before) and the last one (to the unit after).
         """
         base, slope = np.zeros(self.layers), np.zeros(self.layers)
         names = list(self.profile.modules)
         link = self.profile.links
-        for layer, sender in ((0, names.index(self.modules[0]) - 1), (-1, names.index(self.modules[-1]))):
-            if 0 <= sender < len(names) - 1:
-                size = self.profile.modules[names[sender]].output_bytes_per_sequence
+        for sender, name in enumerate(names[:-1]):
+            receiver = names[following(sender, names.index(self.profile.inputs.llm))]
+            if (name in self.modules) != (receiver in self.modules):
+                layer = -1 if name in self.modules else 0
+                size = self.profile.modules[name].output_bytes_per_sequence
                 base[layer] += 2 * link.p2p_us / 1e3
                 slope[layer] += 2 * size * 8 / (link.p2p_gbps * 1e9) * 1e3
         return base, slope
@@ -181,6 +183,16 @@ def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
                 f"profiled: TP {tp_degrees(profile, unit.modules)}; cluster.gpus_per_node: {cluster.gpus_per_node}",
                 "Profile again: disttrain profile")
     return units
+
+
+def holder_of(units: list[Unit]) -> int:
+    """Number of the unit that holds the LLM; those before it hold encoders and stand side by side."""
+    return next(number for number, unit in enumerate(units) if unit.holds_llm)
+
+
+def units_after(units: list[Unit]) -> list[int]:
+    """Units behind each one on its own line."""
+    return [count - 1 for count in to_end([1] * len(units), holder_of(units))]
 
 
 def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:

@@ -81,10 +81,10 @@ def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, 
     costs = {
         part: LayerCost(
             parameters=counts.flops.parameters,
-            tp={str(tp): _shard(part, counts, tp, trained[tp], frozen[tp], setting.links) for tp in trained},
+            tp={str(tp): _shard(part, counts, tp, trained, frozen, setting.links, input_bytes(
+                next(layer for layer in layers if layer.kind == part), setting.table, setting.inputs, data.mean,
+                value_bytes), kind != "generator") for tp in trained},
             all_reduce_bytes=counts.all_reduce_bytes,
-            input_bytes=input_bytes(next(layer for layer in layers if layer.kind == part), setting.table,
-                                    setting.inputs, data.mean, value_bytes),
             forward_flops=counts.flops.forward, backward_flops=counts.flops.backward,
             backward_input_flops=counts.flops.backward_input)
         for part, counts in known.items()}
@@ -106,18 +106,35 @@ def message_ms(links: LinkTimes, all_reduces: int, size_bytes: Polynomial, tp: i
     return combine((1e3 * byte_s, size_bytes), (1e3 * latency_s * all_reduces, Polynomial(base=1.0)))
 
 
-def _shard(part: str, known: Part, tp: int, trained: Series, frozen: Series, links: LinkTimes) -> LayerShard:
+def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], frozen: Mapping[int, Series],
+           links: LinkTimes, input_size: Polynomial, by_rows: bool) -> LayerShard:
+    """One rank's part of a kind of layer.
+
+    Args:
+        input_size: bytes of the whole layer's input.
+        by_rows: with sequence-parallel norms (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) a TP group
+            divides all that it keeps, inside attention and MLP by heads and width, between them by rows. Not in a
+            U-Net, whose convolutions are whole on every rank.
+    """
     messages = message_ms(links, known.all_reduces, known.all_reduce_bytes, tp)
-    forward_ms, backward_ms = trained.times[part]
-    _, input_ms = frozen.times[part]
+    forward_ms, backward_ms = trained[tp].times[part]
+    _, input_ms = frozen[tp].times[part]
+    works, input_works = trained[tp].works, frozen[tp].works
+    divided = by_rows and known.shard_parameters[tp] < known.shard_parameters[1]
+    share, measured = (1.0 / tp, 1) if divided else (1.0, tp)
     return LayerShard(
         parameters=known.shard_parameters[tp],
-        forward_ms=_time(trained.works, forward_ms, messages), backward_ms=_time(trained.works, backward_ms, messages),
-        backward_input_ms=_time(frozen.works, input_ms, messages),
-        activation_bytes=fit(trained.memory_works, trained.kept_bytes[part]),
-        frozen_activation_bytes=fit(frozen.memory_works, frozen.kept_bytes[part]),
-        fit_error_pct=held_out_error_pct(trained.works, [forward_ms, backward_ms]),
-        frozen_fit_error_pct=held_out_error_pct(frozen.works, [input_ms]))
+        forward_ms=_time(works, forward_ms, messages), backward_ms=_time(works, backward_ms, messages),
+        backward_input_ms=_time(input_works, input_ms, messages),
+        activation_bytes=combine((share, _kept(trained[measured], part))),
+        frozen_activation_bytes=combine((share, _kept(frozen[measured], part))),
+        input_bytes=combine((share, input_size)),
+        fit_error_pct=held_out_error_pct(works, [forward_ms, backward_ms]),
+        frozen_fit_error_pct=held_out_error_pct(input_works, [input_ms]))
+
+
+def _kept(series: Series, part: str) -> Polynomial:
+    return fit(series.memory_works, series.kept_bytes[part])
 
 
 def _time(works: Sequence[Work], times_ms: Floats, messages: Polynomial) -> Polynomial:

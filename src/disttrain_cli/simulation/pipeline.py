@@ -1,11 +1,12 @@
 """1F1B over units of different DP, every rank with a device of its own: one vectorised update per schedule step.
 
-DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step 2S-1-s+2m. The two
-have different parities, so at every step a stage does one operation at most, and it waits for its own last one and
-for the one that its neighbour did a step before. All replicas of all stages lie in one vector; what each of them
-waits for depends on the step's parity only and is looked up beforehand. Sends do not hold up the sender. A slot
-enters a unit when all replicas of the unit before have finished it, because images are split over replicas one by
-one.
+DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step 2S-1-s+2m, where S is
+the length of the longest line of stages and s a stage's depth: S less the stages from it to the end, so that lines
+side by side end together. The two have different parities, so at every step a stage does one operation at most, and
+it waits for its own last one and for the one that its neighbour did a step before. All replicas of all stages lie in
+one vector; what each of them waits for depends on the step's parity only and is looked up beforehand. Where several
+stages hand over to one, it waits for the others of them too. Sends do not hold up the sender. A slot enters a unit
+when all replicas of the unit before have finished it, because images are split over replicas one by one.
 """
 
 from __future__ import annotations
@@ -17,22 +18,31 @@ from numpy.typing import NDArray
 
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 
+Ints = NDArray[np.int64]
+
 
 def simulate(pipeline: Pipeline) -> Timeline:
     """Timeline of one training step. O(steps · replicas of all stages); two tables of that size are kept."""
     slots, stages, _ = pipeline.forward_s.shape
-    steps = 2 * (slots + stages - 1)
+    to_end = pipeline.to_end
+    depth, before = to_end.max() - to_end, [pipeline.before(stage) for stage in range(stages)]
+    steps = 2 * (slots + int(depth.max()))
     first = np.concatenate([[0], np.cumsum(pipeline.replicas)])
     stage_of = np.repeat(np.arange(stages), pipeline.replicas)
     ranks = len(stage_of)
     spent_s, starts = np.zeros((steps, ranks)), np.empty((steps, ranks))
     hold_s = np.full((steps, stages), -np.inf)  # transfer before a stage's operation; -inf: it does nothing
-    for stage, is_forward, steps_of in _operations(slots, stages):
+    joins: list[tuple[slice, int, NDArray[np.float64]]] = []  # ranks, a stage more that they wait for, transfer by step
+    for stage, is_forward, steps_of in _operations(slots, depth):
         durations = pipeline.forward_s if is_forward else pipeline.backward_s
-        spent_s[steps_of, first[stage]:first[stage + 1]] = durations[:, stage, :pipeline.replicas[stage]]
-        cut = stage - 1 if is_forward else stage
-        hold_s[steps_of, stage] = pipeline.transfer_s[cut] if 0 <= cut < stages - 1 else 0.0
-    sources = _sources(pipeline, first[:-1], stage_of)
+        ranks_of = slice(first[stage], first[stage + 1])
+        spent_s[steps_of, ranks_of] = durations[:, stage, :pipeline.replicas[stage]]
+        cuts = before[stage] if is_forward else [stage] if stage < stages - 1 else []
+        hold_s[steps_of, stage] = pipeline.transfer_s[cuts[-1]] if cuts else 0.0
+        for other in cuts[:-1]:
+            joins.append((ranks_of, other, np.full(steps, -np.inf)))
+            joins[-1][2][steps_of] = pipeline.transfer_s[other]
+    sources = _sources(pipeline, first[:-1], stage_of, depth, before)
     clock = np.zeros(ranks + stages + 1)  # end of every rank's last operation, the latest of every stage, and 0
     own, latest = clock[:ranks], clock[ranks:-1]
     held = np.empty(ranks)
@@ -41,39 +51,43 @@ def simulate(pipeline: Pipeline) -> Timeline:
         np.take(clock, sources[step % 2], out=start, mode="clip")
         np.take(hold_s[step], stage_of, out=held, mode="clip")
         start += held
+        for ranks_of, other, transfer_s in joins:
+            np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
         np.maximum(start, own, out=start)
         np.add(start, spent_s[step], out=own)
         np.maximum.reduceat(own, first[:-1], out=latest)
     ends = spent_s
     ends += starts
     forward, backward = (np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2))  # [start or end, n, S, R]
-    for stage, is_forward, steps_of in _operations(slots, stages):
+    for stage, is_forward, steps_of in _operations(slots, depth):
         for table, values in zip(forward if is_forward else backward, (starts, ends), strict=True):
             table[:, stage, :pipeline.replicas[stage]] = values[steps_of, first[stage]:first[stage + 1]]
     return Timeline(forward[0], forward[1], backward[0], backward[1],
                     float((latest + pipeline.reduce_s).max()) + pipeline.step_s)
 
 
-def _operations(slots: int, stages: int) -> Iterator[tuple[int, bool, slice]]:
+def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
     """(stage, is forward, schedule steps of the slots in order) of all forwards and backwards."""
-    for stage in range(stages):
-        for is_forward, begin in ((True, stage), (False, 2 * stages - 1 - stage)):
+    for stage, begins in enumerate(depth.tolist()):
+        for is_forward, begin in ((True, begins), (False, 2 * int(depth.max()) + 1 - begins)):
             yield stage, is_forward, slice(begin, begin + 2 * slots - 1, 2)
 
 
-def _sources(pipeline: Pipeline, first: NDArray[np.int64], stage_of: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints, before: list[list[int]]) -> list[Ints]:
     """For even and odd steps, [ranks] the entry of the clock that every rank's operation waits for.
 
-    A forward waits for the stage before, a backward for the one behind: for the same replica, or at the border of
-    two units for the latest one. Stages with the step's parity do forwards, the others backwards.
+    A forward waits for the stage before (the last of several), a backward for the one after: for the same replica, or
+    at the border of two units for the latest one. Stages with the step's parity do forwards, the others backwards.
     """
     stages, ranks = len(pipeline.replicas), len(stage_of)
     replica = np.arange(ranks) - first[stage_of]
+    last_before = np.array([max(places, default=-1) for places in before])
     borders = np.append(pipeline.entry, True)  # [S+1] whether a unit begins at the stage
-    waits: list[NDArray[np.int64]] = []
-    for neighbour, border in ((stage_of - 1, borders[stage_of]), (stage_of + 1, borders[stage_of + 1])):
+    waits: list[Ints] = []
+    for neighbour, border in ((last_before, pipeline.entry), (pipeline.after, borders[pipeline.after])):
         inside = (neighbour >= 0) & (neighbour < stages)
         place = np.clip(neighbour, 0, stages - 1)
-        waits.append(np.where(inside, np.where(border, ranks + place, first[place] + replica), ranks + stages))
+        whole, same = (ranks + place)[stage_of], first[place][stage_of] + replica
+        waits.append(np.where(inside[stage_of], np.where(border[stage_of], whole, same), ranks + stages))
     forward, backward = waits
-    return [np.where(stage_of % 2 == parity, forward, backward) for parity in (0, 1)]
+    return [np.where(depth[stage_of] % 2 == parity, forward, backward) for parity in (0, 1)]

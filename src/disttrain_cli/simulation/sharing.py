@@ -25,7 +25,9 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     ends = {True: np.full(shape, np.nan), False: np.full(shape, np.nan)}
     durations = {True: pipeline.forward_s, False: pipeline.backward_s}
     ranks = [(stage, replica) for stage in range(stages) for replica in range(int(pipeline.replicas[stage]))]
-    orders = [operations(slots, stages, stage) for stage in range(stages)]
+    orders = [operations(slots, to_end) for to_end in pipeline.to_end.tolist()]
+    inputs = {(stage, is_forward): _inputs(pipeline, stage, is_forward)
+              for stage in range(stages) for is_forward in (True, False)}
     place = dict.fromkeys(ranks, 0)  # position in the stage's order
     running: dict[tuple[int, int], float] = {}  # rank → work left, in s at the measured speed
     now = 0.0
@@ -36,7 +38,8 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
             if rank in running or place[rank] >= len(orders[stage]):
                 continue
             is_forward, slot = orders[stage][place[rank]]
-            ready = _ready(pipeline, ends[is_forward], slot, stage, replica, is_forward)
+            ready = max((_ready(ends[is_forward][slot, other, :pipeline.replicas[other]], replica, crosses) + transfer_s
+                         for other, transfer_s, crosses in inputs[stage, is_forward]), default=0.0)
             if ready <= now:
                 running[rank] = float(durations[is_forward][slot, stage, replica])
                 starts[is_forward][slot, stage, replica] = now
@@ -61,13 +64,17 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
     return Timeline(starts[True], ends[True], starts[False], ends[False], finish)
 
 
-def _ready(pipeline: Pipeline, ends: np.ndarray, slot: int, stage: int, replica: int, is_forward: bool) -> float:
-    """When an operation's input is there; infinite while its neighbour has not finished."""
-    neighbour = stage - 1 if is_forward else stage + 1
-    if not 0 <= neighbour < len(pipeline.replicas):
-        return 0.0
-    crosses = pipeline.entry[stage] if is_forward else pipeline.entry[neighbour]
-    done = ends[slot, neighbour, : pipeline.replicas[neighbour]] if crosses else ends[slot, neighbour, [replica]]
-    if np.isnan(done).any():
-        return np.inf
-    return float(done.max() + pipeline.transfer_s[min(stage, neighbour)])
+def _inputs(pipeline: Pipeline, stage: int, is_forward: bool) -> list[tuple[int, float, bool]]:
+    """Where an operation's inputs come from: stage, transfer in s, and whether another unit is entered."""
+    if is_forward:
+        return [(other, float(pipeline.transfer_s[other]), bool(pipeline.entry[stage]))
+                for other in pipeline.before(stage)]
+    other = int(pipeline.after[stage])
+    ends = other == len(pipeline.after)
+    return [] if ends else [(other, float(pipeline.transfer_s[stage]), bool(pipeline.entry[other]))]
+
+
+def _ready(ends: np.ndarray, replica: int, crosses: bool) -> float:
+    """When a stage has finished a slot, all its replicas or one; infinite while it has not. `ends` of its replicas."""
+    done = float(ends.max() if crosses else ends[replica])
+    return np.inf if np.isnan(done) else done

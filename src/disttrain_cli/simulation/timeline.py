@@ -16,13 +16,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The work of one step: stages in a line, numbered through all units."""
+    """The work of one step: stages numbered through all units, each before the one that takes its output.
+
+    Several stages may hand over to one, which then starts a slot when all of them have finished it.
+    """
 
     replicas: NDArray[np.int64]  # [S] replicas of each stage
     entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
+    after: NDArray[np.int64]  # [S] the stage that takes this one's output; S for the last one
     forward_s: Floats  # [n, S, R]
     backward_s: Floats  # [n, S, R]
-    transfer_s: Floats  # [S-1] time of one crossing between stage s and s+1, either way
+    transfer_s: Floats  # [S-1] time of one crossing between a stage and the one after it, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
 
@@ -30,6 +34,19 @@ class Pipeline:
     def present(self) -> NDArray[np.bool_]:
         """[S, R] which replicas exist."""
         return np.arange(self.forward_s.shape[2])[None, :] < self.replicas[:, None]
+
+    @property
+    def to_end(self) -> NDArray[np.int64]:
+        """[S] stages from each one to the end of its line, itself included."""
+        after = self.after.tolist()
+        counts = [0] * (len(after) + 1)
+        for stage in reversed(range(len(after))):
+            counts[stage] = 1 + counts[after[stage]]
+        return np.array(counts[:-1])
+
+    def before(self, stage: int) -> list[int]:
+        """The stages that hand over to this one."""
+        return np.flatnonzero(self.after == stage).tolist()
 
 
 @dataclass(frozen=True)
@@ -56,12 +73,13 @@ class Timeline:
         return float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
 
 
-def operations(slots: int, stages: int, stage: int) -> list[tuple[bool, int]]:
+def operations(slots: int, to_end: int) -> list[tuple[bool, int]]:
     """Order of a stage's operations as (is forward, slot): DeepSpeed's TrainSchedule (1F1B).
 
-    The backward of slot k comes after the forward of slot k + stages - 1 - stage, or of the last slot.
+    With `to_end` stages from it to the end, the backward of slot k comes after the forward of slot k + to_end - 1, or
+    of the last slot.
     """
-    ahead = stages - 1 - stage
+    ahead = to_end - 1
     order = [(True, slot) for slot in range(min(ahead, slots))]
     for slot in range(slots):
         if slot + ahead < slots:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, model_validator
@@ -12,6 +13,21 @@ from disttrain_cli.spec.files import Strict, parse_yaml, validate, write_whole
 from disttrain_cli.spec.profile import Fingerprints
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
+Number = TypeVar("Number", int, float)
+
+
+def following(place: int, llm: int) -> int:
+    """Place of the unit that takes the output of the one at `place`; units in pipeline order, the LLM's at `llm`.
+
+    Units before the LLM's hold encoders: they stand side by side, and each hands over to the LLM's. From there on
+    units follow in a line. The same holds for modules.
+    """
+    return max(place + 1, llm)
+
+
+def to_end(amounts: Sequence[Number], llm: int) -> list[Number]:
+    """By unit, the sum of its amount and those of all units behind it on its own line."""
+    return [own + sum(amounts[following(place, llm):]) for place, own in enumerate(amounts)]
 
 
 class UnitPlan(Strict):
@@ -61,9 +77,13 @@ class Layout(Strict):
             raise ValueError(f"gpus_used must be the sum over units = {total}; given: {self.gpus_used}")
         return self
 
+    def place_of(self, module: str) -> int:
+        """Number of the unit that holds a module."""
+        return next(place for place, unit in enumerate(self.units) if module in unit.modules)
+
     def unit_of(self, module: str) -> UnitPlan:
         """The unit that holds a module."""
-        return next(unit for unit in self.units if module in unit.modules)
+        return self.units[self.place_of(module)]
 
     def check_slots(self, llm: str) -> None:
         """Raise ValueError unless DP_lm · M · n = global batch size."""

@@ -32,8 +32,10 @@ class LayerShard(Strict):
     forward_ms: Polynomial
     backward_ms: Polynomial = Field(description="Gradients of weights and inputs.")
     backward_input_ms: Polynomial = Field(description="Gradients of inputs only: the weights are frozen.")
-    activation_bytes: Polynomial = Field(description="Bytes kept from forward to backward.")
+    activation_bytes: Polynomial = Field(
+        description="Bytes kept from forward to backward.")
     frozen_activation_bytes: Polynomial = Field(description="The same where the weights are frozen.")
+    input_bytes: Polynomial = Field(description="Bytes of its input: all it keeps under activation checkpointing.")
     fit_error_pct: float = Field(description="Mean absolute error on held-out sizes, forward plus backward.")
     frozen_fit_error_pct: float = Field(0.0, description="The same of the gradients of inputs only.")
 
@@ -45,9 +47,6 @@ class LayerCost(Strict):
     tp: dict[str, LayerShard] = Field(description="By TP size.")
     all_reduce_bytes: Polynomial = Field(
         default_factory=Polynomial, description="Bytes a TP group reduces in a forward; the backward as many.")
-    input_bytes: Polynomial = Field(
-        default_factory=Polynomial,
-        description="Bytes of the layer's input: all it keeps under activation checkpointing.")
     forward_flops: Polynomial = Field(description="Of the whole layer, counted from the operators.")
     backward_flops: Polynomial
     backward_input_flops: Polynomial = Field(description="Gradients of inputs only.")

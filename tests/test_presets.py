@@ -1,0 +1,73 @@
+"""Every preset that ships: it is read, its model is put together, its data are drawn, its device is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disttrain_cli.app import main
+from disttrain_cli.commands.init import preset_names, preset_text
+from disttrain_cli.costs.hardware import analytic_device
+from disttrain_cli.data.index import open_index
+from disttrain_cli.data.packing import pack
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.spec.runfile import Run, read_run
+
+#: Parameters of the LLM in billions, as its makers count them.
+LLM_BILLIONS = {"mllm-9b": 6.74, "mllm-15b": 13.0, "mllm-72b": 69.0, "mllm-130b": 130.0, "vlm-8b": 6.74,
+                "mllm-audio-10b": 6.74, "tiny": 0.0009}
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    return int(stopped.value.code or 0)
+
+
+def preset(name: str, folder: Path) -> Run:
+    (folder / "disttrain.yaml").write_text(preset_text(name))
+    return read_run(folder / "disttrain.yaml")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_model_and_device(name: str, tmp_path: Path) -> None:
+    run = preset(name, tmp_path)
+    inputs, table = describe(run), layer_table(run)
+    billions = sum(layer.parameters for layer in table if layer.module == inputs.llm) / 1e9
+    assert billions == pytest.approx(LLM_BILLIONS[name], rel=0.05)
+    assert list(dict.fromkeys(layer.module for layer in table)) == run.file.model.order
+    kind, _, device = run.file.cluster.device.partition(":")
+    if kind == "analytic":
+        assert analytic_device(device, run.file.cluster, run.file.train.precision).name == device
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != "tiny"])
+def test_data(name: str, tmp_path: Path) -> None:
+    run = preset(name, tmp_path)
+    asked, inputs = run.file.data.distribution, describe(run)
+    assert asked is not None
+    epoch = pack(open_index(run, inputs), inputs, 0, 0)
+    assert epoch.fill_fraction == pytest.approx(1.0, abs=0.01)
+    assert len(epoch.image_segment) / len(epoch) == pytest.approx(asked.images_per_sequence, rel=0.01)
+    assert len(epoch.target_segment) / len(epoch) == pytest.approx(asked.generated_per_sequence, rel=0.01)
+    assert epoch.clips.mean() == pytest.approx(asked.clips_per_sequence, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vlm-8b", "mllm-audio-10b"])
+def test_profile_and_plan(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = preset(name, tmp_path)
+    path = str(tmp_path / "disttrain.yaml")
+    assert call("profile", path, "--quiet") == 0
+    capsys.readouterr()
+    assert call("plan", path, "--json", "--quiet") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [unit["modules"] for unit in plan["plan"]["units"]] == [[module] for module in run.file.model.order]
+    assert 0.2 < plan["predicted"]["mfu"] < 0.75
+    assert plan["predicted"]["iteration_s"] <= min(
+        base["iteration_s"] for base in plan["baselines"].values() if base) * 1.001
+    assert call("train", path) == 1  # sizes only, and a device that is not here
+    message = capsys.readouterr().err
+    assert "data.distribution" in message and "Next:" in message
