@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -102,12 +101,3 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
     with pytest.raises(RankFailedError, match="cannot be decoded") as caught:
         train(*_job(tmp_path, broken), steps=20)
     assert ".tar/" in caught.value.why
-
-
-def test_tp_is_refused_by_name(tmp_path: Path, data: Path) -> None:
-    run, plan, profile = _job(tmp_path, data)
-    changed = json.loads(plan.model_dump_json())
-    changed["plan"]["units"][1] |= {"tp": 2, "gpus": 2}
-    changed["plan"]["gpus_used"] += 1
-    with pytest.raises(SpecError, match="Unit llm has tp 2"):
-        train(run, Plan.model_validate(changed), profile)

@@ -22,11 +22,6 @@ def all_gather_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     return _ring_s(link.all_gather_us, link.all_gather_gbps, size_bytes, ranks)
 
 
-def reduce_scatter_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
-    """Reduce-scatter of `size_bytes` on every rank."""
-    return _ring_s(link.reduce_scatter_us, link.reduce_scatter_gbps, size_bytes, ranks)
-
-
 def _ring_s(latency_us: float, gbps: float, size_bytes: float, ranks: int) -> float:
     if ranks < 2:
         return 0.0

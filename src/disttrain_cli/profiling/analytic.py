@@ -24,20 +24,20 @@ from disttrain_cli.costs.hardware import (
     link_profile,
     memory_s,
 )
-from disttrain_cli.models.division import parts, pieces
-from disttrain_cli.models.flops import LayerFlops, count_flops
+from disttrain_cli.models.division import pieces
+from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
-from disttrain_cli.profiling.assemble import Part, Series, Setting, module_profile
+from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
 from disttrain_cli.profiling.dataset import read_dataset
-from disttrain_cli.profiling.fitting import Floats, combine
+from disttrain_cli.profiling.fitting import Floats
 from disttrain_cli.profiling.measure import library_versions
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.inputs import Item, ModelInputs
-from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Polynomial, Profile
+from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import ClusterSpec, Run
 from disttrain_cli.spec.work import Work
@@ -81,13 +81,15 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
                 own = _series(inputs, table, inputs.item(module), divided, device, precision)
                 found[tp] = own if tp == 1 else replace(own, times=found[1].times | own.times,
                                                         kept_bytes=found[1].kept_bytes | own.kept_bytes)
-        known = _known(shards, flops[module], all_reduce_values(run, module), setting.value_bytes)
+        kinds = {tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()}
+        known = known_parts(kinds, flops[module], all_reduce_values(run, module), setting.value_bytes)
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
     return Profile(
         precision=precision,
         fingerprints=Fingerprints(model=file.model_fingerprint(), data=data.profile.fingerprint,
                                   cluster=file.cluster_fingerprint()),
-        provenance=_provenance(device, file.cluster), device=_described(device, precision, file.cluster),
+        provenance=_provenance(device, file.cluster) | data.provenance,
+        device=_described(device, precision, file.cluster),
         inputs=inputs, modules=modules, links=links, data=data.profile, preprocess=data.preprocess)
 
 
@@ -96,17 +98,6 @@ def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int,
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
     return {place: layer for start, stop in first_of_kinds(table, module, 1)
             for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)}
-
-
-def _known(shards: Mapping[int, Mapping[int, PipelineLayer]], flops: Mapping[str, LayerFlops],
-           reduced: Mapping[str, Polynomial], value_bytes: int) -> dict[str, Part]:
-    """What counts say of every kind of layer, given its shards by TP size and the numbers that a group reduces."""
-    return {layer.kind: Part(
-        flops[layer.kind],
-        {tp: sum(weight.numel() for weight in layers[place].parameters()) for tp, layers in shards.items()},
-        all_reduces=sum(1 for _ in parts(layer, (*layer.division.row, *layer.division.vocabulary))),
-        all_reduce_bytes=combine((float(value_bytes), reduced[layer.kind])))
-        for place, layer in shards[1].items()}
 
 
 def _series(inputs: ModelInputs, table: list[LayerInfo], item: Item, shards: Mapping[int, PipelineLayer],
