@@ -6,7 +6,7 @@ best with at most half as many replicas of the LLM as the last round's best has,
 few stages have the most to reduce. No more rounds once the formula alone takes longer than the best simulated time.
 Last come other shapes of the LLM near the best one's.
 
-All finalists run the same global batches: one each first, and the best few of them all `predict.BATCHES`. Every rank
+All finalists run the same global batches: one each first, and the best few of them all `predict.batches`. Every rank
 has a device of its own, also where a CPU stands in for a cluster: shared cores would make all layouts alike.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.planning.predict import BATCHES, simulated_s
+from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, Found
 from disttrain_cli.planning.step import optimizer_s, stages_of
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
@@ -124,8 +124,9 @@ def rank(profile: Profile, cluster: Cluster, finalists: list[Ranked], wanted: in
         return one.layout.microbatches, llm.tp, llm.dp, llm.pp
 
     best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
-    others = [simulated_s(profile, one.layout, cluster, range(1, BATCHES), shared=False) for one in best]
-    return sorted((Ranked(one.layout, (one.iteration_s + (BATCHES - 1) * other_s) / BATCHES)
+    numbers = batches(cluster)
+    others = [simulated_s(profile, one.layout, cluster, numbers[1:], shared=False) for one in best]
+    return sorted((Ranked(one.layout, (one.iteration_s + (len(numbers) - 1) * other_s) / len(numbers))
                    for one, other_s in zip(best, others, strict=True)), key=_order)
 
 

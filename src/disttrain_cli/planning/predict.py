@@ -26,7 +26,7 @@ from disttrain_cli.spec.plan import Interleaving, Layout, Prediction, StageMemor
 from disttrain_cli.spec.profile import DeviceProfile, Profile
 
 Floats = NDArray[np.float64]
-BATCHES = 3  # global batches whose simulated times are averaged
+BATCHES, SEQUENCES = 3, 256  # global batches whose simulated times are averaged, and sequences in all, at least
 VIRTUAL_STAGES = (2, 4)
 
 
@@ -55,11 +55,16 @@ def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: i
     return Step(stages, loads, pipeline, simulate(pipeline))
 
 
-def simulated_s(profile: Profile, layout: Layout, cluster: Cluster, numbers: Iterable[int] = range(BATCHES),
+def batches(cluster: Cluster) -> range:
+    """Numbers of the global batches that are drawn: few large ones, or more of small ones, whose sizes vary more."""
+    return range(max(BATCHES, -(-SEQUENCES // cluster.batch)))
+
+
+def simulated_s(profile: Profile, layout: Layout, cluster: Cluster, numbers: Iterable[int] | None = None,
                 shared: bool = True) -> float:
-    """Mean time of the steps over these of the global batches that are drawn."""
+    """Mean time of the steps over these of the global batches that are drawn, or over all."""
     return float(np.mean([simulated_step(profile, layout, cluster, number, shared).timeline.iteration_s
-                          for number in numbers]))
+                          for number in (batches(cluster) if numbers is None else numbers)]))
 
 
 def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
@@ -72,7 +77,7 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
-    steps = [simulated_step(profile, layout, cluster, number) for number in range(BATCHES)]
+    steps = [simulated_step(profile, layout, cluster, number) for number in batches(cluster)]
     stages = steps[0].stages
     iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
     work = {module: np.mean([_total(step.loads[module]) for step in steps], axis=0) for module in steps[0].loads}
