@@ -1,5 +1,5 @@
 """The pipeline simulator: times of every stage, replica and slot in, a timeline out. No torch.
 
 Start with `pipeline` (devices of their own, vectorised); `sharing` does the same for ranks that share the
-cores of one machine; `timeline` is what both return.
+cores of one machine; `timeline` is what both take and return; `interleaved` estimates virtual stages by a formula.
 """
