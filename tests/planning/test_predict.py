@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from disttrain_cli.costs.flops import flops_per_sequence
+from disttrain_cli.costs.layout import optimizer_s, reduce_s, stages_of
 from disttrain_cli.planning.finalists import Limits, diverse, faster_zero, one_batch_s
 from disttrain_cli.planning.predict import predict, simulated_s, simulated_step
 from disttrain_cli.planning.solve import baseline, best_by_formula, candidates, cluster_of, layout_of, ranking, solve
-from disttrain_cli.planning.step import optimizer_s, reduce_s, stages_of
 from disttrain_cli.planning.units import Cluster, Unit, group
 from disttrain_cli.spec.plan import Layout, Prediction, UnitPlan
 from disttrain_cli.spec.profile import Profile, SizeSample

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.planning.objective import unit_stages_ms
 from disttrain_cli.planning.predict import Step
-from disttrain_cli.planning.step import pipeline_of, stages_of
 from disttrain_cli.planning.units import Cluster, Unit, units_of
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
+from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Prediction, UnitPlan
 from disttrain_cli.spec.profile import Profile

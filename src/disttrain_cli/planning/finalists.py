@@ -18,10 +18,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from disttrain_cli.costs.layout import optimizer_s, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.planning.predict import batches, simulated_s
 from disttrain_cli.planning.search import Candidate, Found
-from disttrain_cli.planning.step import optimizer_s, stages_of
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile

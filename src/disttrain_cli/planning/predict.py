@@ -1,7 +1,7 @@
 """What a layout will do: simulated steps over sampled global batches, memory, MFU, traffic.
 
-Every batch is drawn from the sizes that the profile keeps and ordered as training would order it (`step`), so that
-layouts are judged on the data's own skew; the same batches for all layouts.
+Every batch is drawn from the sizes that the profile keeps and ordered as training would order it, so that layouts are
+judged on the data's own skew; the same batches for all layouts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import mfu, peak_tflops
+from disttrain_cli.costs.layout import Stage, amount, reduce_s, stages_of
 from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.data.loads import replica_loads
+from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.planning.objective import layout_time
-from disttrain_cli.planning.step import Stage, amount, loads_of, pipeline_of, reduce_s, stages_of
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
 from disttrain_cli.planning.units import Cluster, Unit
 from disttrain_cli.simulation.interleaved import interleaved_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
+from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Interleaving, Layout, Prediction, StageMemory, StageTime, UnitTime
 from disttrain_cli.spec.profile import DeviceProfile, Profile
@@ -53,6 +57,13 @@ def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: i
     if device.kind == "cpu" and shared:
         return Step(stages, loads, pipeline, simulate_shared(pipeline, device.cores, device.shared_by))
     return Step(stages, loads, pipeline, simulate(pipeline))
+
+
+def loads_of(profile: Profile, layout: Layout, ordering: str, number: int) -> dict[str, Floats]:
+    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn from the data."""
+    batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
+    places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, ordering)
+    return replica_loads(batch, profile.inputs, layout, places)
 
 
 def batches(cluster: Cluster) -> range:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from disttrain_cli.costs.freezing import backwards
+from disttrain_cli.costs.layout import GRADIENT_BYTES, Stage, crossings, in_one_node
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
-from disttrain_cli.planning.step import GRADIENT_BYTES, Stage, crossings, in_one_node
 from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work

@@ -44,6 +44,11 @@ class RunDir:
         return self.root / "images"
 
     @property
+    def rehearsal(self) -> RunDir:
+        """Folder of the same form in which rehearsals leave theirs: traces, checkpoints, logs."""
+        return RunDir(self.root / "rehearsal")
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 

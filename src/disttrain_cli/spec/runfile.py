@@ -216,6 +216,43 @@ class SampleSpec(Strict):
     denoising_steps: int = Field(20, ge=1)
 
 
+class FaultSpec(Strict):
+    """Something that a rehearsal makes slower than the profile says."""
+
+    slow: Literal["rank", "stage", "link", "worker"] = Field(
+        description="rank: one replica of a stage computes slower; stage: all of them do; link: what leaves the stage, "
+        "and its gradients, takes longer; worker: the data of a unit's replicas take longer to prepare.")
+    unit: str = Field(description="Unit of the plan.")
+    stage: int = Field(0, ge=0, description="Stage of the unit; worker: does not matter.")
+    replica: int | None = Field(None, ge=0, description="rank, worker: the replica; none: all workers of the unit.")
+    factor: float = Field(gt=0, description="Times as long.")
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> FaultSpec:
+        if self.slow == "rank" and self.replica is None:
+            raise ValueError("a slow rank needs replica: the number of the replica of its stage")
+        if self.slow in ("stage", "link") and self.replica is not None:
+            raise ValueError(f"a slow {self.slow} has no replica: it is all of them")
+        return self
+
+
+class RehearseSpec(Strict):
+    """How `disttrain train --rehearse` stands in for the cluster."""
+
+    steps: int = Field(3, ge=1, description="Optimizer steps, where --steps gives none.")
+    time_scale: float | Literal["auto"] = Field(
+        "auto", description="Seconds here per second of the cluster; auto: slow enough for this machine to keep up.")
+    gpus_per_process: int | Literal["auto"] = Field(
+        "auto", description="GPUs of one stage for which a process stands, whole TP groups; auto: as few as make "
+        "at most 24 processes.")
+    messages: Literal["scaled", "real"] = Field(
+        "scaled", description="Size of what ranks send each other: one value per row of a tensor, or all of it.")
+    noise: float = Field(0.0, ge=0, le=1, description="Standard deviation of an operation's time, as a share of it.")
+    faults: list[FaultSpec] = Field(default_factory=list)
+    distribution: DistributionSpec | None = Field(
+        None, description="Sizes of other data than the plan was made for; the run's own if not given.")
+
+
 class RunFile(Strict):
     """The whole run file."""
 
@@ -227,6 +264,7 @@ class RunFile(Strict):
     train: TrainSpec
     preprocess: PreprocessSpec = Field(default_factory=PreprocessSpec)
     samples: SampleSpec = Field(default_factory=SampleSpec)
+    rehearse: RehearseSpec = Field(default_factory=RehearseSpec)
 
     def model_fingerprint(self) -> str:
         """Changes when a checkpoint or a profile of the model would no longer fit."""

@@ -4,6 +4,7 @@ Layout of `runs/NAME/traces/`:
   job.json                                  `Job`: plan, FLOP models and peak, written when training starts
   rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
   steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
+  sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few sequences of every step
 Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
 """
 
@@ -17,6 +18,7 @@ from pydantic import Field
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import FaultSpec
 
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time until
 # earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage.
@@ -42,6 +44,26 @@ STEP_COLUMNS: dict[str, str] = {
 }
 
 
+# Sizes of the first `SIZES_PER_STEP` sequences of each global batch in the order of the data, which is shuffled: what
+# a new profile needs to know of the data that the run has really seen. The fields are those of `SizeSample`.
+SIZE_COLUMNS: dict[str, str] = {
+    "run": "string", "step": "int32", "tokens": "int64", "length_sq": "int64", "images": "list<int64>",
+    "targets": "int64", "clips": "int64",
+}
+SIZES_PER_STEP = 32
+
+
+class Rehearsed(Strict):
+    """How a rehearsal stood in for the cluster."""
+
+    processes: int
+    time_scale: float = Field(description="Seconds there per second of the trace, whose times are the cluster's.")
+    messages: Literal["scaled", "real"]
+    noise: float
+    faults: list[FaultSpec]
+    distribution: str | None = Field(None, description="Sizes of other data than the plan was made for.")
+
+
 class Job(Strict):
     """What the analysis must know of a run besides its rows."""
 
@@ -51,6 +73,8 @@ class Job(Strict):
     layout: Layout
     predicted: Prediction
     profile: Profile = Field(description="Device peak, FLOP and time models of every module.")
+    gpus_per_node: int = Field(8, ge=1)
+    rehearsed: Rehearsed | None = Field(None, description="Given where devices were emulated (train --rehearse).")
 
 
 def read_job(path: Path) -> Job:

@@ -1,7 +1,7 @@
-"""One training step of a layout as the simulator takes it: times of every stage, replica and slot of a real ordering.
+"""The stages of a layout with what they cost: times, FLOPs, what crosses their cuts, reduction and optimizer step.
 
-A global batch is drawn from the sizes that the profile keeps and ordered as training orders it (`data.ordering`);
-the cost models then give every replica the time of its own items.
+Costs stay polynomials of the work (`spec.work.Work`), added up over the layers of each module on a stage: simulator,
+rehearsal and analysis evaluate them at the work of every replica in every slot.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s
 from disttrain_cli.costs.memory import WEIGHT_BYTES
 from disttrain_cli.costs.stage import backward_parts, shard_of
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
-from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
-from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan, following
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
 
@@ -115,37 +111,6 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
     return np.where(work.any(axis=-1), value, 0.0)
 
 
-def loads_of(profile: Profile, layout: Layout, ordering: str, number: int) -> dict[str, Floats]:
-    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn from the data."""
-    batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
-    places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, ordering)
-    return replica_loads(batch, profile.inputs, layout, places)
-
-
-def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats],
-                gpus_per_node: int) -> Pipeline:
-    """The step of a layout as the simulator takes it.
-
-    Transfers are split over all ranks of the narrower side, those of a TP group too.
-    """
-    shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
-    forward_s, backward_s = np.zeros(shape), np.zeros(shape)
-    for number, stage in enumerate(stages):
-        for cost in stage.costs:
-            forward_s[:, number, :stage.unit.dp] += amount(cost.forward_ms, loads[cost.module]) / 1e3
-            backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
-    sequences = layout.global_batch_size // layout.microbatches
-    transfers = [p2p_s(link_between(profile, layout, before, after, gpus_per_node),
-                       before.cut_bytes * sequences / min(before.ranks, after.ranks))
-                 for before, after in crossings(stages)]
-    return Pipeline(
-        replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
-        after=np.array([stage.after for stage in stages]), forward_s=forward_s, backward_s=backward_s,
-        transfer_s=np.array(transfers),
-        reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
-        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
-
-
 def crossings(stages: list[Stage]) -> list[tuple[Stage, Stage]]:
     """Every stage but the last with the one that takes its output."""
     return [(stage, stages[stage.after]) for stage in stages[:-1]]
@@ -159,6 +124,17 @@ def in_one_node(ranks: int, gpus_per_node: int) -> bool:
 def link_between(profile: Profile, layout: Layout, before: Stage, after: Stage, gpus_per_node: int) -> LinkTimes:
     """The links between two neighbouring stages: a stage's ranks lie together, so both must fit into a node."""
     return profile.links.of(in_one_node(before.ranks + after.ranks, gpus_per_node))
+
+
+def transfers_s(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> Floats:
+    """[S-1] one crossing of a slot's tensors between each stage and the one that takes its output, either way.
+
+    They are split over all ranks of the narrower side, those of a TP group too.
+    """
+    sequences = layout.global_batch_size // layout.microbatches
+    return np.array([p2p_s(link_between(profile, layout, before, after, gpus_per_node),
+                           before.cut_bytes * sequences / min(before.ranks, after.ranks))
+                     for before, after in crossings(stages)])
 
 
 def reduce_s(profile: Profile, stage: Stage, gpus_per_node: int) -> float:

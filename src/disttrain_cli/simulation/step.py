@@ -1,0 +1,30 @@
+"""One training step of a layout as the simulator takes it, from the work of every replica in every slot."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.layout import Stage, amount, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.simulation.timeline import Pipeline
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+
+Floats = NDArray[np.float64]
+
+
+def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats],
+                gpus_per_node: int) -> Pipeline:
+    """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3]."""
+    shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
+    forward_s, backward_s = np.zeros(shape), np.zeros(shape)
+    for number, stage in enumerate(stages):
+        for cost in stage.costs:
+            forward_s[:, number, :stage.unit.dp] += amount(cost.forward_ms, loads[cost.module]) / 1e3
+            backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
+    return Pipeline(
+        replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
+        after=np.array([stage.after for stage in stages]), forward_s=forward_s, backward_s=backward_s,
+        transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
+        reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
+        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
