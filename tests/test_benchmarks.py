@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, decode, efficiency, levelling, ordering, planner, simulation, strategies
+from benchmarks import common, decode, efficiency, levelling, ordering, planner, rehearsal, simulation, strategies
 from disttrain_cli.costs.hardware import Curve, lookup
 
 ROOT = Path(__file__).parent.parent
@@ -91,3 +91,39 @@ def test_strategies():
     steps, ratio = strategies.measure(small=True).values()
     assert [row["strategy"] for row in steps] == list(strategies.STRATEGIES)
     assert all(row["measured"] > 0 and row["predicted"] > 0 for row in steps) and ratio[0]["measured"] > 0
+
+
+def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
+    made = []
+
+    def rehearsed(run, name, steps, *, fault=None, **_):
+        made.append(name)
+        slower = 1.1 if name != "disaggregated" or fault else 1.0
+        return {"layout": "1×1×1", "M": 1, "slots": 4, "devices": 8, "rehearsed_s": 2.0 * slower,
+                "simulated_s": 1.9 * slower, "planned_s": slower, "mfu": 0.4 / slower, "efficiency": 0.8,
+                "processes": 4, "time_scale": 1.0, "gpus_per_process": 2, "operations": 10}
+
+    monkeypatch.setattr(rehearsal, "rehearsed", rehearsed)
+    rows = {}
+    for part, calls in (("accuracy", 36), ("gain", 45), ("faults", 15)):
+        for _ in range(2):
+            rows[part] = rehearsal.PARTS[part](False, rehearsal.keeper(tmp_path / "rows.jsonl"))
+        assert len(made) == calls
+        made.clear()
+    layouts, off = rows["accuracy"].values()
+    assert len(layouts) == 36 and off[-1]["data"] == "all" and off[-1]["rehearsals"] == 36
+    assert off[-1]["median %"] == pytest.approx(5)
+    gains, why = rows["gain"].values()
+    assert all(row["gain rehearsed"] == pytest.approx(1.1) and row["pairs"] == 5 for row in gains)
+    assert all(row["product"] == pytest.approx(row["gain planned"]) for row in why)
+    assert [row["slow"] for row in only(rows["faults"])] == ["rank", "link", "stage", "worker"]
+    assert all(row["slowdown rehearsed"] == pytest.approx(1.1) for row in only(rows["faults"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["accuracy", "faults", "overhead"])
+def test_a_small_rehearsal_is_measured(part, tmp_path):
+    tables = rehearsal.PARTS[part](True, rehearsal.keeper(tmp_path / "rows.jsonl"))
+    assert all(common.table(title, rows) for title, rows in tables.items())
+    kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert kept and all(row["rehearsed_s"] > 0 and row["simulated_s"] > 0 and row["operations"] > 0 for row in kept)

@@ -30,7 +30,8 @@ from disttrain_cli.spec.work import Work
 from tests import profiles
 
 MS = 1_000_000
-TYPES = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64()}
+TYPES = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
+         "list<int64>": pa.list_(pa.int64())}
 MODULES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
 #: ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts twice as much.
 RATE_MS = {"encoder": 0.02, "llm": 0.01, "generator": 0.02}
@@ -212,9 +213,9 @@ def write(folder: Path, spec: Synthetic, segments: int = 2, name: str = "segment
             "sequences_per_s": 1.0,
             "mfu": 0.3,
             "data_wait_s": 0.0,
-            "tokens": 1,
-            "images": 1,
-            "targets": 1,
+            "tokens": 230 * spec.dp * spec.slots,  # the means of `profiles.data`
+            "images": 3 * spec.dp * spec.slots,
+            "targets": spec.dp * spec.slots,
             "model_flops": truth.flops / spec.steps,
             "end_ns": end,
         }

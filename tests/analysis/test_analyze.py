@@ -92,7 +92,7 @@ def test_transfers_are_exposed_but_waiting_is_not(analysis, clean):
 
 
 def test_same_work_is_predicted_exactly(analysis):
-    errors = [row.error_pct for row in analysis.predicted_vs_measured if row.basis == "same work"]
+    errors = [row.error_pct for row in analysis.predicted_vs_measured if row.basis == "same work" and row.unit]
     assert len(errors) == 9
     assert errors == pytest.approx([0.0] * 9, abs=1e-3)
     planned = {(row.unit, row.what): row for row in analysis.predicted_vs_measured if row.basis == "plan"}

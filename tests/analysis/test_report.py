@@ -69,6 +69,7 @@ def test_page_is_self_contained_and_escaped(page):
     assert "<img src=x" not in text and "step-8 <b>" not in text
     assert text.count("data:image/png;base64,") == 1
     assert text.index('id="verdict"') < text.index('id="timeline"') < text.index('id="predicted"')
+    assert text.index('id="predicted"') < text.index('id="operations"') and "transfer_gradient" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S).group(1))
     assert [len(item["lanes"]) for item in data["timelines"]] == [6] * len(data["timelines"])
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from disttrain_cli.app import main
+from disttrain_cli.commands.analyze import MOST_OPERATIONS
 from tests.analysis import synthetic
 
 
@@ -49,6 +50,29 @@ def test_json_has_the_promised_keys(run_dir, capsys):
     assert {"cause", "place", "confidence", "evidence", "advice"} <= set(document["verdict"])
     assert {"rank", "span_us", "idle_us", "compute_us", "non_compute_us", "overlap_pct",
             "collective_wait_us"} <= set(document["ranks"][0])
+
+
+def test_operations_are_shown_the_largest_error_first(run_dir, capsys):
+    _, out, _ = call([run_dir], capsys)
+    operations = json.loads(call([run_dir, "--json"], capsys)[1])["operations"]
+    table = out[out.index("By operation"):]
+    assert operations[0]["operation"] == "iteration" and len(operations) > 1 + MOST_OPERATIONS
+    effects = [abs(row["measured"] - row["predicted"]) * row["per_step"] for row in operations[1:]]
+    assert effects == sorted(effects, reverse=True) and f"{operations[1]['measured']:.4g}" in table.splitlines()[3]
+    assert len([line for line in table.splitlines() if " stage " in line]) == MOST_OPERATIONS
+
+
+def test_a_rehearsal_is_announced_before_its_verdict(run_dir, tmp_path, capsys):
+    traces = shutil.copytree(run_dir / "traces", tmp_path / "traces")
+    job = json.loads((traces / "job.json").read_text())
+    job["rehearsed"] = {"processes": 2, "time_scale": 3.0, "messages": "scaled", "noise": 0.0,
+                        "faults": [{"slow": "stage", "unit": "llm", "stage": 1, "factor": 1.2}]}
+    (traces / "job.json").write_text(json.dumps(job))
+    lines = call([traces], capsys)[1].splitlines()
+    assert lines[0] == ("Rehearsed: 2 processes stood for 6 GPUs; times are the cluster's. "
+                        "Injected: slow stage (llm stage 1, × 1.2).")
+    assert lines[1] == json.loads(call([traces, "--json"], capsys)[1])["verdict"]["headline"]
+    assert "Rehearsed: 2 processes" in (tmp_path / "report.html").read_text()
 
 
 def test_sql_answers_as_a_table_or_as_json(run_dir, capsys):

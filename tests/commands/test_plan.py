@@ -157,6 +157,71 @@ def test_devices_that_no_layout_needs_are_said_to_be_left_over(run_folder, capsy
     assert f"on {used} of 12 devices" in out and f"{12 - used} devices left over" in out
 
 
+def slow_llm(profile):
+    for cost in profile["modules"]["llm"]["costs"].values():
+        for shard in cost["tp"].values():
+            for times in ("forward_ms", "backward_ms"):
+                shard[times] = {name: 8 * value for name, value in shard[times].items()}
+
+
+def test_planning_again_says_that_the_plan_in_place_is_still_good(run_folder, capsys):
+    call(["plan", run_folder, "--top", 0, "--quiet"], capsys)
+    code, out, err = call(["plan", run_folder, "--top", 0], capsys)
+    assert code == 0 and "The plan in place is still good: this one is the same" in out and "Not compared" not in err
+    code, out, _ = call(["plan", run_folder, "--top", 0, "--json"], capsys)
+    changes = json.loads(out)["changes"]
+    assert changes["keep"] and changes["differences"] == [] and changes["gain_pct"] == pytest.approx(0)
+
+
+def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(run_folder, capsys):
+    code, out, _ = call(["plan", run_folder, "--json"], capsys)
+    first = json.loads(out)
+    assert code == 0 and first["changes"] is None
+    edit_profile(run_folder, slow_llm)
+    other = run_folder / "other.yaml"  # beside the plan in place, which stays
+    code, out, _ = call(["plan", run_folder, "--json", "--out", other], capsys)
+    found = json.loads(out)
+    changes = found["changes"]
+    assert code == 0 and changes["old_iteration_s"] == pytest.approx(first["predicted"]["iteration_s"])
+    assert changes["new_s"] == pytest.approx(found["predicted"]["iteration_s"])
+    assert changes["gain_pct"] == pytest.approx(100 * (changes["old_now_s"] / changes["new_s"] - 1))
+    assert {"unit", "what", "before", "after"} == set(changes["differences"][0]) and changes["unfit"] is None
+    code, out, _ = call(["plan", run_folder], capsys)
+    said = " ".join(out.split())
+    assert code == 0 and "What changes against the plan in place" in out
+    assert f"{changes['gain_pct']:.2g} % more sequences per second." in said
+    assert "the profile moved its slowest stages, per slot: llm " in said
+    assert read_plan(run_folder / "runs" / "tiny" / "plan.yaml.before").plan.model_dump() == first["plan"]
+
+
+def test_a_plan_in_place_that_fits_no_more_is_said_to(run_folder, capsys):
+    call(["plan", run_folder, "--quiet"], capsys)
+    code, out, _ = call(["plan", run_folder, "--gpus", 3], capsys)
+    assert code == 0 and "The plan in place does not fit any more. It needs 6 devices (there are 3)." in out
+
+
+def test_a_plan_of_another_batch_or_strategy_is_not_compared(run_folder, capsys):
+    call(["plan", run_folder, "--quiet"], capsys)
+    code, out, err = call(["plan", run_folder, "--strategy", "megatron", "--json", "--out", run_folder / "b.yaml"],
+                          capsys)
+    assert code == 0 and json.loads(out)["changes"] is None
+    assert "it was made for another strategy (disaggregated, now megatron)" in err
+    edit_run(run_folder, "global_batch_size: 12", "global_batch_size: 24")
+    code, out, err = call(["plan", run_folder], capsys)
+    assert code == 0 and "in place" not in out and "another global batch (12, now 24)" in err
+
+
+@pytest.mark.parametrize("text", ["plan: [", "just words\n", "version: 1\nplan: {}\n", "\udcff\udcfe", ""])
+def test_a_damaged_plan_in_place_is_kept_and_named(run_folder, capsys, text):
+    path = run_folder / "runs" / "tiny" / "plan.yaml"
+    damaged = text.encode(errors="surrogateescape")
+    path.write_bytes(damaged)
+    code, out, err = call(["plan", run_folder, "--json", "--top", 0], capsys)
+    assert code == 0 and json.loads(out)["changes"] is None
+    assert "Not compared with " in err and "plan.yaml" in err and "Traceback" not in err
+    assert path.with_name("plan.yaml.before").read_bytes() == damaged and read_plan(path).plan.gpus_used <= 6
+
+
 def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, capsys):
     edit_run(run_folder, "device: auto", "device: analytic:A800")
     edit_profile(run_folder, lambda profile: profile["device"].update(kind="analytic", name="A800", shared_by=1))

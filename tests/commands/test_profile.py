@@ -1,4 +1,4 @@
-"""`disttrain profile --device analytic:NAME`: no device, no files of data; what it prints and refuses."""
+"""`disttrain profile`, of a catalogue's device or calibrated by a run: what it prints, writes and refuses."""
 
 import json
 
@@ -9,6 +9,11 @@ from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.commands.profile import CATALOGUE
 from disttrain_cli.costs.hardware import catalogue
+from disttrain_cli.profiling.seen_data import with_data
+from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.runfile import read_run
+from tests.commands.conftest import make_profile
+from tests.profiling.recorded import Recording, layout, retimed, sequences_with, with_layers
 
 
 def call(words, capsys):
@@ -60,3 +65,70 @@ def test_unknown_devices_are_refused(folder, capsys):
     assert code == 2 and "analytic:NAME" in err
     code, _, err = call(["profile", "--device", "analytic:X9"], capsys)
     assert code == 1 and "A800" in err and "cluster.peak_tflops, cluster.memory_gib" in err
+
+
+@pytest.fixture
+def recorded(run_folder, monkeypatch):
+    """A run of the tiny preset whose layers took 1.5 times what its profile says."""
+    monkeypatch.chdir(run_folder)
+    run = read_run(run_folder / "disttrain.yaml")
+    profile = with_layers(make_profile(run.file), run)
+    profile = profile.model_copy(update={"data": with_data(profile, run, sequences_with(2)).data})
+    run.dir.profile.write_text(profile.model_dump_json())
+    plan = layout(*((1, 1, [len(module.layers)]) for module in profile.modules.values()), batch=16)
+    return Recording(profile, retimed(profile, lambda *place: 1.5), plan, profile.data.sample, steps=4)
+
+
+def test_a_run_calibrates_its_profile(recorded, run_folder, capsys):
+    recorded.write(run_folder / "runs" / "tiny" / "traces")
+    before = (run_folder / "runs" / "tiny" / "profile.json").read_text()
+    code, out, err = call(["profile", "--calibrate", "runs/tiny"], capsys)
+    assert code == 0 and "image_encoder" in out and "+50.0 %" in out and "error before" in out
+    assert "Wrote runs/tiny/profile.json; before it: runs/tiny/profile.json.before" in err
+    assert err.endswith("\nNext: disttrain plan\n")
+    assert (run_folder / "runs" / "tiny" / "profile.json.before").read_text() == before
+    profile = read_profile(run_folder / "runs" / "tiny" / "profile.json")
+    times, old = (one.modules["llm"].tp["1"] for one in (profile, recorded.planned))
+    assert times.forward_ms == pytest.approx(1.5 * old.forward_ms, rel=0.02)
+    assert profile.data == recorded.planned.data and profile.fingerprints == recorded.planned.fingerprints
+    assert profile.provenance["calibrated"].startswith("run tiny, start start, 3 steps of 1 to 3")
+
+
+def test_a_calibration_as_json_into_a_file(recorded, run_folder, capsys):
+    recorded.write(run_folder / "traces")
+    code, out, err = call(["profile", "--calibrate", "traces", "--out", "new.json", "--json"], capsys)
+    document = json.loads(out)
+    assert code == 0 and err.endswith("Next: disttrain plan --profile new.json\n")
+    assert not (run_folder / "runs" / "tiny" / "profile.json.before").exists()
+    assert {"what", "where", "before", "after", "change_pct", "rows", "error_before_pct", "error_after_pct"} <= set(
+        document["calibration"][0])
+    assert document["modules"] and document["path"] == "new.json"
+
+
+def test_drifted_data_come_into_the_profile(recorded, run_folder, capsys):
+    recorded.sample, recorded.sizes_per_step = sequences_with(6), 32
+    recorded.write(run_folder / "runs" / "tiny" / "traces")
+    code, out, err = call(["profile", "--calibrate", "runs/tiny"], capsys)
+    assert code == 0 and "images per sequence" in out and "images read per sequence where the plan was made" in err
+    old, new = recorded.planned, read_profile(run_folder / "runs" / "tiny" / "profile.json")
+    assert len(new.data.sample.tokens) == 128 and new.data.sequences == old.data.sequences
+    assert new.data.fingerprint == old.data.fingerprint
+    works, before = (one.modules["image_encoder"].work_per_sequence for one in (new, old))
+    times, earlier = (one.modules["image_encoder"].tp["1"] for one in (new, old))
+    assert times.forward_ms == pytest.approx(1.5 * earlier.forward_ms * works.tokens / before.tokens, rel=0.02)
+
+
+def test_data_as_planned_for_stay(recorded, run_folder, capsys):
+    recorded.sizes_per_step = 32
+    recorded.write(run_folder / "runs" / "tiny" / "traces")
+    code, out, _ = call(["profile", "--calibrate", "runs/tiny", "--json"], capsys)
+    row = next(row for row in json.loads(out)["calibration"] if row["what"] == "images per sequence")
+    assert code == 0 and row["change_pct"] == 0.0 and row["rows"] == 128
+
+
+def test_calibrating_measures_nothing(run_folder, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    code, _, err = call(["profile", "--calibrate", "runs/tiny", "--device", "cpu"], capsys)
+    assert code == 2 and "--calibrate and --device exclude each other" in err
+    code, _, err = call(["profile", "--calibrate", "runs/none"], capsys)
+    assert code == 1 and "disttrain train" in err

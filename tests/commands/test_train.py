@@ -11,7 +11,8 @@ from disttrain_cli.errors import RankFailedError
 from disttrain_cli.runtime import train as training
 
 STEPS = [{"step": number, "loss": 3.0 - number, "losses": {"text": 2.0 - number, "image": None}, "grad_norm": 1.5,
-          "iteration_s": 0.5, "sequences_per_s": 24.0, "mfu": 0.25, "data_wait_s": 0.01} for number in range(3)]
+          "iteration_s": 0.5, "sequences_per_s": 24.0, "mfu": 0.25, "data_wait_s": 0.01,
+          "tokens": 2400, "images": 24, "targets": 12} for number in range(3)]
 
 
 def call(words, capsys):
@@ -51,8 +52,16 @@ def test_steps_losses_and_paths_are_shown(faked, capsys):
     for text in ("3.0000", "predicted", "zero noise 1.0000", "Resumed from step 7", "a/1: broken", "2 more",
                  "checkpoints/step-000003", "traces", "1 generated"):
         assert text in out
-    assert "training  loss 1.0000 (text 0.0000)  24.00 sequences/s  MFU 25.0 %" in err
+    assert "training  loss 1.0000 (text 0.0000)  0.500 s per step  24.00 sequences/s  MFU 25.0 %" in err
     assert err.endswith(f"Next: disttrain analyze {faked / 'runs' / 'tiny'}\n")
+
+
+def test_data_that_moved_away_from_the_plan_are_named(faked, monkeypatch, capsys):
+    many = [step | {"images": 240} for step in STEPS]
+    monkeypatch.setattr("tests.commands.test_train.STEPS", many)
+    code, out, _ = call(["train", faked], capsys)
+    assert code == 0 and "images read per sequence where the plan was made for 2" in out
+    assert "disttrain profile --calibrate" in out
 
 
 def test_json_has_the_promised_keys(faked, capsys):

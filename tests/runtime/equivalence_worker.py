@@ -14,11 +14,11 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
 from disttrain_cli.runtime import broker, checkpoint
-from disttrain_cli.runtime.assemble import build_engine
+from disttrain_cli.runtime.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.process import joined
 from disttrain_cli.runtime.routes import Route
 from disttrain_cli.runtime.topology import build_topology
-from disttrain_cli.runtime.tracing import Tracer
+from disttrain_cli.runtime.tracing import Tracer, wall_clock
 from disttrain_cli.runtime.worker import fetcher, to_batch
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
@@ -46,15 +46,16 @@ def ranks(payload: dict[str, Any]) -> None:
             stage_layers = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
             out = Path(case["out"])
             broker._gather = _reversed_rows if case["name"] == "faulty" else GATHER
-            engine = build_engine(run, plan, topology, place, device, Tracer(out / "traces", "test", place))
-            dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
+            tracer = Tracer(out / "traces", "test", place, wall_clock())
+            engine = build_engine(run, plan, topology, place, device, tracer)
+            dtype = message_dtype(run.file.train)
             inputs = describe(run)
             history = []
             with Loader(run, inputs, plan.plan, read_index(run, inputs), unit=place.unit.name, replica=place.replica,
                         fields={f for info in stage_layers for f in info.needs}, first_step=0) as loader:
                 for step in range(case["steps"]):
                     order = loader.order(step)
-                    engine.run_step(order, fetcher(loader, order, device, dtype), run.file.train.optimizer.lr)
+                    engine.run_step(order, fetcher(loader, device, dtype)(order), run.file.train.optimizer.lr)
                     own = engine.runner.take_losses()
                     sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64)
                     torch.distributed.all_reduce(sums)

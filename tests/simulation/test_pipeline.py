@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -98,8 +100,17 @@ def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
             assert (timeline.backward_start[:, stage, a] >= timeline.backward_end[:, other, b] + cut).all()
 
 
-def by_events(pipeline: Pipeline) -> tuple[dict[tuple[bool, int, int, int], tuple[float, float]], float]:
-    """(start, end) of every (is forward, slot, stage, replica), one operation after the other, and the step's time."""
+def there(stage: int, replica: int, slot: int, asked: float) -> float:
+    """Data that nobody has to prepare."""
+    return asked
+
+
+def by_events(pipeline: Pipeline, fetch: Callable[[int, int, int, float], float] = there,
+              ) -> tuple[dict[tuple[bool, int, int, int], tuple[float, float]], float]:
+    """(start, end) of every (is forward, slot, stage, replica), one operation after the other, and the step's time.
+
+    `fetch` says when a replica that asks for a slot's data has them.
+    """
     slots, stages, _ = pipeline.forward_s.shape
     ranks = [(stage, replica) for stage in range(stages) for replica in range(pipeline.replicas[stage])]
     todo = {rank: operations(slots, int(pipeline.to_end[rank[0]])) for rank in ranks}
@@ -125,7 +136,8 @@ def by_events(pipeline: Pipeline) -> tuple[dict[tuple[bool, int, int, int], tupl
                 continue
             arrival = max(arrivals)
             durations = pipeline.forward_s if forward else pipeline.backward_s
-            start = max(free[stage, replica], arrival)
+            asked = max(free[stage, replica], arrival)
+            start = fetch(stage, replica, slot, asked) if forward else asked
             free[stage, replica] = start + float(durations[slot, stage, replica])
             times[forward, slot, stage, replica] = (start, free[stage, replica])
             todo[stage, replica].pop(0)

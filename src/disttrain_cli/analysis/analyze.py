@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.analysis.costing import peak_of, shares_cores
 from disttrain_cli.analysis.database import Database, open_database
 from disttrain_cli.analysis.losses import split_losses
+from disttrain_cli.analysis.operations import compare_operations
 from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
     Comparison,
     JobSummary,
+    OperationRow,
     Place,
     RankSummary,
     Slowest,
@@ -20,11 +23,12 @@ from disttrain_cli.analysis.result import (
     Verdict,
     WhatIf,
 )
+from disttrain_cli.analysis.staleness import moved_data, stale
 from disttrain_cli.analysis.verdict import judge, unknown
 from disttrain_cli.analysis.what_if import what_if
-from disttrain_cli.costs.flops import peak_tflops
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.plan import Prediction
+from disttrain_cli.spec.trace import COMPUTE, Job
 
 
 def analyze(paths: list[Path]) -> Analysis:
@@ -50,15 +54,17 @@ def analyze_database(database: Database) -> Analysis:
             "Record more: disttrain train --steps 5",
         )
     shares = database.query("idle_totals")[0]
-    units = _units(database, times["iteration_s"])
-    comparisons = _comparisons(
-        database, times, 1 - shares["compute"], _job_mfu(database, units, times["iteration_s"])
-    )
+    job, iteration_s = database.job, times["iteration_s"]
+    units = _units(database, iteration_s)
+    mfu = _job_mfu(database, units, iteration_s)
+    operations = compare_operations(database)
+    comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
+    moved = moved_data(database)
     ranks = [RankSummary(**row) for row in database.query("ranks")]
     stragglers, verdict, study = _straggle(database, shares, ranks, comparisons)
-    job = database.job
     summary = JobSummary(
         run=database.run,
+        rehearsed=None if job is None else _rehearsed(job),
         layout=job.layout.describe()
         if job is not None
         else " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units),
@@ -66,16 +72,18 @@ def analyze_database(database: Database) -> Analysis:
         steps=times["recorded"],
         steps_measured=times["measured"],
         warmup_steps_excluded=times["warmup"],
-        iteration_s=times["iteration_s"],
+        iteration_s=iteration_s,
         iteration_p50_s=times["p50_s"],
         iteration_p95_s=times["p95_s"],
         sequences_per_s=times["sequences_per_s"],
-        mfu=_job_mfu(database, units, times["iteration_s"]),
+        mfu=mfu,
         bubble_fraction=1 - shares["compute"],
         exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
         time_shares={name: share for name, share in shares.items() if name != "data_wait_s"},
     )
     _check(database, times, units, summary)
+    if moved:
+        verdict = stale(database, moved, operations, verdict)
     return Analysis(
         job=summary,
         units=units,
@@ -84,9 +92,25 @@ def analyze_database(database: Database) -> Analysis:
         ranks=ranks,
         what_if=study,
         predicted_vs_measured=comparisons,
+        operations=operations,
+        drift=moved,
         slowest=_slowest(database),
         warnings=list(dict.fromkeys(database.warnings)),
     )
+
+
+def _rehearsed(job: Job) -> str | None:
+    """One sentence on how emulated devices stood for the cluster; None where real ones ran."""
+    how = job.rehearsed
+    if how is None:
+        return None
+    parts = [f"slow {fault.slow} ({fault.unit}" + (f" stage {fault.stage}" if fault.slow != "worker" else "")
+             + ("" if fault.replica is None else f" replica {fault.replica}") + f", × {fault.factor:g})"
+             for fault in how.faults]
+    parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []
+    parts += [f"data of {how.distribution}"] if how.distribution else []
+    return (f"Rehearsed: {how.processes} processes stood for {job.layout.gpus_used} GPUs; times are the cluster's"
+            + (f". Injected: {'; '.join(parts)}." if parts else "."))
 
 
 def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
@@ -101,8 +125,7 @@ def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
         flops = row.pop("flops_per_step")
         mfu = None
         if flops is not None and database.job is not None:
-            device = database.job.profile.device
-            mfu = flops / (iteration_s * 1e12 * peak_tflops(device, total) * row["gpus"] / total)
+            mfu = flops / (iteration_s * 1e12 * peak_of(database.job, total) * row["gpus"] / total)
         units.append(UnitSummary(**row, mfu=mfu, model_tflop_per_step=None if flops is None else flops / 1e12))
     return units
 
@@ -116,13 +139,13 @@ def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -
         if unit.model_tflop_per_step is None:
             return None
         tflop += unit.model_tflop_per_step
-    return tflop / (iteration_s * peak_tflops(database.job.profile.device, sum(unit.gpus for unit in units)))
+    return tflop / (iteration_s * peak_of(database.job, sum(unit.gpus for unit in units)))
 
 
 def _comparisons(
-    database: Database, times: dict[str, Any], bubble: float, mfu: float | None
+    database: Database, times: dict[str, Any], operations: list[OperationRow], bubble: float, mfu: float | None
 ) -> list[Comparison]:
-    """Predicted beside measured: the plan's figures, and the profile at the recorded sizes."""
+    """Predicted beside measured in sum: the plan's figures, and the profile at the recorded sizes."""
     job = database.job
     if job is None:
         return []
@@ -144,36 +167,31 @@ def _comparisons(
                 )
             )
 
-    add("iteration_s", None, "plan", job.predicted.iteration_s, times["iteration_s"], "s")
-    add(
-        "sequences_per_s",
-        None,
-        "plan",
-        job.predicted.sequences_per_s,
-        job.layout.global_batch_size / times["iteration_s"],
-        "1/s",
-    )
-    add("mfu", None, "plan", job.predicted.mfu, mfu, "fraction")
-    add("bubble_fraction", None, "plan", job.predicted.bubble_fraction, bubble, "fraction")
-    passes = {(row["unit"], row["operation"]): row for row in database.query("unit_passes")}
-    planned = {time.unit: time for time in job.predicted.units}
+    plan, iteration_s = job.predicted, times["iteration_s"]
+    add("iteration_s", None, "plan", plan.iteration_s, iteration_s, "s")
+    if operations:
+        add("iteration_s", None, "same work", operations[0].predicted / 1e3, iteration_s, "s")
+    add("sequences_per_s", None, "plan", plan.sequences_per_s, job.layout.global_batch_size / iteration_s, "1/s")
+    add("mfu", None, "plan", plan.mfu, mfu, "fraction")
+    add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
+    sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
     for unit in job.layout.units:
-        for operation in ("forward", "backward", "stage"):
-            row = passes.get((unit.name, operation))
-            if row is None:
-                continue
-            sharing = planned[unit.name].sharing if unit.name in planned else 1.0
-            if unit.name in planned:
-                add(
-                    f"{operation}_ms",
-                    unit.name,
-                    "plan",
-                    sharing * _planned_ms(job.predicted, unit.name, operation),
-                    row["measured_ms"],
-                    "ms",
-                )
-            add(f"{operation}_ms", unit.name, "same work", sharing * row["same_work_ms"], row["measured_ms"], "ms")
+        own = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
+        for what in (*COMPUTE, "stage") if own else ():
+            if unit.name in sharing:
+                planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
+                add(f"{what}_ms", unit.name, "plan", planned_ms, _of_unit(own, what, "measured"), "ms")
+            add(f"{what}_ms", unit.name, "same work", _of_unit(own, what, "predicted"), _of_unit(own, what, "measured"),
+                "ms")
     return rows
+
+
+def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
+    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both together."""
+    if what != "stage":
+        return sum(float(getattr(row, column)) for row in rows if row.operation == what)
+    return max(sum(float(getattr(row, column)) for row in rows if row.stage == stage)
+               for stage in {row.stage for row in rows})
 
 
 def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
@@ -187,7 +205,7 @@ def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
 def _straggle(
     database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison]
 ) -> tuple[Stragglers, Verdict, WhatIf | None]:
-    graph = build_graph(database)
+    graph, job = build_graph(database), database.job
     if graph is None:
         return (
             Stragglers(slowdown=None, ideal_s=None, lost_s=None),
@@ -209,7 +227,8 @@ def _straggle(
             ideal_s=ideal_s,
             lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
         ),
-        judge(losses, shares, where, len(ranks), comparisons, _shares_cores(database) and len(ranks) > 1),
+        judge(losses, shares, where, len(ranks) if job is None else job.layout.gpus_used, comparisons,
+              job is not None and shares_cores(job) and len(ranks) > 1),
         what_if(graph),
     )
 
@@ -265,8 +284,10 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
         warn("only one step was recorded, so its warm-up could not be left out")
     if times["incomplete"]:
         warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
-    if job is not None and summary.ranks < job.layout.gpus_used:
-        warn(f"the trace holds {summary.ranks} of {job.layout.gpus_used} ranks: figures are of those only")
+    if job is not None:
+        whole = sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units"))
+        if summary.ranks < whole:
+            warn(f"the trace holds {summary.ranks} of {whole:.0f} ranks: figures are of those only")
     expected = times["last_step"] - times["first_step"] + 1
     if times["recorded"] < expected:
         warn(
@@ -280,13 +301,9 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
         )
     if summary.iteration_s > 1.1 * times["window_s"]:
         warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['window_s']:.3g} s")
-    if job is not None and _shares_cores(database) and summary.ranks > 1:
+    if job is not None and shares_cores(job) and summary.ranks > 1:
         warn(
             f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
             "rank is slower while others "
             "compute, so which unit or rank is slow is less certain than on separate devices"
         )
-
-
-def _shares_cores(database: Database) -> bool:
-    return database.job is not None and database.job.profile.device.kind == "cpu"

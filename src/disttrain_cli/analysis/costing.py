@@ -1,14 +1,15 @@
-"""FLOPs and predicted times of trace rows: the profile's polynomials summed over the layers of each stage.
+"""FLOPs and predicted times of trace rows: the costs of a layout's stages, as SQL evaluates them.
 
-Polynomials are linear in their coefficients, so the layers of one module on one stage add up to one row, and
-SQL evaluates it at the work of every trace row: base + per_item·items + per_token·tokens + per_length_sq·Σ length².
+An amount of a row is base + per_item·items + per_token·tokens + per_length_sq·Σ length² at the row's own work.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.costs.flops import peak_tflops
+from disttrain_cli.costs.layout import Stage, stages_of
+from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.trace import Job
 
 
@@ -30,52 +31,42 @@ class StageCost(NamedTuple):
     ms_per_length_sq: float
 
 
-def stage_costs(job: Job, warnings: list[str]) -> list[StageCost]:
-    """A row per (unit, stage, module, forward or backward); what the profile does not know is said in `warnings`."""
-    rows: list[StageCost] = []
+def known_stages(job: Job, warnings: list[str]) -> list[Stage]:
+    """The stages of the job's layout; none, and a warning, where its profile does not describe them."""
+    left_out = "its FLOPs and predicted times are left out"
     for unit in job.layout.units:
-        unknown = [module for module in unit.modules if module not in job.profile.modules]
-        layers = [
-            (module, kind)
-            for module in unit.modules
-            if module not in unknown
-            for kind in job.profile.modules[module].layers
-        ]
-        if unknown or len(layers) != sum(unit.layers_per_stage):
-            warnings.append(
-                f"the profile in job.json does not describe the layers of unit {unit.name!r}: "
-                "its FLOPs and predicted times are left out"
-            )
-            continue
-        start = 0
-        for stage, count in enumerate(unit.layers_per_stage):
-            placed = layers[start : start + count]
-            start += count
-            for module in dict.fromkeys(name for name, _ in placed):
-                costs = [job.profile.modules[module].costs[kind] for name, kind in placed if name == module]
-                times = [cost.tp.get(str(unit.tp)) for cost in costs]
-                known = [time for time in times if time is not None]
-                for operation in ("forward", "backward"):
-                    flops = _sum([getattr(cost, f"{operation}_flops") for cost in costs], 1 / unit.tp)
-                    ms = _sum([getattr(time, f"{operation}_ms") for time in known], 1.0)
-                    rows.append(
-                        StageCost(
-                            unit.name,
-                            stage,
-                            module,
-                            job.profile.modules[module].kind,
-                            operation,
-                            *flops,
-                            *(ms if len(known) == len(times) else (0.0,) * 4),
-                        )
-                    )
+        layers = [len(job.profile.modules[name].layers) for name in unit.modules if name in job.profile.modules]
+        if len(layers) < len(unit.modules) or sum(layers) != sum(unit.layers_per_stage):
+            warnings.append(f"the profile in job.json does not describe the layers of unit {unit.name!r}: {left_out}")
+            return []
+    try:
+        return stages_of(job.profile, job.layout)
+    except SpecError as error:
+        warnings.append(f"{error.what}: {left_out}")
+        return []
+
+
+def stage_costs(job: Job, stages: list[Stage]) -> list[StageCost]:
+    """A row per (unit, stage, module, forward or backward)."""
+    rows = []
+    for stage in stages:
+        for cost in stage.costs:
+            directions = (("forward", cost.forward_flops, cost.forward_ms),
+                          ("backward", cost.flops - cost.forward_flops, cost.backward_ms))
+            rows += [StageCost(stage.unit.name, stage.index, cost.module, job.profile.modules[cost.module].kind,
+                               operation, *(flops / stage.unit.tp).tolist(), *times.tolist())
+                     for operation, flops, times in directions]
     return rows
 
 
-def _sum(polynomials: list[Polynomial], factor: float) -> tuple[float, float, float, float]:
-    return (
-        factor * sum(p.base for p in polynomials),
-        factor * sum(p.per_item for p in polynomials),
-        factor * sum(p.per_token for p in polynomials),
-        factor * sum(p.per_length_sq for p in polynomials),
-    )
+def shares_cores(job: Job) -> bool:
+    """Whether the ranks ran on one CPU and took its cores from each other; emulated devices do not."""
+    return job.profile.device.kind == "cpu" and job.rehearsed is None
+
+
+def peak_of(job: Job, gpus: int) -> float:
+    """Peak of so many of the job's devices, in TFLOP/s; an emulated CPU rank has what it had while it was measured."""
+    device = job.profile.device
+    if device.kind == "cpu" and not shares_cores(job):
+        return device.peak_tflops * gpus / max(device.cores, device.shared_by)
+    return peak_tflops(device, gpus)

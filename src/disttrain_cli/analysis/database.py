@@ -13,26 +13,29 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.analysis.costing import StageCost, stage_costs
+from disttrain_cli.analysis.costing import StageCost, known_stages, stage_costs
 from disttrain_cli.analysis.files import find_traces
+from disttrain_cli.costs.layout import Stage
 from disttrain_cli.errors import DataError, UsageError
-from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job
+from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE"}
+_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]"}
 #: Views made from `queries/view_NAME.sql`, in the order in which they need each other.
 _VIEWS = ("windows", "operations", "idle")
 
 
 @dataclass
 class Database:
-    """An open connection, the job it describes, and what had to be left out."""
+    """An open connection, the job it describes with the stages of its layout, and what had to be left out."""
 
     connection: DuckDBPyConnection
     job: Job | None
     run: str
+    paths: list[Path]
+    stages: list[Stage] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
@@ -71,18 +74,20 @@ def open_database(paths: list[Path]) -> Database:
     try:
         _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
         _make_source(connection, "step_segments", files.steps, STEP_COLUMNS)
+        _make_source(connection, "size_segments", files.sizes, SIZE_COLUMNS)
         run = _choose_starts(connection, files.job, files.warnings)
-        _make_layout(connection, files.job, files.warnings)
+        stages = known_stages(files.job, files.warnings) if files.job is not None else []
+        _make_layout(connection, files.job, stages)
         for view in _VIEWS:
             connection.execute(query_text(f"view_{view}"))
-        connection.execute(f"SET allowed_paths = {_literals([*files.segments, *files.steps], str, _no_glob)}")
+        connection.execute(f"SET allowed_paths = {_literals(files.all, str, _no_glob)}")
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
     except duckdb.Error as error:
         raise DataError(
             "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
         ) from None
-    return Database(connection, files.job, run, files.warnings)
+    return Database(connection, files.job, run, paths, stages, files.warnings)
 
 
 def run_sql(paths: list[Path], query: str) -> Table:
@@ -117,7 +122,10 @@ def documented_views() -> dict[str, str]:
         "trace": "One row per operation of a rank, as recorded, of the analysed run. Columns: "
         + ", ".join(TRACE_COLUMNS),
         "steps": "One row per optimizer step, as reported while training. Columns: " + ", ".join(STEP_COLUMNS),
-        "units": "One row per unit of the plan. Columns: unit, place, modules, tp, dp, pp, gpus, first_depth",
+        "sizes": "One row per sequence whose sizes were recorded, a few of every step. Columns: "
+        + ", ".join(SIZE_COLUMNS),
+        "units": "One row per unit of the plan; devices_per_rank: devices for which a recorded rank stands. Columns: "
+        "unit, place, modules, tp, dp, pp, gpus, first_depth, devices_per_rank",
         "costs": "One row per module, stage and direction: summed coefficients of FLOPs and of time in ms. Columns: "
         + ", ".join(StageCost._fields),
     }
@@ -192,17 +200,21 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
         "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
         "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1"
     )
+    connection.execute("CREATE VIEW sizes AS SELECT s.* FROM size_segments s JOIN kept USING (step, run)")
     repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
     if repeated:
         warnings.append(f"{repeated} step(s) were repeated after resuming; the last time is analysed")
     return last
 
 
-def _make_layout(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> None:
-    """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage and module)."""
+def _make_layout(connection: DuckDBPyConnection, job: Job | None, stages: list[Stage]) -> None:
+    """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage and module).
+
+    Of a TP group often one rank is recorded: it stands for the devices of the others too.
+    """
     connection.execute(
         "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp INTEGER, "
-        "pp INTEGER, gpus INTEGER, first_depth INTEGER)"
+        "pp INTEGER, gpus INTEGER, first_depth INTEGER, devices_per_rank DOUBLE)"
     )
     connection.execute(
         "CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation VARCHAR, "
@@ -212,14 +224,17 @@ def _make_layout(connection: DuckDBPyConnection, job: Job | None, warnings: list
     if job is None:
         connection.execute(query_text("layout_from_trace"))
         return
+    recorded: dict[str, int] = dict(connection.execute(
+        "SELECT unit, count(DISTINCT tp_rank) FROM trace GROUP BY unit").fetchall())
     depth = 0
     for place, unit in enumerate(job.layout.units):
         connection.execute(
-            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            [unit.name, place, unit.modules, unit.tp, unit.dp, unit.pp, unit.gpus, depth],
+            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [unit.name, place, unit.modules, unit.tp, unit.dp, unit.pp, unit.gpus, depth,
+             unit.tp / recorded.get(unit.name, 1)],
         )
         depth += unit.pp
-    rows = stage_costs(job, warnings)
+    rows = stage_costs(job, stages)
     if rows:
         connection.executemany(
             f"INSERT INTO costs VALUES ({', '.join('?' * len(StageCost._fields))})", [list(row) for row in rows]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from disttrain_cli.errors import DataError, SpecError
-from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS, Job, read_job
+from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, read_job
 
 RECORD = "Record a trace with: disttrain train"
 
@@ -17,8 +17,13 @@ class TraceFiles:
 
     segments: list[Path] = field(default_factory=list)
     steps: list[Path] = field(default_factory=list)
+    sizes: list[Path] = field(default_factory=list)
     job: Job | None = None
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def all(self) -> list[Path]:
+        return [*self.segments, *self.steps, *self.sizes]
 
 
 def find_traces(paths: list[Path]) -> TraceFiles:
@@ -51,8 +56,9 @@ def find_traces(paths: list[Path]) -> TraceFiles:
         before = len(found.segments)
         for file in sorted(folder.glob("rank-*/segment-*.parquet")):
             _keep_if_readable(file, folder, TRACE_COLUMNS, found.segments, problems)
-        for file in sorted(folder.glob("steps/segment-*.parquet")):
-            _keep_if_readable(file, folder, STEP_COLUMNS, found.steps, problems)
+        for kind, columns, kept in (("steps", STEP_COLUMNS, found.steps), ("sizes", SIZE_COLUMNS, found.sizes)):
+            for file in sorted(folder.glob(f"{kind}/segment-*.parquet")):
+                _keep_if_readable(file, folder, columns, kept, problems)
         ranks |= {file.parent.name for file in found.segments[before:]}
         if len(found.segments) == before:
             problems.append(f"{path} holds no readable trace segment")

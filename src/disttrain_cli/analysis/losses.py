@@ -70,7 +70,8 @@ def split_losses(graph: Graph) -> Losses:
         unit: float(recorded.compute[unit_names == unit].sum()) / count / len(graph.steps)
         for unit, count in ranks.items()
     }
-    level = sum(busy[unit] * count for unit, count in ranks.items()) / sum(ranks.values())
+    devices = {unit: count * graph.devices[unit] for unit, count in ranks.items()}
+    level = sum(busy[unit] * count for unit, count in devices.items()) / sum(devices.values())
     share = np.array([level / busy[unit] if busy[unit] else 1.0 for unit in graph.unit])[:, None]
 
     computes = [mean * share, mean, mean * intra, explained, staged, staged * rank]

@@ -6,7 +6,8 @@ rank and after the passes it receives from:
     start = max(end of previous pass + handover, ends of sources) + transfer + load + gap
 
 With every term as recorded this gives the recorded step back; the difference is reported as unexplained. Steps
-share one graph, so a replay is one walk over the passes with all steps side by side [passes, steps].
+share one graph, so a replay is one walk over its levels (passes that depend on earlier levels only) with all steps
+side by side [passes, steps].
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.analysis.database import Database
+from disttrain_cli.analysis.recorded import chosen_steps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-#: Steps that are replayed, spread evenly over the measured ones.
-MOST_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,19 @@ class Delays:
 
 
 @dataclass(frozen=True)
+class Level:
+    """Passes that depend on earlier levels only. Many are fed by the same ones, so each set is looked at once."""
+
+    passes: slice
+    fed: Ints  # those of them that have sources, counted from the level's first
+    set_of: Ints  # the set of sources of each of these
+    starts: Ints  # where each set begins
+    sources: Ints  # the sets, one after the other
+
+
+@dataclass(frozen=True)
 class Graph:
-    """Passes of a step in an order in which each follows what it depends on, with what was recorded."""
+    """Passes of a step, level by level: each follows what it depends on. With what was recorded."""
 
     steps: Ints
     rank: Ints
@@ -53,21 +64,22 @@ class Graph:
     depth: Ints
     previous: Ints  # pass before it on its rank, -1 = none
     sources: list[Ints]
+    levels: list[Level]
     predicted: Floats  # [passes, steps] seconds that the profile expects for the recorded work
     recorded: Delays
     window: Floats  # [steps]
+    devices: dict[str, float]  # unit → devices for which one of its ranks stands
 
     def replay(self, delays: Delays) -> Floats:
         """Seconds of every step [steps] with these delays."""
-        end = np.zeros_like(delays.compute)
-        nothing = np.zeros(len(self.steps))
+        end = np.zeros((len(delays.compute) + 1, len(self.steps)))  # the last row: nothing before it
         after_sources = delays.transfer + delays.load + delays.gap + delays.compute
-        for index, sources in enumerate(self.sources):
-            before = self.previous[index]
-            ready = end[before] + delays.handover[index] if before >= 0 else nothing + delays.handover[index]
-            if len(sources):
-                ready = np.maximum(ready, end[sources].max(axis=0))
-            end[index] = ready + after_sources[index]
+        for level in self.levels:
+            ready = end[self.previous[level.passes]] + delays.handover[level.passes]
+            if len(level.fed):
+                latest = np.maximum.reduceat(end[level.sources], level.starts, axis=0)
+                ready[level.fed] = np.maximum(ready[level.fed], latest[level.set_of])
+            end[level.passes] = ready + after_sources[level.passes]
         return end.max(axis=0) + delays.update
 
     def without_delays(self) -> Delays:
@@ -104,12 +116,7 @@ def _per_group(values: Floats, groups: Ints, statistic: Any) -> Floats:
 
 def build_graph(database: Database) -> Graph | None:
     """The graph of the measured steps, or None when no step is whole enough; reasons go to the warnings."""
-    measured = [
-        int(row["step"]) for row in database.sql("SELECT step FROM windows WHERE measured ORDER BY step")
-    ]
-    if len(measured) > MOST_STEPS:
-        measured = [measured[i] for i in np.linspace(0, len(measured) - 1, MOST_STEPS).astype(int)]
-    columns = database.columns("passes", steps=measured)
+    columns = database.columns("passes", steps=chosen_steps(database))
     if not len(columns["step"]):
         return None
     windows = database.sql("SELECT step, window_s, (end_ns - compute_end_ns) / 1e9 AS update_s FROM windows")
@@ -151,7 +158,7 @@ def build_graph(database: Database) -> Graph | None:
             "the recorded order of passes contradicts itself (clocks apart?): steps cannot be replayed"
         )
         return None
-    place, previous, sources = order
+    place, previous, sources, levels = order
     columns = {name: values[place] for name, values in columns.items()}
     table = {name: values[place] for name, values in table.items()}
     end = table["start_s"] + table["duration_s"]
@@ -164,6 +171,8 @@ def build_graph(database: Database) -> Graph | None:
         else:
             transfer[index] = table["received_s"][index]
     kept = steps[whole]
+    # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds them up.
+    lockstep = database.job is not None and database.job.rehearsed is not None
     return Graph(
         steps=kept,
         rank=columns["rank"].astype(np.int64),
@@ -175,23 +184,26 @@ def build_graph(database: Database) -> Graph | None:
         depth=columns["depth"].astype(np.int64),
         previous=previous,
         sources=sources,
+        levels=levels,
         predicted=table["predicted_s"],
         recorded=Delays(
             table["duration_s"],
             transfer,
             table["handover_s"],
             table["load_s"],
-            table["gap_s"],
+            np.zeros_like(end) if lockstep else table["gap_s"],
             np.array([by_step[int(s)]["update_s"] for s in kept]),
         ),
         window=np.array([by_step[int(s)]["window_s"] for s in kept]),
+        devices={row["unit"]: row["devices_per_rank"]
+                 for row in database.sql("SELECT unit, devices_per_rank FROM units")},
     )
 
 
 def _order(
     columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats]
-) -> tuple[Ints, Ints, list[Ints]] | None:
-    """Topological order of the passes, the previous one on each rank, and the sources, in that order.
+) -> tuple[Ints, Ints, list[Ints], list[Level]] | None:
+    """Order of the passes by level, and in that order the previous one on each rank, the sources and the levels.
 
     Passes of a neighbouring unit feed all replicas, unless the record contradicts: what ended after a pass had
     started did not feed it.
@@ -199,41 +211,56 @@ def _order(
     start, count = table["start_s"], len(backward)
     end = start + table["duration_s"]
     previous = np.full(count, -1, dtype=np.int64)
-    by_rank = np.lexsort((start[:, 0], columns["rank"]))
+    by_rank = np.lexsort((end[:, 0], start[:, 0], columns["rank"]))
     for before, after in itertools.pairwise(by_rank):
         if columns["rank"][before] == columns["rank"][after]:
             previous[after] = before
-    at: dict[tuple[bool, int, int], list[int]] = {}
+    gathered: dict[tuple[bool, int, int], list[int]] = {}
     for index in range(count):
-        at.setdefault(
+        gathered.setdefault(
             (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
         ).append(index)
+    at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
+    nobody = np.array([], dtype=np.int64)
     sources: list[Ints] = []
     for index in range(count):
         back = bool(backward[index])
         near = at.get(
-            (back, int(columns["slot"][index]), int(columns["depth"][index]) + (1 if back else -1)), []
+            (back, int(columns["slot"][index]), int(columns["depth"][index]) + (1 if back else -1)), nobody
         )
-        feeding = [
-            other
-            for other in near
-            if columns["unit"][other] != columns["unit"][index]
-            or columns["replica"][other] == columns["replica"][index]
-        ]
-        sources.append(
-            np.array([other for other in feeding if (end[other] <= start[index] + 1e-9).all()], dtype=np.int64)
-        )
+        if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
+            near = near[columns["replica"][near] == columns["replica"][index]]
+        sources.append(near[(end[near] <= start[index] + 1e-9).all(axis=1)])
     sorter = graphlib.TopologicalSorter(
         {
             index: [*sources[index].tolist(), *([int(previous[index])] if previous[index] >= 0 else [])]
             for index in range(count)
         }
     )
+    sizes: list[int] = []
+    place = np.empty(0, dtype=np.int64)
     try:
-        place = np.array(list(sorter.static_order()), dtype=np.int64)
+        sorter.prepare()
     except graphlib.CycleError:
         return None
+    while sorter.is_active():
+        ready = sorter.get_ready()
+        sorter.done(*ready)
+        place = np.concatenate([place, np.array(ready, dtype=np.int64)])
+        sizes.append(len(ready))
     number = np.empty(count, dtype=np.int64)
     number[place] = np.arange(count)
     moved = np.array([number[previous[i]] if previous[i] >= 0 else -1 for i in place], dtype=np.int64)
-    return place, moved, [number[sources[i]] for i in place]
+    fed_by = [number[sources[i]] for i in place]
+    first = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    return place, moved, fed_by, [_level(slice(*ends), fed_by[slice(*ends)]) for ends in itertools.pairwise(first)]
+
+
+def _level(passes: slice, sources: list[Ints]) -> Level:
+    sets = {own.tobytes(): own for own in sources if len(own)}
+    numbers = {name: number for number, name in enumerate(sets)}
+    set_of = [numbers[own.tobytes()] for own in sources if len(own)]
+    starts = np.cumsum([0, *(len(own) for own in sets.values())])[:-1]
+    return Level(
+        passes=passes, fed=np.flatnonzero([len(own) > 0 for own in sources]), set_of=np.array(set_of, dtype=np.int64),
+        starts=starts, sources=np.concatenate([*sets.values(), np.empty(0, dtype=np.int64)]))

@@ -21,13 +21,14 @@ from disttrain_cli.analysis.database import Database
 from disttrain_cli.analysis.report_tables import (
     heat_map,
     lost_bars,
+    operations_table,
     predicted_table,
     ranks_table,
     table,
     tiles,
     units_table,
 )
-from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.analysis.result import Analysis, JobSummary
 from disttrain_cli.analysis.timeline import drawable, representative_steps
 from disttrain_cli.spec.files import write_whole
 
@@ -82,6 +83,7 @@ def write_report(analysis: Analysis, database: Database, images: list[Path], out
         "BODY": "\n".join(
             part
             for part in (
+                _rehearsed(job),
                 _verdict(analysis),
                 tiles(job),
                 _timeline(timelines),
@@ -121,6 +123,10 @@ def _json(value: Any) -> str:
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
     return text
+
+
+def _rehearsed(job: JobSummary) -> str:
+    return f'<section class="rehearsed">{escape(job.rehearsed)}</section>' if job.rehearsed is not None else ""
 
 
 def _verdict(analysis: Analysis) -> str:
@@ -222,7 +228,8 @@ def _curves(database: Database) -> str:
 
 
 def _predicted(analysis: Analysis) -> str:
-    return predicted_table(analysis.predicted_vs_measured) if analysis.predicted_vs_measured else ""
+    rows = [row for row in analysis.predicted_vs_measured if row.unit is None or row.what == "stage_ms"]
+    return (predicted_table(rows) if rows else "") + (operations_table(analysis) if analysis.operations else "")
 
 
 def _images(images: list[Path]) -> str:

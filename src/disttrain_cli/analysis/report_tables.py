@@ -24,12 +24,10 @@ _FIGURES = {
     "sequences_per_s": "sequences per second",
     "mfu": "MFU",
     "bubble_fraction": "bubble",
-    "forward_ms": "forward per slot",
-    "backward_ms": "backward per slot",
     "stage_ms": "slowest stage per slot",
 }
 #: Rows and columns of a picture or table; what is beyond is left out and said.
-MOST_RANKS, MOST_CELLS = 256, 32
+MOST_RANKS, MOST_CELLS, MOST_OPERATIONS = 256, 32, 40
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -126,10 +124,7 @@ def predicted_table(rows: Sequence[Comparison]) -> str:
         return percent(value) if measure == "fraction" else f"{value:.4g} {escape(measure)}"
 
     def both(row: Comparison | None) -> list[str]:
-        if row is None:
-            return ["–", ""]
-        kind = "far" if abs(row.error_pct) > 25 else "off" if abs(row.error_pct) > 10 else ""
-        return [figure(row.predicted, row.measure), f'<span class="{kind}">{row.error_pct:+.1f} %</span>']
+        return ["–", ""] if row is None else [figure(row.predicted, row.measure), _error(row.error_pct)]
 
     cells = []
     for unit, what in dict.fromkeys((row.unit, row.what) for row in rows):
@@ -150,6 +145,34 @@ def predicted_table(rows: Sequence[Comparison]) -> str:
         + table(["Figure", "Measured", "Plan", "off by", "Profile, same work", "off by"], cells)
         + "</section>"
     )
+
+
+def operations_table(analysis: Analysis) -> str:
+    """Where prediction and measurement part, operation by operation; the largest effect on a step first."""
+    rows = [
+        [escape(row.place), escape(row.operation), "–" if row.planned is None else f"{row.planned:.4g}",
+         f"{row.predicted:.4g}", f"<b>{row.measured:.4g}</b>", _error(row.error_pct), f"{row.per_step:.3g}",
+         f"{row.effect_ms:+.3f}", percent(row.share_of_step)]
+        for row in analysis.operations[1:1 + MOST_OPERATIONS]
+    ]
+    more = max(0, len(analysis.operations) - 1 - len(rows))
+    note = f" {more} operations with smaller ones are left out." if more else ""
+    return (
+        '<section id="operations"><h2>Prediction and measurement by operation</h2><p class="note">ms, without '
+        f"waiting for other ranks; the largest error in a step first. Transfers are named by the stage before the cut."
+        f"{note}</p>"
+        + table(["Where", "Operation", "Plan", "Profile, same work", "Measured", "off by", "Per step", "adds",
+                 "Of the step"], rows)
+        + "</section>"
+    )
+
+
+def _error(error_pct: float | None) -> str:
+    """An error in percent, marked beyond 10 and 25."""
+    if error_pct is None:
+        return "–"
+    kind = "far" if abs(error_pct) > 25 else "off" if abs(error_pct) > 10 else ""
+    return f'<span class="{kind}">{error_pct:+.1f} %</span>'
 
 
 def ranks_table(analysis: Analysis) -> str:

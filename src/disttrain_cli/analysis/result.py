@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
+from disttrain_cli.data.drift import Drift
 from disttrain_cli.spec.files import Strict
 
 
@@ -13,6 +14,7 @@ class JobSummary(Strict):
     """The job as a whole, over the measured steps."""
 
     run: str = Field(description="Name of the last start that was analysed.")
+    rehearsed: str | None = Field(description="How emulated devices stood for the cluster; null where none did.")
     layout: str = Field(description="Units with TP, DP and PP, in pipeline order.")
     ranks: int
     steps: int = Field(description="Steps recorded.")
@@ -128,6 +130,39 @@ class Comparison(Strict):
     error_pct: float = Field(description="(measured − predicted) ÷ predicted.")
 
 
+class OperationRow(Strict):
+    """One operation, as planned, as the profile expects it for the recorded work, and as measured."""
+
+    unit: str | None = Field(description="Unit of the plan, or null for the whole step.")
+    stage: int | None = Field(description="Stage of the unit; of a transfer the one before the cut.")
+    module: str | None
+    operation: str = Field(
+        description="forward, backward: mean per slot; transfer_*: one crossing without waiting, median; send_*: time "
+        "that a rank takes to hand over; load: waiting for data; reduce, step: without waiting for other ranks; "
+        "iteration: the whole step."
+    )
+    planned: float | None = Field(description="What the plan expected of mean data, where it says.")
+    predicted: float = Field(description="What the profile expects for the work that was recorded.")
+    measured: float
+    measure: str = Field(description="Unit of the three figures.")
+    error_pct: float | None = Field(description="(measured − predicted) ÷ predicted; null where no time is expected.")
+    per_step: float = Field(description="How often one rank does it, or waits for it, in a step.")
+    share_of_step: float = Field(description="Time of all of them on one rank ÷ time of the step.")
+
+    @property
+    def place(self) -> str:
+        """Where it happens, in words."""
+        if self.unit is None:
+            return "job"
+        of = f", {self.module}" if self.module not in (None, self.unit) else ""
+        return f"{self.unit} stage {self.stage}{of}"
+
+    @property
+    def effect_ms(self) -> float:
+        """How much longer or shorter the steps of its rank are than predicted."""
+        return (self.measured - self.predicted) * self.per_step
+
+
 class Slowest(Strict):
     """The slowest stage, replica or slot against the mean of its kind."""
 
@@ -162,6 +197,8 @@ class Analysis(Strict):
     ranks: list[RankSummary]
     what_if: WhatIf | None = Field(description="Null when no step could be replayed.")
     predicted_vs_measured: list[Comparison]
+    operations: list[OperationRow] = Field(description="Prediction and measurement by operation, largest error first.")
+    drift: list[Drift] = Field(description="What of the data has moved away from what the plan was made for.")
     slowest: list[Slowest]
     warnings: list[str]
 

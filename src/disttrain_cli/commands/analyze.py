@@ -15,6 +15,8 @@ from disttrain_cli.spec.rundir import RunDir
 if TYPE_CHECKING:
     from disttrain_cli.analysis.result import Analysis
 
+MOST_OPERATIONS = 12  # rows shown; --json has all of them
+
 EPILOG = """Examples:
 
 $ disttrain analyze
@@ -107,6 +109,8 @@ def _answer(console: Console, folders: list[Path], query: str) -> None:
 
 def _render(console: Console, found: Analysis) -> None:
     verdict, job = found.verdict, found.job
+    if job.rehearsed is not None:
+        console.say(job.rehearsed)
     console.say(verdict.headline)
     place = ", ".join(f"{name} {value}" for name, value in verdict.place.model_dump().items() if value is not None)
     console.say(f"Where       {place}" if place else "Where       the whole job")
@@ -142,7 +146,13 @@ def _render(console: Console, found: Analysis) -> None:
                   ["what", "unit", "basis", "predicted", "measured", "in", "error"],
                   [[row.what, row.unit or "job", row.basis, _figure(row.predicted), _figure(row.measured),
                     row.measure, f"{row.error_pct:+.1f} %"]
-                   for row in found.predicted_vs_measured if row.unit is None or row.what == "stage_ms"])
+                   for row in found.predicted_vs_measured if row.unit is None])
+    console.table(
+        "By operation in ms, the largest error in a step first",
+        ["where", "operation", "plan", "profile, same work", "measured", "error", "per step", "adds ms", "of the step"],
+        [[row.place, row.operation, _figure(row.planned), _figure(row.predicted), _figure(row.measured),
+          "–" if row.error_pct is None else f"{row.error_pct:+.1f} %", f"{row.per_step:.3g}", f"{row.effect_ms:+.3f}",
+          percent(row.share_of_step)] for row in found.operations[1:1 + MOST_OPERATIONS]])
 
 
 def _figure(value: Any) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,12 +23,17 @@ from disttrain_cli.commands.common import (
 )
 from disttrain_cli.commands.plan_tables import (
     needs,
+    show_changes,
     show_layout,
     show_runners_up,
     show_sensitivity,
     show_strategies,
 )
 from disttrain_cli.console import Console
+from disttrain_cli.errors import SpecError
+
+if TYPE_CHECKING:
+    from disttrain_cli.spec.plan import Plan
 
 EPILOG = """Examples:
 
@@ -70,6 +75,7 @@ def run(
     """Choose GPUs and parallelism for every module, exactly."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
+    from disttrain_cli.planning.changes import changes, not_comparable
     from disttrain_cli.planning.check import check_device, not_run
     from disttrain_cli.planning.explain import explain
     from disttrain_cli.planning.picture import gantt, svg
@@ -84,9 +90,15 @@ def run(
     costs = read_profile(profile or opened.dir.profile)
     if profile is None:  # who names a profile means its device
         check_device(opened.file, costs)
-    found = solve(opened.file, costs, gpus=gpus, strategy=strategy.value, top=top)
-    path = write_plan(out or opened.dir.plan, found)
     cluster = cluster_of(opened.file, costs, gpus)
+    found = solve(opened.file, costs, gpus=gpus, strategy=strategy.value, top=top)
+    before_path = out if out is not None and out.is_file() else opened.dir.plan
+    before = plan_in_place(console, before_path)
+    another = before and not_comparable(before, found)
+    change = changes(before, found, opened.file, costs, cluster) if before and not another else None
+    if another:
+        console.note(f"Not compared with {short_path(before_path)}: it was made for {another}.")
+    path = write_plan(out or opened.dir.plan, found)
     units = units_of(costs, cluster, found.plan)
     step = simulated_step(costs, found.plan, cluster)
     picture = write_whole(path.with_name(path.name.removesuffix(".yaml") + ".svg"),
@@ -97,9 +109,11 @@ def run(
     refused = not_run(found, opened.file, costs)
     console.result(found.model_dump(mode="json") | {
         "explanation": asdict(why), "sensitivity": asdict(what_if) if what_if else None,
+        "changes": asdict(change) if change else None,
         "not_run": [reason._asdict() for reason in refused], "picture": str(picture), "path": str(path)}, path)
     show_layout(console, found, why, cluster.gpus)
     columns = terminal_columns()
+    show_changes(console, change, short_path(before_path), columns)
     console.say("\n" + "\n".join(textwrap.fill(line, columns, subsequent_indent=10 * " ")
                                  for line in [*why.sentences, *needs(found)]))
     show_strategies(console, found, why)
@@ -117,6 +131,19 @@ def run(
                  f"Wrote {short_path(path)} and {short_path(picture)}")
     if not refused:
         console.hint(next_command("train", run_file, plan=out))
+
+
+def plan_in_place(console: Console, path: Path) -> Plan | None:
+    """The plan that is there already; None, and a note, where it cannot be read."""
+    from disttrain_cli.spec.plan import read_plan
+
+    if not path.is_file():
+        return None
+    try:
+        return read_plan(path)
+    except SpecError as error:
+        console.note(f"Not compared with {short_path(path)}: {error.what}.")
+        return None
 
 
 def terminal_columns() -> int:

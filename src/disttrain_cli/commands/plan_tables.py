@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from disttrain_cli.commands.common import percent
 
 if TYPE_CHECKING:
     from disttrain_cli.console import Console
+    from disttrain_cli.planning.changes import Changes, Moved, Value
     from disttrain_cli.planning.explain import Explanation
     from disttrain_cli.planning.sensitivity import Change, Sensitivity
     from disttrain_cli.spec.plan import Layout, Plan, Traffic
@@ -39,6 +41,33 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
     console.table("Units, in pipeline order",
                   ["unit", *(["modules"] if several else []), "TP", "DP", "PP", "devices", "layers per stage",
                    *(["recomputes"] if recomputes else []), "ms per slot", "MFU", "peak / limit GiB"], rows)
+
+
+def show_changes(console: Console, found: Changes | None, path: str, columns: int) -> None:
+    """What the new plan changes against the one in place, and whether that is worth it."""
+    if found is None:
+        return
+    console.table(f"What changes against the plan in place, {path}", ["unit", "what", "before", "now"],
+                  [[change.unit or "all", change.what, _value(change.before), _value(change.after)]
+                   for change in found.differences])
+    console.say("\n" + textwrap.fill(worth_it(found), columns))
+
+
+def worth_it(found: Changes) -> str:
+    """Whether a new plan is worth its change, as sentences."""
+    new = _seconds(found.new_s)
+    if found.old_now_s is None or found.gain_pct is None:
+        return f"The plan in place does not fit any more. {found.unfit}. This one takes {new} per step."
+    moved = [f"{unit.unit} {_ms(unit.then_ms)} → {_ms(unit.now_ms)}" for unit in found.moved if _differs(unit)]
+    why = (f" It was predicted to take {_seconds(found.old_iteration_s)} when it was made"
+           + (f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}." if moved else "."))
+    old = f"takes {_seconds(found.old_now_s)} per step under this profile"
+    if not found.differences:
+        return f"The plan in place is still good: this one is the same, and {old}.{why}"
+    more = f"{abs(found.gain_pct):.2g} % {'more' if found.gain_pct >= 0 else 'fewer'} sequences per second"
+    if found.keep:
+        return f"The plan in place is still good: it {old}; this one {new}: {more}.{why}"
+    return f"The plan in place {old}; this one {new}: {more}.{why}"
 
 
 def show_strategies(console: Console, plan: Plan, explanation: Explanation) -> None:
@@ -149,6 +178,21 @@ def _trained(layout: Layout) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _value(value: Value) -> str:
+    from disttrain_cli.planning.explain import runs
+
+    return _yes(value) if isinstance(value, bool) else runs(value) if isinstance(value, list) else str(value)
+
+
+def _differs(unit: Moved) -> bool:
+    """Whether a stage's time moved by what is worth a word."""
+    return abs(unit.now_ms - unit.then_ms) > 5e-3 * unit.then_ms
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3g} ms" if value < 1e3 else f"{value:,.0f} ms"
 
 
 def _yes(value: bool) -> str:

@@ -22,6 +22,7 @@ from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from disttrain_cli.profiling.calibrate import Change
     from disttrain_cli.spec.profile import LinkTimes, Profile
 
 EPILOG = """Examples:
@@ -30,10 +31,13 @@ $ disttrain profile
 $ disttrain profile demo/disttrain.yaml --device cpu
 $ disttrain profile --device analytic:A800
 $ disttrain profile --json --quiet > profile.json
+$ disttrain profile --calibrate runs/demo
+$ disttrain profile --calibrate runs/demo/rehearsal
 
 Builds the sample index, then measures forward and backward of every module over the data's own sizes. With
 analytic:NAME nothing is measured but preprocessing: the layers' operators are counted and timed by the catalogue's
-figures, for machines that are not here.
+figures, for machines that are not here. With --calibrate nothing is measured: the profile of a recorded run is
+corrected by its traces, and what it replaces is kept as profile.json.before.
 """
 
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
@@ -42,16 +46,27 @@ DEVICE_HELP = ("Where to measure: auto (what the run file says, then CUDA where 
                f"analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other whose cluster.peak_tflops "
                "and cluster.memory_gib the run file gives.")
 
+CALIBRATE_HELP = ("Folder of a recorded run, real or rehearsed (runs/NAME, runs/NAME/rehearsal): fit the cost models "
+                  "of its profile to its traces instead of measuring.")
+CalibrateOption = Annotated[Path | None, typer.Option(metavar="RUN", help=CALIBRATE_HELP)]
+
 
 def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|analytic:NAME", help=DEVICE_HELP)] = "auto",
+    calibrate: CalibrateOption = None,
     out: OutOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Find out what every module, link and sample costs, here or on a device of the catalogue."""
     console = Console(json_mode=json_mode, quiet=quiet)
+    if calibrate is not None:
+        if device != "auto":
+            raise UsageError("--calibrate and --device exclude each other",
+                             "--calibrate measures nothing: the run's own device stays", "disttrain profile --help")
+        _calibrate(console, run_file, calibrate, out)
+        return
     if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
         raise UsageError(f"There is no device {device!r}", "allowed: auto, cpu, cuda, analytic:NAME",
                          "disttrain profile --help")
@@ -65,6 +80,38 @@ def run(
     console.result(profile.model_dump(mode="json") | {"path": str(path)}, path)
     _render(console, profile, path)
     console.hint(next_command("plan", run_file, profile=out))
+
+
+def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | None) -> None:
+    """Correct the profile of a recorded run by its traces."""
+    opened = open_run(run_file)
+    from disttrain_cli.profiling.calibrate import calibrate
+    from disttrain_cli.spec.files import write_whole
+
+    found = calibrate([recorded], opened)
+    path = out or opened.dir.profile
+    before = path.with_name(f"{path.name}.before")
+    replaced = path.is_file()
+    if replaced:
+        path.replace(before)
+    write_whole(path, found.profile.model_dump_json(indent=2) + "\n")
+    console.result(found.profile.model_dump(mode="json") | {
+        "path": str(path), "calibration": [change.model_dump(mode="json") for change in found.changes],
+        "notes": found.notes}, path)
+    console.say(f"Calibrated {found.profile.provenance['calibrated']}")
+    console.table("What the profile said and what the run took", ["", "", "before", "after", "", "change", "rows",
+                  "error before", "after"], [_change_cells(change) for change in found.changes])
+    for note in found.notes:
+        console.note(f"Note: {note}")
+    console.note(f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if replaced else ""))
+    console.hint(next_command("plan", run_file, profile=out))
+
+
+def _change_cells(change: Change) -> list[str]:
+    errors = ["" if error is None else f"{error:.1f} %" for error in (change.error_before_pct, change.error_after_pct)]
+    moved = "" if change.change_pct is None else f"{change.change_pct:+.1f} %"
+    return [change.where, change.what, f"{change.before:.4g}", f"{change.after:.4g}", change.measure, moved,
+            f"{change.rows:,}", *errors]
 
 
 def _render(console: Console, profile: Profile, path: Path) -> None:

@@ -30,6 +30,7 @@ EPILOG = """Examples:
 
 $ disttrain train
 $ disttrain train --dry-run
+$ disttrain train --rehearse
 $ disttrain train --steps 200 --resume
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
@@ -48,11 +49,14 @@ def run(
         int | None, typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    rehearse: Annotated[bool, typer.Option(
+        "--rehearse", help="Run the plan on emulated devices: real processes, messages and schedule, computing is "
+        "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show ranks, groups and memory; start nothing.")] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Train by the plan; write checkpoints and traces."""
+    """Train by the plan, or rehearse it on emulated devices; write checkpoints and traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
     from disttrain_cli.planning.check import check, not_run, refuse_not_run
@@ -67,14 +71,19 @@ def run(
             console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
         console.hint(next_command("train", run_file, plan=plan, steps=steps))
         return
-    refuse_not_run(chosen, opened.file, profile)
+    refuse_not_run(chosen, opened.file, profile, rehearsing=rehearse)
+    if rehearse:
+        from disttrain_cli.commands.rehearsal import run_rehearsal
+
+        run_rehearsal(console, opened, chosen, profile, steps, resume)
+        return
     from disttrain_cli.runtime.train import train
 
     with console.progress() as progress:
         live = LiveStep(progress)
         result = train(opened, chosen, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live)
     console.result(result, result.run_dir)
-    _render(console, result, chosen)
+    _render(console, result, chosen, profile)
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
                  else f"disttrain analyze {short_path(opened.dir.root)}")
 
@@ -82,16 +91,17 @@ def run(
 class LiveStep:
     """Progress that shows the latest step's figures, and how long the rest will take, while training."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, learns: bool = True) -> None:
+        self._progress, self._learns = progress, learns  # a rehearsal has no losses
         self._figures = ""
         self._first: tuple[float, int] | None = None
 
     def on_step(self, step: dict[str, Any]) -> None:
         """Take in one finished step."""
-        parts = [f"loss {step['loss']:.4f} ({_losses(step)})", f"{step['sequences_per_s']:.2f} sequences/s",
+        learned = [f"loss {step['loss']:.4f} ({_losses(step)})"] if self._learns else []
+        parts = [*learned, f"{step['iteration_s']:.3f} s per step", f"{step['sequences_per_s']:.2f} sequences/s",
                  f"MFU {percent(step['mfu'])}", f"data wait {1000 * step['data_wait_s']:.0f} ms",
-                 f"grad norm {_number(step['grad_norm'], '.3g')}"]
+                 *([f"grad norm {_number(step['grad_norm'], '.3g')}"] if self._learns else [])]
         self._figures = "  ".join(parts)
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -113,7 +123,7 @@ def _losses(step: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in step["losses"].items() if value is not None)
 
 
-def _render(console: Console, result: TrainResult, chosen: Plan) -> None:
+def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profile) -> None:
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
     shown = [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)] if gaps > 0 else steps
@@ -128,6 +138,7 @@ def _render(console: Console, result: TrainResult, chosen: Plan) -> None:
         console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")
     for name, value in result.reference_losses.items():
         console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
+    say_drift(console, profile, chosen, steps, Path(result.run_dir))
     if result.resumed_from_step is not None:
         console.say(f"Resumed from step {result.resumed_from_step}")
     for sample in result.skipped_samples[:3]:
@@ -139,6 +150,17 @@ def _render(console: Console, result: TrainResult, chosen: Plan) -> None:
     console.say(f"Traces      {short_path(Path(result.trace))}")
     if result.images:
         console.say(f"Images      {len(result.images)} generated in {short_path(Path(result.images[0]).parent)}")
+
+
+def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[str, Any]], folder: Path) -> None:
+    """Say what of the data has moved away from what the plan was made for."""
+    from disttrain_cli.data.drift import drift
+
+    found = drift(profile, [step | {"sequences": plan.plan.global_batch_size} for step in steps])
+    for moved in found:
+        console.say(f"{moved.sentence}.")
+    if found:
+        console.say(f"Plan for these data: disttrain profile --calibrate {short_path(folder)} && disttrain plan")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -33,6 +33,7 @@ class Cost:
     forward_ms: Floats
     backward_ms: Floats
     flops: Floats  # forward and backward of all ranks of the TP group
+    forward_flops: Floats  # the forward's part of them
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Stage:
     after: int  # number of the stage that takes its output; as many as there are stages for the last
     cut_bytes: float  # that one packed sequence sends to that stage
     gradients_back: bool  # whether something up to here is trained, so that gradients come back over the cut
+    begins: list[str]  # modules whose first layer it holds: it loads their inputs
 
     @property
     def name(self) -> str:
@@ -75,7 +77,8 @@ def stages_of(profile: Profile, layout: Layout) -> list[Stage]:
             trains = trains or bool(parameters)
             after = len(stages) + 1 if index + 1 < unit.pp else first[following(place, llm)]
             stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)), after,
-                                _cut_bytes(profile, unit, *own[-1]), trains))
+                                _cut_bytes(profile, unit, *own[-1]), trains,
+                                [name for name, layer in own if layer == 0]))
     return stages
 
 
@@ -91,11 +94,11 @@ def _cut_bytes(profile: Profile, unit: UnitPlan, name: str, layer: int) -> float
 def _costs(profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]) -> Iterator[Cost]:
     """Costs of each module on a stage, from (module, kind of layer, what its backward does) of every layer."""
     for name in dict.fromkeys(module for module, _, _ in kinds):
-        rows = np.zeros((3, 4))
+        rows = np.zeros((4, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
             shard = shard_of(profile.modules[name], kind, unit.tp)
-            parts = ([shard.forward_ms], backward_parts(shard, does, unit.checkpointing),
-                     flops_parts(profile.modules[name].costs[kind], does))
+            counted = flops_parts(profile.modules[name].costs[kind], does)
+            parts = ([shard.forward_ms], backward_parts(shard, does, unit.checkpointing), counted, counted[:1])
             rows += kinds.count((name, kind, does)) * np.array([_sum(polynomials) for polynomials in parts])
         yield Cost(name, *rows)
 

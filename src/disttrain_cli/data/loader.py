@@ -19,11 +19,10 @@ from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import shard_label
-from disttrain_cli.data.ordering import CostsOf, count_costs, order_step
-from disttrain_cli.data.packing import Packing, SequenceStream
+from disttrain_cli.data.orders import Orders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
-from disttrain_cli.data.sizes import sizes_of
+from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import Ints, Slot, SlotBatch, StepOrder
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
@@ -50,9 +49,9 @@ class _Pending:
 class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
-    `fields` are keys of `models.layer.FIELDS`: pixels, tokens, layout, context, labels, targets. `costs` gives the
-    policy `paper` its integer costs per sequence. An image to read that cannot be decoded becomes a blank one, an
-    image to generate gets weight 0; both are named in `skipped`, once each.
+    `fields` are keys of `models.layer.FIELDS`: pixels, tokens, layout, context, labels, targets. An image to read
+    that cannot be decoded becomes a blank one, an image to generate gets weight 0; both are named in `skipped`, once
+    each.
     """
 
     def __init__(
@@ -66,16 +65,14 @@ class Loader:
         replica: int,
         fields: frozenset[str] | set[str],
         first_step: int = 0,
-        costs: CostsOf = count_costs,
     ) -> None:
         assert inputs == index.inputs
         self.skipped: list[Skipped] = []
         self._opened, self._run, self._inputs, self._layout, self._index = run, run.file, inputs, layout, index
-        self._unit, self._replica, self._fields, self._costs = unit, replica, frozenset(fields), costs
+        self._unit, self._replica, self._fields = unit, replica, frozenset(fields)
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(index, self._tokenizer)
-        self._stream = SequenceStream(index, run.file.train.seed)
-        self._steps: dict[int, tuple[StepOrder, Packing]] = {}  # touched by the planner thread only
+        self._orders = Orders(run.file, layout, index)  # touched by the planner thread only
         self._pending: dict[int, Future[_Pending]] = {}
         self._broken: set[int] = set()
         self._bad_limit = run.file.data.max_bad_fraction * int((index.kinds != TEXT).sum())
@@ -94,9 +91,13 @@ class Loader:
 
     def order(self, step: int) -> StepOrder:
         """What every replica of every unit does in a step; the next step's order is begun in the background."""
-        wanted = self._planner.submit(self._step, step)
-        self._planner.submit(self._step, step + 1)
+        wanted = self._planner.submit(self._orders.of, step)
+        self._planner.submit(self._orders.of, step + 1)
         return wanted.result()[0]
+
+    def sizes(self, step: int) -> Sizes:
+        """Sizes of the sequences of a step's global batch, in the order of the data."""
+        return self._planner.submit(lambda: sizes_of(self._orders.of(step)[1])).result()
 
     def fetch(self, step: int, slot: int) -> SlotBatch:
         """Inputs of this replica for one slot.
@@ -131,20 +132,10 @@ class Loader:
                 "Repair the shards, or raise data.max_bad_fraction.",
             )
 
-    def _step(self, step: int) -> tuple[StepOrder, Packing]:
-        if step not in self._steps:
-            size = self._layout.global_batch_size
-            batch = self._stream.batch(step * size, size)
-            order = order_step(batch, self._layout, step, self._run.train.ordering,
-                               self._costs(sizes_of(batch), self._inputs))
-            self._steps = {number: kept for number, kept in self._steps.items() if number >= step - 2}
-            self._steps[step] = (order, batch)
-        return self._steps[step]
-
     def _start(self, number: int) -> _Pending:
         """Allocate a slot's arrays and hand out the work of filling them."""
         step, place = divmod(number, self._layout.microbatches)
-        order, batch = self._step(step)
+        order, batch = self._orders.of(step)
         slot = order.slots[place]
         own = slot.replicas[self._unit][self._replica]
         pending = _Pending({"image_grids": slot.image_grid[own.images]})

@@ -5,12 +5,14 @@ The same amounts as `Slot.work` gives for the slots of `order_step`, without bui
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.levelling import even_shares, owners
 from disttrain_cli.data.sizes import Sizes
-from disttrain_cli.data.slots import Ints
+from disttrain_cli.data.slots import Ints, StepOrder
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 
@@ -38,6 +40,12 @@ def replica_loads(sizes: Sizes, inputs: ModelInputs, layout: Layout, places: Int
                 shares = even_shares(counts[places].sum(axis=(1, 2)), unit.dp)
                 loads[module] = shares[..., None] * np.array(head.work(1))
     return loads
+
+
+def order_loads(order: StepOrder, layout: Layout, kinds: Mapping[str, str]) -> dict[str, Floats]:
+    """The same from the order of a step; `kinds` of the modules by name."""
+    return {module: np.array([[slot.work(kinds[module], items) for items in slot.replicas[unit.name]]
+                              for slot in order.slots]) for unit in layout.units for module in unit.modules}
 
 
 def _levelled_images(sizes: Sizes, places: Ints, dp: int) -> Floats:

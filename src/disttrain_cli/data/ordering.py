@@ -11,7 +11,7 @@ Under every policy encoders and generators on their own units are levelled image
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 
 #: Integer cost of each sequence of a batch, by module name.
 Costs = Mapping[str, Ints]
-CostsOf = Callable[[Sizes, ModelInputs], Costs]
 
 NO_ITEMS: Ints = np.zeros(0, dtype=np.int64)
 

@@ -31,10 +31,19 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
         if theirs != mine:
             raise MismatchError(f"The plan was made for another {what}", f"{what} of the plan: {theirs}; here: {mine}",
                                 "Plan again: disttrain plan")
+    check_layout(plan, run, profile)
+    _check_choices(plan, run)
+
+
+def check_layout(plan: Plan, run: RunFile, profile: Profile) -> None:
+    """Refuse a layout that the model, the global batch or the devices do not allow.
+
+    Raises:
+        SpecError: modules, layers, batch, rank count or TP do not fit; both values are named.
+    """
     _check_modules(plan, profile)
     _check_batch(plan, run, profile)
     _check_ranks(plan, run, profile)
-    _check_choices(plan, run)
 
 
 def check_device(run: RunFile, profile: Profile) -> None:
@@ -57,6 +66,7 @@ class NotRun(NamedTuple):
     what: str  # a noun: "tensor parallelism"
     why: str
     next_step: str
+    rehearsed: bool = True  # whether emulated devices can do it
 
 
 def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
@@ -81,7 +91,8 @@ def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
                             f"give {encoded[0]} no vae, so that it denoises pixels, and profile again"))
     if profile.inputs.audio is not None:
         audio = profile.inputs.audio.module
-        found.append(NotRun("audio", f"model.modules.{audio}", f"remove {audio} from model.modules and profile again"))
+        found.append(NotRun("audio", f"model.modules.{audio}", f"remove {audio} from model.modules and profile again",
+                            rehearsed=False))
     if run.data.distribution is not None:
         found.append(NotRun("sizes without data", f"data.distribution: {run.data.distribution.name}",
                             "name a dataset in data.sources and profile again"))
@@ -99,18 +110,21 @@ def frozen_parts(profile: Profile, trained: list[str] | None) -> list[str]:
     return [part for part in parts if part not in trained]
 
 
-def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
-    """Refuse, by name, a plan that training does not run yet (`not_run`).
+def refuse_not_run(plan: Plan, run: RunFile, profile: Profile, rehearsing: bool = False) -> None:
+    """Refuse, by name, a plan that training, or a rehearsal, does not run yet (`not_run`).
 
     Raises:
         SpecError: every reason and a remedy for each.
     """
-    found = not_run(plan, run, profile)
+    found = [reason for reason in not_run(plan, run, profile) if not (rehearsing and reason.rehearsed)]
     if found:
         steps = "; ".join(reason.next_step for reason in found)
-        raise SpecError("This version does not train with " + ", nor with ".join(reason.what for reason in found),
+        instead = "" if rehearsing or not all(reason.rehearsed for reason in found) else (
+            " Or try the plan on emulated devices: disttrain train --rehearse")
+        raise SpecError(f"This version does not {'rehearse' if rehearsing else 'train'} with "
+                        + ", nor with ".join(reason.what for reason in found),
                         "\n".join(f"{reason.what}: {reason.why}" for reason in found),
-                        f"{steps[0].upper()}{steps[1:]}.")
+                        f"{steps[0].upper()}{steps[1:]}.{instead}")
 
 
 def _check_choices(plan: Plan, run: RunFile) -> None:

@@ -6,6 +6,7 @@ rendering.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -253,13 +254,13 @@ def differences(layout: Layout, other: Layout) -> str:
 
 def layers(unit: UnitPlan) -> str:
     """Layers of a unit's stages with runs together: [8, 8, 8, 6] as "8×3, 6"."""
-    runs: list[list[int]] = []
-    for count in unit.layers_per_stage:
-        if runs and runs[-1][0] == count:
-            runs[-1][1] += 1
-        else:
-            runs.append([count, 1])
-    return ", ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in runs)
+    return runs(unit.layers_per_stage)
+
+
+def runs(counts: list[int]) -> str:
+    """Numbers with equal neighbours together: [8, 8, 8, 6] as "8×3, 6"."""
+    found = [(count, len(list(same))) for count, same in itertools.groupby(counts)]
+    return ", ".join(f"{count}×{times}" if times > 1 else str(count) for count, times in found)
 
 
 def _ratio(name: str, plan: Plan, other: Baseline | None) -> Ratio:

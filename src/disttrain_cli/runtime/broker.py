@@ -29,6 +29,7 @@ class Broker:
     dtype: torch.dtype
     device: torch.device
     pending: list[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=list)
+    known: dict[tuple[int, str, str], list[Route]] = field(default_factory=dict)  # routes of this step
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
         """Start sending the rows of every spec; returns (bytes, the peer's rank, or -1 for several or none)."""
@@ -79,11 +80,16 @@ class Broker:
             for work in works:
                 work.wait()
         self.pending.clear()
+        self.known.clear()
         return waited
 
     def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
-        return routes(slot, spec.item, spec.rows, (self.place.unit.name, self.place.replica),
-                      self.neighbour.unit.name)
+        """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way back."""
+        key = (id(slot), spec.item, spec.rows)  # the engine holds the slots of a step until it drains
+        if key not in self.known:
+            self.known[key] = routes(slot, spec.item, spec.rows, (self.place.unit.name, self.place.replica),
+                                     self.neighbour.unit.name)
+        return self.known[key]
 
 
 def _gather(tensor: Tensor, route: Route) -> Tensor:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -27,7 +28,6 @@ from disttrain_cli.runtime.grid import UnitGrid
 from disttrain_cli.runtime.stage import StageRunner
 from disttrain_cli.runtime.topology import Place
 from disttrain_cli.runtime.tracing import Tracer
-from disttrain_cli.spec.work import Work
 
 
 class StageModule(PipelineModule):
@@ -129,7 +129,7 @@ class UnitEngine(PipelineEngine):
                     slot = backwards - 1
                 else:
                     slot = -1
-                self._INSTRUCTION_MAP[kind](self, slot)
+                getattr(self, self._INSTRUCTION_MAP[kind])(slot)
                 forwards += kind is schedule.ForwardPass
                 backwards += kind is schedule.BackwardPass
 
@@ -190,16 +190,22 @@ class UnitEngine(PipelineEngine):
             for parameter in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        super()._exec_reduce_grads()
+        self._reduce_gradients()
         self.tracer.record("reduce", start, bytes=sum(p.numel() * p.element_size() for p in self.module.parameters())
                            if self.place.unit.dp > 1 else 0)
 
     def _step(self, slot: int) -> None:
         start = self.tracer.now()
+        self._update()
+        self.tracer.record("step", start)
+
+    def _reduce_gradients(self) -> None:
+        super()._exec_reduce_grads()
+
+    def _update(self) -> None:
         self._force_grad_boundary = True
         self._take_model_step(None)
         self._force_grad_boundary = False
-        self.tracer.record("step", start)
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Record one trace row per module, with the work that the slot brings to it."""
@@ -207,37 +213,38 @@ class UnitEngine(PipelineEngine):
             start = self.tracer.now()
 
             def after() -> None:
-                work, images, sequences = self._work(slot, module)
-                self.tracer.record(operation, start, slot=slot, module=module, tokens=int(work.tokens),
-                                   images=images, sequences=sequences, sum_length_sq=int(work.sum_length_sq))
+                current = self.order.slots[slot]
+                items = current.replicas[self.place.unit.name][self.place.replica]
+                self.tracer.record(operation, start, slot=slot, module=module,
+                                   **amounts(current, self.module_kinds[module], items))
             return after
         return before
 
-    def _work(self, slot: int, module: str) -> tuple[Work, int, int]:
-        kind, current = self.module_kinds[module], self.order.slots[slot]
-        items: ReplicaItems = current.replicas[self.place.unit.name][self.place.replica]
-        images = {"encoder": len(items.images), "llm": _images_of(current, items),
-                  "generator": len(items.targets)}[kind]
-        return current.work(kind, items), images, len(items.sequences)
+    def _nothing(self, slot: int) -> None:
+        """Tied weights do not exist; every stage loads what its layers need in `_forward`."""
 
-    #: The base class's map holds its own functions (trap 4).
+    #: By name, so that subclasses may replace one: the base class's map holds its own functions (trap 4).
     _INSTRUCTION_MAP = {  # noqa: RUF012
-        schedule.OptimizerStep: _step,
-        schedule.ReduceGrads: _reduce,
-        schedule.ReduceTiedGrads: lambda self, slot: None,
-        schedule.LoadMicroBatch: lambda self, slot: None,  # every stage loads what its layers need, in `_forward`
-        schedule.ForwardPass: _forward,
-        schedule.BackwardPass: _backward,
-        schedule.SendActivation: _send_activation,
-        schedule.RecvActivation: _receive_activation,
-        schedule.SendGrad: _send_gradient,
-        schedule.RecvGrad: _receive_gradient,
+        schedule.OptimizerStep: "_step",
+        schedule.ReduceGrads: "_reduce",
+        schedule.ReduceTiedGrads: "_nothing",
+        schedule.LoadMicroBatch: "_nothing",
+        schedule.ForwardPass: "_forward",
+        schedule.BackwardPass: "_backward",
+        schedule.SendActivation: "_send_activation",
+        schedule.RecvActivation: "_receive_activation",
+        schedule.SendGrad: "_send_gradient",
+        schedule.RecvGrad: "_receive_gradient",
     }
 
 
-def _images_of(slot: Slot, items: ReplicaItems) -> int:
-    """Images read in the sequences of an LLM replica."""
-    return sum(int((slot.image_sequence == sequence).sum()) for sequence in items.sequences)
+def amounts(slot: Slot, kind: str, items: ReplicaItems) -> dict[str, int]:
+    """What a trace row says of the work that some items of a slot bring to a module of a kind."""
+    work = slot.work(kind, items)
+    images = {"encoder": len(items.images), "generator": len(items.targets),
+              "llm": int(np.isin(slot.image_sequence, items.sequences).sum())}[kind]
+    return {"tokens": int(work.tokens), "images": images, "sequences": len(items.sequences),
+            "sum_length_sq": int(work.sum_length_sq)}
 
 
 def _world_norm(tensors: Sequence[Tensor], weight: float, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 from disttrain_cli.runtime.topology import Place
 from disttrain_cli.spec.files import write_whole
-from disttrain_cli.spec.trace import STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 
 SEGMENT_ROWS = 20_000
 _NOTHING = {"slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0,
@@ -35,7 +35,8 @@ class SegmentWriter:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64()}
+        kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
+                 "list<int64>": pa.list_(pa.int64())}
         schema = pa.schema([(name, kinds[kind]) for name, kind in self.columns.items()])
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(self.rows, schema=schema), sink, compression="zstd")
@@ -47,24 +48,17 @@ class SegmentWriter:
 class Tracer:
     """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic counter."""
 
-    def __init__(self, folder: Path, run: str, place: Place, synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int]) -> None:
         self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run)
-        self._offset = time.time_ns() - time.perf_counter_ns()
-        self._synchronize = synchronize
+        self.now = clock
         self.step = 0
         self._place: dict[str, Any] = {"run": run, "unit": place.unit.name, "stage": place.stage.index,
                                        "replica": place.replica, "tp_rank": 0, "rank": place.rank,
                                        "host": socket.gethostname()}
 
-    def now(self) -> int:
-        """The time, after the device has finished what it was given."""
-        if self._synchronize is not None:
-            self._synchronize()
-        return time.perf_counter_ns() + self._offset
-
-    def record(self, operation: str, start_ns: int, **amounts: Any) -> int:
-        """Add a row that ends now; returns its duration in ns."""
-        end_ns = self.now()
+    def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
+        """Add a row, which ends now unless told otherwise; returns its duration in ns."""
+        end_ns = self.now() if end_ns is None else end_ns
         self._writer.rows.append(self._place | _NOTHING | amounts | {
             "step": self.step, "operation": operation, "start_ns": start_ns, "end_ns": end_ns})
         return end_ns - start_ns
@@ -79,6 +73,22 @@ class Tracer:
         self._writer.flush()
 
 
+def wall_clock(synchronize: Callable[[], None] | None = None) -> Callable[[], int]:
+    """A clock that gives the time after the device has finished what it was given."""
+    offset = time.time_ns() - time.perf_counter_ns()
+
+    def now() -> int:
+        if synchronize is not None:
+            synchronize()
+        return time.perf_counter_ns() + offset
+    return now
+
+
 def step_writer(folder: Path, run: str) -> SegmentWriter:
     """Writer of the per-step rows (rank 0)."""
     return SegmentWriter(folder / "steps", STEP_COLUMNS, run)
+
+
+def size_writer(folder: Path, run: str) -> SegmentWriter:
+    """Writer of the sizes of a few sequences of every step (rank 0)."""
+    return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run)

@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from disttrain_cli.costs.flops import mfu, module_flops
+from disttrain_cli.costs.flops import mfu
+from disttrain_cli.costs.layout import amount, stages_of
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.loads import order_loads
+from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import checkpoint
-from disttrain_cli.runtime.assemble import build_engine
+from disttrain_cli.runtime.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.checkpoint_folder import latest
+from disttrain_cli.runtime.engine import UnitEngine
 from disttrain_cli.runtime.process import joined
 from disttrain_cli.runtime.topology import build_topology
-from disttrain_cli.runtime.tracing import Tracer, step_writer
+from disttrain_cli.runtime.tracing import Tracer, size_writer, step_writer, wall_clock
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import OptimizerSpec, Run, read_run
+from disttrain_cli.spec.trace import SIZES_PER_STEP
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -51,48 +57,78 @@ def main(payload: dict[str, Any]) -> None:
     with ExitStack() as stack:
         device = stack.enter_context(joined(profile.device.kind, run.file.train.timeout_s))
         tracer = Tracer(run.dir.traces, payload["name"], place,
-                        torch.cuda.synchronize if device.type == "cuda" else None)
+                        wall_clock(torch.cuda.synchronize if device.type == "cuda" else None))
         stack.callback(tracer.close)
         engine = build_engine(run, plan, topology, place, device, tracer)
-        resumed = latest(run.dir.checkpoints) if payload["resume"] else None
         index = read_index(run, profile.inputs)
-        first = checkpoint.load(resumed, run.file.model_fingerprint(), index.fingerprint, engine) if resumed else 0
+        first = resume(run, run.dir, index.fingerprint, engine) if payload["resume"] else 0
         loader = stack.enter_context(Loader(
             run, profile.inputs, plan.plan, index, unit=place.unit.name,
             replica=place.replica, fields=fields, first_step=first))
-        _train(run, plan, profile, payload, engine, loader, first, device)
+        run_steps(run, plan.plan, profile, Task(run.dir, payload["name"], first, int(payload["steps"]),
+                                                Path(payload["steps_file"])),
+                  engine, loader, fetcher(loader, device, message_dtype(run.file.train)))
+        if loader.skipped:
+            Path(payload["skipped_dir"], f"skipped-rank-{place.rank:05d}.json").write_text(
+                json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))
 
 
-def _train(run: Run, plan: Plan, profile: Profile, payload: dict[str, Any], engine: Any, loader: Loader,
-           first: int, device: torch.device) -> None:
+@dataclass(frozen=True)
+class Task:
+    """What a start has to do, and where it leaves its artefacts."""
+
+    dir: RunDir
+    name: str
+    first: int  # step
+    last: int
+    steps_file: Path  # to which rank 0 appends a line per step
+
+
+class Data(Protocol):
+    """What the steps take their orders from."""
+
+    def order(self, step: int) -> StepOrder:
+        """What every replica of every unit does in a step."""
+        ...
+
+    def sizes(self, step: int) -> Sizes:
+        """Sizes of the sequences of a step's global batch, in the order of the data."""
+        ...
+
+
+def resume(run: Run, folder: RunDir, data_fingerprint: str, engine: UnitEngine) -> int:
+    """Load the newest checkpoint, if there is one; returns its step."""
+    newest = latest(folder.checkpoints)
+    return checkpoint.load(newest, run.file.model_fingerprint(), data_fingerprint, engine) if newest else 0
+
+
+def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: UnitEngine, data: Data,
+              fetch_of: Callable[[StepOrder], Callable[[int], Batch]]) -> None:
     """The step loop: train, report, checkpoint."""
-    train, dtype = run.file.train, torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
-    last, rank0 = int(payload["steps"]), engine.place.rank == 0
-    steps = step_writer(run.dir.traces, payload["name"])
-    for step in range(first, last):
-        engine.tracer.step = step
-        order = loader.order(step)
-        fetch = fetcher(loader, order, device, dtype)
-        start = time.perf_counter()
-        rate = learning_rate(train.optimizer, step)
-        engine.run_step(order, fetch, rate)
-        losses = _world_losses(run, engine, device)
-        row = _step_row(run, step_flops(profile, plan.plan, order), profile, payload["name"], order, losses,
-                        engine.grad_norm(), rate, time.perf_counter() - start)
+    train, rank0, tracer = run.file.train, engine.place.rank == 0, engine.tracer
+    writers = steps, sizes = step_writer(task.dir.traces, task.name), size_writer(task.dir.traces, task.name)
+    for step in range(task.first, task.last):
+        tracer.step = step
+        order = data.order(step)
+        start_ns, rate = tracer.now(), learning_rate(train.optimizer, step)
+        engine.run_step(order, fetch_of(order), rate)
+        losses = _world_losses(run, engine)
+        end_ns = tracer.now()
         if rank0:
-            steps.rows.append(row | {"end_ns": engine.tracer.now()})
-            _publish(Path(payload["steps_file"]), row)
+            row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
+            row |= {"run": task.name, "grad_norm": engine.grad_norm(), "learning_rate": rate}
+            steps.rows.append(row | {"end_ns": end_ns})
+            sizes.rows += [{"run": task.name, "step": step} | own for own in _some_sizes(data.sizes(step))]
+            _publish(task.steps_file, row)
         every = train.checkpoint.every_steps
-        if step + 1 == last or (every and (step + 1) % every == 0):
-            begun = engine.tracer.now()
-            checkpoint.save(run.dir.checkpoints, step + 1, run.file.model_fingerprint(),
+        if step + 1 == task.last or (every and (step + 1) % every == 0):
+            begun = tracer.now()
+            checkpoint.save(task.dir.checkpoints, step + 1, run.file.model_fingerprint(),
                             profile.fingerprints.data, engine, train.checkpoint.keep)
-            engine.tracer.record("checkpoint", begun)
-            steps.flush()
-        engine.tracer.end_step()
-    if loader.skipped:
-        Path(payload["skipped_dir"], f"skipped-rank-{engine.place.rank:05d}.json").write_text(
-            json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))
+            tracer.record("checkpoint", begun)
+            for writer in writers:
+                writer.flush()
+        tracer.end_step()
 
 
 def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
@@ -100,11 +136,11 @@ def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
     return optimizer.lr * min(1.0, (step + 1) / max(1, optimizer.warmup_steps))
 
 
-def fetcher(loader: Loader, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Callable[[int], Batch]:
-    """What the engine calls to wait for this rank's inputs of a slot."""
-    def fetch(slot: int) -> Batch:
-        return to_batch(loader.fetch(order.step, slot), order, device, dtype)
-    return fetch
+def fetcher(loader: Loader, device: torch.device, dtype: torch.dtype) -> Callable[[StepOrder], Callable[[int], Batch]]:
+    """For a step, what the engine calls to wait for this rank's inputs of a slot."""
+    def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
+        return lambda slot: to_batch(loader.fetch(order.step, slot), order, device, dtype)
+    return fetch_of
 
 
 def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -122,37 +158,44 @@ def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: t
         label_tokens=float(max(1, order.label_tokens)), targets=float(max(1, order.targets)))
 
 
-def _world_losses(run: Run, engine: Any, device: torch.device) -> dict[str, float]:
+def _world_losses(run: Run, engine: UnitEngine) -> dict[str, float]:
     """Losses of the global batch (sums over ranks, unweighted) and the longest data wait in seconds."""
     weights = run.file.model.loss_weights
     own = engine.runner.take_losses()
-    sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64, device=device)
-    longest = torch.tensor([engine.data_wait_ns / 1e9], dtype=torch.float64, device=device)
+    sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64, device=engine.device)
+    longest = torch.tensor([engine.data_wait_ns / 1e9], dtype=torch.float64, device=engine.device)
     dist.all_reduce(sums)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     text, image = sums.tolist()
-    return {"loss": text + image, "text": text / weights.text if weights.text else 0.0,
-            "image": image / weights.image if weights.image else 0.0, "data_wait_s": float(longest)}
+    return {"loss": text + image, "loss_text": text / weights.text if weights.text else 0.0,
+            "loss_image": image / weights.image if weights.image else 0.0, "data_wait_s": float(longest)}
 
 
-def _step_row(run: Run, flops: float, profile: Profile, name: str, order: StepOrder, losses: dict[str, float],
-              grad_norm: float, rate: float, iteration_s: float) -> dict[str, Any]:
-    """One row of `spec.trace.STEP_COLUMNS`, without its end."""
-    return {"run": name, "step": order.step, "loss": losses["loss"], "loss_text": losses["text"],
-            "loss_image": losses["image"], "grad_norm": grad_norm, "learning_rate": rate,
-            "iteration_s": iteration_s, "sequences_per_s": run.file.train.global_batch_size / iteration_s,
-            "mfu": mfu(flops, iteration_s, profile.device, int(os.environ["WORLD_SIZE"])),
-            "data_wait_s": losses["data_wait_s"],
+def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, float],
+              iteration_s: float) -> dict[str, Any]:
+    """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed."""
+    flops = step_flops(profile, layout, order)
+    return {"step": order.step, **losses, "iteration_s": iteration_s,
+            "sequences_per_s": run.file.train.global_batch_size / iteration_s,
+            "mfu": mfu(flops, iteration_s, profile.device, layout.gpus_used),
             "tokens": int(sum(slot.sequence_tokens.sum() for slot in order.slots)),
             "images": sum(len(slot.image_sequence) for slot in order.slots),
             "targets": order.targets, "model_flops": flops}
 
 
+def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
+    for number in range(min(SIZES_PER_STEP, len(sizes))):
+        images = sizes.patches[sizes.image_start[number]:sizes.image_start[number + 1]]
+        yield {"tokens": int(sizes.tokens[number]), "length_sq": int(sizes.length_sq[number]),
+               "images": images.tolist(), "targets": int(sizes.targets[number]), "clips": int(sizes.clips[number])}
+
+
 def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> float:
     """Model FLOPs of a global batch, forward and backward, from the counted models."""
-    return sum(module_flops(profile, name, slot.work(module.kind, items), layout.trained)
-               for slot in order.slots for name, module in profile.modules.items()
-               for items in slot.replicas[layout.unit_of(name).name])
+    loads = order_loads(order, layout, {name: module.kind for name, module in profile.modules.items()})
+    return sum(float(amount(cost.flops, loads[cost.module]).sum()) for stage in stages_of(profile, layout)
+               for cost in stage.costs)
 
 
 def _publish(path: Path, row: dict[str, Any]) -> None:

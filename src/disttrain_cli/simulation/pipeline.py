@@ -6,23 +6,43 @@ side by side end together. The two have different parities, so at every step a s
 it waits for its own last one and for the one that its neighbour did a step before. All replicas of all stages lie in
 one vector; what each of them waits for depends on the step's parity only and is looked up beforehand. Where several
 stages hand over to one, it waits for the others of them too. Sends do not hold up the sender. A slot enters a unit
-when all replicas of the unit before have finished it, because images are split over replicas one by one.
+when all replicas of the unit before have finished it, because images are split over replicas one by one. Where the
+data of a slot have to be prepared, its forward waits for them too (`feeding`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.simulation.feeding import Feed, feeds_of, load_waits_s
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 
 Ints = NDArray[np.int64]
 
 
 def simulate(pipeline: Pipeline) -> Timeline:
-    """Timeline of one training step. O(steps · replicas of all stages); two tables of that size are kept."""
+    """Timeline of one training step, the first of a run. O(steps · replicas of all stages), in memory too."""
+    return simulate_steps([pipeline])[0]
+
+
+def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
+    """Timelines of consecutive steps, the first of them the run's first; times from the start of each step.
+
+    All ranks begin a step together, when the one before is over; what was prepared ahead of it is ready.
+    """
+    feeds, timelines = feeds_of(pipelines), []
+    for pipeline in pipelines:
+        timelines.append(_step(pipeline, feeds))
+        for feed in feeds:
+            feed.end_step(timelines[-1].iteration_s)
+    return timelines
+
+
+def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
+    """One step; the feeds go on from the one before."""
     slots, stages, _ = pipeline.forward_s.shape
     to_end = pipeline.to_end
     depth, before = to_end.max() - to_end, [pipeline.before(stage) for stage in range(stages)]
@@ -46,6 +66,9 @@ def simulate(pipeline: Pipeline) -> Timeline:
     clock = np.zeros(ranks + stages + 1)  # end of every rank's last operation, the latest of every stage, and 0
     own, latest = clock[:ranks], clock[ranks:-1]
     held = np.empty(ranks)
+    fed = [(feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1])) for feed in feeds]
+    for feed in feeds:
+        feed.begin_step(pipeline)
     for step in range(steps):
         start = starts[step]
         np.take(clock, sources[step % 2], out=start, mode="clip")
@@ -54,6 +77,10 @@ def simulate(pipeline: Pipeline) -> Timeline:
         for ranks_of, other, transfer_s in joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
         np.maximum(start, own, out=start)
+        for feed, begins, ranks_of in fed:
+            slot, between = divmod(step - begins, 2)
+            if 0 <= slot < slots and not between:
+                start[ranks_of] = feed.fetch(slot, start[ranks_of])
         np.add(start, spent_s[step], out=own)
         np.maximum.reduceat(own, first[:-1], out=latest)
     ends = spent_s
@@ -63,7 +90,8 @@ def simulate(pipeline: Pipeline) -> Timeline:
         for table, values in zip(forward if is_forward else backward, (starts, ends), strict=True):
             table[:, stage, :pipeline.replicas[stage]] = values[steps_of, first[stage]:first[stage + 1]]
     return Timeline(forward[0], forward[1], backward[0], backward[1],
-                    float((latest + pipeline.reduce_s).max()) + pipeline.step_s)
+                    float((latest + pipeline.reduce_s).max()) + pipeline.step_s,
+                    None if pipeline.load_s is None else load_waits_s(pipeline, feeds))
 
 
 def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:

@@ -18,7 +18,8 @@ def speed(busy: int, cores: int, shared_by: int) -> float:
 
 
 def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
-    """Timeline of one training step of ranks that share `cores` cores."""
+    """Timeline of one training step of ranks that share `cores` cores; their data are always there."""
+    assert pipeline.load_s is None
     slots, stages, _ = pipeline.forward_s.shape
     shape = pipeline.forward_s.shape
     starts = {True: np.full(shape, np.nan), False: np.full(shape, np.nan)}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import Stage, amount, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -28,3 +32,12 @@ def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: di
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
+
+
+def fed(pipeline: Pipeline, profile: Profile, stages: Sequence[Stage], loads: Mapping[str, Floats], workers: int,
+        prefetch: int) -> Pipeline:
+    """The step with data that `workers` cores prepare for every replica, `prefetch` slots ahead; `loads` as above."""
+    load_s = np.zeros_like(pipeline.forward_s)
+    for number, stage in enumerate(stages):
+        load_s[:, number, :stage.unit.dp] = prepare_s(profile, stage, loads, workers)
+    return dataclasses.replace(pipeline, load_s=load_s, prefetch=prefetch)

@@ -29,6 +29,8 @@ class Pipeline:
     transfer_s: Floats  # [S-1] time of one crossing between a stage and the one after it, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
+    load_s: Floats | None = None  # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
+    prefetch: int = 1  # slots that are prepared ahead of the one that a replica asks for
 
     @property
     def present(self) -> NDArray[np.bool_]:
@@ -58,6 +60,7 @@ class Timeline:
     backward_start: Floats
     backward_end: Floats
     iteration_s: float
+    load_wait_s: Floats | None = None  # [n, S, R] from asking for a slot's data to having them, where they are prepared
 
     @property
     def busy_s(self) -> Floats:

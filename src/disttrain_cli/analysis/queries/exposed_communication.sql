@@ -1,11 +1,13 @@
--- What share of the ranks' time moves tensors while the rank computes nothing? Waiting for a peer is not counted:
+-- What share of the devices' time moves tensors while the rank computes nothing? A rank counts as often as it stands
+-- for devices. Waiting for a peer is not counted:
 -- a receive counts from the latest start of the sends that feed it, a reduction from its last member's arrival.
 -- Which sends feed a receive: those of its peer where one is recorded, else of its replica in the same unit, else of
 -- the whole neighbouring stage.
 WITH moving AS (
-    SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer, pp,
+    SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer, pp, devices_per_rank AS devices,
            if(operation LIKE '%activation', 'activation', 'gradient') AS kind
-    FROM operations WHERE measured AND (operation LIKE 'send%' OR operation LIKE 'receive%')
+    FROM operations JOIN units USING (unit, pp)
+    WHERE measured AND (operation LIKE 'send%' OR operation LIKE 'receive%')
 ), received AS (
     SELECT *, depth + if(kind = 'activation', -1, 1) AS source,
            stage = if(kind = 'activation', 0, pp - 1) AS crosses
@@ -17,26 +19,28 @@ WITH moving AS (
 ), by_stage AS (
     SELECT step, slot, kind, depth, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
 ), fed AS (
-    SELECT r.start_ns, r.end_ns, p.start_ns AS sent_ns FROM received r JOIN sent p ON r.peer = p.rank
+    SELECT r.devices, r.start_ns, r.end_ns, p.start_ns AS sent_ns FROM received r JOIN sent p ON r.peer = p.rank
         AND r.step = p.step AND r.slot = p.slot AND r.kind = p.kind
     UNION ALL
-    SELECT r.start_ns, r.end_ns, b.sent_ns FROM received r JOIN by_replica b ON r.step = b.step AND r.slot = b.slot
+    SELECT r.devices, r.start_ns, r.end_ns, b.sent_ns FROM received r JOIN by_replica b ON r.step = b.step AND r.slot = b.slot
         AND r.kind = b.kind AND r.source = b.depth AND r.replica = b.replica
     WHERE r.peer < 0 AND NOT r.crosses
     UNION ALL
-    SELECT r.start_ns, r.end_ns, s.sent_ns FROM received r JOIN by_stage s ON r.step = s.step AND r.slot = s.slot
+    SELECT r.devices, r.start_ns, r.end_ns, s.sent_ns FROM received r JOIN by_stage s ON r.step = s.step AND r.slot = s.slot
         AND r.kind = s.kind AND r.source = s.depth
     WHERE r.peer < 0 AND r.crosses
 ), reductions AS (
-    SELECT step, rank, end_ns - least(end_ns, max(start_ns) OVER (PARTITION BY step, unit, stage, tp_rank, place)) AS ns
-    FROM (SELECT *, row_number() OVER (PARTITION BY rank, step ORDER BY start_ns) AS place
-          FROM operations WHERE measured AND operation = 'reduce' AND bytes > 0)
+    SELECT step, rank, end_ns - least(end_ns, max(start_ns) OVER (PARTITION BY step, unit, stage, tp_rank, place)) AS ns,
+           devices
+    FROM (SELECT *, row_number() OVER (PARTITION BY rank, step ORDER BY start_ns) AS place, devices_per_rank AS devices
+          FROM operations JOIN units USING (unit, pp) WHERE measured AND operation = 'reduce' AND bytes > 0)
 ), exposed AS (
-    SELECT (SELECT coalesce(sum(end_ns - greatest(start_ns, least(end_ns, sent_ns))), 0) FROM fed) AS received_ns,
-           (SELECT coalesce(sum(end_ns - start_ns), 0) FROM moving WHERE operation LIKE 'send%') AS sent_ns,
-           (SELECT coalesce(sum(duration_ns), 0) FROM operations WHERE measured AND operation = 'wait') AS waited_ns,
-           (SELECT coalesce(sum(ns), 0) FROM reductions) AS reduced_ns,
-           (SELECT sum(window_s * ranks) FROM windows WHERE measured) AS available_s
+    SELECT (SELECT coalesce(sum(devices * (end_ns - greatest(start_ns, least(end_ns, sent_ns)))), 0) FROM fed) AS received_ns,
+           (SELECT coalesce(sum(devices * (end_ns - start_ns)), 0) FROM moving WHERE operation LIKE 'send%') AS sent_ns,
+           (SELECT coalesce(sum(devices_per_rank * duration_ns), 0) FROM operations JOIN units USING (unit, pp)
+            WHERE measured AND operation = 'wait') AS waited_ns,
+           (SELECT coalesce(sum(devices * ns), 0) FROM reductions) AS reduced_ns,
+           (SELECT sum(window_s * devices_per_rank) FROM idle JOIN units USING (unit)) AS available_s
 )
 SELECT (received_ns + sent_ns + waited_ns + reduced_ns) / 1e9 / available_s AS fraction, received_ns / 1e9 AS received_s,
        sent_ns / 1e9 AS sent_s, waited_ns / 1e9 AS waited_s, reduced_ns / 1e9 AS reduced_s

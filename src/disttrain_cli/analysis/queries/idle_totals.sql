@@ -1,7 +1,11 @@
--- Where does the time of the ranks go? Shares of the window of a step, over all ranks and measured steps.
-SELECT sum(compute_s) / sum(window_s) AS compute, sum(warmup_s) / sum(window_s) AS warmup,
-       sum(drain_s) / sum(window_s) AS drain, sum(other_unit_s) / sum(window_s) AS other_unit,
-       sum(other_stage_s) / sum(window_s) AS other_stage, sum(data_wait_s) / sum(window_s) AS data_wait,
-       sum(transfer_s) / sum(window_s) AS transfer, sum(update_s) / sum(window_s) AS update,
-       sum(gap_s) / sum(window_s) AS gap, avg(data_wait_s) AS data_wait_s
-FROM idle;
+-- Where does the time of the devices go? Shares of the window of a step, over all devices and measured steps; a rank
+-- counts as often as it stands for devices.
+WITH weighted AS (SELECT i.*, u.devices_per_rank AS devices FROM idle i JOIN units u USING (unit)),
+total AS (SELECT sum(window_s * devices) AS s FROM weighted)
+SELECT sum(compute_s * devices) / any_value(s) AS compute, sum(warmup_s * devices) / any_value(s) AS warmup,
+       sum(drain_s * devices) / any_value(s) AS drain, sum(other_unit_s * devices) / any_value(s) AS other_unit,
+       sum(other_stage_s * devices) / any_value(s) AS other_stage,
+       sum(data_wait_s * devices) / any_value(s) AS data_wait, sum(transfer_s * devices) / any_value(s) AS transfer,
+       sum(update_s * devices) / any_value(s) AS update, sum(gap_s * devices) / any_value(s) AS gap,
+       avg(data_wait_s) AS data_wait_s
+FROM weighted, total;

@@ -17,7 +17,7 @@ passes AS (
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation = 'load'), 0) AS load_ns,
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation LIKE 'receive%'), 0) AS received_ns,
            min(o.start_ns) FILTER (o.operation LIKE 'receive%') AS received_from_ns
-    FROM others o ASOF JOIN passes p ON o.step = p.step AND o.rank = p.rank AND o.start_ns <= p.start_ns
+    FROM others o ASOF JOIN passes p ON o.step = p.step AND o.rank = p.rank AND o.end_ns <= p.start_ns
     GROUP BY p.step, p.rank, p.slot, p.operation
 )
 SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth, p.predicted_s,
@@ -25,7 +25,7 @@ SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth,
        coalesce(q.load_ns, 0) / 1e9 AS load_s, coalesce(q.received_ns, 0) / 1e9 AS received_s,
        (coalesce(q.received_from_ns, p.start_ns) - c.start_ns) / 1e9 AS received_from_s,
        coalesce(q.covered_ns - q.load_ns - q.received_ns, 0) / 1e9 AS handover_s,
-       greatest(0, p.start_ns - coalesce(lag(p.end_ns) OVER (PARTITION BY p.step, p.rank ORDER BY p.start_ns), c.start_ns)
+       greatest(0, p.start_ns - coalesce(lag(p.end_ns) OVER (PARTITION BY p.step, p.rank ORDER BY p.start_ns, p.end_ns), c.start_ns)
                    - coalesce(q.covered_ns, 0)) / 1e9 AS gap_s
 FROM passes p JOIN chosen c USING (step)
 LEFT JOIN preceding q ON q.step = p.step AND q.rank = p.rank AND q.slot = p.slot AND q.operation = p.operation

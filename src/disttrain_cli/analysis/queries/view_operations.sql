@@ -10,8 +10,9 @@ SELECT t.*, u.first_depth + t.stage AS depth, u.pp,
             ELSE c.flops_base + c.flops_per_item * items + c.flops_per_token * t.tokens
                  + c.flops_per_length_sq * t.sum_length_sq END AS flops,
        CASE WHEN items + t.tokens + t.sum_length_sq = 0 THEN 0.0
-            ELSE c.ms_base + c.ms_per_item * items + c.ms_per_token * t.tokens
-                 + c.ms_per_length_sq * t.sum_length_sq END AS predicted_ms,
+            WHEN c.unit IS NOT NULL
+            THEN greatest(0.0, c.ms_base + c.ms_per_item * items + c.ms_per_token * t.tokens
+                                 + c.ms_per_length_sq * t.sum_length_sq) END AS predicted_ms,
        coalesce(w.measured, false) AS measured
 FROM trace t
 LEFT JOIN units u USING (unit)

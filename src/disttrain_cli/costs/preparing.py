@@ -1,0 +1,48 @@
+"""Time to prepare the data that a stage loads: images decoded, sequences put together, at the profile's rates.
+
+A stage loads for the modules whose first layer it holds. The profile's time of a sequence includes its images, so
+that the text's own share is what a mean sequence leaves beside them. Audio clips count as nothing: no rate is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.layout import Stage
+from disttrain_cli.spec.profile import Profile
+
+Floats = NDArray[np.float64]
+ROUNDING = 1e-9  # share of a sequence's time that is no text: rates of synthetic files differ by their images only
+
+
+def item_s(profile: Profile, module: str) -> float:
+    """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is known."""
+    inputs, rates, data = profile.inputs, profile.preprocess, profile.data
+    cached = inputs.target is not None and inputs.target.cached_latents  # nothing to decode
+    image_s, sequence_s = _each_s(rates.images_per_s_per_core), _each_s(rates.sequences_per_s_per_core)
+    item = inputs.item(module)
+    if item == "sequence":
+        text_s = sequence_s - image_s * (data.images + (0 if cached else data.targets)) / data.sequences
+        return text_s if text_s > ROUNDING * sequence_s else 0.0
+    return 0.0 if item == "audio" or (item == "target" and cached) else image_s
+
+
+def prepare_s(profile: Profile, stage: Stage, loads: Mapping[str, Floats], workers: int) -> Floats:
+    """[n slots, DP] seconds in which `workers` cores prepare what a stage loads for every replica in every slot.
+
+    Args:
+        loads: by module of the stage [n, DP, 3] work (`spec.work.Work`); or of some of the replicas.
+    """
+    slots, replicas, _ = loads[stage.costs[0].module].shape
+    seconds = np.zeros((slots, replicas))
+    for module in stage.begins:
+        seconds += loads[module][..., 0] * item_s(profile, module) / workers
+    return seconds
+
+
+def _each_s(rate: float) -> float:
+    """Seconds of each at so many per second; 0 means not known."""
+    return 1.0 / rate if rate > 0 else 0.0

@@ -1,0 +1,117 @@
+"""Whether the data that a run brings are still those that its plan was made for.
+
+The profile keeps the sizes of some sequences, the plan is the best for their mean and spread. Steps report sums over
+their sequences: a mean that lies further from the profile's than chance explains has moved,
+
+    z = (seen - planned) / (s · sqrt(1/N + 1/K)),
+
+with s the spread between the profile's K sequences and N the sequences seen (the two-sample standard error of a mean,
+as the profile's sequences are a sample too).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.profile import Profile, SizeSample
+
+Floats = NDArray[np.float64]
+LEAST_Z, LEAST_CHANGE_PCT = 4.0, 5.0  # both must be exceeded
+RECENT_STEPS = 50  # the last ones are judged, or the second half of a shorter run
+LEAST_SPREAD = 1e-3  # of the mean, where the profile's sequences are all alike
+
+
+class Drift(Strict):
+    """One mean that has moved."""
+
+    what: str = Field(description="Such as 'images read per sequence'.")
+    planned: float = Field(description="Mean of the sizes that the profile keeps.")
+    seen: float = Field(description="Mean of the last steps.")
+    change_pct: float | None = Field(description="(seen − planned) ÷ planned; null where there were none.")
+    z: float = Field(description="(seen − planned) ÷ its standard error.")
+    from_step: int | None = Field(None, description="The step from which on it is so; null: from the first on.")
+
+    @property
+    def sentence(self) -> str:
+        """For the user."""
+        change = "" if self.change_pct is None else f" ({self.change_pct:+.0f} %)"
+        since = "" if self.from_step is None else f", from step {self.from_step} on"
+        made_for = f"{self.planned:.3g}" if self.planned else "none"
+        return f"The data brings {self.seen:.3g} {self.what} where the plan was made for {made_for}{change}{since}"
+
+
+def drift(profile: Profile, steps: Sequence[Mapping[str, Any]], sizes: SizeSample | None = None) -> list[Drift]:
+    """What has moved significantly, the largest change first; nothing without steps.
+
+    Args:
+        profile: what the plan was made with.
+        steps: in order; each with the sums `tokens`, `images`, `targets` over its `sequences`, and `step`.
+        sizes: single sequences of the last steps, where they were recorded: images and samples may have grown though
+            there are as many as before.
+    """
+    planned = profile.data.sample
+    found = [*_from_steps(planned, steps), *(_from_sizes(planned, sizes) if sizes is not None else [])]
+    return sorted(found, key=lambda one: -abs(one.change_pct if one.change_pct is not None else math.inf))
+
+
+def recent(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The steps that are judged: those that show what the run reads now."""
+    return steps[-min(RECENT_STEPS, -(-len(steps) // 2)):] if steps else steps
+
+
+def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list[Drift]:
+    last = recent(steps)
+    count = sum(step["sequences"] for step in last)
+    if not count:
+        return []
+    found = []
+    for what, column, values in (("tokens per sequence", "tokens", planned.tokens),
+                                 ("images read per sequence", "images", [len(own) for own in planned.images]),
+                                 ("images generated per sequence", "targets", planned.targets)):
+        one = _judge(what, values, sum(step[column] for step in last) / count, count)
+        if one is not None:
+            sums, sequences = (np.array([step[name] for step in steps], dtype=float) for name in (column, "sequences"))
+            since = _change(sums, sequences, one)
+            found.append(one.model_copy(update={"from_step": int(steps[since]["step"]) if since else None}))
+    return found
+
+
+def _from_sizes(planned: SizeSample, seen: SizeSample) -> list[Drift]:
+    """Of single sequences: patches of an image, Σ length² of a sequence, audio clips."""
+    before, now = ({"patches per image": [patches for own in sample.images for patches in own],
+                    "Σ length² per sequence": sample.length_sq,
+                    "audio clips per sequence": sample.clips} for sample in (planned, seen))
+    found = [_judge(what, before[what], float(np.mean(now[what])), len(now[what]))
+             for what in before if before[what] and now[what]]
+    return [one for one in found if one is not None]
+
+
+def _judge(what: str, values: ArrayLike, seen: float, count: int) -> Drift | None:
+    """A mean of `count` sequences against the profile's own values; None unless it has moved."""
+    sample = np.asarray(values, dtype=float)
+    planned = float(sample.mean())
+    spread = max(float(sample.std()), LEAST_SPREAD * max(planned, seen))
+    if seen == planned:
+        return None
+    z = (seen - planned) / (spread * math.sqrt(1 / count + 1 / len(sample)))
+    change_pct = 100 * (seen - planned) / planned if planned else None
+    if abs(z) <= LEAST_Z or (change_pct is not None and abs(change_pct) <= LEAST_CHANGE_PCT):
+        return None
+    return Drift(what=what, planned=planned, seen=seen, change_pct=change_pct, z=z)
+
+
+def _change(sums: Floats, sequences: Floats, moved: Drift) -> int:
+    """Number of the first step that belongs to the new mean rather than the old one.
+
+    The likeliest one for a known step of the mean: where the sums over all steps before it stay furthest on the old
+    side of the middle between both (Page, Continuous inspection schemes, 1954).
+    """
+    away = (sums - sequences * (moved.planned + moved.seen) / 2) * math.copysign(1.0, moved.seen - moved.planned)
+    return int(np.concatenate([[0.0], np.cumsum(away)])[:-1].argmin())

@@ -1,0 +1,67 @@
+"""Correcting a sum of known terms: a factor ≥ 0 for each, from measurements that hold noise, stalls and slow ranks.
+
+measured = known + Σ factor · term. The common factor of all terms is the median ratio. Deviations from it are fitted
+by reweighted least squares of the relative error (Cauchy's weights: an outlier far away counts for nothing), with a
+ridge towards the common factor as weak as a prior of `SPREAD`: what the measurements cannot tell apart keeps the
+proportions it had.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: Standard deviation expected of a factor around the common one.
+SPREAD = 0.3
+#: Measurements that count: more of them are of the same few stages, whose errors are not independent.
+ENOUGH = 50
+#: Relative noise of a measurement, at least.
+LEAST_NOISE = 1e-3
+#: No factor makes a term vanish by the median alone.
+LEAST_FACTOR = 1e-3
+#: Residuals beyond so many standard deviations lose their weight (95 % efficiency on normal noise).
+CAUCHY = 2.385
+ROUNDS, GENTLE_ROUNDS = 30, 5
+CLOSE = 1e-7
+
+
+def fit_factors(terms: Floats, measured: Floats, known: Floats | None = None) -> Floats:
+    """Factors [U] of terms [N, U] that add up to what was measured [N].
+
+    Args:
+        terms: what each term adds to each measurement, ≥ 0, with a sum > 0 in every row.
+        known: what is already accounted for of each measurement [N].
+    """
+    from scipy.optimize import nnls
+
+    assert len(terms) and terms.sum(axis=1).min() > 0.0
+    known = np.zeros(len(terms)) if known is None else known
+    common = max(LEAST_FACTOR, float(np.median((measured - known) / terms.sum(axis=1))))
+    whole = known + common * terms.sum(axis=1)
+    rows, target = common * terms / whole[:, None], (measured - known) / whole
+    count = terms.shape[1]
+    share = np.ones(count)
+    for turn in range(ROUNDS):
+        residual = rows @ share - target
+        noise = max(LEAST_NOISE, 1.4826 * float(np.median(np.abs(residual))))
+        far = 1.0 + (residual / (CAUCHY * noise)) ** 2
+        weight = far ** (-0.5 if turn < GENTLE_ROUNDS else -1.0) * min(1.0, ENOUGH / len(rows)) / noise**2
+        root = np.sqrt(weight)[:, None]
+        small = np.linalg.qr(np.hstack([rows, target[:, None]]) * root).R
+        before, (share, _) = share, nnls(np.vstack([small[:, :count], np.eye(count) / SPREAD]),
+                                         np.concatenate([small[:, count], np.full(count, 1.0 / SPREAD)]))
+        if turn > GENTLE_ROUNDS and np.abs(share - before).max() < CLOSE:
+            break
+    return common * share
+
+
+def error_pct(predicted: Floats, measured: Floats) -> float:
+    """Mean absolute error in percent of the mean measurement: many alike, whose noise goes both ways."""
+    return float(100.0 * np.abs(predicted - measured).sum() / measured.sum())
+
+
+def each_error_pct(predicted: Floats, measured: Floats) -> float:
+    """Mean of the absolute errors in percent of each measurement: few and different, whose noise only adds."""
+    return float(100.0 * np.mean(np.abs(predicted - measured) / measured))

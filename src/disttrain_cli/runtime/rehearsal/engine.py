@@ -1,0 +1,97 @@
+"""The engine on emulated devices: reduction and optimizer step take the profile's time, traces name every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.engine import UnitEngine, amounts
+from disttrain_cli.runtime.rehearsal.device import Device
+from disttrain_cli.runtime.rehearsal.feeding import Feeder
+from disttrain_cli.runtime.tracing import Tracer
+
+
+class NodeTracer(Tracer):
+    """The traces of all replicas that a process stands for; what the process does, all of them do."""
+
+    def __init__(self, tracers: list[Tracer]) -> None:
+        self.tracers, self.now = tracers, tracers[0].now
+
+    @property
+    def step(self) -> int:
+        """Number of the step that rows belong to."""
+        return self.tracers[0].step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        for tracer in self.tracers:
+            tracer.step = number
+
+    def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
+        """Add a row to every replica's trace; returns its duration in ns."""
+        end_ns = self.now() if end_ns is None else end_ns
+        for tracer in self.tracers:
+            tracer.record(operation, start_ns, end_ns, **amounts)
+        return end_ns - start_ns
+
+    def end_step(self) -> None:
+        for tracer in self.tracers:
+            tracer.end_step()
+
+    def close(self) -> None:
+        for tracer in self.tracers:
+            tracer.close()
+
+
+class EmulatedEngine(UnitEngine):
+    """An engine whose rank stands for several replicas of its stage in lockstep."""
+
+    clock: Device
+    feeder: Feeder
+    reduce_s: float
+    optimizer_s: float
+
+    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch], learning_rate: float) -> None:
+        """One optimizer step."""
+        self.clock.begin()
+        super().run_step(order, fetch, learning_rate)
+        self.clock.end()
+
+    def _reduce_gradients(self) -> None:
+        super()._reduce_gradients()
+        self._together(self.module.mpu().dp_proc_group, self.reduce_s)
+
+    def _update(self) -> None:
+        super()._update()
+        self._together(None, self.optimizer_s)
+
+    def _together(self, group: dist.ProcessGroup | None, seconds: float) -> None:
+        """What a group begins together, when the last of its devices is free; None is all of them."""
+        latest = torch.tensor([self.clock.free_s], dtype=torch.float64)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
+        self.clock.arrive(float(latest))
+        self.clock.run(seconds)
+
+    def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
+        """Record one trace row per module and replica: a faster one ends before the slowest."""
+        assert isinstance(self.tracer, NodeTracer)
+        tracers, work = self.tracer.tracers, self.feeder.work(self.order.step)
+        items, current = self.feeder.items(self.order.step, slot), work.order.slots[slot]
+
+        def before(module: str) -> Callable[[], None]:
+            start = self.tracer.now()
+
+            def after() -> None:
+                spent = self.tracer.now() - start
+                own = work.seconds[operation][module][slot]
+                shares = own / own.max() if own.max() else own
+                for tracer, share, those in zip(tracers, shares, items, strict=True):
+                    tracer.record(operation, start, start + int(share * spent), slot=slot, module=module,
+                                  **amounts(current, self.module_kinds[module], those))
+            return after
+        return before

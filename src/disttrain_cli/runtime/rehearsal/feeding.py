@@ -1,0 +1,161 @@
+"""What a process does in every slot, and when its data are there: the rehearsal's place of the loader.
+
+The order of a step is the run's own, computed one step ahead by a thread. Times come from the cost models at the work
+of every replica. Nothing is decoded: preprocessing cores take the profile's time per image and sequence, one slot after
+the other, and no more than `preprocess.prefetch_slots` ahead, as `data.loader` does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.costs.layout import Cost, Stage, amount
+from disttrain_cli.costs.preparing import prepare_s
+from disttrain_cli.data.index import Index, open_index, read_index
+from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.sizes import Sizes, sizes_of
+from disttrain_cli.data.slots import ReplicaItems, StepOrder
+from disttrain_cli.models.layer import TensorSpec
+from disttrain_cli.runtime.rehearsal.device import Device
+from disttrain_cli.runtime.rehearsal.joining import Shares, joined_order, replicas_of
+from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch
+from disttrain_cli.runtime.routes import local_rows
+from disttrain_cli.runtime.topology import Place
+from disttrain_cli.simulation.faults import slowdown
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run, RunFile
+
+Floats = NDArray[np.float64]
+
+
+def rehearsed_index(run: Run, inputs: ModelInputs) -> Index:
+    """Sizes of the data that are rehearsed: the run's own, or those of `rehearse.distribution`.
+
+    Raises:
+        DataError, MismatchError: the run's index cannot be read, or its data changed.
+        SpecError: the images of the distribution do not fit the sequences.
+    """
+    other = run.file.rehearse.distribution
+    if other is not None:
+        data = run.file.data.model_copy(update={"sources": [], "distribution": other})
+        run = run.model_copy(update={"file": run.file.model_copy(update={"data": data})})
+    return open_index(run, inputs) if run.file.data.distribution is not None else read_index(run, inputs)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A step as one process sees it; k replicas are its own."""
+
+    order: StepOrder  # of the plan's layout
+    joined: StepOrder  # of the processes
+    sizes: Sizes
+    seconds: dict[str, dict[str, Floats]]  # "forward" or "backward" → by module [n, k], faults and noise included
+    waits: list[dict[str, tuple[float, float]]]  # by slot and module: forward and backward of the slowest replica
+    prepare_s: Floats  # [n] until the slot's data are prepared, from when the cores begin with it
+
+
+class Feeder:
+    """The steps' work of one process; use as a context manager."""
+
+    def __init__(self, run: RunFile, profile: Profile, layout: Layout, shares: Shares, index: Index, stage: Stage,
+                 place: Place, device: Device) -> None:
+        self._run, self._profile, self._layout, self._shares = run, profile, layout, shares
+        self._stage, self._place, self._device = stage, place, device
+        self.replicas = replicas_of(shares[place.unit.name], place.replica)
+        self._orders = Orders(run, layout, index)
+        self._planner = ThreadPoolExecutor(1, "order")
+        self._steps: dict[int, Future[StepWork]] = {}
+        self._prepared_s = 0.0
+        self._asked_s: deque[float] = deque(maxlen=run.preprocess.prefetch_slots + 1)  # when the last slots were
+
+    def __enter__(self) -> Feeder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._planner.shutdown(wait=True, cancel_futures=True)
+
+    def work(self, step: int) -> StepWork:
+        """A step's work; that of the next one is begun in the background."""
+        self._steps = {number: kept for number, kept in self._steps.items() if number >= step}
+        for number in (step, step + 1):
+            if number not in self._steps:
+                self._steps[number] = self._planner.submit(self._prepare, number)
+        return self._steps[step].result()
+
+    def order(self, step: int) -> StepOrder:
+        """What every process of every unit does in a step."""
+        return self.work(step).joined
+
+    def sizes(self, step: int) -> Sizes:
+        """Sizes of the sequences of a step's global batch, in the order of the data."""
+        return self.work(step).sizes
+
+    def items(self, step: int, slot: int) -> list[ReplicaItems]:
+        """What each of the process's replicas works on in a slot."""
+        own = self.work(step).order.slots[slot].replicas[self._place.unit.name]
+        return [own[replica] for replica in self.replicas]
+
+    def fetch(self, step: int, number: int) -> EmulatedBatch:
+        """Wait until a slot's data are there."""
+        work, asked_s = self.work(step), self._device.next_s
+        if self._asked_s:
+            self._asked_s.append(asked_s)
+        else:  # the cores know of the first slots when the first step begins
+            self._prepared_s = self._device.began_s
+            self._asked_s.extend([self._prepared_s] * (self._run.preprocess.prefetch_slots + 1))
+        self._prepared_s = max(self._prepared_s, self._asked_s[0]) + work.prepare_s[number] * self._device.time_scale
+        if self._prepared_s > asked_s:
+            self._device.arrive(self._prepared_s)
+        slot = work.joined.slots[number]
+
+        def rows(spec: TensorSpec) -> int:
+            return local_rows(slot, spec.item, spec.rows, self._place.unit.name, self._place.replica)
+        return EmulatedBatch(image_grids=[], rows=rows, seconds=work.waits[number])
+
+    def _prepare(self, step: int) -> StepWork:
+        order, batch = self._orders.of(step)
+        loads = self._loads(order)
+        noise = _noise(self._run, step, self._place.rank, (2, len(order.slots), len(self.replicas)))
+        parts = {"forward": noise[0], "backward": noise[1]}
+        seconds = {part: {cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs}
+                   for part, factor in parts.items()}
+        slowest = {part: sum(by_module.values(), np.zeros(noise.shape[1:])).argmax(axis=1)
+                   for part, by_module in seconds.items()}
+        waits = [{cost.module: (float(seconds["forward"][cost.module][slot, slowest["forward"][slot]]),
+                                float(seconds["backward"][cost.module][slot, slowest["backward"][slot]]))
+                  for cost in self._stage.costs} for slot in range(len(order.slots))]
+        prepared = prepare_s(self._profile, self._stage, loads, self._run.preprocess.workers)
+        return StepWork(order, joined_order(order, self._shares), sizes_of(batch), seconds, waits,
+                        (prepared * self._slowdown("worker")).max(axis=1))
+
+    def _loads(self, order: StepOrder) -> dict[str, Floats]:
+        """By module [n, k, 3] the work of the process's replicas."""
+        unit = self._place.unit.name
+        kinds = {cost.module: self._profile.modules[cost.module].kind for cost in self._stage.costs}
+        return {module: np.array([[slot.work(kind, slot.replicas[unit][replica]) for replica in self.replicas]
+                                  for slot in order.slots]) for module, kind in kinds.items()}
+
+    def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
+        return amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3 * self._slowdown("stage")
+
+    def _slowdown(self, what: str) -> Floats:
+        """[k] times as long because of injected faults; "stage" includes slow ranks."""
+        kinds = ("stage", "rank") if what == "stage" else (what,)
+        return np.array([np.prod([slowdown(self._run.rehearse.faults, kind, self._place.unit.name,
+                                           self._place.stage.index, replica) for kind in kinds])
+                         for replica in self.replicas])
+
+
+def _noise(run: RunFile, step: int, rank: int, shape: tuple[int, ...]) -> Floats:
+    """Factors around 1, the same whenever the step is rehearsed again."""
+    random = np.random.default_rng([run.train.seed, step, rank])
+    return np.maximum(0.1, 1.0 + run.rehearse.noise * random.standard_normal(shape))

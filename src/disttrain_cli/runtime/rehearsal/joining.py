@@ -1,0 +1,46 @@
+"""Replicas joined into processes: the layout, and the order of a step, as the processes of a rehearsal see them.
+
+A process takes the items of all its replicas, and for every slot the time of the slowest of them: its devices run in
+lockstep, which `simulation.grouping` simulates too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from disttrain_cli.data.slots import ReplicaItems, StepOrder
+from disttrain_cli.spec.plan import Layout
+
+#: By unit name, how many neighbouring replicas each process of its stages stands for.
+Shares = Mapping[str, Sequence[int]]
+
+
+def joined_layout(layout: Layout, shares: Shares) -> Layout:
+    """The layout with a unit's processes as its replicas."""
+    units = [unit.model_copy(update={"dp": len(shares[unit.name]), "gpus": unit.tp * len(shares[unit.name]) * unit.pp})
+             for unit in layout.units]
+    return layout.model_copy(update={"units": units, "gpus_used": sum(unit.gpus for unit in units)})
+
+
+def replicas_of(shares: Sequence[int], process: int) -> range:
+    """The replicas that a process of a unit's stages stands for."""
+    first = sum(shares[:process])
+    return range(first, first + shares[process])
+
+
+def joined_order(order: StepOrder, shares: Shares) -> StepOrder:
+    """The order with the items of each process's replicas put together."""
+    return replace(order, slots=[
+        replace(slot, replicas={unit: _joined(own, shares[unit]) for unit, own in slot.replicas.items()})
+        for slot in order.slots])
+
+
+def _joined(replicas: Sequence[ReplicaItems], shares: Sequence[int]) -> list[ReplicaItems]:
+    ends = list(itertools.accumulate(shares))
+    groups = [replicas[end - count:end] for end, count in zip(ends, shares, strict=True)]
+    return [ReplicaItems(*(np.concatenate([getattr(items, name) for items in group])
+                           for name in ("sequences", "images", "targets"))) for group in groups]

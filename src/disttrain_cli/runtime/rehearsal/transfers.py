@@ -1,0 +1,60 @@
+"""Emulated links: real messages between the processes, which count as arrived when the profile's links say so.
+
+Every message carries the time at which its device had finished; it arrives that much and the link's time later, or
+when it has really come, where that is later still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from disttrain_cli.data.slots import Slot
+from disttrain_cli.models.layer import TensorSpec
+from disttrain_cli.runtime.broker import Broker
+from disttrain_cli.runtime.rehearsal.device import Device
+
+
+@dataclass(kw_only=True)
+class EmulatedBroker(Broker):
+    """A broker whose links take `transfer_s` of the cluster's seconds per slot."""
+
+    clock: Device
+    transfer_s: float
+    full_specs: Sequence[TensorSpec]  # as the model has them: what the trace says was sent
+
+    def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
+        """Start sending; returns (bytes of the model's own tensors, the peer's rank)."""
+        _, peer = super().send(slot, tensors)
+        stamp = torch.tensor([self.clock.free_s], dtype=torch.float64)
+        for rank in self._peers(slot):
+            self.pending.append(([dist.isend(stamp, rank)], [stamp]))
+        return self._full_bytes(slot), peer
+
+    def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
+        """Wait for the rows and for the time at which they arrive."""
+        called_s = time.monotonic()
+        tensors, _, peer = super().receive(slot)
+        stamps = [(rank, torch.empty(1, dtype=torch.float64)) for rank in self._peers(slot)]
+        for work in [dist.irecv(stamp, rank) for rank, stamp in stamps]:
+            work.wait()
+        if stamps:
+            arrival_s = max(float(stamp) for _, stamp in stamps) + self.transfer_s * self.clock.time_scale
+            self.clock.arrive(arrival_s + max(0.0, time.monotonic() - max(called_s, arrival_s)))
+        return tensors, self._full_bytes(slot), peer
+
+    def _peers(self, slot: Slot) -> list[int]:
+        """Ranks with which any row is exchanged."""
+        replicas = {route.replica for spec in self.specs for route in self._routes(slot, spec)}
+        return [self.neighbour.ranks[replica] for replica in sorted(replicas)]
+
+    def _full_bytes(self, slot: Slot) -> int:
+        values = sum(route.rows * int(np.prod(spec.shape)) for spec in self.full_specs
+                     for route in self._routes(slot, spec))
+        return values * self.dtype.itemsize

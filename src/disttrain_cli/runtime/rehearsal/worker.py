@@ -1,0 +1,129 @@
+"""One process of a rehearsal: it builds its emulated stage, joins the others, and runs the steps.
+
+Called by `launch` with the payload that `rehearse.py` writes: that of training, and `shares` (replicas per process, by
+unit), `gpus_per_node`, `time_scale`, `began_ns` (monotonic clock).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of, transfers_s
+from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.models.graph import LayerInfo, layer_table, live_tensors
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.assemble import brokers, engine_parts, message_dtype
+from disttrain_cli.runtime.broker import Broker
+from disttrain_cli.runtime.process import joined
+from disttrain_cli.runtime.rehearsal.device import Device
+from disttrain_cli.runtime.rehearsal.engine import EmulatedEngine, NodeTracer
+from disttrain_cli.runtime.rehearsal.feeding import Feeder, rehearsed_index
+from disttrain_cli.runtime.rehearsal.joining import joined_layout
+from disttrain_cli.runtime.rehearsal.layers import EmulatedLayer, EmulatedModule, message_specs
+from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
+from disttrain_cli.runtime.stage import StageRunner, build_segments
+from disttrain_cli.runtime.topology import Place, build_topology
+from disttrain_cli.runtime.tracing import Tracer
+from disttrain_cli.runtime.worker import Task, resume, run_steps
+from disttrain_cli.simulation.faults import slowdown
+from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.runfile import Run, read_run
+
+
+def before_fork(payload: dict[str, Any]) -> None:
+    """Import the model's classes and build its table once for all processes."""
+    layer_table(read_run(Path(payload["run"])))
+
+
+def main(payload: dict[str, Any]) -> None:
+    """Rehearse until `payload["steps"]`."""
+    run = read_run(Path(payload["run"]))
+    layout, profile = Plan.model_validate(payload["plan"]).plan, Profile.model_validate(payload["profile"])
+    table, shares, folder = layer_table(run), payload["shares"], RunDir(Path(payload["folder"]))
+    modules = [info.module for info in table]
+    topology = build_topology(joined_layout(layout, shares), modules)
+    place = topology.place(int(os.environ["RANK"]))
+    stages = stages_of(profile, layout)
+    stage, own = stages[place.stage.number], table[place.stage.layers.start:place.stage.layers.stop]
+    clock = Device(payload["time_scale"])
+    with ExitStack() as stack:
+        device = stack.enter_context(joined("cpu", run.file.train.timeout_s))
+        index = rehearsed_index(run, profile.inputs)
+        feeder = Feeder(run.file, profile, layout, shares, index, stage, place, clock)
+        stack.enter_context(feeder)
+        ranks = build_topology(layout, modules).stages[place.stage.number].ranks
+        tracer = NodeTracer([
+            Tracer(folder.traces, payload["name"], Place(ranks[replica], place.stage, replica),
+                   cluster_clock(clock, payload["began_ns"])) for replica in feeder.replicas])
+        stack.callback(tracer.close)
+        links = brokers(topology, place, table, message_dtype(run.file.train), device)
+        upstream, downstream = emulated_brokers(run, profile, layout, stages, place, clock, links,
+                                                payload["gpus_per_node"])
+        engine = EmulatedEngine(
+            **engine_parts(run, layout, topology, place, [EmulatedLayer(info) for info in own]),
+            runner=emulated_runner(run, table, place, clock), upstream=upstream, downstream=downstream, tracer=tracer)
+        engine.clock, engine.feeder = clock, feeder
+        engine.reduce_s = reduce_s(profile, stage, payload["gpus_per_node"])
+        engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
+        first = resume(run, folder, profile.fingerprints.data, engine) if payload["resume"] else 0
+        cpu_s = time.process_time()
+
+        def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
+            return lambda slot: feeder.fetch(order.step, slot)
+        run_steps(run, layout, profile, Task(folder, payload["name"], first, int(payload["steps"]),
+                                             Path(payload["steps_file"])), engine, feeder, fetch_of)
+        _tell(folder.logs / f"{payload['name']}-host-{place.rank:05d}.json", clock, time.process_time() - cpu_s)
+
+
+def emulated_runner(run: Run, table: list[LayerInfo], place: Place, clock: Device) -> StageRunner:
+    """The stage's computation, a wait for each module."""
+    first, own = place.stage.layers.start, table[place.stage.layers.start:place.stage.layers.stop]
+    dtype, scaled = message_dtype(run.file.train), run.file.rehearse.messages == "scaled"
+    segments = build_segments([EmulatedLayer(info) for info in own], first, lambda cut: live_tensors(table, cut))
+    for segment in segments:
+        layers = [info for info in own if info.module == segment.module]
+        segment.layers = [EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled)]
+    return StageRunner(segments)
+
+
+def emulated_brokers(run: Run, profile: Profile, layout: Layout, stages: list[Stage], place: Place, clock: Device,
+             links: tuple[Broker | None, Broker | None], gpus_per_node: int) -> list[EmulatedBroker | None]:
+    """The brokers over emulated links: to the stages before and after."""
+    scaled, number = run.file.rehearse.messages == "scaled", place.stage.number
+    times_s = transfers_s(profile, layout, stages, gpus_per_node)
+    made: list[EmulatedBroker | None] = []
+    for link, cut in zip(links, (number - 1, number), strict=True):
+        if link is None:
+            made.append(None)
+            continue
+        slow = slowdown(run.file.rehearse.faults, "link", stages[cut].unit.name, stages[cut].index)
+        made.append(EmulatedBroker(place, link.neighbour, message_specs(link.specs, scaled), link.dtype, link.device,
+                                   clock=clock, transfer_s=float(times_s[cut]) * slow, full_specs=link.specs))
+    return made
+
+
+def cluster_clock(device: Device, began_ns: int) -> Callable[[], int]:
+    """The device's time in ns of the cluster, alike on all processes of a host: stretched from a common start."""
+    offset = time.time_ns() - time.monotonic_ns() + began_ns
+    return lambda: offset + int((device.now_s * 1e9 - began_ns) / device.time_scale)
+
+
+def _tell(path: Path, clock: Device, cpu_s: float) -> None:
+    """What this process says of the emulation itself."""
+    late_ms = 1e3 * np.array(clock.late_s or [0.0])
+    write_whole(path, json.dumps({
+        "operations": len(clock.late_s), "late_ms": np.round(late_ms, 4).tolist(), "cpu_s": cpu_s,
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "torch": torch.__version__}))

@@ -1,0 +1,157 @@
+"""Rehearsals with real processes: what they record is the plan's and the profile's, whatever the machine is doing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
+from disttrain_cli.models.graph import layer_table
+from disttrain_cli.profiling.analytic import analytic_profile
+from disttrain_cli.runtime.rehearsal import rehearse as launcher
+from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
+from disttrain_cli.runtime.rehearsal.rehearse import rehearse, setting_of
+from disttrain_cli.spec.plan import Plan, UnitPlan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.trace import read_job
+from tests.runtime.factory import MODEL, plan_of
+
+PROFILES: list[Profile] = []
+DISTRIBUTION = {"images_per_sequence": 3.0, "generated_per_sequence": 2.0, "sequences": 64}
+
+
+def job(folder: Path, dps: tuple[int, int, int] = (3, 2, 2), pp: int = 1, tp: int = 1,
+        model: dict[str, Any] | None = None, **rehearsing: Any) -> tuple[Run, Plan, Profile]:
+    """The tests' small model on A800s that are not here, its LLM on `pp` stages."""
+    content = {
+        "name": "test", "model": MODEL | (model or {}),
+        "data": {"distribution": DISTRIBUTION, "sequence_length": 256, "max_image_pixels": 4096},
+        "cluster": {"nodes": 2, "gpus_per_node": 8, "device": "analytic:A800"},
+        "train": {"global_batch_size": 16, "steps": 3},
+        "rehearse": {"steps": 2, "time_scale": 20.0, "gpus_per_process": 2} | rehearsing,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "disttrain.yaml").write_text(yaml.safe_dump(content))
+    run = read_run(folder / "disttrain.yaml")
+    modules = [info.module for info in layer_table(run)]
+    units = []
+    for name, dp in zip(dict.fromkeys(modules), dps, strict=True):
+        own, stages, degree = modules.count(name), pp if name == "llm" else 1, tp if name == "llm" else 1
+        layers = [own - own // stages * (stages - 1), *[own // stages] * (stages - 1)]
+        units.append(UnitPlan(name=name, modules=[name], tp=degree, dp=dp, pp=stages, gpus=degree * dp * stages,
+                              layers_per_stage=layers))
+    if not PROFILES:  # the same for all tests, which differ in how they rehearse
+        PROFILES.append(analytic_profile(run, "A800"))
+    plan, profile = plan_of(run, units, 2), PROFILES[0]
+    trained = (model or {}).get("trained")
+    plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
+    return run, plan, profile
+
+
+def rows(trace: str, operation: str, unit: str, stage: int = 0) -> dict[int, dict[tuple[int, int], dict[str, Any]]]:
+    """Replica → (step, slot) → its row."""
+    found: dict[int, dict[tuple[int, int], dict[str, Any]]] = {}
+    for folder in sorted(Path(trace).glob("rank-*")):
+        for row in pq.read_table(folder).to_pylist():
+            if (row["operation"], row["unit"], row["stage"]) == (operation, unit, stage):
+                found.setdefault(row["replica"], {})[row["step"], row["slot"]] = row
+    return found
+
+
+def took_s(row: dict[str, Any]) -> float:
+    return (row["end_ns"] - row["start_ns"]) / 1e9
+
+
+@pytest.mark.slow
+def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path) -> None:
+    """Six replicas of the encoder and eight GPUs more in seven processes, a slow rank among them."""
+    fault = {"slow": "rank", "unit": "llm", "stage": 1, "replica": 1, "factor": 3.0}
+    run, plan, profile = job(tmp_path, (3, 4, 2), pp=2, faults=[fault])
+    result = rehearse(run, plan, profile)
+    assert (result.processes, result.gpus) == (2 + 4 + 1, 13)
+    assert read_job(Path(result.trace) / "job.json").rehearsed.processes == 7
+    assert [row["step"] for row in result.steps] == [row["step"] for row in result.simulated] == [0, 1]
+    # the simulator's own pipeline of the same steps, before replicas are joined, holds the expected times
+    stages = launcher.stages_of(profile, plan.plan)
+    orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs))
+    kinds = {name: module.kind for name, module in profile.modules.items()}
+    for number, stage in enumerate(stages):
+        forward, backward = (rows(result.trace, part, stage.unit.name, stage.index) for part in ("forward", "backward"))
+        assert set(forward) == set(backward) == set(range(stage.unit.dp))
+        for step in (0, 1):
+            loads = launcher.order_loads(orders.of(step)[0], plan.plan, kinds)
+            pipeline = launcher.inject(launcher.pipeline_of(profile, plan.plan, stages, loads, 8), stages,
+                                       run.file.rehearse.faults)
+            for recorded, times in ((forward, pipeline.forward_s), (backward, pipeline.backward_s)):
+                for replica in range(stage.unit.dp):
+                    own = [took_s(recorded[replica][step, slot]) for slot in range(plan.plan.microbatches)]
+                    assert own == pytest.approx(times[:, number, replica].tolist(), abs=1e-6)
+    busiest_s = max(sum(took_s(row) for part in ("forward", "backward")
+                        for (step, _), row in rows(result.trace, part, "llm", 1)[1].items() if step == 1), 0.0)
+    assert result.steps[1]["iteration_s"] >= busiest_s > 0
+    sizes = pq.read_table(Path(result.trace) / "sizes").to_pylist()
+    assert len(sizes) == 2 * 16 and np.mean([len(row["images"]) for row in sizes]) == pytest.approx(3, abs=1.5)
+
+    again = rehearse(run, plan, profile, steps=3, resume=True)
+    assert again.resumed_from_step == 2 and [row["step"] for row in again.steps] == [2]
+    assert Path(again.checkpoint).is_dir()
+
+
+@pytest.mark.slow
+def test_tensor_parallel_frozen_and_full_messages_are_rehearsed(tmp_path: Path) -> None:
+    frozen = {"trained": ["llm", "projectors"]}
+    run, plan, profile = job(tmp_path, (1, 2, 1), tp=2, model=frozen, messages="real", noise=0.1, gpus_per_process=1,
+                             distribution=DISTRIBUTION | {"images_per_sequence": 1.0})
+    result = rehearse(run, plan, profile)
+    assert (result.processes, result.gpus, result.messages) == (4, 6, "real")
+    frozen_backward = [took_s(row) for row in rows(result.trace, "backward", "image_encoder")[0].values()]
+    generator = [took_s(row) for row in rows(result.trace, "backward", "image_generator")[0].values()]
+    assert max(frozen_backward) < min(generator)
+    images = [row["images"] for row in result.steps]
+    assert np.mean(images) / 16 == pytest.approx(1, abs=0.6)
+    sent = rows(result.trace, "send_activation", "image_encoder")[0]
+    width = MODEL["modules"]["llm"]["config"]["hidden_size"]
+    assert all(row["bytes"] % (2 * width) == 0 for row in sent.values()) and sum(row["bytes"] for row in sent.values())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_rehearsed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    run, plan, profile = job(tmp_path, faults=[{"slow": "stage", "unit": "llm", "stage": 4, "factor": 2.0}])
+    with pytest.raises(SpecError, match=r"rehearse.faults\[0\].stage"):
+        rehearse(run, plan, profile)
+    run, plan, profile = job(tmp_path)
+    other = profile.fingerprints.model_copy(update={"data": "1" * 16})
+    with pytest.raises(MismatchError, match="not the one that was profiled"):
+        rehearse(run, plan, profile.model_copy(update={"fingerprints": other}))
+    with pytest.raises(SpecError, match="no checkpoint to resume from"):
+        rehearse(run, plan, profile, resume=True)
+    assert not run.dir.rehearsal.traces.exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_rehearsal(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    run, plan, profile = job(tmp_path, (1, 1, 1), steps=50)
+
+    def kill(step: dict[str, Any]) -> None:
+        line = (run.dir.rehearsal.logs / "rank-00001.log").read_text().splitlines()[0]
+        os.kill(int(line.rsplit(" ", 1)[1]), signal.SIGKILL)
+    with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL"):
+        rehearse(run, plan, profile, on_step=kill)
+
+
+@pytest.mark.slow
+def test_the_time_scale_gives_the_host_room(tmp_path: Path) -> None:
+    run, plan, _ = job(tmp_path, time_scale="auto", gpus_per_process="auto")
+    setting = setting_of(run, plan)
+    assert setting.processes == 7 and setting.time_scale > 0
+    slower = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_s": 10.0})})
+    assert setting_of(run, slower).time_scale == pytest.approx(setting.time_scale / 10, rel=0.05)
