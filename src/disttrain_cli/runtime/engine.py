@@ -99,6 +99,9 @@ class UnitEngine(PipelineEngine):
             torch._foreach_mul_(gradients, scale)
 
     # ---- one step --------------------------------------------------------------------------------------------
+    def get_ready(self) -> None:
+        """Called before the clock of a step starts: a rank begins as soon as it can."""
+
     def run_step(self, order: StepOrder, fetch: Callable[[int], Batch], learning_rate: float) -> None:
         """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot."""
         self.order, self.fetch, self.data_wait_ns = order, fetch, 0

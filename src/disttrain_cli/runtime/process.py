@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ def joined(device_kind: str, timeout_s: float) -> Iterator[torch.device]:
     import deepspeed
     import deepspeed.ops
 
+    _import_muon()
     if device_kind == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -38,6 +41,24 @@ def joined(device_kind: str, timeout_s: float) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+def _import_muon() -> None:
+    """Import DeepSpeed's Muon optimizer, which it asks every other one about, without compiling it.
+
+    Its functions are decorated to be compiled, and to decorate them takes torch's compiler: seconds of a core, on
+    every rank, for an optimizer that is not used here.
+    """
+    from deepspeed.runtime import compiler
+
+    def plainly(*options: Any, **more: Any) -> Callable[[Any], Any]:
+        return lambda function: function
+
+    real, compiler.compile = compiler.compile, plainly
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = real
 
 
 def rendezvous(timeout: timedelta) -> dist.TCPStore:

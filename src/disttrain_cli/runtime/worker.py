@@ -110,6 +110,7 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
     for step in range(task.first, task.last):
         tracer.step = step
         order = data.order(step)
+        engine.get_ready()
         start_ns, rate = tracer.now(), learning_rate(train.optimizer, step)
         engine.run_step(order, fetch_of(order), rate)
         losses = _world_losses(run, engine)

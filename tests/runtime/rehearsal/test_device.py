@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_hosts_own_work_runs_beside_the_device(clock: Clock) -> None:
     device = Device(time_scale=0.5)
-    device.begin()
+    device.begin(clock.now_s)
     device.run(2.0)
     clock.now_s += 0.3  # python between two operations
     device.run(2.0)
@@ -42,7 +42,7 @@ def test_the_hosts_own_work_runs_beside_the_device(clock: Clock) -> None:
 
 def test_inputs_that_come_later_are_waited_for(clock: Clock) -> None:
     device = Device(time_scale=1.0)
-    device.begin()
+    device.begin(clock.now_s)
     device.run(1.0)
     device.arrive(103.0)
     assert device.now_s == 103.0
@@ -52,7 +52,7 @@ def test_inputs_that_come_later_are_waited_for(clock: Clock) -> None:
 
 def test_a_host_that_is_behind_is_counted_and_does_not_delay_its_own_device(clock: Clock) -> None:
     device = Device(time_scale=1.0)
-    device.begin()
+    device.begin(clock.now_s)
     device.run(1.0)
     clock.now_s += 5.0
     device.run(1.0)
@@ -63,10 +63,10 @@ def test_a_host_that_is_behind_is_counted_and_does_not_delay_its_own_device(cloc
 
 def test_between_steps_the_hosts_time_counts(clock: Clock) -> None:
     device = Device(time_scale=1.0)
-    device.begin()
+    device.begin(clock.now_s)
     device.run(1.0)
     device.end()
     clock.now_s += 2.0
     assert device.now_s == pytest.approx(103.0)
-    device.begin()
+    device.begin(clock.now_s)
     assert device.began_s == device.now_s == pytest.approx(103.0)

@@ -23,9 +23,9 @@ class Device:
     stepping: bool = False
     late_s: list[float] = field(default_factory=list)  # by how much the host missed the start of each operation
 
-    def begin(self) -> None:
-        """Start a step with a device that is idle."""
-        self.began_s = self.free_s = time.monotonic()
+    def begin(self, at_s: float) -> None:
+        """Start a step with a device that is idle until then."""
+        self.began_s = self.free_s = at_s
         self.ready_s, self.stepping = 0.0, True
 
     def end(self) -> None:
@@ -52,7 +52,11 @@ class Device:
         begin_s = self.next_s
         sleep_until(begin_s)
         self.late_s.append(time.monotonic() - begin_s)
-        self.free_s, self.ready_s = begin_s + seconds * self.time_scale, 0.0
+        self.enqueue(seconds)
+
+    def enqueue(self, seconds: float) -> None:
+        """The same for what the host gives the device ahead of time, as at the end of a step; returns at once."""
+        self.free_s, self.ready_s = self.next_s + seconds * self.time_scale, 0.0
 
 
 def sleep_until(at_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from disttrain_cli.runtime.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder
 from disttrain_cli.runtime.tracing import Tracer
+
+#: Between the last host that is ready and the step, so that all hosts have given their devices the first operation.
+MARGIN_S = 0.1
 
 
 class NodeTracer(Tracer):
@@ -56,9 +60,14 @@ class EmulatedEngine(UnitEngine):
     reduce_s: float
     optimizer_s: float
 
+    def get_ready(self) -> None:
+        """Agree on when the step begins: all devices begin together, once every host has got here."""
+        latest = torch.tensor([time.monotonic()], dtype=torch.float64)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX)
+        self.clock.begin(float(latest) + MARGIN_S)
+
     def run_step(self, order: StepOrder, fetch: Callable[[int], Batch], learning_rate: float) -> None:
         """One optimizer step."""
-        self.clock.begin()
         super().run_step(order, fetch, learning_rate)
         self.clock.end()
 
@@ -75,7 +84,7 @@ class EmulatedEngine(UnitEngine):
         latest = torch.tensor([self.clock.free_s], dtype=torch.float64)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
         self.clock.arrive(float(latest))
-        self.clock.run(seconds)
+        self.clock.enqueue(seconds)
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Record one trace row per module and replica: a faster one ends before the slowest."""
