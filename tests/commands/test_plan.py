@@ -227,9 +227,12 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
     edit_profile(run_folder, lambda profile: profile["device"].update(kind="analytic", name="A800", shared_by=1))
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 0 and "Training does not run yet, and refuses: a device that is not here" in out
-    assert "Next:" not in err
+    assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")
     code, _, err = call(["train", run_folder], capsys)
     assert code == 1 and "A800" in err and "cluster.device" in err and "Traceback" not in err
+    assert "disttrain train --rehearse" in err
+    code, out, _ = call(["train", run_folder, "--rehearse", "--dry-run"], capsys)
+    assert code == 0 and "A rehearsal starts 6 processes, each for at most 1 GPUs" in out
     code, _, err = call(["train", run_folder, "--dry-run"], capsys)
     assert code == 0 and "A800" in err
     assert not (run_folder / "runs" / "tiny" / "traces").exists()

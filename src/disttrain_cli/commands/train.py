@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.progress import Progress
+    from disttrain_cli.spec.runfile import RunFile
 
 EPILOG = """Examples:
 
@@ -67,9 +68,11 @@ def run(
     check(chosen, opened.file, profile)
     if dry_run:
         _show_ranks(console, chosen, profile)
+        if rehearse:
+            _show_rehearsal(console, chosen, opened.file)
         for reason in not_run(chosen, opened.file, profile):
             console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
-        console.hint(next_command("train", run_file, plan=plan, steps=steps))
+        console.hint(next_command("train", run_file, plan=plan, steps=steps) + (" --rehearse" if rehearse else ""))
         return
     refuse_not_run(chosen, opened.file, profile, rehearsing=rehearse)
     if rehearse:
@@ -185,6 +188,14 @@ def _show_ranks(console: Console, chosen: Plan, profile: Profile) -> None:
                   ["stage", "unit", "stage of unit", "ranks", "layers", "peak GiB"],
                   [[stage["stage"], stage["unit"], stage["unit_stage"], _span(stage["ranks"]), _span(stage["layers"]),
                     _number(stage["peak_gib"], ".3f")] for stage in stages])
+
+
+def _show_rehearsal(console: Console, chosen: Plan, run: RunFile) -> None:
+    from disttrain_cli.runtime.rehearsal.setting import setting_of
+
+    setting = setting_of(run, chosen)
+    console.say(f"A rehearsal starts {setting.processes} processes, each for at most {setting.gpus_per_process} GPUs "
+                f"of a stage, at {setting.time_scale:g} s here per second of the cluster.")
 
 
 def _span(numbers: list[int]) -> str:

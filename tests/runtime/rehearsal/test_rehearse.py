@@ -15,7 +15,8 @@ from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.runtime.rehearsal import rehearse as launcher
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
-from disttrain_cli.runtime.rehearsal.rehearse import rehearse, setting_of
+from disttrain_cli.runtime.rehearsal.rehearse import rehearse
+from disttrain_cli.runtime.rehearsal.setting import setting_of
 from disttrain_cli.spec.plan import Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
@@ -151,7 +152,7 @@ def test_a_process_that_dies_ends_the_rehearsal(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_time_scale_gives_the_host_room(tmp_path: Path) -> None:
     run, plan, _ = job(tmp_path, time_scale="auto", gpus_per_process="auto")
-    setting = setting_of(run, plan)
+    setting = setting_of(run.file, plan)
     assert setting.processes == 7 and setting.time_scale > 0
     slower = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_s": 10.0})})
-    assert setting_of(run, slower).time_scale == pytest.approx(setting.time_scale / 10, rel=0.05)
+    assert setting_of(run.file, slower).time_scale == pytest.approx(setting.time_scale / 10, rel=0.05)

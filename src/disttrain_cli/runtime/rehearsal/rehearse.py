@@ -1,12 +1,10 @@
-"""The launcher's side of a rehearsal: how many processes, how fast, what the simulator expects, and what came of it."""
+"""The launcher's side of a rehearsal: it starts the processes, and simulates the very steps that they ran."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,10 @@ from disttrain_cli.data.loads import order_loads
 from disttrain_cli.data.orders import Orders
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
+from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
 from disttrain_cli.runtime.starts import alone, job_of, run_ranks, step_to_resume
 from disttrain_cli.simulation.faults import check_faults, inject
-from disttrain_cli.simulation.grouping import finest, grouped, unit_shares
+from disttrain_cli.simulation.grouping import grouped
 from disttrain_cli.simulation.pipeline import simulate_steps
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.spec.plan import Layout, Plan
@@ -30,11 +29,6 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Rehearsed
-
-MOST_PROCESSES = 24
-#: Time of a core that a process takes for a slot's forward and backward (`benchmarks/rehearsal.py overhead`), the share
-#: of the cores that may be busy, and seconds that a step takes here at least: all processes end one at the same time.
-SLOT_CPU_S, BUSY, LEAST_STEP_S = 0.008, 0.4, 6.0
 
 
 class Late(BaseModel):
@@ -66,33 +60,6 @@ class RehearsalResult(BaseModel):
     resumed_from_step: int | None
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a plan is rehearsed."""
-
-    gpus_per_process: int
-    shares: dict[str, list[int]]  # by unit, replicas of each process of one of its stages
-    processes: int
-    time_scale: float
-
-
-def setting_of(run: Run, plan: Plan) -> Setting:
-    """The processes and the time scale of a rehearsal."""
-    spec, layout = run.file.rehearse, plan.plan
-    per_process = (finest(layout, run.file.cluster.gpus_per_node, MOST_PROCESSES)
-                   if spec.gpus_per_process == "auto" else spec.gpus_per_process)
-    shares = {unit.name: own for unit, own in zip(layout.units, unit_shares(layout, per_process), strict=True)}
-    processes = sum(unit.pp * len(shares[unit.name]) for unit in layout.units)
-    scale = _time_scale(layout, processes, plan.predicted.iteration_s) if spec.time_scale == "auto" else spec.time_scale
-    return Setting(per_process, shares, processes, scale)
-
-
-def _time_scale(layout: Layout, processes: int, iteration_s: float) -> float:
-    """Seconds here per second of the cluster, so that the host keeps up."""
-    busy_s = processes * layout.microbatches * SLOT_CPU_S / (os.cpu_count() or 1)
-    return float(f"{max(busy_s / BUSY, LEAST_STEP_S) / iteration_s:.2g}")
-
-
 def rehearse(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
              on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> RehearsalResult:
     """Rehearse the plan for some steps (the run file's `rehearse.steps`, if not given) in `runs/NAME/rehearsal/`.
@@ -107,7 +74,7 @@ def rehearse(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None
     """
     folder, total = run.dir.rehearsal, steps if steps is not None else run.file.rehearse.steps
     check_faults(stages_of(profile, plan.plan), run.file.rehearse.faults, profile)
-    setting, index = setting_of(run, plan), _checked_index(run, profile)
+    setting, index = setting_of(run.file, plan), _checked_index(run, profile)
     with alone(folder):
         resumed = step_to_resume(run, profile, folder, total) if resume else None
         payload = {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "folder": str(folder.root),
