@@ -105,7 +105,7 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(rehearsal, "rehearsed", rehearsed)
     rows = {}
-    for part, calls in (("accuracy", 36), ("gain", 45), ("faults", 15)):
+    for part, calls in (("accuracy", 36), ("gain", 33), ("faults", 10)):
         for _ in range(2):
             rows[part] = rehearsal.PARTS[part](False, rehearsal.keeper(tmp_path / "rows.jsonl"))
         assert len(made) == calls
@@ -114,16 +114,16 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
     assert len(layouts) == 36 and off[-1]["data"] == "all" and off[-1]["rehearsals"] == 36
     assert off[-1]["median %"] == pytest.approx(5)
     gains, why = rows["gain"].values()
-    assert all(row["gain rehearsed"] == pytest.approx(1.1) and row["pairs"] == 5 for row in gains)
+    assert all(row["gain rehearsed"] == pytest.approx(1.1) for row in gains)
+    assert {row["pairs"] for row in gains if row["over"] == rehearsal.PUBLISHED} == {5}
     assert all(row["product"] == pytest.approx(row["gain planned"]) for row in why)
     assert [row["slow"] for row in only(rows["faults"])] == ["rank", "link", "stage", "worker"]
     assert all(row["slowdown rehearsed"] == pytest.approx(1.1) for row in only(rows["faults"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["accuracy", "faults", "overhead"])
-def test_a_small_rehearsal_is_measured(part, tmp_path):
-    tables = rehearsal.PARTS[part](True, rehearsal.keeper(tmp_path / "rows.jsonl"))
+def test_a_small_rehearsal_is_measured(tmp_path):
+    tables = rehearsal.PARTS["overhead"](True, rehearsal.keeper(tmp_path / "rows.jsonl"))
     assert all(common.table(title, rows) for title, rows in tables.items())
     kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert kept and all(row["rehearsed_s"] > 0 and row["simulated_s"] > 0 and row["operations"] > 0 for row in kept)

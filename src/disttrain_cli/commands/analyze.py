@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,7 +88,15 @@ def run(
             raise typer.Exit(ConditionHoldsError.exit_code)
         raise_if_holds(found, fail_if)
         console.note(sentence)
-    console.hint(found.verdict.next_command)
+    console.hint(_with_paths(found.verdict.next_command, paths))
+
+
+def _with_paths(command: str, paths: list[Path] | None) -> str:
+    """The next command with the folders that were named, where it asks the same traces again."""
+    again = "disttrain analyze "
+    if not paths or not command.startswith(again):
+        return command
+    return f"{again}{shlex.join(map(str, paths))} {command.removeprefix(again)}"
 
 
 def _run_dir(folder: Path) -> RunDir | None:
