@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.index import Index
@@ -54,7 +54,7 @@ class RehearsalResult(BaseModel):
     late_ms: Late
     operations_emulated: int
     cpu_ms_per_operation: float
-    peak_mib: float
+    peak_mib: float = Field(description="Resident memory of all processes; pages that they share count in each.")
     checkpoint: str
     trace: str
     resumed_from_step: int | None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of, transfers_s
 from disttrain_cli.data.slots import StepOrder
@@ -126,4 +125,4 @@ def _tell(path: Path, clock: Device, cpu_s: float) -> None:
     late_ms = 1e3 * np.array(clock.late_s or [0.0])
     write_whole(path, json.dumps({
         "operations": len(clock.late_s), "late_ms": np.round(late_ms, 4).tolist(), "cpu_s": cpu_s,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "torch": torch.__version__}))
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
