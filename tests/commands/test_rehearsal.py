@@ -46,7 +46,8 @@ def test_prediction_and_rehearsal_stand_side_by_side(faked: Path, capsys: pytest
     code, out, err = call(["train", faked, "--rehearse"], capsys)
     assert code == 0
     for text in ("6 processes stood for 6 GPUs", "12 s here per second", "carried one number per row", "+4.0 %",
-                 "forward llm", "+20.0 %", "70.0 %", "0.40 ms behind", "rehearsal/traces"):
+                 "forward llm", "+20.0 %", "70.0 %", "0.40 ms behind", "rehearsal/traces",
+                 "ranks that share the cores of this machine"):
         assert text in out
     assert "Steps are 4.0 % longer than simulated" in err
     assert err.endswith(f"Next: disttrain analyze {faked / 'runs' / 'tiny' / 'rehearsal'}\n")

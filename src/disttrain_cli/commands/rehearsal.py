@@ -44,6 +44,9 @@ def _render(console: Console, result: RehearsalResult, operations: list[Operatio
                   ["step", "predicted", "simulated", "rehearsed", "error", "sequences/s", "MFU", "data wait ms"],
                   [_step_cells(result, row, expected["iteration_s"])
                    for row, expected in zip(result.steps, result.simulated, strict=True)])
+    if profile.device.shared_by > 1:
+        console.say("Predicted are ranks that share the cores of this machine, as in training; simulated and rehearsed "
+                    "ones have a device each, as slow as it was measured while all of them computed.")
     console.table("Predicted and rehearsed by operation, ms; those with the largest effect on the step first",
                   ["unit", "stage", "operation", "planned", "for this work", "rehearsed", "error", "of the step"],
                   [[row.unit or "job", "–" if row.stage is None else row.stage, _operation(row), _ms(row.planned),
