@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from disttrain_cli.costs.layout import amount
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.profiling.analytic import analytic_profile
@@ -102,6 +103,26 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     again = rehearse(run, plan, profile, steps=3, resume=True)
     assert again.resumed_from_step == 2 and [row["step"] for row in again.steps] == [2]
     assert Path(again.checkpoint).is_dir()
+
+
+@pytest.mark.slow
+def test_replicas_of_a_monolithic_stage_keep_their_own_times(tmp_path: Path) -> None:
+    """One process for two replicas of a stage with all modules, of which now one, now the other is the slower."""
+    run, _, profile = job(tmp_path)
+    layers = [len(module.layers) for module in profile.modules.values()]
+    unit = UnitPlan(name="all", modules=[*profile.modules], dp=2, gpus=2, layers_per_stage=[sum(layers)])
+    plan = plan_of(run, [unit], 2)
+    result = rehearse(run, plan, profile, steps=1)
+    assert (result.processes, result.gpus) == (1, 2)
+    order, _ = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs)).of(0)
+    loads = launcher.order_loads(order, plan.plan, {name: module.kind for name, module in profile.modules.items()})
+    recorded = [row for folder in Path(result.trace).glob("rank-*") for row in pq.read_table(folder).to_pylist()]
+    for cost in launcher.stages_of(profile, plan.plan)[0].costs:
+        for part in ("forward", "backward"):
+            expected_s = amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3
+            for row in recorded:
+                if (row["operation"], row["module"]) == (part, cost.module):
+                    assert took_s(row) == pytest.approx(expected_s[row["slot"], row["replica"]], abs=1e-6)
 
 
 @pytest.mark.slow

@@ -87,20 +87,21 @@ class EmulatedEngine(UnitEngine):
         self.clock.enqueue(seconds)
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
-        """Record one trace row per module and replica: a faster one ends before the slowest."""
+        """Record one trace row per module and replica, each with the replica's own time."""
         assert isinstance(self.tracer, NodeTracer)
         tracers, work = self.tracer.tracers, self.feeder.work(self.order.step)
         items, current = self.feeder.items(self.order.step, slot), work.order.slots[slot]
+        starts: list[int] = []  # of the next module, by replica
 
         def before(module: str) -> Callable[[], None]:
-            start = self.tracer.now()
+            if not starts:
+                starts.extend([self.tracer.now()] * len(tracers))
 
             def after() -> None:
-                spent = self.tracer.now() - start
-                own = work.seconds[operation][module][slot]
-                shares = own / own.max() if own.max() else own
-                for tracer, share, those in zip(tracers, shares, items, strict=True):
-                    tracer.record(operation, start, start + int(share * spent), slot=slot, module=module,
+                for place, (tracer, those) in enumerate(zip(tracers, items, strict=True)):
+                    end = starts[place] + int(1e9 * work.seconds[operation][module][slot, place])
+                    tracer.record(operation, starts[place], end, slot=slot, module=module,
                                   **amounts(current, self.module_kinds[module], those))
+                    starts[place] = end
             return after
         return before
