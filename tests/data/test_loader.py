@@ -12,6 +12,7 @@ import pytest
 from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.orders import Orders
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED
@@ -28,7 +29,7 @@ MakeRun = Callable[..., Run]
 
 def loader(run: Run, index: Index, layout: Layout, unit: str, replica: int, fields: set[str] = ALL,
            **options: Any) -> Loader:
-    return Loader(run, INPUTS, layout, index, unit=unit, replica=replica, fields=fields, **options)
+    return Loader(run, Orders(run.file, layout, index), unit=unit, replica=replica, fields=fields, **options)
 
 
 def fetch_step(run: Run, index: Index, layout: Layout, unit: str, replica: int, step: int = 0,

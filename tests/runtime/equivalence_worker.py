@@ -11,6 +11,7 @@ import torch
 
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
 from disttrain_cli.runtime import broker, checkpoint
@@ -49,10 +50,10 @@ def ranks(payload: dict[str, Any]) -> None:
             tracer = Tracer(out / "traces", "test", place, wall_clock())
             engine = build_engine(run, plan, topology, place, device, tracer)
             dtype = message_dtype(run.file.train)
-            inputs = describe(run)
             history = []
-            with Loader(run, inputs, plan.plan, read_index(run, inputs), unit=place.unit.name, replica=place.replica,
-                        fields={f for info in stage_layers for f in info.needs}, first_step=0) as loader:
+            orders = Orders(run.file, plan.plan, read_index(run, describe(run)))
+            with Loader(run, orders, unit=place.unit.name, replica=place.replica,
+                        fields={f for info in stage_layers for f in info.needs}) as loader:
                 for step in range(case["steps"]):
                     order = loader.order(step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order), run.file.train.optimizer.lr)
@@ -74,13 +75,12 @@ def reference(run: Run, steps: int) -> tuple[list[list[float]], dict[str, torch.
     spec = run.file.train.optimizer
     optimizer = torch.optim.AdamW([p for _, p in parameters], lr=spec.lr, betas=spec.betas, eps=spec.eps,
                                   weight_decay=spec.weight_decay)
-    inputs = describe(run)
     batch_size = run.file.train.global_batch_size
     unit = UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])
     layout = Layout(global_batch_size=batch_size, microbatch_size=batch_size, microbatches=1, gpus_used=1, units=[unit])
     history, orders = [], []
-    with Loader(run, inputs, layout, read_index(run, inputs), unit="all", replica=0, fields=set(FIELDS),
-                first_step=0) as loader:
+    with Loader(run, Orders(run.file, layout, read_index(run, describe(run))), unit="all", replica=0,
+                fields=set(FIELDS)) as loader:
         for step in range(steps):
             order = loader.order(step)
             orders.append(order)

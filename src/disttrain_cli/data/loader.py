@@ -17,7 +17,6 @@ import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.decoding import decode_image, decode_target
-from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import shard_label
 from disttrain_cli.data.orders import Orders
 from disttrain_cli.data.reading import ShardReader
@@ -29,7 +28,6 @@ from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 
 
@@ -57,28 +55,26 @@ class Loader:
     def __init__(
         self,
         run: Run,
-        inputs: ModelInputs,
-        layout: Layout,
-        index: Index,
+        orders: Orders,
         *,
         unit: str,
         replica: int,
         fields: frozenset[str] | set[str],
         first_step: int = 0,
     ) -> None:
-        assert inputs == index.inputs
         self.skipped: list[Skipped] = []
-        self._opened, self._run, self._inputs, self._layout, self._index = run, run.file, inputs, layout, index
+        self._opened, self._run, self._layout, self._index = run, run.file, orders.layout, orders.index
+        self._inputs: ModelInputs = orders.index.inputs
         self._unit, self._replica, self._fields = unit, replica, frozenset(fields)
         self._tokenizer = read_tokenizer(run)
-        self._reader = ShardReader(index, self._tokenizer)
-        self._orders = Orders(run.file, layout, index)  # touched by the planner thread only
+        self._reader = ShardReader(self._index, self._tokenizer)
+        self._orders = orders  # touched by the planner thread only
         self._pending: dict[int, Future[_Pending]] = {}
         self._broken: set[int] = set()
-        self._bad_limit = run.file.data.max_bad_fraction * int((index.kinds != TEXT).sum())
+        self._bad_limit = run.file.data.max_bad_fraction * int((self._index.kinds != TEXT).sum())
         self._planner = ThreadPoolExecutor(1, "order")
         self._workers = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
-        self._ahead(first_step * layout.microbatches)
+        self._ahead(first_step * self._layout.microbatches)
 
     def __enter__(self) -> Loader:
         return self

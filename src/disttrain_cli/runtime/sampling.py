@@ -8,6 +8,7 @@ from typing import Any
 
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.orders import Orders
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import FIELDS
 from disttrain_cli.models.sampling import generate
@@ -37,8 +38,8 @@ def main(payload: dict[str, Any]) -> None:
     slots = run.file.train.global_batch_size
     layout = Layout(global_batch_size=slots, microbatch_size=1, microbatches=slots, gpus_used=1, units=units)
     out, written, wanted = Path(payload["images"]), 0, run.file.samples.images
-    with Loader(run, profile.inputs, layout, read_index(run, profile.inputs), unit="all", replica=0,
-                fields=set(FIELDS), first_step=0) as loader:
+    orders = Orders(run.file, layout, read_index(run, profile.inputs), profile)
+    with Loader(run, orders, unit="all", replica=0, fields=set(FIELDS)) as loader:
         for step, slot in product(range(MOST_STEPS), range(slots)):
             order = loader.order(step)
             if written >= wanted or not len(order.slots[slot].target_sequence):

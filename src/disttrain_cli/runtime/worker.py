@@ -22,6 +22,7 @@ from disttrain_cli.costs.layout import amount, stages_of
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.loads import order_loads
+from disttrain_cli.data.orders import Orders
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.models.graph import layer_table
@@ -63,8 +64,8 @@ def main(payload: dict[str, Any]) -> None:
         index = read_index(run, profile.inputs)
         first = resume(run, run.dir, index.fingerprint, engine) if payload["resume"] else 0
         loader = stack.enter_context(Loader(
-            run, profile.inputs, plan.plan, index, unit=place.unit.name,
-            replica=place.replica, fields=fields, first_step=first))
+            run, Orders(run.file, plan.plan, index, profile), unit=place.unit.name, replica=place.replica,
+            fields=fields, first_step=first))
         run_steps(run, plan.plan, profile, Task(run.dir, payload["name"], first, int(payload["steps"]),
                                                 Path(payload["steps_file"])),
                   engine, loader, fetcher(loader, device, message_dtype(run.file.train)))

@@ -97,7 +97,11 @@ class ModelSpec(Strict):
 class SourceSpec(Strict):
     """One dataset."""
 
-    path: str = Field(description="Folder or file of shards (*.tar), relative to the run file.")
+    path: str = Field(
+        description="Folder or file of shards (tars, Parquet, Arrow, or LLaVA's JSON), relative to the run file, or a "
+        "URL that fsspec opens (s3://, https://, …).")
+    images: str | None = Field(
+        None, description="Folder of the images that a LLaVA JSON names; the JSON's own folder if not given.")
     weight: float = Field(
         1.0, gt=0, description="How often its samples are drawn, relative to the other sources (1 = once per epoch).")
 
@@ -191,7 +195,9 @@ class TrainSpec(Strict):
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     gradient_clipping: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no clipping.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
-    ordering: Literal["none", "paper"] = Field("paper", description="How samples are ordered inside a global batch.")
+    ordering: Literal["none", "paper", "best"] = Field(
+        "paper", description="How samples are ordered inside a global batch: as packed, by the paper's two rules, or by "
+        "a search that the simulator drives.")
     seed: int = Field(0, ge=0)
     timeout_s: float = Field(600.0, gt=0, description="Longest wait of a rank for another one.")
 
@@ -203,10 +209,19 @@ class TrainSpec(Strict):
 
 
 class PreprocessSpec(Strict):
-    """How pixels are prepared."""
+    """How pixels are prepared: in every rank, or by workers on CPU nodes (`disttrain data serve`)."""
 
-    workers: int = Field(1, ge=1, description="Decoding threads per rank that loads images.")
+    workers: int = Field(1, ge=1, description="Decoding threads per rank that loads images, or per worker.")
     prefetch_slots: int = Field(2, ge=1, description="Slots prepared ahead of the training step, per rank.")
+    addresses: list[str] = Field(
+        default_factory=list, description="Preprocessing workers that ranks pull from, as grpc://HOST:PORT or "
+        "grpc+tls://HOST:PORT; none: ranks prepare their data themselves.")
+    tls_ca: str | None = Field(
+        None, description="File of the certificate (PEM) that those of the workers must be signed by.")
+    token_file: str | None = Field(
+        None, description="File of the secret that ranks and workers share; needed for workers beyond loopback.")
+    wait_s: float = Field(
+        300.0, gt=0, description="Longest wait for a worker when none answers, before training stops.")
 
 
 class SampleSpec(Strict):

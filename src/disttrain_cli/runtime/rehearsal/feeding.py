@@ -70,7 +70,7 @@ class Feeder:
         self._run, self._profile, self._layout, self._shares = run, profile, layout, shares
         self._stage, self._place, self._device = stage, place, device
         self.replicas = replicas_of(shares[place.unit.name], place.replica)
-        self._orders = Orders(run, layout, index)
+        self._orders = Orders(run, layout, index, profile)
         self._planner = ThreadPoolExecutor(1, "order")
         self._steps: dict[int, Future[StepWork]] = {}
         self._prepared_s = 0.0

@@ -103,7 +103,7 @@ def _step(row: dict[str, Any]) -> dict[str, Any]:
 def simulated(run: Run, layout: Layout, profile: Profile, index: Index, setting: Setting,
               steps: range) -> list[dict[str, Any]]:
     """The simulator's time for these very steps: the same orders, processes, data and faults, without noise."""
-    stages, orders, pipelines = stages_of(profile, layout), Orders(run.file, layout, index), []
+    stages, orders, pipelines = stages_of(profile, layout), Orders(run.file, layout, index, profile), []
     spec = run.file.preprocess
     kinds = {name: module.kind for name, module in profile.modules.items()}
     shares = [setting.shares[stage.unit.name] for stage in stages]
