@@ -196,7 +196,7 @@ class TrainSpec(Strict):
     gradient_clipping: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no clipping.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
     ordering: Literal["none", "paper", "best"] = Field(
-        "paper", description="How samples are ordered inside a global batch: as packed, by the paper's two rules, or by "
+        "paper", description="How samples are ordered in a global batch: as packed, by the paper's two rules, or by "
         "a search that the simulator drives.")
     seed: int = Field(0, ge=0)
     timeout_s: float = Field(600.0, gt=0, description="Longest wait of a rank for another one.")
