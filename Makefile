@@ -19,7 +19,7 @@ run: $(VENV)/.demo
 	cd demo && $(BIN)/disttrain profile && $(BIN)/disttrain plan && $(BIN)/disttrain train && $(BIN)/disttrain analyze
 
 test: $(VENV)/.dev
-	$(PYTEST) -q -m "not slow"
+	$(PYTEST) -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -q -m slow

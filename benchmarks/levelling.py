@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import Tables, main
-from disttrain_cli.data.arrays import image_grids, starts_of
+from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import image_sizes, read_distribution
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.levelling import level
-from disttrain_cli.data.ordering import order_step
+from disttrain_cli.data.ordering import assign, count_costs, order_step
 from disttrain_cli.data.packing import SequenceStream
+from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -41,7 +42,7 @@ def synthetic(documents: int, seed: int = 0) -> Index:
     random = np.random.default_rng(seed)
     kinds, tokens, grids, counts = [], [], [], []
     images_of = random.geometric(1 / DOCUMENT_IMAGES, documents)
-    every_grid = image_grids(INPUTS.image, image_sizes(read_distribution("laion-like"), int(images_of.sum()))).tolist()
+    every_grid = INPUTS.image.grids(image_sizes(read_distribution("laion-like"), int(images_of.sum()))).tolist()
     for images, end in zip(images_of.tolist(), images_of.cumsum().tolist(), strict=True):
         own = every_grid[end - images : end]
         text = max(1, round(random.lognormal(np.log(DOCUMENT_TOKENS) - 0.5, 1.0)))
@@ -55,7 +56,8 @@ def synthetic(documents: int, seed: int = 0) -> Index:
     return Index(fingerprint="synthetic", inputs=INPUTS, weights=[1.0], shards=[Path("none")], skipped=[],
                  source=np.zeros(len(counts), np.int64), shard=np.zeros(len(counts), np.int64),
                  keys=[str(number) for number in range(len(counts))], segment_start=starts_of(np.array(counts)),
-                 kinds=np.array(kinds), tokens=np.array(tokens), offsets=none, sizes=none, grids=np.array(grids))
+                 kinds=np.array(kinds), tokens=np.array(tokens), trained=np.array(kinds) == TEXT,
+                 offsets=none, sizes=none, grids=np.array(grids))
 
 
 def sample_data() -> Index:
@@ -87,7 +89,8 @@ def imbalance(index: Index, dp: int, slot_sequences: int, steps: int) -> dict[st
     mean = 0.0
     for step in range(steps):
         batch = stream.batch(step * layout.global_batch_size, layout.global_batch_size)
-        for slot in order_step(batch, layout, step, "none").slots:
+        packed = assign(count_costs(sizes_of(batch), inputs), layout, inputs.llm, "none")
+        for slot in order_step(batch, layout, step, packed).slots:
             patches = slot.image_grid.prod(axis=1)
             load = np.bincount(slot.image_sequence, weights=patches, minlength=slot_sequences).astype(np.int64)
             levelled = level(load, dp, slot_sequences // dp)

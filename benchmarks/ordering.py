@@ -4,7 +4,8 @@ A batch of 1,920 packed sequences of the distribution `laion-like` with the mean
 read and 8 generated of 512x512 pixels, 16 of 1024x1024), over layouts from one LLM replica to many. `assign` gives
 the sequences their places, `loads` the work of every replica, `order_step` the slots that training runs. The figure
 of a module is the mean over slots of its largest replica's work ÷ the mean of all replicas and slots: 1 is level.
-CPU time of one core, median; the loads are deterministic. Run from the repository with the `dev` extra installed.
+CPU time of one core, median; the loads are deterministic. The policy `best` is measured by benchmarks/best.py. Run
+from the repository with the `dev` extra installed.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def times(batch: Packing, layout: Layout, rounds: int) -> dict[str, float]:
     """CPU ms of each part, policy `paper`."""
     inputs, sizes = batch.index.inputs, sizes_of(batch)
     costs = count_costs(sizes, inputs)
-    places = assign(costs, layout, inputs.llm, "paper")
+    assignment = assign(costs, layout, inputs.llm, "paper")
     seconds = alternate({"assign ms": partial(assign, costs, layout, inputs.llm, "paper"),
-                         "loads ms": partial(replica_loads, sizes, inputs, layout, places),
-                         "order_step ms": partial(order_step, batch, layout, 0, "paper")}, rounds)
+                         "loads ms": partial(replica_loads, sizes, inputs, layout, assignment),
+                         "order_step ms": partial(order_step, batch, layout, 0, assignment)}, rounds)
     return {name: 1e3 * median(own) for name, own in seconds.items()}
 
 
@@ -76,8 +77,8 @@ def imbalance(sizes: Sizes, inputs: ModelInputs, layout: Layout, policy: str) ->
 
     All sequences of the distribution are full, so the LLM's replicas are level.
     """
-    places = assign(count_costs(sizes, inputs), layout, inputs.llm, policy)
-    tokens = {module: load[..., 1] for module, load in replica_loads(sizes, inputs, layout, places).items()}
+    assignment = assign(count_costs(sizes, inputs), layout, inputs.llm, policy)
+    tokens = {module: load[..., 1] for module, load in replica_loads(sizes, inputs, layout, assignment).items()}
     return {f"{module}, {policy}": float(tokens[module].max(axis=1).mean() / tokens[module].mean())
             for module in ("encoder", "generator")}
 

@@ -4,7 +4,7 @@
     python -m benchmarks.paper curve          the same gain over images per sequence
     python -m benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B
     python -m benchmarks.paper orchestration  plans alone, 96 devices, samples in the order they come
-    python -m benchmarks.paper reordering     orderings alone, the same plan
+    python -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices
     python -m benchmarks.paper freezing       parts of the model frozen
     python -m benchmarks.paper overhead       time to plan
 
@@ -22,16 +22,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.common import Tables, table
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.planning.baselines import megatron, pipelines
-from disttrain_cli.planning.predict import predict, simulated_s
+from disttrain_cli.planning.predict import policy_of, predict, simulated_step
 from disttrain_cli.planning.search import search
 from disttrain_cli.planning.solve import cluster_of, layout_of, ranking, solve
 from disttrain_cli.planning.units import Cluster, group, units_of
 from disttrain_cli.profiling.analytic import analytic_profile
+from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
@@ -40,6 +42,7 @@ DEVICE, GPUS, BATCH = "A800", 1296, 1920
 LLM_PP = {"mllm-9b": 1, "mllm-15b": 2, "mllm-72b": 10}  # of the paper's Megatron-LM, at TP 8
 SMALL_BATCHES = {"mllm-9b": 128, "mllm-15b": 64, "mllm-72b": 40}  # on 96 devices
 IMAGES = (1, 2, 4, 8, 16)
+STEPS = 5  # global batches of other sequences, for the orderings
 TRAINED = {"all": None, "encoder": ["image_encoder"], "LLM": ["llm"], "generator": ["image_generator"],
            "projectors": ["projectors"]}
 OVERHEAD_GPUS = (112, 324, 648, 1296, 16384)
@@ -168,20 +171,43 @@ def orchestration(small: bool) -> Tables:
 
 
 def reordering(small: bool) -> Tables:
-    rows = []
-    for preset in [*LLM_PP][: 1 if small else None]:
-        original, profile = profiled(preset)
-        run = changed(original, gpus=96, batch=SMALL_BATCHES[preset])
-        mine, _, cluster = ours(run, profile, 96)
+    rows: list[dict[str, Any]] = []
+    for preset in ["mllm-9b", "mllm-72b", "mllm-15b"][: 1 if small else None]:
+        run, profile = profiled(preset)
+        gpus, batch = (96, 128) if small else (GPUS, BATCH)
+        run = changed(run, gpus=gpus, batch=batch)
+        mine, _, cluster = ours(run, profile, gpus)
         units = group(profile, cluster, "megatron")
-        whole = pipelines(units, cluster).best
-        layouts = {"units": mine} | ({"one unit": layout_of(units, cluster, whole[0], "megatron")} if whole else {})
-        for name, layout in layouts.items():
-            none_s, paper_s = (simulated_s(profile, layout, replace(cluster, ordering=ordering))
-                               for ordering in ("none", "paper"))
-            rows.append({"model": preset, "batch": run.train.global_batch_size, "plan": name, "layout": shapes(layout),
-                         "none, s": none_s, "paper, s": paper_s, "gain": none_s / paper_s})
-    return {"Reordering alone: the same plan, 96 devices": rows}
+        whole, published = pipelines(units, cluster).best, megatron_lm(profile, cluster, LLM_PP[preset])
+        layouts = {"units": mine}
+        layouts |= {"Megatron-LM of the paper": published[0]} if published else {}
+        layouts |= {"one unit": layout_of(units, cluster, whole[0], "megatron")} if whole else {}
+        rows += [{"model": preset, "plan": name, "layout": shapes(layout), "slots": layout.microbatches}
+                 | orderings(profile, layout, cluster, 1 if small else STEPS) for name, layout in layouts.items()]
+    return {f"Reordering alone: the same plan, {STEPS} steps": rows}
+
+
+def orderings(profile: Profile, layout: Layout, cluster: Cluster, steps: int) -> dict[str, Any]:
+    """Seconds per step by policy, mean over steps, gains of `best` (in each step), and what no order can go below."""
+    times_s: dict[str, list[float]] = {}
+    for name in ("none", "paper", "best"):
+        own = replace(cluster, ordering=name)
+        policy = policy_of(profile, layout, own)
+        simulated = [simulated_step(profile, layout, own, number, policy=policy) for number in range(steps)]
+        times_s[name] = [step.timeline.iteration_s for step in simulated]
+    bound_s = [busiest_s(step.pipeline) for step in simulated]
+    gains = [none / best for none, best in zip(times_s["none"], times_s["best"], strict=True)]
+    over = [paper / best for paper, best in zip(times_s["paper"], times_s["best"], strict=True)]
+    return {**{f"{name}, s": mean(own) for name, own in times_s.items()}, "best over none": mean(gains),
+            "least, most": f"{min(gains):.3f}, {max(gains):.3f}", "best over paper": mean(over),
+            "its least": f"{min(over):.3f}", "none over the bound": mean(
+                none / bound for none, bound in zip(times_s["none"], bound_s, strict=True))}
+
+
+def busiest_s(pipeline: Pipeline) -> float:
+    """What the stage with most work takes when its replicas are level and never wait, with reduction and optimizer."""
+    computing = (pipeline.forward_s + pipeline.backward_s).sum(axis=(0, 2)) / pipeline.replicas
+    return float((computing + pipeline.reduce_s).max()) + pipeline.step_s
 
 
 def freezing(small: bool) -> Tables:

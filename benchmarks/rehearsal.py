@@ -2,6 +2,7 @@
 
     python -m benchmarks.rehearsal accuracy   simulator's iteration time against the rehearsed one
     python -m benchmarks.rehearsal gain       disaggregated over monolithic, rehearsed and simulated, alternating
+    python -m benchmarks.rehearsal ordering   the policy best over none on the same plan, alternating
     python -m benchmarks.rehearsal faults     rehearsed slowdown beside the simulator's
     python -m benchmarks.rehearsal overhead   processes at once, lateness, CPU time per operation, memory
 
@@ -65,9 +66,10 @@ DATA = {"few images": (2, 2), "many images": (16, 16), "images generated only": 
 ACCURACY_STEPS, GAIN_STEPS, FAULT_STEPS = 3, 2, 3  # the first of each is left out
 GAIN_GPUS, GAIN_BATCH, PAIRS, PAIRS_OVER_BEST = 192, 288, 5, 1  # 1,920 sequences on 1,296 devices are 284 on 192
 #: The same for all plans of a pair: what the host adds to a step then weighs the same in all of them.
-GAIN_TIME_SCALES = {"mllm-9b": 0.6, "mllm-15b": 1.2, "mllm-72b": 0.6}
+GAIN_TIME_SCALE = 0.6
 OURS, PUBLISHED = "disaggregated", "Megatron-LM of the paper"
 PAPER_GAIN = {"mllm-9b": "1.7-2.2", "mllm-15b": "1.7-2.2", "mllm-72b": "1.3"}  # over Megatron-LM of the paper
+ORDERED, ORDERING_PAIRS = ("mllm-9b", "mllm-72b"), 5
 FAULT_ROUNDS = 2
 FAULTS: dict[str, Row | None] = {
     "none": None,
@@ -137,11 +139,13 @@ def edit(folder: Path, **sections: Row) -> None:
 
 
 def rehearsed(run: Prepared, name: str, steps: int, *, seed: int = 0, fault: Row | None = None,
-              images: tuple[float, float] | None = None, time_scale: float | str = "auto") -> Row:
+              images: tuple[float, float] | None = None, time_scale: float | str = "auto",
+              ordering: str | None = None) -> Row:
     """Rehearse a plan: mean iteration times without the first step, and how the rehearsal went.
 
     Args:
-        name: of the plan (`Prepared.plan`); samples come unordered to the one of the paper's Megatron-LM.
+        name: of the plan (`Prepared.plan`).
+        ordering: None = `paper`, but samples come unordered to the paper's Megatron-LM.
         images: mean images read and generated per sequence, instead of those of the data it was planned for.
     """
     path = run.plan(name)
@@ -149,7 +153,7 @@ def rehearsed(run: Prepared, name: str, steps: int, *, seed: int = 0, fault: Row
     if images is not None and own is not None:
         counts = {"images_per_sequence": images[0], "generated_per_sequence": images[1]}
         other = own.model_copy(update=counts).model_dump()
-    edit(run.folder, train={"seed": seed, "ordering": "none" if name == PUBLISHED else "paper"},
+    edit(run.folder, train={"seed": seed, "ordering": ordering or ("none" if name == PUBLISHED else "paper")},
          rehearse={"faults": [fault] if fault else [], "distribution": other, "time_scale": time_scale})
     document = disttrain(run.folder, "train", "--rehearse", "--plan", path, "--steps", steps)
     plan = read_plan(path)
@@ -204,12 +208,38 @@ def gain(small: bool, keep: Keep) -> Tables:
                         continue
                     own.append(keep({"part": "gain", **asdict(case), "plan": name, "pair": pair},
                                     partial(rehearsed, run, name, GAIN_STEPS, seed=pair,
-                                            time_scale=GAIN_TIME_SCALES[preset])))
+                                            time_scale=GAIN_TIME_SCALE)))
         for name in ("megatron", PUBLISHED):
             results.append(_gain(preset, name, rows[OURS], rows[name]))
             parts.append(_arithmetic(preset, name, rows[OURS][0], rows[name][0]))
     return {"Throughput of disaggregated over monolithic, same devices, data and batch": results,
             "What the planned gain is made of, disaggregated over monolithic": parts}
+
+
+def ordering(small: bool, keep: Keep) -> Tables:
+    results = []
+    for preset in [*ORDERED][: 1 if small else None]:
+        case = Case(preset, 24 if small else GAIN_GPUS, 24 if small else GAIN_BATCH)
+        with opened(case) as run:
+            for name in (OURS, PUBLISHED)[: 1 if small else None]:
+                rows: dict[str, list[Row]] = {"none": [], "best": []}
+                for pair in range(1 if small else ORDERING_PAIRS):
+                    for policy, own in rows.items():
+                        own.append(keep({"part": "ordering", **asdict(case), "plan": name, "ordering": policy,
+                                         "pair": pair},
+                                        partial(rehearsed, run, name, GAIN_STEPS, seed=pair, ordering=policy,
+                                                time_scale=GAIN_TIME_SCALE)))
+                results.append(_over_none(preset, name, rows["none"], rows["best"]))
+    return {"Throughput of the ordering best over none, same plan, data and batch": results}
+
+
+def _over_none(preset: str, name: str, none: list[Row], best: list[Row]) -> Row:
+    over = {what: [other[what] / own[what] for own, other in zip(best, none, strict=True)]
+            for what in ("rehearsed_s", "simulated_s")}
+    return {"model": preset, "plan": name, "layout": none[0]["layout"], "slots": none[0]["slots"],
+            "processes": none[0]["processes"], "pairs": len(none), "gain rehearsed": median(over["rehearsed_s"]),
+            "each": " ".join(f"{value:.3f}" for value in over["rehearsed_s"]),
+            "gain simulated": median(over["simulated_s"]), "paper's": "1.03-1.11"}
 
 
 def _gain(preset: str, name: str, ours: list[Row], theirs: list[Row]) -> Row:
@@ -325,7 +355,7 @@ def keeper(path: Path | None) -> Keep:
 
 
 PARTS: dict[str, Callable[[bool, Keep], Tables]] = {
-    "accuracy": accuracy, "gain": gain, "faults": faults, "overhead": overhead}
+    "accuracy": accuracy, "gain": gain, "ordering": ordering, "faults": faults, "overhead": overhead}
 
 
 if __name__ == "__main__":

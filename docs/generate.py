@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from disttrain_cli.analysis.database import documented_views
-from disttrain_cli.app import app
+from disttrain_cli.app import command_names
 from disttrain_cli.app import main as disttrain
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
@@ -37,10 +37,10 @@ def cli() -> str:
     os.environ |= PLAIN
     for name in FORCING:
         os.environ.pop(name, None)
-    names = ["", *(command.name or "" for command in app.registered_commands)]
+    names = ["", *command_names()]
     parts = ["# Command line reference", NOTICE]
     for name in names:
-        words = [word for word in (name, "--help") if word]
+        words = [*name.split(), "--help"]
         parts += [f"## `{' '.join(['disttrain', *words[:-1]])}`", f"```text\n{_help(words)}\n```"]
     return "\n\n".join(parts) + "\n"
 

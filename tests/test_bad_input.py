@@ -97,7 +97,7 @@ def refused(capsys):
 
 @pytest.mark.parametrize(("old", "new", "named"), [
     ("{path: data/captions}", "{path: data/captions, wieght: 2}",
-     ["data.sources.1.wieght", "allowed here: path, weight"]),
+     ["data.sources.1.wieght", "allowed here: images, path, weight"]),
     ("merge: 2", "marge: 2", ["model.modules.image_encoder.marge", "merge"]),
     ("workers: 1", "workers: many", ["preprocess.workers", "'many'"]),
     ("lr: 2.0e-3", "lr: .nan", ["train.optimizer.lr", "finite"]),
@@ -171,7 +171,9 @@ def test_an_index_and_a_profile_survive_a_failed_indexing(profiled, refused):
     before = {name: (root / name).read_bytes() for name in ("index.parquet", "profile.json")}
     shard = profiled / "data" / "mixed" / "00001.tar"
     shard.write_bytes(shard.read_bytes()[:1000])
-    assert "data/mixed/00001.tar" in refused("profile", profiled)
+    said = refused("profile", profiled)
+    assert "00001.tar: was" in said and "disttrain profile --reindex" in said
+    assert "data/mixed/00001.tar" in refused("profile", profiled, "--reindex")
     assert {name: (root / name).read_bytes() for name in before} == before
 
 

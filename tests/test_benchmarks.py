@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import common, decode, efficiency, levelling, ordering, planner, rehearsal, simulation, strategies
+from benchmarks import (
+    best,
+    common,
+    data_wait,
+    decode,
+    efficiency,
+    index,
+    levelling,
+    ordering,
+    planner,
+    rehearsal,
+    simulation,
+    strategies,
+)
 from disttrain_cli.costs.hardware import Curve, lookup
 
 ROOT = Path(__file__).parent.parent
@@ -27,16 +40,24 @@ def test_calls_alternate_and_the_first_round_is_not_counted():
 
 
 def test_decode():
-    for rows in decode.measure(small=True).values():
-        assert [row["way"] for row in rows][:3] == ["disttrain", "bare loop", "Pillow"]
+    *aimed_at, files, closeness = decode.measure(small=True).values()
+    for rows in aimed_at:
+        assert [row["way"] for row in rows][:3] == ["disttrain", "bare loop", "Pillow, bilinear"]
         assert all(row["ms per image"] > 0 for row in rows)
+    assert files[0]["ms per image"] > 0
+    assert all(row["disttrain"] > row["OpenCV, area"] - 1 > 30 for row in closeness)
 
 
 def test_pillow_and_disttrain_prepare_the_same_image():
     data = decode.picture(quality=90)
-    ours = decode.decode_image(data, decode.GRID, decode.IMAGE)
-    theirs = decode.normalised(decode.pillow(data))
+    ours, theirs = decode.decode_image(data, (32, 32), decode.IMAGE), decode.transform(data, "BICUBIC").numpy()
     assert ours.shape == theirs.shape and abs(ours - theirs).mean() < 0.05
+
+
+def test_index():
+    rows = only(index.measure(small=True))
+    assert [row["dataset"] for row in rows[::2]] == list(index.FORMS) and {row["samples"] for row in rows} == {20}
+    assert all(row["µs to index one"] > 0 and row["speed of the index over it"] > 0 for row in rows)
 
 
 def test_levelling_by_images_is_never_worse_than_by_sequences():
@@ -53,6 +74,14 @@ def test_ordering_levels_what_shares_a_unit():
         assert min(row["encoder, none"], row["generator, paper"]) >= 1
         if "+" in row["DP"]:
             assert row["generator, paper"] < row["generator, none"]
+
+
+def test_best_is_level_and_near_the_best_order():
+    costs, busiest, loads, orders = best.measure(small=True).values()
+    assert {row["plan"] for row in costs} >= {"units", "one unit"} and all(row["evaluations"] > 0 for row in costs)
+    assert all(1 <= row["best"] <= 1.005 and row["best"] <= row["paper"] for row in busiest)
+    assert all(row["best, over the step"] >= 1 for row in loads)
+    assert all(1 <= row["best, worst"] <= 1.01 for row in orders)
 
 
 def test_planner_has_no_gap_to_brute_force():
@@ -86,6 +115,20 @@ def test_efficiency_measures_every_figure_of_a_curve():
     assert curve.keys() == Curve.model_fields.keys() and "calibrated" in curve["source"]
 
 
+def test_a_wait_is_a_share_of_its_own_step():
+    row = data_wait.row(1, "service", [(0.01, 1.0), (0.01, 2.0), (0.08, 1.0)])
+    assert row["share %"] == pytest.approx(1) and row["worst %"] == pytest.approx(8)
+    assert row["all waits over all steps %"] == pytest.approx(2.5) and row["wait ms"] == pytest.approx(10)
+
+
+@pytest.mark.slow
+def test_data_wait():
+    shares, *places = data_wait.measure(small=True).values()
+    assert [row["data"] for row in shares] == ["in the ranks", "service"]
+    assert all(0 < row["wait ms"] < 1e3 * row["step s"] for row in shares)
+    assert all(row["loads"] > 0 and row["longest ms"] >= row["median ms"] > 0 for rows in places for row in rows)
+
+
 @pytest.mark.slow
 def test_strategies():
     steps, ratio = strategies.measure(small=True).values()
@@ -96,16 +139,16 @@ def test_strategies():
 def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
     made = []
 
-    def rehearsed(run, name, steps, *, fault=None, **_):
+    def rehearsed(run, name, steps, *, fault=None, ordering=None, **_):
         made.append(name)
-        slower = 1.1 if name != "disaggregated" or fault else 1.0
+        slower = 1.1 if ordering == "none" or (ordering is None and name != "disaggregated") or fault else 1.0
         return {"layout": "1×1×1", "M": 1, "slots": 4, "devices": 8, "rehearsed_s": 2.0 * slower,
                 "simulated_s": 1.9 * slower, "planned_s": slower, "mfu": 0.4 / slower, "efficiency": 0.8,
                 "processes": 4, "time_scale": 1.0, "gpus_per_process": 2, "operations": 10}
 
     monkeypatch.setattr(rehearsal, "rehearsed", rehearsed)
     rows = {}
-    for part, calls in (("accuracy", 36), ("gain", 33), ("faults", 10)):
+    for part, calls in (("accuracy", 36), ("gain", 33), ("ordering", 40), ("faults", 10)):
         for _ in range(2):
             rows[part] = rehearsal.PARTS[part](False, rehearsal.keeper(tmp_path / "rows.jsonl"))
         assert len(made) == calls
@@ -117,6 +160,7 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
     assert all(row["gain rehearsed"] == pytest.approx(1.1) for row in gains)
     assert {row["pairs"] for row in gains if row["over"] == rehearsal.PUBLISHED} == {5}
     assert all(row["product"] == pytest.approx(row["gain planned"]) for row in why)
+    assert [row["gain rehearsed"] for row in only(rows["ordering"])] == pytest.approx([1.1] * 4)
     assert [row["slow"] for row in only(rows["faults"])] == ["rank", "link", "stage", "worker"]
     assert all(row["slowdown rehearsed"] == pytest.approx(1.1) for row in only(rows["faults"]))
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from disttrain_cli import __version__
-from disttrain_cli.commands import analyze, init, plan, profile, train
+from disttrain_cli.commands import analyze, data, init, plan, profile, train
 from disttrain_cli.console import Console
 from disttrain_cli.errors import DisttrainError
 
@@ -75,6 +75,17 @@ def root(
 
 for name, command in {"init": init, "profile": profile, "plan": plan, "train": train, "analyze": analyze}.items():
     app.command(name, epilog=command.EPILOG)(command.run)
+app.add_typer(data.app, name="data")
+
+
+def command_names() -> list[str]:
+    """Every command as the user types it, those of groups after their group."""
+    names = [command.name or "" for command in app.registered_commands]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        inner = [command.name or "" for command in group.typer_instance.registered_commands]
+        names += [str(group.name), *(f"{group.name} {name}" for name in inner)]
+    return names
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,8 +102,8 @@ def _run(words: list[str], console: Console) -> int:
         console.error(error.what, error.why, error.next_step, error.exit_code)
         return error.exit_code
     except typer.TyperException as error:
-        names = [command.name or "" for command in app.registered_commands]
-        command = next((word for word in words if word in names), "")
+        command = max((name for name in command_names() if name.split() == words[:len(name.split())]),
+                      key=len, default="")
         console.error(error.format_message(), "", " ".join(["disttrain", command, "--help"]).replace("  ", " "),
                       exit_code=2)
         return 2

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from disttrain_cli import __version__
-from disttrain_cli.app import app, main
+from disttrain_cli.app import command_names, main
 from disttrain_cli.commands import plan as plan_command
 from disttrain_cli.errors import (
     ConditionHoldsError,
@@ -22,7 +22,7 @@ from disttrain_cli.errors import (
     UsageError,
 )
 
-COMMANDS = [command.name for command in app.registered_commands]
+COMMANDS = [name for name in command_names() if name != "data"]  # a group, whose commands are there
 
 
 def call(words, capsys):
@@ -34,12 +34,12 @@ def call(words, capsys):
 
 
 def test_the_commands_are_the_promised_ones():
-    assert COMMANDS == ["init", "profile", "plan", "train", "analyze"]
+    assert COMMANDS == ["init", "profile", "plan", "train", "analyze", "data serve"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_explains_every_option_and_gives_examples(name, capsys):
-    code, out, err = call([name, "--help"], capsys)
+    code, out, err = call([*name.split(), "--help"], capsys)
     assert code == 0 and err == ""
     assert "Examples:" in out and out.count(f"$ disttrain {name}") >= 2
     assert "--json" in out and "--quiet" in out
@@ -47,7 +47,7 @@ def test_help_explains_every_option_and_gives_examples(name, capsys):
 
 def test_bare_call_shows_the_commands(capsys):
     code, out, _ = call([], capsys)
-    assert code == 0 and all(name in out for name in COMMANDS) and "$ disttrain init" in out
+    assert code == 0 and all(name.split()[0] in out for name in COMMANDS) and "$ disttrain init" in out
 
 
 def test_version(capsys):

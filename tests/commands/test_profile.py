@@ -13,6 +13,7 @@ from disttrain_cli.profiling.seen_data import with_data
 from disttrain_cli.spec.profile import read_profile
 from disttrain_cli.spec.runfile import read_run
 from tests.commands.conftest import make_profile
+from tests.data.dataset import interleaved, text, write_dataset, write_tar
 from tests.profiling.recorded import Recording, layout, retimed, sequences_with, with_layers
 
 
@@ -58,6 +59,40 @@ def test_json_has_the_promised_keys(folder, capsys):
     assert {"samples", "fingerprint", "text_tokens", "image_tokens", "images_per_sequence"} <= set(document["data"])
     assert {"images_per_s_per_core", "sequences_per_s_per_core"} <= set(document["preprocess"])
     assert document["path"].endswith("profile.json")
+
+
+@pytest.fixture
+def indexed(folder):
+    """The same run over a dataset of its own, with a broken sample."""
+    value = yaml.safe_load((folder / "disttrain.yaml").read_text())
+    value["data"] = {"sources": [{"path": "data/mixed"}], "sequence_length": 256, "max_image_pixels": 1024,
+                     "max_bad_fraction": 0.1}
+    (folder / "disttrain.yaml").write_text(yaml.safe_dump(value))
+    write_dataset(folder / "data")
+    write_tar(folder / "data" / "mixed" / "00002.tar", [("bad.json", b"{"), interleaved("good", text("fine"))])
+    return folder
+
+
+def test_the_data_are_summed_up_and_changes_refused_until_told_otherwise(indexed, capsys):
+    code, out, err = call(["profile"], capsys)
+    assert code == 0, err
+    for word in ("41 samples in", "sequences of 256 tokens (", " % full), 1 skipped", "and of sample ends trained",
+                 "skipped data/mixed/00002.tar/bad: not valid JSON", "scaled down to the budget of 1,024 pixels"):
+        assert word in out, word
+    write_tar(indexed / "data" / "mixed" / "00003.tar", [interleaved("new", text("new"))])
+    code, out, _ = call(["profile", "--json", "--quiet"], capsys)
+    data = json.loads(out)["data"]
+    assert code == 0 and data["samples"] == 42 and data["skipped"] == 1 and 0 < data["fill_fraction"] <= 1
+    assert 0 < data["scaled_down"] <= data["images"]
+    assert data["skipped_first"][0].startswith("data/mixed/00002.tar/bad: ")
+    assert 42 < data["label_tokens"] == data["text_tokens"] + data["samples"]
+    write_tar(indexed / "data" / "mixed" / "00003.tar", [interleaved("new", text("changed" * 8))])
+    before = (indexed / "runs" / "tiny" / "index.parquet").read_bytes()
+    code, _, err = call(["profile"], capsys)
+    assert code == 1 and "00003.tar: was 10240 bytes of" in err and "disttrain profile --reindex" in err
+    assert (indexed / "runs" / "tiny" / "index.parquet").read_bytes() == before
+    code, out, _ = call(["profile", "--reindex", "--json", "--quiet"], capsys)
+    assert code == 0 and json.loads(out)["data"]["fingerprint"] != data["fingerprint"]
 
 
 def test_unknown_devices_are_refused(folder, capsys):
@@ -130,5 +165,7 @@ def test_calibrating_measures_nothing(run_folder, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     code, _, err = call(["profile", "--calibrate", "runs/tiny", "--device", "cpu"], capsys)
     assert code == 2 and "--calibrate and --device exclude each other" in err
+    code, _, err = call(["profile", "--calibrate", "runs/tiny", "--reindex"], capsys)
+    assert code == 2 and "--calibrate and --reindex exclude each other" in err
     code, _, err = call(["profile", "--calibrate", "runs/none"], capsys)
     assert code == 1 and "disttrain train" in err

@@ -33,7 +33,8 @@ def test_stages_load_for_the_modules_that_begin_on_them() -> None:
     one = Layout(global_batch_size=24, microbatch_size=2, microbatches=6, gpus_used=4, units=[everything])
     stages = stages_of(PROFILE, one)
     assert [stage.begins for stage in stages] == [["image_encoder", "llm"], ["image_generator"]]
-    loads, profile = loads_of(PROFILE, one, "paper", 0), with_rates(images=100, sequences=10)
+    loads = loads_of(PROFILE, one, synthetic.paper_policy(PROFILE, one), 0)
+    profile = with_rates(images=100, sequences=10)
     expected = loads["image_encoder"][..., 0] / 100 + loads["llm"][..., 0] * (0.1 - mean_images() / 100)
     np.testing.assert_allclose(prepare_s(profile, stages[0], loads, 1), expected)
     own = {cost.module: loads[cost.module][:, :1] for cost in stages[1].costs}  # of one replica

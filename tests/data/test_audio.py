@@ -67,12 +67,13 @@ def test_every_replica_of_an_audio_unit_gets_its_even_share(tmp_path: Path) -> N
     layout = make_layout([unit("e", ["encoder"], 3), unit("a", ["ear"], 5), unit("l", ["llm", "generator"], 4)], 2, 48)
     costs = count_costs(sizes, HEARING)
     assert costs["ear"].tolist() == (sizes.clips * 1500).tolist()
-    places = assign(costs, layout, "llm", "paper")
-    loads = replica_loads(sizes, HEARING, layout, places)["ear"]
+    assignment = assign(costs, layout, "llm", "paper")
+    places = assignment.places
+    loads = replica_loads(sizes, HEARING, layout, assignment)["ear"]
     clips = sizes.clips[places].sum(axis=(1, 2))
     assert loads[..., 0].sum(axis=1).tolist() == clips.tolist()
     assert (np.ptp(loads[..., 0], axis=1) <= 1).all() and clips.sum() == sizes.clips.sum() > 100
     assert np.array_equal(loads[..., 1], 1500 * loads[..., 0])
     with_llm = make_layout([unit("e", ["encoder"], 3), unit("l", ["ear", "llm", "generator"], 4)], 2, 48)
-    own = replica_loads(sizes, HEARING, with_llm, places)["ear"]
+    own = replica_loads(sizes, HEARING, with_llm, assignment)["ear"]
     assert np.array_equal(own[..., 0], sizes.clips[places].sum(axis=2))

@@ -1,14 +1,19 @@
-"""Decoding gives RGB of the promised shape and range, close to an exact reference, and refuses damaged files."""
+"""Decoding gives RGB of the promised shape and range, close to an antialiased reference, for every kind of file."""
 
 from __future__ import annotations
 
-import struct
+import io
+import math
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from PIL import Image
 
+from benchmarks.decode import noise
 from disttrain_cli.data.decoding import decode_image, decode_target
+from disttrain_cli.data.headers import read_header
 from disttrain_cli.spec.inputs import ImageInput, TargetInput
 from tests.data.dataset import INPUTS, encoded
 
@@ -26,6 +31,121 @@ def test_shape_range_and_channels(suffix: str, size: tuple[int, int]) -> None:
     blue, green, red = planes[2], planes[1], planes[0]  # encoded() writes a gradient down, one across, and a shade
     assert red.mean() > 0.95
     assert blue[-1].mean() - blue[0].mean() > 1.5 and green[:, -1].mean() - green[:, 0].mean() > 1.5
+
+
+def decibels(values: np.ndarray, want: np.ndarray) -> float:
+    """PSNR of values in -1..1."""
+    return 10 * math.log10(4 / np.mean(np.square(values - want, dtype=np.float64)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(59, 79), (50, 67), (40, 53), (34, 45), (30, 40), (20, 27), (30, 53),
+                                               (55, 40), (66, 88)])
+def test_resizing_is_close_to_pillows_antialiased_bicubic(rows: int, columns: int) -> None:
+    """At every factor: no more than a decibel behind averaging by area, which is several times slower."""
+    image = ImageInput(module="e", patch_px=8, max_pixels=10**6)
+    pixels = noise(640, 480)
+    want = np.asarray(Image.fromarray(pixels).resize((columns * 8, rows * 8), Image.Resampling.BICUBIC))
+    area = cv2.resize(pixels, (columns * 8, rows * 8), interpolation=cv2.INTER_AREA)
+    ours = decode_image(stored(Image.fromarray(pixels), "PNG"), (rows, columns), image)
+
+    def planes(rgb: np.ndarray) -> np.ndarray:
+        return rgb.transpose(2, 0, 1) / 127.5 - 1
+
+    assert decibels(ours, planes(want)) > max(33.0, decibels(planes(area), planes(want)) - 1)
+
+
+def stored(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def colours(data: bytes) -> np.ndarray:
+    """[H, W, RGB] bytes of a file of 40x32 as decoding sees it, in whole patches of 8 pixels."""
+    image = ImageInput(module="e", patch_px=8, mean=0.0, std=1.0, max_pixels=10**6)
+    return np.rint(decode_image(data, (4, 5), image) * 255).astype(int).transpose(1, 2, 0)
+
+
+PIXELS = cv2.resize(noise(160, 128), (40, 32), interpolation=cv2.INTER_AREA)
+PICTURE = Image.fromarray(PIXELS)
+
+
+def test_grey_and_cmyk_jpeg() -> None:
+    grey = np.asarray(PICTURE.convert("L")).astype(int)
+    assert np.abs(colours(stored(PICTURE.convert("L"), "JPEG", quality=95)) - grey[:, :, None]).mean() < 3
+    assert np.abs(colours(stored(PICTURE.convert("CMYK"), "JPEG", quality=95)) - PIXELS).mean() < 4
+    assert np.abs(colours(stored(PICTURE, "JPEG", quality=95, progressive=True, subsampling=0)) - PIXELS).mean() < 4
+
+
+def test_png_of_every_depth() -> None:
+    grey = np.asarray(PICTURE.convert("L"))
+    for image in (PICTURE.convert("L"), Image.fromarray(grey.astype(np.uint16) * 257)):
+        assert np.array_equal(colours(stored(image, "PNG")), np.repeat(grey[:, :, None], 3, 2))
+    deep = cv2.imencode(".png", PIXELS[:, :, ::-1].astype(np.uint16) * 257)[1].tobytes()
+    assert np.array_equal(colours(deep), PIXELS)
+    palette = PICTURE.quantize(16)
+    assert np.array_equal(colours(stored(palette, "PNG")), np.asarray(palette.convert("RGB")))
+    two = PICTURE.convert("1")
+    assert np.array_equal(colours(stored(two, "PNG")), np.asarray(two.convert("RGB")))
+    as_grey = ImageInput(module="e", patch_px=8, channels=1, mean=0.0, std=1.0, max_pixels=10**6)
+    for file in (stored(PICTURE, "PNG"), stored(PICTURE.convert("L"), "PNG"), stored(PICTURE, "JPEG", quality=98)):
+        assert np.abs(decode_image(file, (4, 5), as_grey)[0] * 255 - grey).mean() < 2
+
+
+def test_transparency_lies_over_white() -> None:
+    alpha = np.tile(np.linspace(0, 255, 40).astype(np.uint8), (32, 1))
+    veiled = np.dstack([PIXELS, alpha])
+    over = Image.alpha_composite(Image.new("RGBA", (40, 32), "white"), Image.fromarray(veiled)).convert("RGB")
+    for file in (stored(Image.fromarray(veiled), "PNG"), stored(Image.fromarray(veiled), "WEBP", lossless=True,
+                                                                exact=True)):
+        assert np.abs(colours(file) - np.asarray(over).astype(int)).max() <= 1
+    opaque = stored(Image.fromarray(np.dstack([PIXELS, np.full_like(alpha, 255)])), "PNG")
+    assert np.array_equal(colours(opaque), PIXELS)
+    palette = PICTURE.quantize(16)
+    hidden = np.asarray(palette) == 3
+    seen = colours(stored(palette, "PNG", transparency=3))
+    assert (seen[hidden] == 255).all() and np.array_equal(seen[~hidden], np.asarray(palette.convert("RGB"))[~hidden])
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "PNG"])
+def test_animations_show_their_first_picture(kind: str) -> None:
+    lossless = {"lossless": True} if kind == "WEBP" else {}
+    file = stored(PICTURE, kind, save_all=True, append_images=[Image.new("RGB", (40, 32), "red")], **lossless)
+    assert np.array_equal(colours(file), PIXELS)
+
+
+def test_orientation_is_not_applied() -> None:
+    """So that width and height are the header's, which the index read."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind in ("JPEG", "PNG", "WEBP"):
+        turned, plain = stored(PICTURE, kind, exif=exif), stored(PICTURE, kind)
+        assert Image.open(io.BytesIO(turned)).getexif()[0x0112] == 6
+        header = read_header(lambda offset, length, data=turned: data[offset:offset + length])
+        assert (header.width_px, header.height_px) == (40, 32)
+        assert np.array_equal(colours(turned), colours(plain))
+
+
+def test_formats_are_told_by_content() -> None:
+    """A JPEG is one under any name: nothing but the bytes is asked."""
+    assert np.array_equal(colours(stored(PICTURE, "PNG")), PIXELS)
+    for kind in ("GIF", "BMP", "TIFF"):
+        with pytest.raises(ValueError, match="not a JPEG, PNG or WebP"):
+            colours(stored(PICTURE, kind))
+
+
+@pytest.mark.parametrize("decode", [lambda data, out: decode_image(data, (4, 5), IMAGE, out),
+                                    lambda data, out: decode_target(data, TARGET, out)])
+def test_written_in_place(decode: Any) -> None:
+    """Into a part of a larger array, and not at all where decoding fails."""
+    data = stored(PICTURE, "JPEG")
+    want = decode(data, None)
+    block = np.zeros((3, *want.shape), np.float32)
+    assert decode(data, block[1]).base is block
+    assert np.array_equal(block[1], want) and not block[[0, 2]].any()
+    with pytest.raises(ValueError, match="truncated"):
+        decode(data[:-200], block[2])
+    assert not block[2].any()
 
 
 def test_scaled_decoding_is_close_to_the_whole_one() -> None:
@@ -49,21 +169,3 @@ def test_target_is_the_middle_square() -> None:
     pixels[:, 40:80] = 255
     planes = decode_target(cv2.imencode(".png", pixels)[1].tobytes(), target)
     assert planes.shape == (3, 16, 16) and planes.min() == 1 == planes.max()
-
-
-@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
-def test_truncated_and_damaged(suffix: str) -> None:
-    assert IMAGE is not None and TARGET is not None
-    data = encoded(64, 64, suffix)
-    with pytest.raises(ValueError, match="truncated"):
-        decode_image(data[:len(data) // 2], (4, 4), IMAGE)
-    with pytest.raises(ValueError, match="not a JPEG"):
-        decode_target(b"text" * 100, TARGET)
-
-
-def test_bombs_are_refused_before_decoding() -> None:
-    assert IMAGE is not None
-    png = encoded(16, 16, ".png")
-    bomb = png[:16] + struct.pack(">II", 60_000, 60_000) + png[24:]
-    with pytest.raises(ValueError, match="oversized"):
-        decode_image(bomb, (2, 2), IMAGE)

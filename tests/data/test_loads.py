@@ -8,33 +8,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.levelling import even_shares, level, owners
+from disttrain_cli.data.levelling import deal, even_shares, level, owners
 from disttrain_cli.data.loads import replica_loads
 from disttrain_cli.data.ordering import assign, count_costs, order_step
 from disttrain_cli.data.packing import Packing, pack
 from disttrain_cli.data.sizes import sampled_batch, sizes_of, sizes_of_sample
+from disttrain_cli.data.slots import Assignment
 from disttrain_cli.data.statistics import size_sample
 from disttrain_cli.spec.plan import Layout
 from tests.data.dataset import INPUTS, PROPERTY
 from tests.data.test_ordering import LAYOUTS, random_batch
 
 
-def loads_of_slots(batch: Packing, layout: Layout, policy: str) -> dict[str, list[list[list[float]]]]:
-    slots = order_step(batch, layout, 0, policy).slots
+def loads_of_slots(batch: Packing, layout: Layout, assignment: Assignment) -> dict[str, list[list[list[float]]]]:
+    slots = order_step(batch, layout, 0, assignment).slots
     return {module: [[list(slot.work(module, items)) for items in slot.replicas[layout.unit_of(module).name]]
                      for slot in slots] for module in ("encoder", "llm", "generator")}  # named after their kinds
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
 @pytest.mark.parametrize("policy", ["none", "paper"])
+@pytest.mark.parametrize("carry", [False, True])
 @given(st.integers(0, 10_000))
 @PROPERTY
-def test_a_size_sample_gives_the_loads_of_training(layout: Layout, policy: str, seed: int) -> None:
+def test_a_size_sample_gives_the_loads_of_training(layout: Layout, policy: str, carry: bool, seed: int) -> None:
     batch = random_batch(seed)
     sizes = sizes_of_sample(size_sample(batch))
-    places = assign(count_costs(sizes, INPUTS), layout, "llm", policy)
-    loads = replica_loads(sizes, INPUTS, layout, places)
-    assert {module: load.tolist() for module, load in loads.items()} == loads_of_slots(batch, layout, policy)
+    assignment = Assignment(assign(count_costs(sizes, INPUTS), layout, "llm", policy).places, carry)
+    loads = replica_loads(sizes, INPUTS, layout, assignment)
+    assert {module: load.tolist() for module, load in loads.items()} == loads_of_slots(batch, layout, assignment)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 6))
+@PROPERTY
+def test_dealt_shares_stay_in_their_slot_and_level_the_step(seed: int, slots: int, replicas: int) -> None:
+    shares = np.random.default_rng(seed).integers(0, 50, size=(slots, replicas))
+    dealt = np.empty_like(shares)
+    np.put_along_axis(dealt, deal(shares), shares, axis=1)
+    assert np.sort(dealt, axis=1).tolist() == np.sort(shares, axis=1).tolist()
+    # No two replicas are ever farther apart than the shares of one slot.
+    assert np.ptp(np.cumsum(dealt, axis=0), axis=1).max() <= np.ptp(shares, axis=1).max()
 
 
 @given(st.lists(st.integers(0, 50), max_size=40), st.integers(1, 7))

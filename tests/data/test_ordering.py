@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.intervals import interval_order
 from disttrain_cli.data.levelling import level
-from disttrain_cli.data.ordering import count_costs, order_step
+from disttrain_cli.data.ordering import Costs, assign, count_costs
+from disttrain_cli.data.ordering import order_step as order_assigned
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.slots import Ints, StepOrder
@@ -35,6 +36,12 @@ def random_batch(seed: int, count: int = 12) -> Packing:
     grids = np.where(index.kinds[:, None] == IMAGE, random.integers(1, 6, size=(len(index.kinds), 2)) * 2, 0)
     object.__setattr__(index, "grids", grids)
     return SequenceStream(index, seed).batch(0, count)
+
+
+def order_step(batch: Packing, layout: Layout, step: int, policy: str, costs: Costs | None = None) -> StepOrder:
+    """The order of a batch under `none` or `paper`; costs default to counts."""
+    costs = count_costs(sizes_of(batch), INPUTS) if costs is None else costs
+    return order_assigned(batch, layout, step, assign(costs, layout, "llm", policy))
 
 
 def check_step(batch: Packing, layout: Layout, order: StepOrder) -> None:
@@ -201,6 +208,17 @@ def test_interval_order_is_a_permutation_with_its_ends(seed: int, count: int, st
     assert total[order[0]] == total.min()
     rear = min(stages - 1, count - 1)
     assert sorted(total[order[count - rear:]]) == sorted(total)[1:1 + rear]
+
+
+def test_encoders_side_by_side_are_no_longer_pipeline() -> None:
+    """A second encoder that takes less time, on fewer stages, changes nothing."""
+    random = np.random.default_rng(5)
+    costs = {"encoder": random.integers(50, 99, 24), "ear": random.integers(1, 9, 24),
+             "llm": random.integers(50, 99, 24)}
+    encoder, llm = unit("encoder", ["encoder"], 2, 2), unit("llm", ["llm"], 2, 3)
+    alone = make_layout([encoder, llm], global_batch_size=24)
+    both = make_layout([encoder, unit("ear", ["ear"], 2, 1), llm], global_batch_size=24)
+    assert np.array_equal(assign(costs, alone, "llm", "paper").places, assign(costs, both, "llm", "paper").places)
 
 
 def test_interval_order_shortens_skewed_pipelines() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,11 +23,12 @@ def make_index(kinds: list[list[int]], tokens: list[list[int]], weights: list[fl
     flat_kinds = np.array([k for row in kinds for k in row], dtype=np.int64)
     zeros = np.zeros(len(flat_kinds), dtype=np.int64)
     return Index(
-        fingerprint="", inputs=INPUTS, weights=weights or [1.0], shards=[Path("a.tar")], skipped=[],
+        fingerprint="", inputs=INPUTS, weights=weights or [1.0], shards=[], skipped=[],
         source=np.zeros(len(kinds), dtype=np.int64) if source is None else source,
         shard=np.zeros(len(kinds), dtype=np.int64), keys=[str(n) for n in range(len(kinds))],
         segment_start=starts_of(np.array([len(row) for row in kinds])), kinds=flat_kinds,
-        tokens=np.array([t for row in tokens for t in row], dtype=np.int64), offsets=zeros, sizes=zeros,
+        tokens=np.array([t for row in tokens for t in row], dtype=np.int64), trained=flat_kinds == TEXT,
+        offsets=zeros, sizes=zeros,
         grids=np.where(flat_kinds[:, None] == IMAGE, [[2, 4]], 0),
     )
 

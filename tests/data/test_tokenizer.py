@@ -1,4 +1,4 @@
-"""Bytes or a local folder; special ids never collide with text."""
+"""Bytes, a local folder or a name on Hugging Face; special ids never collide with text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from disttrain_cli.data.tokenizer import ByteTokenizer, read_tokenizer
+from disttrain_cli.data.tokenizer import ByteTokenizer, FolderTokenizer, read_tokenizer
 from disttrain_cli.data.tokenizer import Tokenizer as TokenizerProtocol
 from disttrain_cli.errors import SpecError
-from tests.data.dataset import make_run
+from tests.data.dataset import PROPERTY, make_run
 
 
 def test_bytes() -> None:
@@ -29,7 +31,7 @@ def write_folder(folder: Path, saved: bool = False) -> Path:
     words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "two": 3, "words": 4}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.enable_truncation(1)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     if saved:
         from transformers import PreTrainedTokenizerFast
 
@@ -71,11 +73,84 @@ def test_tokenizing_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_folder(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no tokenizer folder"):
-        read_tokenizer(make_run(tmp_path, tokenizer="nowhere"))
+    for name in ("./nowhere", "no/such/folder", "/nowhere", "a/../b", "~/x"):
+        with pytest.raises(SpecError, match="no tokenizer folder"):
+            read_tokenizer(make_run(tmp_path, tokenizer=name))
     (tmp_path / "empty").mkdir()
     for content in (None, "no json", "{}"):
         if content is not None:
             (tmp_path / "empty" / "tokenizer.json").write_text(content)
         with pytest.raises(SpecError, match="Cannot read the tokenizer"):
             read_tokenizer(make_run(tmp_path, tokenizer="empty"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of Hugging Face, without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def put(cache: Path, name: str, *, commit: str = "a" * 40) -> Path:
+    """A repository in the cache, as the hub's clients leave it; its snapshot's folder."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots").mkdir()
+    return folder / "snapshots" / commit
+
+
+@pytest.mark.parametrize("name", ["org/words-1.0", "words"])
+def test_a_name_is_looked_up_in_the_cache(tmp_path: Path, cache: Path, name: str) -> None:
+    write_folder(put(cache, name))
+    check_words(read_tokenizer(make_run(tmp_path, tokenizer=name)))
+
+
+def test_only_the_files_that_are_read_make_the_fingerprint(tmp_path: Path, cache: Path) -> None:
+    """So that machines which fetched more or less of a repository agree, and code in it does not matter."""
+    snapshot = write_folder(put(cache, "words"))
+    run = make_run(tmp_path, tokenizer="words")
+    before = read_tokenizer(run).fingerprint
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "tokenization.py").write_text("raise SystemExit('executed')")
+    assert read_tokenizer(run).fingerprint == before
+    (snapshot / "special_tokens_map.json").write_text('{"eos_token": "two"}')
+    assert read_tokenizer(run).fingerprint != before
+
+
+def test_a_local_folder_comes_first(tmp_path: Path, cache: Path) -> None:
+    write_folder(tmp_path / "words")
+    put(cache, "words").mkdir()
+    check_words(read_tokenizer(make_run(tmp_path, tokenizer="words")))
+
+
+def test_a_name_that_is_not_here_says_what_to_do(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(SpecError, match="no tokenizer 'org/words' here") as caught:
+        read_tokenizer(make_run(tmp_path, tokenizer="org/words"))
+    assert "HF_HUB_OFFLINE" in caught.value.why and "hf download org/words tokenizer.json" in caught.value.next_step
+    assert str(tmp_path / "org" / "words") in caught.value.why
+
+
+def test_a_repository_without_a_fast_tokenizer(tmp_path: Path, cache: Path) -> None:
+    snapshot = put(cache, "words")
+    snapshot.mkdir()
+    (snapshot / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(SpecError, match=r"'words'") as caught:
+        read_tokenizer(make_run(tmp_path, tokenizer="words"))
+    assert "local folder with tokenizer.json" in caught.value.next_step
+
+
+@given(st.lists(st.text(max_size=20), max_size=5))
+@PROPERTY
+def test_counts_are_the_lengths_of_what_is_encoded(words_folder: Path, texts: list[str]) -> None:
+    for tokens in (ByteTokenizer(), FolderTokenizer(words_folder)):
+        texts = [text.encode("utf-8", "replace").decode() for text in texts]
+        assert tokens.count(texts) == [len(tokens.encode(text)) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def words_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("words") / "tok")

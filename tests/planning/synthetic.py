@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from disttrain_cli.data.orders import Policy
 from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (
     DeviceProfile,
     Fingerprints,
@@ -159,6 +161,11 @@ def paper_72b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = 
     }
     device = DeviceProfile(name="A800", kind="cuda", count=run.cluster.gpus, memory_gib=memory_gib, peak_tflops=312.0)
     return profile_for(run, modules, device, profiles.links(1600, 10, 1600, 30, 1 / 16))
+
+
+def paper_policy(profile: Profile, layout: Layout) -> Policy:
+    """How the policy `paper` orders batches for a layout."""
+    return Policy("paper", layout, profile.inputs, None, gpus_per_node=8)
 
 
 def cuts(layers: int, stages: int) -> list[list[int]]:

@@ -47,7 +47,7 @@ def case() -> tuple[Profile, list[Unit], Cluster]:
 
 def test_every_sequence_is_worked_on_once_by_every_module(case: tuple[Profile, list[Unit], Cluster]) -> None:
     profile, _, cluster = case
-    for ordering in ("none", "paper"):
+    for ordering in ("none", "paper", "best"):
         loads = simulated_step(profile, three(), dataclasses.replace(cluster, ordering=ordering)).loads
         sums = {name: load.sum(axis=(0, 1)) for name, load in loads.items()}
         assert sums["llm"].tolist() == [24, 24 * 230, 24 * 20000]

@@ -41,6 +41,19 @@ def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: P
     assert read_plan(write_plan(tmp_path / "plan.yaml", plan)) == plan
 
 
+def test_a_plan_says_which_ordering_it_was_predicted_with(made: tuple[RunFile, Profile, Plan]) -> None:
+    run, profile, plan = made
+    assert plan.predicted.ordering == "paper"
+    train = run.train.model_copy(update={"ordering": "best"})
+    searched = solve(run.model_copy(update={"train": train}), profile, top=3)
+    assert searched.predicted.ordering == "best" and searched.plan == plan.plan
+    assert searched.predicted.iteration_s < plan.predicted.iteration_s
+    for one, other in zip(searched.alternatives, plan.alternatives, strict=True):
+        assert one.slower_pct == other.slower_pct
+        assert one.iteration_s / searched.predicted.iteration_s == pytest.approx(
+            other.iteration_s / plan.predicted.iteration_s, rel=0.02)
+
+
 @pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
 def test_other_strategies_make_runnable_plans_that_are_no_better(made: tuple[RunFile, Profile, Plan],
                                                                  strategy: str) -> None:

@@ -16,13 +16,14 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
 from disttrain_cli.runtime import broker, checkpoint
 from disttrain_cli.runtime.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.feeding import fetcher, to_batch
 from disttrain_cli.runtime.process import joined
 from disttrain_cli.runtime.routes import Route
 from disttrain_cli.runtime.topology import build_topology
 from disttrain_cli.runtime.tracing import Tracer, wall_clock
-from disttrain_cli.runtime.worker import fetcher, to_batch
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.commands.conftest import MODULES, make_profile, module_profile
 
 GATHER = broker._gather
 
@@ -30,6 +31,15 @@ GATHER = broker._gather
 def _reversed_rows(tensor: torch.Tensor, route: Route) -> torch.Tensor:
     """A broken broker, to show that the comparison notices one."""
     return GATHER(tensor, route).flip(0)
+
+
+def orders_of(run: Run, layout: Layout) -> Orders:
+    """The run's orders; costs are made up, for as many layers as the run's modules have."""
+    inputs, table = describe(run), [info.module for info in layer_table(run)]
+    modules = {name: module_profile(kind, ["layer"] * table.count(name), ms_per_token, work)
+               for name, (kind, _, ms_per_token, work) in MODULES.items()}
+    profile = make_profile(run.file).model_copy(update={"inputs": inputs, "modules": modules})
+    return Orders(run.file, layout, read_index(run, inputs), profile)
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -51,7 +61,7 @@ def ranks(payload: dict[str, Any]) -> None:
             engine = build_engine(run, plan, topology, place, device, tracer)
             dtype = message_dtype(run.file.train)
             history = []
-            orders = Orders(run.file, plan.plan, read_index(run, describe(run)))
+            orders = orders_of(run, plan.plan)
             with Loader(run, orders, unit=place.unit.name, replica=place.replica,
                         fields={f for info in stage_layers for f in info.needs}) as loader:
                 for step in range(case["steps"]):

@@ -7,9 +7,12 @@ from typing import Any
 
 import yaml
 
+from disttrain_cli.data.index import build_index
+from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
-from disttrain_cli.spec.profile import Fingerprints
+from disttrain_cli.spec.profile import Fingerprints, Profile
 from disttrain_cli.spec.runfile import Run, read_run
+from tests.commands.conftest import make_profile
 
 MODEL: dict[str, Any] = {
     "modules": {
@@ -67,3 +70,16 @@ def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
                 predicted=Prediction(iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0,
                                      bubble_fraction=0, memory=[]),
                 search=Search(solve_s=0, candidates=1, exact=True))
+
+
+def make_job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profile]:
+    """A run over three ranks, with a profile that claims a large machine."""
+    run = write_run(folder, data, **changes)
+    index = build_index(run, describe(run))
+    modules = [info.module for info in layer_table(run)]
+    plan = plan_of(run, [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)], 3)
+    profile = make_profile(run.file)
+    device = profile.device.model_copy(update={"peak_tflops": 1000.0})
+    fingerprints = profile.fingerprints.model_copy(update={"data": index.fingerprint})
+    return run, plan, profile.model_copy(update={"inputs": describe(run), "device": device,
+                                                 "fingerprints": fingerprints})

@@ -18,10 +18,11 @@ from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import interleaved, text, write_tar
-from tests.runtime.equivalence_worker import reference
+from tests.runtime.equivalence_worker import orders_of, reference
 from tests.runtime.factory import plan_of, unit, write_run
 
 STEPS = 3
+POLICIES = ("paper", "best")  # beside none, which the others use
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 
 
@@ -64,18 +65,25 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = write_run(folder, folder / "data")
     zero = write_run(folder / "zero", folder / "data", name="zero", zero_stage=1)
     bf16 = write_run(folder / "bf16", folder / "data", name="bf16", zero_stage=1, precision="bf16")
-    for each in (run, zero, bf16):
+    ordered = [write_run(folder / policy, folder / "data", name=policy, ordering=policy) for policy in POLICIES]
+    for each in (run, zero, bf16, *ordered):
         build_index(each, describe(each), silent)
     cases = [(name, run, *layout) for name, layout in _layouts(run).items()]
     cases += [(f"zero1-{name}", zero, *_layouts(zero)[name]) for name in ("3-2-1", "monolithic-pp3dp2")]
     cases += [("faulty", run, *_layouts(run)["3-2-1"])]
     cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in ("1-2-3",)]
+    cases += [(f"{each.file.name}-3-2-1", each, *_layouts(each)["3-2-1"]) for each in ordered]
     payload = {"cases": [
         {"name": name, "run": str(each.path.resolve()), "plan": plan_of(each, units, m).model_dump(mode="json"),
          "steps": STEPS, "out": str(folder / "out" / name)} for name, each, units, m in cases]}
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     history, parameters, orders = reference(run, STEPS)
-    return {"folder": folder / "out", "history": history, "parameters": parameters, "orders": orders}
+    layouts = {each.file.train.ordering: plan_of(each, *_layouts(each)["3-2-1"]).plan for each in (run, *ordered)}
+    members = {each.file.train.ordering: [[place for slot in order.slots for place in slot.sequences] for order in (
+        orders_of(each, layouts[each.file.train.ordering]).of(step)[0] for step in range(STEPS))]
+        for each in (run, *ordered)}
+    return {"folder": folder / "out", "history": history, "parameters": parameters, "orders": orders,
+            "members": members}
 
 
 def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
@@ -87,7 +95,7 @@ def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[s
 
 
 FP32 = ["3-2-1", "1-2-3", "2-pp2-2", "1-pp2dp2-1", "pp2-2-pp2", "monolithic-pp3dp2", "monolithic-pp6",
-        "monolithic-dp6", "zero1-3-2-1", "zero1-monolithic-pp3dp2"]
+        "monolithic-dp6", "zero1-3-2-1", "zero1-monolithic-pp3dp2", "paper-3-2-1", "best-3-2-1"]
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -111,6 +119,13 @@ def test_the_layouts_were_given_every_mix_of_modalities(runs: dict[str, Any]) ->
         for place in range(len(slot.sequences)):
             mixes.add((place in slot.image_sequence, place in slot.target_sequence))
     assert mixes >= {(False, False), (True, False), (True, True)}
+
+
+def test_policies_order_the_same_sequences_differently(runs: dict[str, Any]) -> None:
+    none, *others = (runs["members"][policy] for policy in ("none", *POLICIES))
+    for own in others:
+        assert own != none
+        assert [sorted(step) for step in own] == [sorted(step) for step in none]
 
 
 def test_the_comparison_finds_a_broker_that_reverses_rows(runs: dict[str, Any]) -> None:

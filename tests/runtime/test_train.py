@@ -10,17 +10,11 @@ from typing import Any
 import psutil
 import pytest
 
-from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError, SpecError
-from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.train import train
-from disttrain_cli.spec.plan import Plan
-from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import OPERATIONS, STEP_COLUMNS, TRACE_COLUMNS, read_job
-from tests.commands.conftest import make_profile
-from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.factory import make_job
 
 pytestmark = pytest.mark.slow
 
@@ -32,19 +26,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profile]:
-    """A run over three ranks, with a profile that claims a large machine."""
-    run = write_run(folder, data, **changes)
-    index = build_index(run, describe(run))
-    modules = [info.module for info in layer_table(run)]
-    plan = plan_of(run, [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)], 3)
-    profile = make_profile(run.file)
-    device = profile.device.model_copy(update={"peak_tflops": 1000.0})
-    fingerprints = profile.fingerprints.model_copy(update={"data": index.fingerprint})
-    return run, plan, profile.model_copy(update={"inputs": describe(run), "device": device,
-                                                 "fingerprints": fingerprints})
-
-
 def _losses(steps: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
     return [(step["losses"]["text"], step["losses"]["image"], step["grad_norm"]) for step in steps]
 
@@ -53,11 +34,11 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
     import pyarrow.parquet as pq
 
     changes = {"zero_stage": 1, "ordering": "paper"}
-    whole = train(*_job(tmp_path / "whole", data, **changes), steps=4)
+    whole = train(*make_job(tmp_path / "whole", data, **changes), steps=4)
     assert [step["step"] for step in whole.steps] == [0, 1, 2, 3]
     assert len(whole.images) == 8 and all(Path(path).stat().st_size > 100 for path in whole.images)
 
-    job = _job(tmp_path / "parts", data, **changes)
+    job = make_job(tmp_path / "parts", data, **changes)
     first = train(*job, steps=2)
     second = train(*job, steps=4, resume=True)
     assert (first.resumed_from_step, second.resumed_from_step) == (None, 2)
@@ -75,7 +56,7 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> None:
-    job, ranks = _job(tmp_path, data), []
+    job, ranks = make_job(tmp_path, data), []
 
     def kill_rank_1(step: dict[str, Any]) -> None:
         line = (job[0].dir.logs / "rank-00001.log").read_text().splitlines()[0]
@@ -99,5 +80,5 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
         (broken / tar.relative_to(data)).parent.mkdir(parents=True, exist_ok=True)
         (broken / tar.relative_to(data)).write_bytes(content)
     with pytest.raises(RankFailedError, match="cannot be decoded") as caught:
-        train(*_job(tmp_path, broken), steps=20)
+        train(*make_job(tmp_path, broken), steps=20)
     assert ".tar/" in caught.value.why

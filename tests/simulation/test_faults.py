@@ -25,7 +25,7 @@ TIMES = ("forward_s", "backward_s", "transfer_s", "load_s")
 def case() -> tuple[Pipeline, list[Stage]]:
     """Stages: encoder (DP 2), LLM 0 and 1 (DP 2), generator 0 and 1 (DP 1)."""
     layout = three()
-    stages, loads = stages_of(PROFILE, layout), loads_of(PROFILE, layout, "paper", 0)
+    stages, loads = stages_of(PROFILE, layout), loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0)
     return fed(pipeline_of(PROFILE, layout, stages, loads, 6), PROFILE, stages, loads, 1, 2), stages
 
 
@@ -124,7 +124,8 @@ def test_a_worker_that_prepares_nothing_is_refused(case: tuple[Pipeline, list[St
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].unit") as error:
         check_faults(stages, worker, with_rates(images=0, sequences=0))
     assert error.value.why == "allowed: none"
-    unfed = pipeline_of(PROFILE, three(), stages, loads_of(PROFILE, three(), "paper", 0), 6)
+    loads = loads_of(PROFILE, three(), synthetic.paper_policy(PROFILE, three()), 0)
+    unfed = pipeline_of(PROFILE, three(), stages, loads, 6)
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].slow"):
         inject(unfed, stages, worker)
     assert pipeline.load_s is not None

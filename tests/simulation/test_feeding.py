@@ -134,7 +134,7 @@ def test_one_rank_by_hand() -> None:
 def test_a_layouts_data_are_prepared_where_its_modules_begin() -> None:
     rates = PreprocessProfile(images_per_s_per_core=100, sequences_per_s_per_core=10)
     profile, layout = synthetic.tiny(synthetic.run_file()).model_copy(update={"preprocess": rates}), three()
-    stages, loads = stages_of(profile, layout), loads_of(profile, layout, "paper", 0)
+    stages, loads = stages_of(profile, layout), loads_of(profile, layout, synthetic.paper_policy(profile, layout), 0)
     pipeline = fed(pipeline_of(profile, layout, stages, loads, 6), profile, stages, loads, workers=2, prefetch=3)
     assert pipeline.load_s is not None and pipeline.prefetch == 3
     assert pipeline.load_s.any(axis=(0, 2)).tolist() == [True, True, False, True, False]

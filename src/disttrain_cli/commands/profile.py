@@ -24,6 +24,8 @@ from disttrain_cli.errors import UsageError
 if TYPE_CHECKING:
     from disttrain_cli.profiling.calibrate import Change
     from disttrain_cli.spec.profile import LinkTimes, Profile
+    from disttrain_cli.spec.progress import Progress
+    from disttrain_cli.spec.runfile import Run
 
 EPILOG = """Examples:
 
@@ -31,11 +33,13 @@ $ disttrain profile
 $ disttrain profile demo/disttrain.yaml --device cpu
 $ disttrain profile --device analytic:A800
 $ disttrain profile --json --quiet > profile.json
+$ disttrain profile --reindex
 $ disttrain profile --calibrate runs/demo
 $ disttrain profile --calibrate runs/demo/rehearsal
 
-Builds the sample index, then measures forward and backward of every module over the data's own sizes. With
-analytic:NAME nothing is measured but preprocessing: the layers' operators are counted and timed by the catalogue's
+Builds the sample index, or reads new shards into it, then measures forward and backward of every module over the
+data's own sizes. Shards that changed or went since they were indexed are refused; with --reindex all are read again.
+With analytic:NAME nothing is measured but preprocessing: the layers' operators are counted and timed by the catalogue's
 figures, for machines that are not here. With --calibrate nothing is measured: the profile of a recorded run is
 corrected by its traces, and what it replaces is kept as profile.json.before.
 """
@@ -48,6 +52,7 @@ DEVICE_HELP = ("Where to measure: auto (what the run file says, then CUDA where 
 
 CALIBRATE_HELP = ("Folder of a recorded run, real or rehearsed (runs/NAME, runs/NAME/rehearsal): fit the cost models "
                   "of its profile to its traces instead of measuring.")
+REINDEX_HELP = "Read all shards again, also where some changed or went since they were indexed."
 CalibrateOption = Annotated[Path | None, typer.Option(metavar="RUN", help=CALIBRATE_HELP)]
 
 
@@ -55,6 +60,7 @@ def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|analytic:NAME", help=DEVICE_HELP)] = "auto",
     calibrate: CalibrateOption = None,
+    reindex: Annotated[bool, typer.Option("--reindex", help=REINDEX_HELP)] = False,
     out: OutOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -62,9 +68,10 @@ def run(
     """Find out what every module, link and sample costs, here or on a device of the catalogue."""
     console = Console(json_mode=json_mode, quiet=quiet)
     if calibrate is not None:
-        if device != "auto":
-            raise UsageError("--calibrate and --device exclude each other",
-                             "--calibrate measures nothing: the run's own device stays", "disttrain profile --help")
+        if device != "auto" or reindex:
+            raise UsageError(f"--calibrate and {'--reindex' if reindex else '--device'} exclude each other",
+                             "--calibrate measures nothing: the run's own device and data stay",
+                             "disttrain profile --help")
         _calibrate(console, run_file, calibrate, out)
         return
     if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
@@ -75,11 +82,21 @@ def run(
     from disttrain_cli.spec.files import write_whole
 
     with console.progress() as progress:
+        if reindex:
+            _reindex(opened, progress)
         profile = measure(opened, device, progress)
     path = write_whole(out or opened.dir.profile, profile.model_dump_json(indent=2) + "\n")
     console.result(profile.model_dump(mode="json") | {"path": str(path)}, path)
     _render(console, profile, path)
     console.hint(next_command("plan", run_file, profile=out))
+
+
+def _reindex(opened: Run, progress: Progress) -> None:
+    """Index the data anew; the old index stays until the new one is whole."""
+    from disttrain_cli.data.index import build_index
+    from disttrain_cli.models.graph import describe
+
+    build_index(opened, describe(opened), progress)
 
 
 def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | None) -> None:
@@ -124,11 +141,20 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         console.say(f"         {profile.provenance['device']}")
         console.say(f"         kernels by the {curve}, links by published rates: see provenance in the profile")
     console.say(f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
-                f"({100 * data.fill_fraction:.0f} % full), {data.text_tokens:,} text and {data.image_tokens:,} "
-                f"image tokens, {data.skipped} skipped")
+                f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
+                f"{data.skipped:,} skipped")
+    for named in data.skipped_first:
+        console.say(f"         skipped {named}")
+    if data.skipped > len(data.skipped_first):
+        console.say(f"         and {data.skipped - len(data.skipped_first):,} more")
+    trained = f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
+    console.say(f"Tokens   {data.text_tokens:,} of text{trained}; {data.image_tokens:,} of images")
     images = data.images_per_sequence
     console.say(f"Images   {data.images:,} to read ({images.mean:.1f} per sequence, p95 {images.p95:.0f}, "
                 f"max {images.max:.0f}), {data.targets:,} to generate")
+    if profile.inputs.image and data.scaled_down is not None:
+        console.say(f"         {data.scaled_down:,} scaled down to the budget of {profile.inputs.image.max_pixels:,} "
+                    "pixels (data.max_image_pixels)")
     if data.clips:
         console.say(f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence)")
     console.say(f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "

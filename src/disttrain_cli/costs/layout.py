@@ -109,8 +109,12 @@ def _sum(polynomials: list[Polynomial]) -> Floats:
 
 
 def amount(coefficients: Floats, work: Floats) -> Floats:
-    """A cost [n, DP] at the work [n, DP, 3] of every replica in every slot; no work costs nothing."""
-    value = np.maximum(0.0, coefficients[0] + work @ coefficients[1:])
+    """A cost [n, DP] at the work [n, DP, 3] of every replica in every slot; no work costs nothing.
+
+    Element by element, so that every machine gets the same numbers.
+    """
+    base, per_item, per_token, per_length_sq = coefficients.tolist()
+    value = np.maximum(0.0, base + per_item * work[..., 0] + per_token * work[..., 1] + per_length_sq * work[..., 2])
     return np.where(work.any(axis=-1), value, 0.0)
 
 

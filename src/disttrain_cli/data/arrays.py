@@ -1,4 +1,4 @@
-"""Array helpers of the data room: hashing instead of random states, ranges laid out flat, grids of many images."""
+"""Array helpers of the data room: hashing instead of random states, ranges laid out flat."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.spec.inputs import ImageInput
 
 
 def mix(*values: ArrayLike) -> NDArray[np.uint64]:
@@ -33,10 +32,3 @@ def ranges(starts: Ints, counts: Ints) -> Ints:
     """Concatenation of `arange(start, start + count)` over all pairs."""
     shift = np.repeat(starts - starts_of(counts)[:-1], counts)
     return np.arange(len(shift), dtype=np.int64) + shift
-
-
-def image_grids(image: ImageInput, sizes_px: Ints) -> Ints:
-    """Patches (rows, columns) [N, 2] of images of the given widths and heights [N, 2]; each size is computed once."""
-    distinct, place = np.unique(sizes_px, axis=0, return_inverse=True)
-    grids = np.array([image.grid(width, height) for width, height in distinct.tolist()], dtype=np.int64)
-    return grids.reshape(-1, 2)[place.reshape(-1)]

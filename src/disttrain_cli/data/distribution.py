@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from disttrain_cli.data.arrays import image_grids, mix, starts_of
+from disttrain_cli.data.arrays import mix, starts_of
 from disttrain_cli.data.headers import MAX_PIXELS
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import SpecError
@@ -117,7 +117,7 @@ def _items(form: Distribution, spec: DistributionSpec, inputs: ModelInputs, read
     if inputs.target is not None:
         tokens[:generated] = inputs.target.context_tokens
     if inputs.image is not None:
-        grids[generated:pictures] = image_grids(inputs.image, image_sizes(form, read, spec.min_side_px))
+        grids[generated:pictures] = inputs.image.grids(image_sizes(form, read, spec.min_side_px))
         tokens[generated:pictures] = grids[generated:pictures].prod(axis=1) // inputs.image.merge**2
     if inputs.audio is not None:
         tokens[pictures:] = inputs.audio.tokens

@@ -17,6 +17,7 @@ class ImageHeader(NamedTuple):
     format: Literal["jpeg", "png", "webp"]
     width_px: int
     height_px: int
+    progressive: bool = False
 
 
 def read_header(read: Read) -> ImageHeader:
@@ -46,7 +47,7 @@ def is_whole(data: bytes) -> bool:
     if data.startswith(b"\xff\xd8"):
         return b"\xff\xd9" in data[-4096:]
     if data.startswith(b"\x89PNG"):
-        return b"IEND" in data[-4096:]
+        return _png_ends(data)
     return len(data) >= 8 and len(data) >= int.from_bytes(data[4:8], "little") + 8
 
 
@@ -61,11 +62,22 @@ def _jpeg(read: Read) -> ImageHeader:
             at += 1
         elif 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack(">HH", read(at + 5, 4))
-            return ImageHeader("jpeg", width, height)
+            return ImageHeader("jpeg", width, height, progressive=code in (0xC2, 0xC6, 0xCA, 0xCE))
         elif code in (0xD9, 0xDA):
             raise ValueError("JPEG without a frame header")
         else:
             at += 2 + length
+
+
+def _png_ends(data: bytes) -> bool:
+    """Whether the chunks lead to the last one; a decoder may set aside whatever length a damaged one claims."""
+    at = 8
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        if kind == b"IEND":
+            return True
+        at += 12 + length
+    return False
 
 
 def _webp(head: bytes) -> ImageHeader:

@@ -7,37 +7,58 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
-from disttrain_cli.data.arrays import image_grids, starts_of
+from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.index_checks import (
-    REINDEX,
     check_bad,
     check_files,
+    check_kept,
     check_same,
     check_sources,
     check_text,
     checked_tokenizer,
-    file_states,
     list_shards,
     made_for,
     shard_label,
+    states_of,
 )
+from disttrain_cli.data.index_file import Indexed, Stored, read_stored, writing_index
+from disttrain_cli.data.index_rows import counts_of, digest, flat, shard_rows
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources import Sample, Segment, Skipped, read_shard
+from disttrain_cli.data.sources import Shard, Skipped, read_shard
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError, MismatchError
-from disttrain_cli.spec.files import write_whole
-from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import DistributionSpec, Run
+
+
+class Keys(Sequence[str]):
+    """Names of samples, kept as one array instead of an object each."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Keys: ...
+
+    def __getitem__(self, at: int | slice) -> str | Keys:
+        return Keys(self._array[at]) if isinstance(at, slice) else self._array[at].as_py()
 
 
 @dataclass(frozen=True)
@@ -47,17 +68,19 @@ class Index:
     fingerprint: str
     inputs: ModelInputs
     weights: list[float]  # per source
-    shards: list[Path]
+    shards: list[Shard]
     skipped: list[Skipped]
     source: Ints  # [N samples]
     shard: Ints  # [N] place in `shards`, which is empty where the sizes were drawn
-    keys: list[str]  # [N]
+    keys: Sequence[str]  # [N]
     segment_start: Ints  # [N + 1]
     kinds: Ints  # [segments] TEXT, IMAGE, TARGET or AUDIO
     tokens: Ints  # [segments]
-    offsets: Ints  # [segments] bytes
-    sizes: Ints  # [segments] bytes
+    trained: NDArray[np.bool_]  # [segments] a text whose tokens are labels
+    offsets: Ints  # [segments] where it lies in its shard: two numbers whose meaning is the form's own
+    sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
+    scaled_down: int | None = None  # images read that have more pixels than the model's budget; of files only
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -73,24 +96,142 @@ class Index:
         return self.per_sample(self.tokens) + SAMPLE_SPECIALS
 
     @cached_property
+    def end_trained(self) -> NDArray[np.bool_]:
+        """[N] whether a sample's EOS is a label: not where its last text is not trained."""
+        texts = np.flatnonzero(self.kinds == TEXT)
+        if not len(texts):
+            return np.ones(len(self), dtype=bool)
+        last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]  # of this sample, or of another one
+        own = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
+        return ~own | self.trained[last]
+
+    @cached_property
     def label_tokens(self) -> Ints:
-        """[N] trained tokens of each sample: its text and EOS."""
-        return self.per_sample(np.where(self.kinds == TEXT, self.tokens, 0)) + 1
+        """[N] label tokens of each sample: those of its trained texts, and EOS where `end_trained`."""
+        return self.per_sample(np.where(self.trained, self.tokens, 0)) + self.end_trained
 
 
 def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
-    """The index of the run's data: drawn from its distribution, else read, and built where none fits the data.
+    """The index of the run's data: drawn from its distribution, else read; built where there is none for this run file,
+    and extended where shards were added.
 
     Raises:
-        DataError: a source is missing or empty, has too many bad samples, or no text at all.
+        DataError: a source is missing or empty, has too many bad samples, or no text to train on.
+        MismatchError: a shard changed or went since it was indexed.
         SpecError: the tokenizer does not fit the model, or the images of the distribution not its sequences.
     """
     if run.file.data.distribution is not None:
         return _drawn_index(run.file.data.distribution, inputs)
+    tokenizer = checked_tokenizer(run, inputs)
     try:
-        return read_index(run, inputs)
+        stored = read_stored(run.dir.index)
+        check_same(stored, made_for(run, inputs, tokenizer))
     except (DataError, MismatchError):
         return build_index(run, inputs, progress)
+    shards = list_shards(run)
+    states = states_of(shards)
+    check_kept(stored, states)
+    if len(states) > len(stored.files):
+        return _build(run, inputs, tokenizer, shards, progress, stored)
+    return _index(run, inputs, stored, shards)
+
+
+def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
+    """Read the sizes of every sample and write the index of the run, whole or not at all.
+
+    Samples that are broken or longer than a sequence are skipped, counted and named in `Index.skipped`.
+
+    Raises:
+        DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples are bad, or none
+            has any text to train on.
+        SpecError: the tokenizer does not fit the model, or the index cannot be written.
+    """
+    check_sources(run)
+    return _build(run, inputs, checked_tokenizer(run, inputs), list_shards(run), progress)
+
+
+def read_index(run: Run, inputs: ModelInputs) -> Index:
+    """The index of the run, checked against the files on disk (names, sizes, times).
+
+    Raises:
+        DataError: there is no index, it cannot be read, or the run has a distribution instead of data.
+        MismatchError: it was made for another model, tokenizer or list of sources, or a shard came, went or changed.
+    """
+    check_sources(run)
+    stored = read_stored(run.dir.index)
+    check_same(stored, made_for(run, inputs, checked_tokenizer(run, inputs)))
+    shards = list_shards(run)
+    check_files(stored, states_of(shards))
+    return _index(run, inputs, stored, shards)
+
+
+def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]], progress: Progress,
+           kept: Stored | None = None) -> Index:
+    """Write the index; rows of shards that `kept` holds are taken from it, and are known to be unchanged."""
+    old = kept.by_shard() if kept else iter(())
+    known = {indexed[:2] for indexed in kept.files} if kept else set()
+    files: list[Indexed] = []
+    skipped: list[tuple[int, Skipped]] = []
+    labels = 0
+    with writing_index(run.dir.index) as writer:
+        for number, ((source, shard), state) in enumerate(zip(shards, states_of(shards), strict=True)):
+            progress("index shards", number, len(shards))
+            if (source, shard.name) in known:  # both in dataset order
+                indexed, rows, left_out = next(old)
+                assert indexed[:2] == (source, shard.name)
+            else:
+                label = shard_label(run, shard)
+                rows, left_out = shard_rows(read_shard(shard, label), label, inputs, tokenizer)
+                indexed = Indexed(*state, rows=len(rows), digest=digest(rows))
+            files.append(indexed)
+            skipped += [(number, one) for one in left_out]
+            labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
+            writer.add(source, shard.name, rows)
+        progress("index shards", len(shards), len(shards))
+        check_bad(run, sum(indexed.rows for indexed in files), [one for _, one in skipped])
+        check_text(sum(indexed.rows for indexed in files), labels)
+        writer.close({
+            "version": INDEX_VERSION,
+            "fingerprint": _content_fingerprint(run, tokenizer, files),
+            "inputs": made_for(run, inputs, tokenizer),
+            "files": files,
+            "skipped": [[place, *one] for place, one in skipped],
+        })
+    return _index(run, inputs, read_stored(run.dir.index), shards)
+
+
+def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -> str:
+    """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or folders."""
+    weights = [source.weight for source in run.file.data.sources]
+    shards = [[indexed.source, indexed.name, indexed.size, indexed.digest] for indexed in files]
+    content = json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, shards])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int, Shard]]) -> Index:
+    """Read the rows of an index whose shards are the same as those on disk."""
+    rows = stored.rows()
+    counts = [indexed.rows for indexed in stored.files]
+    kinds, widths, heights = (flat(rows, name) for name in ("kinds", "widths", "heights"))
+    budget = inputs.image.max_pixels if inputs.image else 0
+    return Index(
+        fingerprint=stored.fingerprint,
+        inputs=inputs,
+        weights=[source.weight for source in run.file.data.sources],
+        shards=[shard for _, shard in shards],
+        skipped=[one for _, one in stored.skipped],
+        source=np.repeat(np.array([source for source, _ in shards], dtype=np.int64), counts),
+        shard=np.repeat(np.arange(len(shards), dtype=np.int64), counts),
+        keys=Keys(rows.column("key")),
+        segment_start=starts_of(counts_of(rows)),
+        kinds=kinds,
+        tokens=flat(rows, "tokens"),
+        trained=flat(rows, "trained").astype(bool),
+        offsets=flat(rows, "offsets"),
+        sizes=flat(rows, "sizes"),
+        grids=_grids(inputs, kinds, widths, heights),
+        scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
+    )
 
 
 def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
@@ -109,138 +250,11 @@ def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
         segment_start=drawn.segment_start,
         kinds=drawn.kinds,
         tokens=drawn.tokens,
+        trained=drawn.kinds == TEXT,
         offsets=nowhere,
         sizes=nowhere,
         grids=drawn.grids,
     )
-
-
-def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
-    """Read the sizes of every sample and write the index of the run, whole or not at all.
-
-    Samples that are broken or longer than a sequence are skipped, counted and named in `Index.skipped`.
-
-    Raises:
-        DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples are bad, or none
-            has any text.
-        SpecError: the tokenizer does not fit the model, or the index cannot be written.
-    """
-    check_sources(run)
-    tokenizer = checked_tokenizer(run, inputs)
-    shards = list_shards(run)
-    files = file_states(shards)
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("source", "shard", "key", "kinds", "tokens", "widths", "heights", "offsets", "sizes")
-    }
-    skipped: list[Skipped] = []
-    for number, (source, name, path) in enumerate(shards):
-        progress("index shards", number, len(shards))
-        label = shard_label(run, path)
-        for sample in read_shard(path, label):
-            if isinstance(sample, Skipped):
-                skipped.append(sample)
-                continue
-            row = _row(sample, inputs, tokenizer)
-            length = sum(row["tokens"]) + SAMPLE_SPECIALS
-            if not row["kinds"]:
-                skipped.append(Skipped(label, sample.key, "nothing in it that this model reads"))
-                continue
-            if length > inputs.sequence_length:
-                skipped.append(
-                    Skipped(label, sample.key, f"too long: {length} of at most {inputs.sequence_length} tokens")
-                )
-                continue
-            row.update(source=source, shard=name, key=sample.key)
-            for column, value in row.items():
-                columns[column].append(value)
-    progress("index shards", len(shards), len(shards))
-    check_bad(run, len(columns["key"]), skipped)
-    check_text(columns["kinds"], columns["tokens"])
-    _write(run, inputs, tokenizer, columns, files, skipped)
-    return read_index(run, inputs)
-
-
-def read_index(run: Run, inputs: ModelInputs) -> Index:
-    """The index of the run, checked against the files on disk (names, sizes, times).
-
-    Raises:
-        DataError: there is no index, it cannot be read, or the run has a distribution instead of data.
-        MismatchError: it was made for another model, tokenizer or list of sources, or a shard changed since.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    check_sources(run)
-    path = run.dir.index
-    if not path.is_file():
-        raise DataError(f"There is no sample index at {path}", next_step="Make one with: disttrain profile")
-    try:
-        table = pq.read_table(path)
-        stored: dict[str, Any] = {
-            key.decode(): json.loads(value)
-            for key, value in table.schema.metadata.items()
-            if not key.startswith(b"ARROW")
-        }
-        before, files, skipped = stored["inputs"], stored["files"], [Skipped(*entry) for entry in stored["skipped"]]
-    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"Cannot read the sample index {path}", str(error), REINDEX) from None
-    if stored["version"] != INDEX_VERSION:
-        raise MismatchError(
-            f"The sample index {path} has another version",
-            f"index: {stored['version']}, this program: {INDEX_VERSION}",
-            REINDEX,
-        )
-    tokenizer = checked_tokenizer(run, inputs)
-    check_same(path, before, made_for(run, inputs, tokenizer))
-    shards = list_shards(run)
-    check_files(path, files, file_states(shards))
-
-    def flat(name: str) -> Ints:
-        return table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False).astype(np.int64)
-
-    place = {(source, name): number for number, (source, name, _) in enumerate(shards)}
-    sources, names = table.column("source").to_pylist(), table.column("shard").to_pylist()
-    counts = np.array([len(kinds) for kinds in table.column("kinds")], dtype=np.int64)
-    return Index(
-        fingerprint=stored["fingerprint"],
-        inputs=inputs,
-        weights=[source.weight for source in run.file.data.sources],
-        shards=[shard for _, _, shard in shards],
-        skipped=skipped,
-        source=np.array(sources, dtype=np.int64),
-        shard=np.array([place[key] for key in zip(sources, names, strict=True)], dtype=np.int64),
-        keys=table.column("key").to_pylist(),
-        segment_start=starts_of(counts),
-        kinds=flat("kinds"),
-        tokens=flat("tokens"),
-        offsets=flat("offsets"),
-        sizes=flat("sizes"),
-        grids=_grids(inputs, flat("kinds"), flat("widths"), flat("heights")),
-    )
-
-
-def _row(sample: Sample, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Columns of one sample; images that the model has no module for are left out."""
-    present = {TEXT: True, IMAGE: inputs.image is not None, TARGET: inputs.target is not None}
-    segments = [segment for segment in sample.segments if present[segment.kind]]
-    return {
-        "kinds": [s.kind for s in segments],
-        "tokens": [_segment_tokens(s, inputs, tokenizer) for s in segments],
-        "widths": [s.width_px for s in segments],
-        "heights": [s.height_px for s in segments],
-        "offsets": [s.member.offset for s in segments],
-        "sizes": [s.member.size for s in segments],
-    }
-
-
-def _segment_tokens(segment: Segment, inputs: ModelInputs, tokenizer: Tokenizer) -> int:
-    if segment.kind == TEXT:
-        return len(tokenizer.encode(segment.text))
-    if segment.kind == IMAGE:
-        assert inputs.image is not None
-        return inputs.image.tokens(segment.width_px, segment.height_px)
-    assert inputs.target is not None
-    return inputs.target.context_tokens
 
 
 def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Ints:
@@ -249,55 +263,5 @@ def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Int
     images = np.flatnonzero(kinds == IMAGE)
     if len(images):
         assert inputs.image is not None
-        grids[images] = image_grids(inputs.image, np.stack([widths[images], heights[images]], axis=1))
+        grids[images] = inputs.image.grids(np.stack([widths[images], heights[images]], axis=1))
     return grids
-
-
-def _write(
-    run: Run,
-    inputs: ModelInputs,
-    tokenizer: Tokenizer,
-    columns: dict[str, list[Any]],
-    files: list[list[Any]],
-    skipped: list[Skipped],
-) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    types = {
-        "source": pa.int32(),
-        "shard": pa.string(),
-        "key": pa.string(),
-        "kinds": pa.list_(pa.int8()),
-        "tokens": pa.list_(pa.int32()),
-        "widths": pa.list_(pa.int32()),
-        "heights": pa.list_(pa.int32()),
-        "offsets": pa.list_(pa.int64()),
-        "sizes": pa.list_(pa.int64()),
-    }
-    arrays = {"sample": pa.array(range(len(columns["key"])), pa.int64())}
-    arrays |= {name: pa.array(columns[name], kind) for name, kind in types.items()}
-    metadata = {
-        "version": INDEX_VERSION,
-        "fingerprint": _content_fingerprint(run, tokenizer, columns, files),
-        "inputs": made_for(run, inputs, tokenizer),
-        "files": files,
-        "skipped": skipped,
-    }
-    table = pa.table(arrays).replace_schema_metadata({key: json.dumps(value) for key, value in metadata.items()})
-    buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer, compression="zstd")
-    write_whole(run.dir.index, buffer.getvalue().to_pybytes())
-
-
-def _content_fingerprint(run: Run, tokenizer: Tokenizer, columns: dict[str, list[Any]], files: list[list[Any]]) -> str:
-    """Over shard names and sizes, weights, keys, segment sizes and tokenization; not over times or folders."""
-    digest = hashlib.sha256()
-    weights = [source.weight for source in run.file.data.sources]
-    digest.update(json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, [state[:3] for state in files]]).encode())
-    digest.update(json.dumps([columns["source"], columns["shard"], columns["key"]]).encode())
-    for name in ("kinds", "tokens", "widths", "heights", "offsets", "sizes"):
-        values = columns[name]
-        digest.update(np.array([len(row) for row in values], dtype="<i8").tobytes())
-        digest.update(np.array([value for row in values for value in row], dtype="<i8").tobytes())
-    return digest.hexdigest()[:16]

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
-from disttrain_cli.data.sources import Skipped, find_shards
+from disttrain_cli.data.index_file import PROFILE, Stored
+from disttrain_cli.data.sources import Shard, Skipped, find_shards, printable, shown
+from disttrain_cli.data.sources.files import is_url, state_of
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.index import TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 
-REINDEX = "Index the data again with: disttrain profile"
+REINDEX = "Index the data again with: disttrain profile --reindex"
+MEANT = "Bring the data back as it was; where the change is meant, index all of it again: disttrain profile --reindex"
+ADDED = "Take the new shards in with: disttrain profile"
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
+
+
+class State(NamedTuple):
+    """By which a change of a shard is noticed."""
+
+    source: int
+    name: str
+    size: int
+    time: int | str  # of the last change in ns, or the version that a server tells
 
 
 def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
@@ -42,29 +54,39 @@ def check_sources(run: Run) -> None:
         )
 
 
-def check_text(kinds: list[list[int]], tokens: list[list[int]]) -> None:
-    """DataError where no segment of any sample has text: the LLM would have nothing to learn."""
-    flat = zip(chain.from_iterable(kinds), chain.from_iterable(tokens), strict=True)
-    if not any(kind == TEXT and count for kind, count in flat):
+def check_text(samples: int, label_tokens: int) -> None:
+    """DataError where no text of any sample is trained: the LLM would have nothing to learn."""
+    if not label_tokens:
         raise DataError(
-            "The dataset has no text",
-            f"{len(kinds)} samples of images alone: there is nothing that the LLM could learn to write",
+            "The dataset has no text to train on",
+            f"{samples} samples of images alone, or of texts that are not trained: there is nothing that the LLM could "
+            "learn to write",
             "Add captions (KEY.txt) or text segments to the shards, or a source with text to data.sources.",
         )
 
 
-def list_shards(run: Run) -> list[tuple[int, str, Path]]:
-    """(source, name relative to it, path) of every shard, in dataset order."""
+def list_shards(run: Run) -> list[tuple[int, Shard]]:
+    """(source, shard) of every shard, in dataset order."""
+
+    def opened(path: str) -> str:
+        return path if is_url(path) else str(run.resolve(path))
+
     return [
-        (number, path.name, path)
+        (number, shard)
         for number, source in enumerate(run.file.data.sources)
-        for path in find_shards(run.resolve(source.path), f"data.sources[{number}].path: {source.path}")
+        for shard in find_shards(
+            opened(source.path),
+            f"data.sources[{number}].path: {shown(source.path)}",
+            None if source.images is None else opened(source.images),
+        )
     ]
 
 
-def shard_label(run: Run, path: Path) -> str:
+def shard_label(run: Run, shard: Shard) -> str:
     """How messages name a shard: relative to the run file where it lies below it."""
-    return str(path.relative_to(run.folder) if path.is_relative_to(run.folder) else path)
+    path = PurePath(shard.path)
+    below = not is_url(shard.path) and path.is_relative_to(run.folder)
+    return shown(str(path.relative_to(run.folder)) if below else shard.path)
 
 
 def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -76,54 +98,73 @@ def made_for(run: Run, inputs: ModelInputs, tokenizer: Tokenizer) -> dict[str, A
     }
 
 
-def file_states(shards: list[tuple[int, str, Path]]) -> list[list[Any]]:
-    """[source, name, size, time] of every shard, by which a change is noticed."""
-    return [[source, name, path.stat().st_size, path.stat().st_mtime_ns] for source, name, path in shards]
+def states_of(shards: list[tuple[int, Shard]]) -> list[State]:
+    """State of every shard as it lies there now; DataError where one cannot be reached."""
+    return [State(source, shard.name, *state_of(shard.path)) for source, shard in shards]
 
 
-def check_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same(stored: Stored, now: dict[str, Any]) -> None:
     """MismatchError where an index was made for another model, tokenizer or list of sources."""
-    changed = [name for name in now if before.get(name) != now[name]]
+    changed = [name for name in now if stored.inputs.get(name) != now[name]]
     if changed:
         raise MismatchError(
-            f"The sample index {path} was made for another run file",
-            f"changed: {', '.join(changed)} (index {fingerprint(before)}, now {fingerprint(now)})",
-            REINDEX,
+            f"The sample index {stored.path} was made for another run file",
+            f"changed: {', '.join(changed)} (index {fingerprint(stored.inputs)}, now {fingerprint(now)})",
+            PROFILE,
         )
 
 
-def check_files(path: Path, before: list[list[Any]], now: list[list[Any]]) -> None:
+def check_kept(stored: Stored, now: list[State]) -> None:
+    """MismatchError where a shard changed or went since it was indexed; new ones may be there."""
+    _check_states(stored, now, MEANT, added=False)
+
+
+def check_files(stored: Stored, now: list[State]) -> None:
     """MismatchError where a shard came, went or changed."""
-    if before == now:
+    _check_states(stored, now, MEANT, added=False)
+    _check_states(stored, now, ADDED, added=True)
+
+
+def _check_states(stored: Stored, now: list[State], next_step: str, added: bool) -> None:
+    before = [State(*indexed[:4]) for indexed in stored.files]
+    old, new = ({state[:2]: state for state in states} for states in (before, now))
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and (added or key in old)]
+    if not changed:
         return
-    old, new = ({(state[0], state[1]): state[2:] for state in states} for states in (before, now))
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    lines = [f"  {key[1]}: {_change(old.get(key), new.get(key))}" for key in changed]
+    lines = [f"  {printable(key[1])}: {_change(old.get(key), new.get(key))}" for key in changed]
     more = f"\n  and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
     raise MismatchError(
         "The dataset changed since it was indexed",
-        f"index {path}: files {fingerprint(before)}, now {fingerprint(now)}\n" + "\n".join(lines[:MOST_NAMED]) + more,
-        REINDEX,
+        f"index {stored.path}: files {fingerprint(before)}, now {fingerprint(now)}\n"
+        + "\n".join(lines[:MOST_NAMED]) + more,
+        next_step,
     )
 
 
-def _change(before: list[int] | None, now: list[int] | None) -> str:
-    """What happened to a shard, from its [size, time]."""
+def _change(before: State | None, now: State | None) -> str:
+    """What happened to a shard."""
     if before is None or now is None:
         return "new" if before is None else "gone"
-    return "written again" if before[0] == now[0] else f"was {before[0]} bytes, is {now[0]}"
+    return f"was {_shown_state(before)}, is {_shown_state(now)}"
+
+
+def _shown_state(state: State) -> str:
+    if isinstance(state.time, str):
+        return f"{state.size} bytes, version {printable(state.time)}"
+    written = datetime.fromtimestamp(state.time / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+    return f"{state.size} bytes of {written}"
 
 
 def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     """DataError where no sample is left, or more were skipped than `data.max_bad_fraction` allows."""
     limit = run.file.data.max_bad_fraction
-    shown = "\n".join(f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED])
+    named = "\n".join(f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED])
     if good and len(skipped) <= limit * (good + len(skipped)):
         return
     if not good:
         raise DataError(
             "The dataset has no usable sample",
-            shown or "its tars are empty",
+            named or "its shards are empty",
             "A tar holds KEY.jpg with KEY.txt or KEY.json, or KEY.json with `segments` and its images; "
             "an example: disttrain init DIR --sample-data",
         )
@@ -131,6 +172,6 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
     raise DataError(
         f"{len(skipped)} of {good + len(skipped)} samples cannot be used, more than data.max_bad_fraction "
         f"= {limit} allows",
-        f"by shard: {shards}\n{shown}",
+        f"by shard: {shards}\n{named}",
         "Repair the shards, or raise data.max_bad_fraction (long samples: data.sequence_length).",
     )

@@ -29,6 +29,44 @@ def owners(costs: Ints, replicas: int) -> Ints:
     return of_item
 
 
+def deal(shares: Ints) -> Ints:
+    """[n, replicas] the replica that gets each share of a slot, from the amounts of the shares [n, replicas].
+
+    Slot by slot, the largest share goes to the replica that has had the least so far (ties: the lower number), so
+    that images which cannot be cut do not load the same replicas again and again.
+    """
+    taker = np.empty_like(shares)
+    so_far = np.zeros_like(shares[0])
+    for slot, own in enumerate(shares):
+        taker[slot, np.argsort(-own, kind="stable")] = np.argsort(so_far, kind="stable")
+        so_far[taker[slot]] += own
+    return taker
+
+
+def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Ints:
+    """[images] the replica that works on each image, levelled inside every slot.
+
+    Args:
+        patches: of the images, slot after slot.
+        counts: [n] images of every slot.
+        carry: level the slots' shares over the step too (`deal`).
+    """
+    owner = np.concatenate([owners(own, replicas) for own in np.split(patches, np.cumsum(counts)[:-1])])
+    if not carry:
+        return owner
+    slot = np.repeat(np.arange(len(counts)), counts)
+    shares = np.bincount(slot * replicas + owner, patches, len(counts) * replicas).astype(np.int64)
+    return deal(shares.reshape(-1, replicas))[slot, owner]
+
+
+def item_shares(counts: Ints, replicas: int, carry: bool) -> Ints:
+    """[n, replicas] how many of a slot's equal items every replica gets; with `carry`, what is left over goes round."""
+    shares = even_shares(counts, replicas)
+    if carry:
+        np.put_along_axis(shares, deal(shares), shares.copy(), axis=1)
+    return shares
+
+
 def even_shares(count: Ints | int, replicas: int) -> Ints:
     """[..., replicas] how many of `count` equal items each replica gets: the first ones take what is left over."""
     return (np.asarray(count, dtype=np.int64)[..., None] + np.arange(replicas)[::-1]) // replicas

@@ -17,10 +17,10 @@ import numpy as np
 
 from disttrain_cli.data.arrays import ranges
 from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.levelling import even_shares, level, owners
+from disttrain_cli.data.levelling import image_owners, item_shares, level
 from disttrain_cli.data.packing import Packing
-from disttrain_cli.data.sizes import Sizes, sizes_of
-from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, StepOrder
+from disttrain_cli.data.sizes import Sizes
+from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
@@ -42,8 +42,8 @@ def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
     return costs
 
 
-def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Ints:
-    """Places in the batch [n slots, LLM replicas, M] under a policy; `llm` names the LLM among the modules.
+def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
+    """Places of the sequences under the policies `none` and `paper`; `llm` names the LLM among the modules.
 
     Every sequence of the global batch has one place. Modules without costs count nothing; the policy `none` needs
     no costs.
@@ -51,45 +51,82 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Ints:
     dp, n, m = layout.unit_of(llm).dp, layout.microbatches, layout.microbatch_size
     assert dp * n * m == layout.global_batch_size
     if policy == "none":
-        return np.arange(layout.global_batch_size).reshape(n, dp, m)
+        return Assignment(np.arange(layout.global_batch_size).reshape(n, dp, m))
     assert policy == "paper"
     size = _unit_costs(layout.unit_of(llm), costs)
-    places = np.empty((n, dp, m), dtype=np.int64)
-    for replica, own in enumerate(level(size, dp, n * m)):
-        microbatches = own[np.stack(level(size[own], n, m))]
-        largest_first = np.lexsort((microbatches.min(axis=1), -size[microbatches].sum(axis=1)))
-        places[:, replica] = microbatches[largest_first]
-    return places[interval_order(_stage_costs(layout, llm, costs, places))]
+    replicas = np.stack(level(size, dp, n * m))
+    microbatches = replicas[..., None]  # [DP, n, M]
+    if m > 1:
+        microbatches = np.stack([own[np.stack(level(size[own], n, m))] for own in replicas])
+    largest_first = np.lexsort((microbatches.min(axis=2), -size[microbatches].sum(axis=2)), axis=-1)
+    places = np.take_along_axis(microbatches, largest_first[..., None], axis=1).swapaxes(0, 1)
+    return Assignment(places[interval_order(_stage_costs(layout, llm, costs, places))])
 
 
-def order_step(batch: Packing, layout: Layout, step: int, policy: str, costs: Costs | None = None) -> StepOrder:
+def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
     """Order one global batch: the sequences step · BS … (step + 1) · BS - 1 of the stream.
 
-    Depends on nothing but its arguments; `costs` default to counts. The set of sequences never changes, and
-    every image and target is given to exactly one replica of each unit that works on it.
+    Depends on nothing but its arguments. The set of sequences never changes, and every image and target is given to
+    exactly one replica of each unit that works on it.
     """
     assert len(batch) == layout.global_batch_size
-    inputs = batch.index.inputs
-    if costs is None:
-        costs = count_costs(sizes_of(batch), inputs)
+    images, targets = _owners(batch, layout, assignment)
     return StepOrder(
         step=step,
-        slots=[_slot(batch, layout, inputs, members) for members in assign(costs, layout, inputs.llm, policy)],
+        slots=[_slot(batch, layout, members, {unit: own[slot] for unit, own in images.items()},
+                     {unit: own[slot] for unit, own in targets.items()})
+               for slot, members in enumerate(assignment.places)],
         label_tokens=int(batch.label_tokens.sum()),
         targets=len(batch.target_segment),
     )
 
 
-def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
-    """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share."""
-    columns: list[Ints] = []
+def _owners(batch: Packing, layout: Layout,
+            assignment: Assignment) -> tuple[dict[str, list[Ints]], dict[str, list[Ints]]]:
+    """By unit, for every slot: the replica of each of its images, and of each of its targets, in canonical order."""
+    inputs, places, carry = batch.index.inputs, assignment.places, assignment.carry
+    slots, dp, m = places.shape
+    images: dict[str, list[Ints]] = {}
+    targets: dict[str, list[Ints]] = {}
+    image_counts, target_counts = (np.diff(start)[places].reshape(slots, -1)
+                                   for start in (batch.image_start, batch.target_start))
     for unit in layout.units:
+        if inputs.llm in unit.modules:
+            own = np.arange(dp * m) // m
+            images[unit.name] = [np.repeat(own, counts) for counts in image_counts]
+            targets[unit.name] = [np.repeat(own, counts) for counts in target_counts]
+            continue
+        if inputs.image is not None and inputs.image.module in unit.modules:
+            of_slot = image_counts.sum(axis=1)
+            chosen = places.reshape(-1)
+            listed = ranges(batch.image_start[chosen], image_counts.reshape(-1))
+            owner = image_owners(batch.image_grid[listed].prod(axis=1), of_slot, unit.dp, carry)
+            images[unit.name] = np.split(owner, np.cumsum(of_slot)[:-1])
+        if inputs.target is not None and inputs.target.module in unit.modules:
+            # All targets cost the same: neighbours stay together, for fewer transfers.
+            shares = item_shares(target_counts.sum(axis=1), unit.dp, carry)
+            targets[unit.name] = [np.repeat(np.arange(unit.dp), own) for own in shares]
+    return images, targets
+
+
+def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
+    """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share.
+
+    Encoders on units of their own stand side by side: of their stages as far from the LLM the slowest counts.
+    """
+    beside = np.zeros((len(places), max([0, *(unit.pp for unit in layout.units[:layout.place_of(llm)])])), np.int64)
+    line: list[Ints] = []
+    for place, unit in enumerate(layout.units):
         of_replicas = _unit_costs(unit, costs)[places].sum(axis=2)  # [slots, LLM replicas]
         # A unit without the LLM levels the slot's items over its own replicas.
         levelled = -(-of_replicas.sum(axis=1) // unit.dp)
-        of_slot = of_replicas.max(axis=1) if llm in unit.modules else levelled
-        columns += [of_slot // unit.pp] * unit.pp
-    return np.stack(columns, axis=1)
+        of_slot = (of_replicas.max(axis=1) if llm in unit.modules else levelled) // unit.pp
+        if place < layout.place_of(llm):
+            own = beside[:, beside.shape[1] - unit.pp:]
+            np.maximum(own, of_slot[:, None], out=own)
+        else:
+            line += [of_slot] * unit.pp
+    return np.concatenate([beside, np.stack(line, axis=1)], axis=1)
 
 
 def _unit_costs(unit: UnitPlan, costs: Costs) -> Ints:
@@ -98,52 +135,30 @@ def _unit_costs(unit: UnitPlan, costs: Costs) -> Ints:
     return sum((costs[module] for module in unit.modules if module in costs), np.zeros(len(some), dtype=np.int64))
 
 
-def _slot(batch: Packing, layout: Layout, inputs: ModelInputs, members: Ints) -> Slot:
-    """One slot from the places of its sequences [LLM replicas, M]."""
-    chosen = members.reshape(-1)
+def _slot(batch: Packing, layout: Layout, members: Ints, images: Mapping[str, Ints],
+          targets: Mapping[str, Ints]) -> Slot:
+    """One slot from the places of its sequences [LLM replicas, M] and, by unit, the replicas of images and targets."""
+    inputs, chosen = batch.index.inputs, members.reshape(-1)
     image_count, target_count = np.diff(batch.image_start)[chosen], np.diff(batch.target_start)[chosen]
     grid = batch.image_grid[ranges(batch.image_start[chosen], image_count)]
-    image_sequence = np.repeat(np.arange(len(chosen)), image_count)
-    target_sequence = np.repeat(np.arange(len(chosen)), target_count)
+    nothing = [NO_ITEMS]
+    replicas = {}
+    for unit in layout.units:
+        sequences = list(np.arange(len(chosen)).reshape(members.shape)) if inputs.llm in unit.modules \
+            else nothing * unit.dp
+        own_images = _by_owner(images[unit.name], unit.dp, grid) if unit.name in images else nothing * unit.dp
+        own_targets = _by_owner(targets[unit.name], unit.dp) if unit.name in targets else nothing * unit.dp
+        replicas[unit.name] = [ReplicaItems(*items) for items in zip(sequences, own_images, own_targets, strict=True)]
     return Slot(
         inputs=inputs,
         sequences=batch.ids[chosen],
         sequence_tokens=batch.tokens[chosen],
         sequence_length_sq=batch.length_sq[chosen],
-        image_sequence=image_sequence,
+        image_sequence=np.repeat(np.arange(len(chosen)), image_count),
         image_grid=grid,
-        target_sequence=target_sequence,
-        replicas={
-            unit.name: _replicas(unit, inputs, members.shape, image_sequence, grid, target_sequence)
-            for unit in layout.units
-        },
+        target_sequence=np.repeat(np.arange(len(chosen)), target_count),
+        replicas=replicas,
     )
-
-
-def _replicas(
-    unit: UnitPlan,
-    inputs: ModelInputs,
-    shape: tuple[int, ...],
-    image_sequence: Ints,
-    grid: Ints,
-    target_sequence: Ints,
-) -> list[ReplicaItems]:
-    """Items of every replica of one unit; with the LLM in it, those of the replica's own sequences."""
-    dp, m = shape
-    sequences = [NO_ITEMS] * unit.dp
-    images, targets = sequences, sequences
-    if inputs.llm in unit.modules:
-        sequences = list(np.arange(dp * m).reshape(dp, m))
-        images = _by_owner(image_sequence // m, dp, grid)
-        targets = _by_owner(target_sequence // m, dp)
-    else:
-        if inputs.image is not None and inputs.image.module in unit.modules:
-            images = _by_owner(owners(grid.prod(axis=1), unit.dp), unit.dp, grid)
-        if inputs.target is not None and inputs.target.module in unit.modules:
-            # All targets cost the same: neighbours stay together, for fewer transfers.
-            shares = even_shares(len(target_sequence), unit.dp)
-            targets = np.split(np.arange(len(target_sequence)), np.cumsum(shares)[:-1])
-    return [ReplicaItems(*items) for items in zip(sequences, images, targets, strict=True)]
 
 
 def _by_owner(owner: Ints, dp: int, grid: Ints | None = None) -> list[Ints]:

@@ -5,11 +5,15 @@ The same on every rank and preprocessing worker.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from disttrain_cli.data.best import Best
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.ordering import count_costs, order_step
+from disttrain_cli.data.ordering import assign, count_costs, order_step
 from disttrain_cli.data.packing import Packing, SequenceStream
-from disttrain_cli.data.sizes import sizes_of
-from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.data.sizes import Sizes, sizes_of
+from disttrain_cli.data.slots import Assignment, StepOrder
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -17,22 +21,67 @@ from disttrain_cli.spec.runfile import RunFile
 KEPT = 3  # the newest step and those before it, whose last slots may still be in preparation
 
 
-class Orders:
-    """Orders step by step; the last few are remembered. One thread at a time may ask."""
+class Policy:
+    """How global batches are ordered, one after the other, for a layout.
 
-    def __init__(self, run: RunFile, layout: Layout, index: Index, profile: Profile | None = None) -> None:
-        self._run, self._profile = run, profile
+    Args:
+        name: `none`, `paper` or `best`.
+        profile: the policy `best` needs it.
+        memory_gib: of one device; None = what the profile says.
+    """
+
+    def __init__(self, name: str, layout: Layout, inputs: ModelInputs, profile: Profile | None, gpus_per_node: int,
+                 memory_gib: float | None = None) -> None:
+        self._name, self._layout, self._inputs = name, layout, inputs
+        self._best: Best | None = None
+        if name == "best":
+            assert profile is not None, "the policy best simulates with a profile"
+            self._best = Best(profile, layout, gpus_per_node, memory_gib or profile.device.memory_gib)
+
+    def __call__(self, sizes: Sizes) -> Assignment:
+        """What happens to a global batch of these sizes."""
+        if self._best is not None:
+            return self._best.order(sizes)
+        return assign(count_costs(sizes, self._inputs), self._layout, self._inputs.llm, self._name)
+
+
+class Orders:
+    """Orders step by step; the last few are remembered. One thread at a time may ask.
+
+    Args:
+        profile: the policy `best` needs it.
+        known: assignments of steps, found before for the very same arguments.
+    """
+
+    def __init__(self, run: RunFile, layout: Layout, index: Index, profile: Profile | None = None,
+                 known: Mapping[int, Assignment] | None = None) -> None:
         self.layout, self.index = layout, index
+        self._policy = Policy(run.train.ordering, layout, index.inputs, profile, run.cluster.gpus_per_node,
+                              run.cluster.memory_gib)
         self._stream = SequenceStream(index, run.train.seed)
+        self._known = known or {}
+        self._assigned: dict[int, Assignment] = {}
         self._steps: dict[int, tuple[StepOrder, Packing]] = {}
 
     def of(self, step: int) -> tuple[StepOrder, Packing]:
         """What every replica of every unit does in a step, and the global batch, in the order of the stream."""
         if step not in self._steps:
-            size = self.layout.global_batch_size
-            batch = self._stream.batch(step * size, size)
-            order = order_step(batch, self.layout, step, self._run.train.ordering,
-                               count_costs(sizes_of(batch), self.index.inputs))
+            batch = self._batch(step)
+            order = order_step(batch, self.layout, step, self._assignment(step, batch))
             self._steps = {number: kept for number, kept in self._steps.items() if number > step - KEPT}
             self._steps[step] = (order, batch)
         return self._steps[step]
+
+    def assignment(self, step: int) -> Assignment:
+        """What the policy decides for a step."""
+        return self._assignment(step, self._batch(step))
+
+    def _batch(self, step: int) -> Packing:
+        return self._stream.batch(step * self.layout.global_batch_size, self.layout.global_batch_size)
+
+    def _assignment(self, step: int, batch: Packing) -> Assignment:
+        if step not in self._assigned:
+            found = self._known[step] if step in self._known else self._policy(sizes_of(batch))
+            self._assigned = {number: kept for number, kept in self._assigned.items() if number > step - KEPT}
+            self._assigned[step] = found
+        return self._assigned[step]

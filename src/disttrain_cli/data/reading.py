@@ -1,34 +1,45 @@
-"""Reads what the index points at: bytes of images and tokens of texts, by offset, from any thread."""
+"""Reads what the index points at: bytes of images and tokens of texts, in any order, from any thread."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
-from io import FileIO
 
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.index_checks import REINDEX
-from disttrain_cli.data.sources import Part, parse_parts
+from disttrain_cli.data.sources import OpenShard, Place, RowGroups, open_shard, printable, shown
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import TEXT
 
 OPEN_SHARDS = 64
+NO_RECORD = Place(-1, 0)
 
 
 class ShardReader:
-    """Positioned reads from the shards of an index; keeps the files used last open."""
+    """Reads from the shards of an index; keeps the files used last open (`sources.tables` says what it caches)."""
 
     def __init__(self, index: Index, tokenizer: Tokenizer) -> None:
         self._index = index
         self._tokenizer = tokenizer
-        self._files: OrderedDict[int, FileIO] = OrderedDict()
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._row_groups = RowGroups()
         self._lock = threading.Lock()
 
     def image(self, sample: int, segment: int) -> bytes:
-        """The image file of a segment. Raises DataError where the shard is gone or cut."""
-        return self._read(sample, segment)
+        """The image file of a segment.
+
+        Raises:
+            DataError: the shard is gone, cut, or not the one that was indexed.
+        """
+        texts = self._texts_of(sample)
+        record = self._place(texts[0]) if texts else NO_RECORD
+        try:
+            return self._shard(sample).image(self._place(segment), record)
+        except (ValueError, LookupError) as error:
+            raise self._changed(sample, error) from None
+        except OSError as error:
+            raise self._unreadable(sample, error) from None
 
     def texts(self, sample: int) -> list[list[int]]:
         """Token ids of every text segment of a sample.
@@ -36,45 +47,45 @@ class ShardReader:
         Raises:
             DataError: the shard is gone, or its text is not the one that was indexed.
         """
-        index = self._index
-        first, last = index.segment_start[sample], index.segment_start[sample + 1]
-        segments = [s for s in range(first, last) if index.kinds[s] == TEXT]
+        segments = self._texts_of(sample)
         if not segments:
             return []
         try:
-            parts = parse_parts(self._read(sample, segments[0]))
-        except ValueError:
-            raise self._changed(sample) from None
-        if isinstance(parts, str):
-            parts = [Part(TEXT, parts)]
-        texts = [self._tokenizer.encode(part.value) for part in parts if part.kind == TEXT]
-        if [len(text) for text in texts] != index.tokens[segments].tolist():
-            raise self._changed(sample)
-        return texts
-
-    def _read(self, sample: int, segment: int) -> bytes:
-        shard = int(self._index.shard[sample])
-        size = int(self._index.sizes[segment])
-        try:
-            data = os.pread(self._file(shard).fileno(), size, int(self._index.offsets[segment]))
+            texts = self._shard(sample).texts(self._place(segments[0]))
+        except (ValueError, LookupError) as error:
+            raise self._changed(sample, error) from None
         except OSError as error:
-            raise DataError(f"Cannot read the shard {self._index.shards[shard]}", str(error), REINDEX) from None
-        if len(data) < size:
-            raise self._changed(sample)
-        return data
+            raise self._unreadable(sample, error) from None
+        ids = [self._tokenizer.encode(text) for text in texts]
+        if [len(own) for own in ids] != self._index.tokens[segments].tolist():
+            raise self._changed(sample, "its text has other tokens")
+        return ids
 
-    def _file(self, shard: int) -> FileIO:
+    def _texts_of(self, sample: int) -> list[int]:
+        """Text segments of a sample."""
+        first, last = self._index.segment_start[sample : sample + 2].tolist()
+        return [s for s, kind in enumerate(self._index.kinds[first:last].tolist(), first) if kind == TEXT]
+
+    def _place(self, segment: int) -> Place:
+        return Place(int(self._index.offsets[segment]), int(self._index.sizes[segment]))
+
+    def _shard(self, sample: int) -> OpenShard:
+        shard = int(self._index.shard[sample])
         with self._lock:
-            file = self._files.pop(shard, None) or FileIO(self._index.shards[shard])
-            self._files[shard] = file
-            if len(self._files) > OPEN_SHARDS:
-                self._files.popitem(last=False)  # closed when the last thread that reads it lets go
-            return file
+            opened = self._open.pop(shard, None) or open_shard(self._index.shards[shard], self._row_groups)
+            self._open[shard] = opened
+            if len(self._open) > OPEN_SHARDS:
+                self._open.popitem(last=False)  # closed when the last thread that reads it lets go
+            return opened
 
-    def _changed(self, sample: int) -> DataError:
+    def _unreadable(self, sample: int, error: OSError) -> DataError:
+        shard = self._index.shards[int(self._index.shard[sample])]
+        return DataError(f"Cannot read the shard {shown(shard.path)}", printable(str(error), 1000), REINDEX)
+
+    def _changed(self, sample: int, why: object) -> DataError:
         shard = self._index.shards[int(self._index.shard[sample])]
         return DataError(
-            f"The sample {self._index.keys[sample]} of {shard} is not the one that was indexed",
-            "the shard changed while it was in use",
+            f"The sample {self._index.keys[sample]} of {shown(shard.path)} is not the one that was indexed",
+            f"the shard changed while it was in use: {printable(str(why), 1000)}",
             REINDEX,
         )

@@ -19,6 +19,14 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Assignment:
+    """What a policy decides: places of the sequences, and how units without the LLM share a slot's items."""
+
+    places: Ints  # [n slots, LLM replicas, M] places in the batch; every sequence has one
+    carry: bool = False  # replicas are level over the slots of the step too, not only in each one
+
+
+@dataclass(frozen=True)
 class ReplicaItems:
     """The items of one replica of one unit in one slot, as canonical numbers in the replica's own order."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,7 @@ from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.work import Work
 
 ENTROPY_SAMPLES = 20_000  # samples read at most, evenly spaced
+NAMED = 3  # samples left out that the profile names
 SAMPLED_SEQUENCES = 1024  # packed sequences whose sizes the profile keeps
 
 
@@ -27,13 +30,16 @@ def describe_data(packing: Packing) -> DataProfile:
         sequences=len(packing),
         fingerprint=index.fingerprint,
         text_tokens=int(index.tokens[index.kinds == TEXT].sum()),
+        label_tokens=int(index.label_tokens.sum()),
         image_tokens=int(index.tokens[index.kinds == IMAGE].sum()),
         images=len(packing.image_segment),
+        scaled_down=index.scaled_down,
         targets=len(packing.target_segment),
         clips=int(packing.clips.sum()),
         fill_fraction=packing.fill_fraction,
         images_per_sequence=distribution(np.diff(packing.image_start)),
         skipped=len(index.skipped),
+        skipped_first=[f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]],
         sample=size_sample(packing),
     )
 
@@ -101,8 +107,10 @@ def unigram_entropy(run: Run, index: Index) -> float:
     reader = ShardReader(index, tokenizer)
     counts = np.zeros(index.inputs.vocabulary, dtype=np.int64)
     for sample in np.unique(np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)).tolist():
-        counts[tokenizer.eos] += 1
-        for text in reader.texts(sample):
+        counts[tokenizer.eos] += index.end_trained[sample]
+        segments = slice(*index.segment_start[sample : sample + 2])
+        trained = index.trained[segments][index.kinds[segments] == TEXT]
+        for text in compress(reader.texts(sample), trained.tolist()):
             counts += np.bincount(np.array(text, dtype=np.int64), minlength=len(counts))
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

@@ -1,14 +1,19 @@
-"""Text to token ids: a byte-level tokenizer that needs no file, or a local Hugging Face tokenizer folder."""
+"""Text to token ids: a byte-level tokenizer that needs no file, or one of Hugging Face, from a folder or by name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
+
+#: All that is read of a tokenizer; the later of the last two says which tokens begin, end and pad a text.
+FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
+CHOICES = "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
 
 
 class Tokenizer(Protocol):
@@ -25,6 +30,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of `text` alone, without special ones."""
 
+    def count(self, texts: list[str]) -> list[int]:
+        """How many ids each text has: the length of what `encode` gives, found faster."""
+
 
 class ByteTokenizer:
     """One id per UTF-8 byte, then the five special ids."""
@@ -35,6 +43,9 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "replace"))
+
+    def count(self, texts: list[str]) -> list[int]:
+        return [len(text.encode("utf-8", "replace")) for text in texts]
 
 
 class FolderTokenizer:
@@ -50,7 +61,7 @@ class FolderTokenizer:
             rules = Rules.from_file(str(folder / "tokenizer.json"))
             named = {
                 name: token
-                for file in ("special_tokens_map.json", "tokenizer_config.json")
+                for file in FILES[1:]
                 if (folder / file).is_file()
                 for name, token in json.loads((folder / file).read_text(encoding="utf-8")).items()
             }
@@ -58,7 +69,7 @@ class FolderTokenizer:
             raise SpecError(
                 f"Cannot read the tokenizer {folder} (data.tokenizer)",
                 str(error),
-                "Give 'bytes' or a folder with tokenizer.json.",
+                CHOICES,
             ) from None
         rules.no_truncation()
         rules.no_padding()
@@ -67,8 +78,9 @@ class FolderTokenizer:
         self.pad, self.bos, self.eos = (self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos"))
         self.image, self.context = self._special(None), self._special(None)
         content = hashlib.sha256()
-        for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".model", ".txt")):
-            content.update(path.name.encode() + path.read_bytes())
+        for path in (folder / name for name in FILES):
+            if path.is_file():
+                content.update(path.name.encode() + path.read_bytes())
         self.fingerprint = content.hexdigest()[:16]
 
     def _special(self, token: Any) -> int:
@@ -83,21 +95,52 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._rules.encode(text, add_special_tokens=False).ids)
 
+    def count(self, texts: list[str]) -> list[int]:
+        return [len(encoding) for encoding in self._rules.encode_batch_fast(texts, add_special_tokens=False)]
+
 
 def read_tokenizer(run: Run) -> Tokenizer:
-    """The tokenizer that the run file names.
+    """The tokenizer that the run file names: 'bytes', a local folder, or a name on Hugging Face.
 
     Raises:
-        SpecError: it is neither 'bytes' nor a readable folder.
+        SpecError: it is none of them, cannot be fetched, or cannot be read.
     """
     name = run.file.data.tokenizer
     if name == "bytes":
         return ByteTokenizer()
     folder = run.resolve(name)
-    if not folder.is_dir():
+    if folder.is_dir():
+        return FolderTokenizer(folder)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
+        raise SpecError(f"There is no tokenizer folder at {folder} (data.tokenizer)", f"given: {name!r}", CHOICES)
+    return FolderTokenizer(_fetched(name, folder))
+
+
+def _fetched(name: str, folder: Path) -> Path:
+    """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not there yet.
+
+    Only `FILES` are fetched, and nothing in them is executed.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    found: Path | None = None
+    try:
+        for local in (True, False):  # what is there is taken: all ranks tokenize alike, without a network
+            try:
+                found = Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=local))
+            except Exception:  # its errors have no common base
+                if not local:
+                    raise
+            if found is not None and (found / FILES[0]).is_file():
+                return found
+    except Exception as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise SpecError(
-            f"There is no tokenizer folder at {folder} (data.tokenizer)",
-            f"given: {name!r}",
-            "Give 'bytes' or a local folder with tokenizer.json.",
-        )
-    return FolderTokenizer(folder)
+            f"There is no tokenizer {name!r} here, and it cannot be fetched from Hugging Face (data.tokenizer)",
+            f"no folder {folder}; {why}",
+            f"{CHOICES} To fetch one where there is a network: hf download {name} {' '.join(FILES)}",
+        ) from None
+    raise SpecError(f"The tokenizer {name!r} of Hugging Face has no tokenizer.json (data.tokenizer)",
+                    "only fast tokenizers are read", CHOICES)

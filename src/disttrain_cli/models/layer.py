@@ -69,6 +69,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "context": ("context_rows",),
     "labels": ("labels",),
     "targets": ("target_pixels", "target_weights", "noise_seeds"),
+    "weights": ("target_weights", "noise_seeds"),
 }
 
 #: State names with this prefix are summed losses (scalars), already weighted and normalised by global counts.

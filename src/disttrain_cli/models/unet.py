@@ -32,8 +32,8 @@ def draw_noise(batch: Batch, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     Drawn once per stage and batch. On the meta device there are no seeds to read and the result has no values.
     """
     if "noise" not in batch.cache:
-        assert batch.target_pixels is not None and batch.noise_seeds is not None
-        device = batch.target_pixels.device
+        assert batch.target_weights is not None and batch.noise_seeds is not None
+        device = batch.target_weights.device
         if device.type == "meta":
             batch.cache["timesteps"] = batch.noise_seeds
             batch.cache["noise"] = torch.empty(len(batch.noise_seeds), *shape, device=device)
@@ -81,7 +81,6 @@ class In(UnetLayer):
     """Noisy images (or latents) and their timesteps → first features and time embedding."""
 
     kind = "in"
-    needs = ("targets",)
 
     def __init__(
         self, module: str, unet: nn.Module, writes: tuple[TensorSpec, ...], shape: tuple[int, ...], reads_latents: bool
@@ -90,7 +89,7 @@ class In(UnetLayer):
 
         super().__init__()
         self.name, self.module, self.writes, self.shape = f"{module}.in", module, writes, shape
-        self.reads = ("latents",) if reads_latents else ()
+        self.reads, self.needs = (("latents",), ("weights",)) if reads_latents else ((), ("targets",))
         self.conv_in, self.time_proj, self.time_embedding = _parts(unet, "conv_in", "time_proj", "time_embedding")
         with torch.device("cpu"):
             self._schedule = DDPMScheduler(num_train_timesteps=TRAIN_TIMESTEPS)
@@ -151,7 +150,7 @@ class Out(UnetLayer):
 
     kind = "out"
     reads = ("sample",)
-    needs = ("targets",)
+    needs = ("weights",)
     loss = "image"
 
     def __init__(self, module: str, unet: nn.Module, shape: tuple[int, ...], weight: float) -> None:

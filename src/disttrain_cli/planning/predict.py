@@ -16,7 +16,7 @@ from disttrain_cli.costs.flops import mfu, peak_tflops
 from disttrain_cli.costs.layout import Stage, amount, reduce_s, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.orders import Policy
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
@@ -44,14 +44,21 @@ class Step:
     timeline: Timeline
 
 
-def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0, shared: bool = True) -> Step:
+def policy_of(profile: Profile, layout: Layout, cluster: Cluster) -> Policy:
+    """How training will order the global batches of a layout."""
+    return Policy(cluster.ordering, layout, profile.inputs, profile, cluster.gpus_per_node, cluster.memory_gib)
+
+
+def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0, shared: bool = True,
+                   policy: Policy | None = None) -> Step:
     """The step over the `number`-th global batch drawn from the data.
 
     Args:
+        policy: of several steps; None = made for this one.
         shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a cluster.
     """
     stages = stages_of(profile, layout)
-    loads = loads_of(profile, layout, cluster.ordering, number)
+    loads = loads_of(profile, layout, policy or policy_of(profile, layout, cluster), number)
     pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
     device = profile.device
     if device.kind == "cpu" and shared:
@@ -59,22 +66,25 @@ def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: i
     return Step(stages, loads, pipeline, simulate(pipeline))
 
 
-def loads_of(profile: Profile, layout: Layout, ordering: str, number: int) -> dict[str, Floats]:
+def loads_of(profile: Profile, layout: Layout, policy: Policy, number: int) -> dict[str, Floats]:
     """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn from the data."""
     batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
-    places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, ordering)
-    return replica_loads(batch, profile.inputs, layout, places)
+    return replica_loads(batch, profile.inputs, layout, policy(batch))
 
 
 def batches(cluster: Cluster) -> range:
-    """Numbers of the global batches that are drawn: few large ones, or more of small ones, whose sizes vary more."""
-    return range(max(BATCHES, -(-SEQUENCES // cluster.batch)))
+    """Numbers of the global batches that are drawn: few large ones, or more of small ones, whose sizes vary more.
+
+    The policy `best` takes longer, and its steps vary less.
+    """
+    return range(max(1 if cluster.ordering == "best" else BATCHES, -(-SEQUENCES // cluster.batch)))
 
 
 def simulated_s(profile: Profile, layout: Layout, cluster: Cluster, numbers: Iterable[int] | None = None,
                 shared: bool = True) -> float:
     """Mean time of the steps over these of the global batches that are drawn, or over all."""
-    return float(np.mean([simulated_step(profile, layout, cluster, number, shared).timeline.iteration_s
+    policy = policy_of(profile, layout, cluster)
+    return float(np.mean([simulated_step(profile, layout, cluster, number, shared, policy).timeline.iteration_s
                           for number in (batches(cluster) if numbers is None else numbers)]))
 
 
@@ -88,7 +98,8 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
-    steps = [simulated_step(profile, layout, cluster, number) for number in batches(cluster)]
+    policy = policy_of(profile, layout, cluster)
+    steps = [simulated_step(profile, layout, cluster, number, policy=policy) for number in batches(cluster)]
     stages = steps[0].stages
     iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
     work = {module: np.mean([_total(step.loads[module]) for step in steps], axis=0) for module in steps[0].loads}
@@ -99,7 +110,8 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     orchestration = _orchestration(profile.device, layout, computing, iteration_s)
     stage_times = _stage_times(profile, steps, layout, flops, iteration_s)
     return Prediction(
-        iteration_s=iteration_s, sequences_per_s=layout.global_batch_size / iteration_s,
+        ordering=cluster.ordering, iteration_s=iteration_s,
+        sequences_per_s=layout.global_batch_size / iteration_s,
         mfu=mfu(sum(sum(own.values()) for own in flops), iteration_s, profile.device, layout.gpus_used),
         warmup_s=formula.warmup_ms / 1e3, steady_s=formula.steady_ms / 1e3, bubble_fraction=_bubble(steps, layout),
         memory=memory, memory_binds=_fullest(memory),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +92,8 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
     predicted = predict(units_of(profile, cluster, best.layout), best.layout, cluster)
     solve_s = time.perf_counter() - started
     mine = _baseline(best.layout, predicted)
+    # Ranked by another policy than they would be trained with, runners-up are shown as many times slower as that said.
+    scale = predicted.iteration_s / _shown_s(profile, cluster, best) if ranked_as(cluster) != cluster else 1.0
     return Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
         provenance=profile.provenance, plan=best.layout, predicted=predicted,
@@ -98,7 +101,7 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
                    for name in BASELINES},
         alternatives=[
             Alternative(layout=_described(other.layout), gpus_used=other.layout.gpus_used,
-                        iteration_s=_shown_s(profile, cluster, other), plan=other.layout,
+                        iteration_s=_shown_s(profile, cluster, other) * scale, plan=other.layout,
                         slower_pct=100 * (other.iteration_s / best.iteration_s - 1))
             for other in ranked[1:top + 1]],
         search=Search(solve_s=solve_s, candidates=combinations, exact=strategy != "paper",
@@ -109,13 +112,15 @@ def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0
             either_zero: bool = False) -> tuple[list[Ranked], int, int]:
     """Layouts of a strategy, best first, and how many were candidates and simulated.
 
-    `distmm` and `paper` keep the order of their own rules.
+    `distmm` and `paper` keep the order of their own rules. Where training orders by the policy `best`, layouts are
+    ranked by `paper`, which takes milliseconds for each.
 
     Args:
         top: runners-up wanted beside the best layout.
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
     """
     combinations = 0
+    cluster = ranked_as(cluster)
 
     def as_layout(units: list[Unit], candidate: Candidate) -> Layout:
         layout = layout_of(units, cluster, candidate, strategy)
@@ -141,6 +146,11 @@ def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0
         finalists += [Ranked(layout, one_batch_s(profile, layout, cluster)) for layout in layouts
                       if layout not in (one.layout for one in finalists)]
     return rank(profile, cluster, finalists, top + 1), combinations, len(finalists)
+
+
+def ranked_as(cluster: Cluster) -> Cluster:
+    """The cluster with the policy under which layouts are ranked."""
+    return replace(cluster, ordering="paper") if cluster.ordering == "best" else cluster
 
 
 def best_by_formula(profile: Profile, cluster: Cluster, strategy: Strategy, top: int,
@@ -193,7 +203,9 @@ def _described(layout: Layout) -> str:
 
 def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
     """The time to show beside the prediction: with shared cores where there are such."""
-    return simulated_s(profile, other.layout, cluster) if profile.device.kind == "cpu" else other.iteration_s
+    if profile.device.kind != "cpu":
+        return other.iteration_s
+    return simulated_s(profile, other.layout, ranked_as(cluster))
 
 
 def baseline(profile: Profile, cluster: Cluster, strategy: Strategy, either_zero: bool = False) -> Baseline | None:

@@ -13,7 +13,7 @@ from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import FIELDS
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.runtime import checkpoint
-from disttrain_cli.runtime.worker import to_batch
+from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile

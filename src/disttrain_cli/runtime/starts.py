@@ -94,7 +94,7 @@ def alone(root: RunDir) -> Iterator[None]:
 
 
 class Reports:
-    """Follows the file to which rank 0 appends one line per step."""
+    """Follows the file to which rank 0 appends one line per step, and any rank a note."""
 
     def __init__(self, name: str, path: Path, on_step: Callable[[dict[str, Any]], None] | None, progress: Progress,
                  total: int) -> None:
@@ -105,10 +105,13 @@ class Reports:
         self.steps: list[dict[str, Any]] = []
 
     def poll(self) -> None:
-        """Take in the steps reported since the last call."""
+        """Take in the steps and notes reported since the last call."""
         *lines, self._partial = (self._partial + self._file.read()).split("\n")
         for line in lines:
             row = json.loads(line)
+            if "note" in row:
+                self._progress(row["note"], row["done"], row["total"])
+                continue
             step = {"step": row["step"], "loss": row["loss"],
                     "losses": {"text": row["loss_text"], "image": row["loss_image"]},
                     **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu",

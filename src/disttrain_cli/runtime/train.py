@@ -43,12 +43,17 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     Raises:
         SpecError: the plan asks for what this runtime does not run (TP), or there is nothing to resume from.
         DisttrainError: another training of this run is under way.
-        MismatchError: the dataset or the checkpoint is not the one of the profile.
+        MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of
+            this run.
         RankFailedError: a rank failed.
     """
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
+    if run.file.preprocess.addresses:
+        from disttrain_cli.data.serving.client import check_workers
+
+        check_workers(run, plan.plan, index, profile, progress)
     with alone(root):
         payload = {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
                    "profile": profile.model_dump(mode="json"), "skipped_dir": str(root.logs)}

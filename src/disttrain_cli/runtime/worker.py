@@ -19,20 +19,22 @@ import torch.distributed as dist
 
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.layout import amount, stages_of
-from disttrain_cli.data.index import read_index
+from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.loads import order_loads
 from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.preparing import READ
 from disttrain_cli.data.sizes import Sizes
-from disttrain_cli.data.slots import SlotBatch, StepOrder
+from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import checkpoint
 from disttrain_cli.runtime.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.checkpoint_folder import latest
 from disttrain_cli.runtime.engine import UnitEngine
+from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.process import joined
-from disttrain_cli.runtime.topology import build_topology
+from disttrain_cli.runtime.topology import Place, build_topology
 from disttrain_cli.runtime.tracing import Tracer, size_writer, step_writer, wall_clock
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
@@ -63,15 +65,37 @@ def main(payload: dict[str, Any]) -> None:
         engine = build_engine(run, plan, topology, place, device, tracer)
         index = read_index(run, profile.inputs)
         first = resume(run, run.dir, index.fingerprint, engine) if payload["resume"] else 0
-        loader = stack.enter_context(Loader(
-            run, Orders(run.file, plan.plan, index, profile), unit=place.unit.name, replica=place.replica,
-            fields=fields, first_step=first))
+        loader = stack.enter_context(open_loader(
+            run, plan.plan, profile, index, place, fields, first, Path(payload["steps_file"])))
         run_steps(run, plan.plan, profile, Task(run.dir, payload["name"], first, int(payload["steps"]),
                                                 Path(payload["steps_file"])),
                   engine, loader, fetcher(loader, device, message_dtype(run.file.train)))
         if loader.skipped:
             Path(payload["skipped_dir"], f"skipped-rank-{place.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))
+
+
+def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place: Place, fields: set[str], first: int,
+                reports: Path) -> Loader:
+    """A rank's loader over the workers that the run file names, or over its own threads.
+
+    A stage that reads no file needs no worker, unless for what takes a search. What workers make a rank wait for is
+    reported.
+    """
+    known: dict[str, Any] = {"unit": place.unit.name, "replica": place.replica, "fields": fields, "first_step": first}
+    searches = run.file.train.ordering == "best"
+    if not run.file.preprocess.addresses or not (searches or fields & READ):
+        return Loader(run, Orders(run.file, layout, index, profile), **known)
+    from disttrain_cli.data.serving.client import PulledOrders, Workers
+
+    def say(what: str, done: int, total: int) -> None:
+        print(f"{what} {done}/{total}" if total else what, flush=True)
+        _publish(reports, {"note": what, "done": done, "total": total})
+
+    workers = Workers(run, layout, index, profile, say)
+    orders = PulledOrders(run.file, layout, index, profile, workers) if searches else \
+        Orders(run.file, layout, index, profile)
+    return Loader(run, orders, source=workers, **known)
 
 
 @dataclass(frozen=True)
@@ -82,7 +106,7 @@ class Task:
     name: str
     first: int  # step
     last: int
-    steps_file: Path  # to which rank 0 appends a line per step
+    steps_file: Path  # to which rank 0 appends a line per step, and any rank what it waits for
 
 
 class Data(Protocol):
@@ -138,28 +162,6 @@ def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
     return optimizer.lr * min(1.0, (step + 1) / max(1, optimizer.warmup_steps))
 
 
-def fetcher(loader: Loader, device: torch.device, dtype: torch.dtype) -> Callable[[StepOrder], Callable[[int], Batch]]:
-    """For a step, what the engine calls to wait for this rank's inputs of a slot."""
-    def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
-        return lambda slot: to_batch(loader.fetch(order.step, slot), order, device, dtype)
-    return fetch_of
-
-
-def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Prepared arrays as tensors on the device; pixels take the model's precision."""
-    def tensor(value: Any, kind: torch.dtype | None = None) -> Any:
-        return None if value is None else torch.as_tensor(value).to(device, kind, non_blocking=True)
-
-    return Batch(
-        image_grids=[(int(rows), int(columns)) for rows, columns in arrays.image_grids],
-        pixels=None if arrays.pixels is None else [tensor(group, dtype) for group in arrays.pixels],
-        token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions), documents=tensor(arrays.documents),
-        image_rows=tensor(arrays.image_rows), context_rows=tensor(arrays.context_rows), labels=tensor(arrays.labels),
-        target_pixels=tensor(arrays.target_pixels, dtype), target_weights=tensor(arrays.target_weights),
-        noise_seeds=None if arrays.noise_seeds is None else torch.as_tensor(arrays.noise_seeds),
-        label_tokens=float(max(1, order.label_tokens)), targets=float(max(1, order.targets)))
-
-
 def _world_losses(run: Run, engine: UnitEngine) -> dict[str, float]:
     """Losses of the global batch (sums over ranks, unweighted) and the longest data wait in seconds."""
     weights = run.file.model.loss_weights
@@ -201,6 +203,6 @@ def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> float:
 
 
 def _publish(path: Path, row: dict[str, Any]) -> None:
-    """Append a step to the file that the launcher reads."""
+    """Append a step or a note to the file that the launcher reads, in one write."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -13,12 +13,13 @@ data of a slot have to be prepared, its forward waits for them too (`feeding`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.simulation.feeding import Feed, feeds_of, load_waits_s
-from disttrain_cli.simulation.timeline import Pipeline, Timeline
+from disttrain_cli.simulation.timeline import Floats, Pipeline, Timeline
 
 Ints = NDArray[np.int64]
 
@@ -41,40 +42,66 @@ def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
     return timelines
 
 
-def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
-    """One step; the feeds go on from the one before."""
+@dataclass(frozen=True)
+class Program:
+    """What every rank does at each step of the schedule; the ranks of all stages lie in one vector."""
+
+    steps: int
+    first: Ints  # [S+1] first rank of every stage
+    stage_of: Ints  # [ranks]
+    depth: Ints  # [S]
+    hold_s: Floats  # [steps, S] transfer before a stage's operation; -inf: it does nothing
+    joins: list[tuple[slice, int, Floats]]  # ranks, a stage more that they wait for, transfer by step
+    sources: list[Ints]  # for even and odd steps, [ranks] entry of the clock that they wait for
+
+    def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
+        """Enter durations [n, S, R, ...] of forwards or backwards into `spent` [steps, ranks, ...]."""
+        for stage, forward, steps_of in _operations(len(durations), self.depth):
+            if forward == is_forward:
+                ranks_of = slice(self.first[stage], self.first[stage + 1])
+                spent[steps_of, ranks_of] = durations[:, stage, :self.first[stage + 1] - self.first[stage]]
+
+
+def program_of(pipeline: Pipeline) -> Program:
+    """The schedule of a pipeline without its durations."""
     slots, stages, _ = pipeline.forward_s.shape
     to_end = pipeline.to_end
     depth, before = to_end.max() - to_end, [pipeline.before(stage) for stage in range(stages)]
     steps = 2 * (slots + int(depth.max()))
     first = np.concatenate([[0], np.cumsum(pipeline.replicas)])
     stage_of = np.repeat(np.arange(stages), pipeline.replicas)
-    ranks = len(stage_of)
-    spent_s, starts = np.zeros((steps, ranks)), np.empty((steps, ranks))
-    hold_s = np.full((steps, stages), -np.inf)  # transfer before a stage's operation; -inf: it does nothing
-    joins: list[tuple[slice, int, NDArray[np.float64]]] = []  # ranks, a stage more that they wait for, transfer by step
+    hold_s = np.full((steps, stages), -np.inf)
+    joins: list[tuple[slice, int, Floats]] = []
     for stage, is_forward, steps_of in _operations(slots, depth):
-        durations = pipeline.forward_s if is_forward else pipeline.backward_s
-        ranks_of = slice(first[stage], first[stage + 1])
-        spent_s[steps_of, ranks_of] = durations[:, stage, :pipeline.replicas[stage]]
         cuts = before[stage] if is_forward else [stage] if stage < stages - 1 else []
         hold_s[steps_of, stage] = pipeline.transfer_s[cuts[-1]] if cuts else 0.0
         for other in cuts[:-1]:
-            joins.append((ranks_of, other, np.full(steps, -np.inf)))
+            joins.append((slice(first[stage], first[stage + 1]), other, np.full(steps, -np.inf)))
             joins[-1][2][steps_of] = pipeline.transfer_s[other]
     sources = _sources(pipeline, first[:-1], stage_of, depth, before)
+    return Program(steps, first, stage_of, depth, hold_s, joins, sources)
+
+
+def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
+    """One step; the feeds go on from the one before."""
+    program, slots = program_of(pipeline), len(pipeline.forward_s)
+    first, stage_of, depth = program.first, program.stage_of, program.depth
+    ranks, stages = len(stage_of), len(depth)
+    spent_s, starts = np.zeros((program.steps, ranks)), np.empty((program.steps, ranks))
+    program.table(pipeline.forward_s, True, spent_s)
+    program.table(pipeline.backward_s, False, spent_s)
     clock = np.zeros(ranks + stages + 1)  # end of every rank's last operation, the latest of every stage, and 0
     own, latest = clock[:ranks], clock[ranks:-1]
     held = np.empty(ranks)
     fed = [(feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1])) for feed in feeds]
     for feed in feeds:
         feed.begin_step(pipeline)
-    for step in range(steps):
+    for step in range(program.steps):
         start = starts[step]
-        np.take(clock, sources[step % 2], out=start, mode="clip")
-        np.take(hold_s[step], stage_of, out=held, mode="clip")
+        np.take(clock, program.sources[step % 2], out=start, mode="clip")
+        np.take(program.hold_s[step], stage_of, out=held, mode="clip")
         start += held
-        for ranks_of, other, transfer_s in joins:
+        for ranks_of, other, transfer_s in program.joins:
             np.maximum(start[ranks_of], latest[other] + transfer_s[step], out=start[ranks_of])
         np.maximum(start, own, out=start)
         for feed, begins, ranks_of in fed:

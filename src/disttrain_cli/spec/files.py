@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, BinaryIO, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -39,20 +41,32 @@ def write_whole(path: Path, content: str | bytes) -> Path:
     Raises:
         SpecError: the folder cannot be written (missing permission, disk full).
     """
-    data = content.encode() if isinstance(content, str) else content
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write beside `path`, renamed into place at the end; where anything fails, `path` stays as it is.
+
+    Raises:
+        SpecError: the folder cannot be written (missing permission, disk full).
+    """
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
+        temporary = None
     except OSError as error:
+        raise SpecError(f"Cannot write {path}", str(error), "Free space there or choose another folder.") from None
+    finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
-        raise SpecError(f"Cannot write {path}", str(error), "Free space there or choose another folder.") from None
-    return path
 
 
 class _Loader(yaml.CSafeLoader):

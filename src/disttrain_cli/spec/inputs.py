@@ -6,7 +6,7 @@ Written by `models.describe`, kept in the profile and beside the index; read by 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,17 +34,22 @@ class ImageInput(Strict):
 
         The aspect ratio is kept as far as whole blocks allow; never less than one block per side.
         """
+        rows, columns = self.grids([[width_px, height_px]])[0].tolist()
+        return rows, columns
+
+    def grids(self, sizes_px: Any) -> Any:
+        """`grid` of many images at once: [N, 2] patches (rows, columns) of [N, 2] widths and heights, int64 arrays."""
+        import numpy as np
+
+        width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
         block_px = self.patch_px * self.merge
-        scale = min(1.0, math.sqrt(self.max_pixels / (width_px * height_px)))
-        rows = max(1, round(height_px * scale / block_px))
-        columns = max(1, round(width_px * scale / block_px))
+        scale = np.minimum(1.0, np.sqrt(self.max_pixels / (width * height)))
+        rows, columns = (np.maximum(1, np.rint(side * scale / block_px)).astype(np.int64) for side in (height, width))
         limit = max(1, self.max_pixels // (block_px * block_px))
-        while rows * columns > limit:
-            if rows >= columns:
-                rows -= 1
-            else:
-                columns -= 1
-        return rows * self.merge, columns * self.merge
+        while (over := rows * columns > limit).any():
+            shrink_rows = rows >= columns
+            rows, columns = rows - (over & shrink_rows), columns - (over & ~shrink_rows)
+        return np.stack([rows, columns], axis=1) * self.merge
 
     def patches(self, width_px: int, height_px: int) -> int:
         """Rows the encoder computes for an image, without the extra ones."""

@@ -169,6 +169,8 @@ class Interleaving(Strict):
 class Prediction(Strict):
     """What the cost model expects of a layout: the simulated mean over a few global batches of the data's sizes."""
 
+    ordering: Literal["none", "paper", "best"] | None = Field(
+        None, description="Policy that ordered the simulated steps; None in plans made before it was noted.")
     iteration_s: float
     sequences_per_s: float
     mfu: float

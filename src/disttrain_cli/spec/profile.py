@@ -168,13 +168,17 @@ class DataProfile(Strict):
     sequences: int = Field(description="Packed sequences of one epoch.")
     fingerprint: str
     text_tokens: int
+    label_tokens: int = Field(0, description="Those of them that are trained, and ends of samples.")
     image_tokens: int
     images: int
+    scaled_down: int | None = Field(
+        None, description="Images read that have more pixels than data.max_image_pixels; null where sizes were drawn.")
     targets: int = Field(description="Images to generate.")
     clips: int = Field(0, description="Audio clips.")
     fill_fraction: float = Field(description="Tokens that are not padding, of all.")
     images_per_sequence: Distribution
     skipped: int = Field(0, description="Samples that could not be read.")
+    skipped_first: list[str] = Field(default_factory=list, description="The first of them, and why.")
     sample: SizeSample
 
 

@@ -123,7 +123,8 @@ class DataSpec(Strict):
     sources: list[SourceSpec] = Field(default_factory=list)
     distribution: DistributionSpec | None = Field(
         None, description="Instead of sources: sizes drawn from a named distribution; plans only, no training.")
-    tokenizer: str = Field("bytes", description="'bytes', or a local Hugging Face tokenizer folder.")
+    tokenizer: str = Field(
+        "bytes", description="'bytes', a local Hugging Face tokenizer folder, or the name of one on Hugging Face.")
     sequence_length: int = Field(8192, ge=16, description="Tokens of one packed sequence.")
     max_image_pixels: int = Field(
         1048576, ge=64, description="Pixels of one image read; larger ones are scaled down to it.")

@@ -106,6 +106,25 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_steps_that_are_ordered_beforehand_are_those_of_the_policy(tmp_path: Path) -> None:
+    run, plan, profile = job(tmp_path)
+    train = run.file.train.model_copy(update={"ordering": "best"})
+    run = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
+    (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(run.file.model_dump(mode="json")))
+    result = rehearse(run, plan, profile)
+    index, steps = rehearsed_index(run, profile.inputs), range(2)
+    assert result.simulated == launcher.simulated(run, plan.plan, profile, index, setting_of(run.file, plan), steps, {})
+    found = launcher.found_orders(run, plan.plan, profile, index, steps)
+    orders = launcher.Orders(run.file, plan.plan, index, profile)
+    assert all(np.array_equal(found[step].places, orders.assignment(step).places) for step in steps)
+    recorded = rows(result.trace, "forward", "image_encoder", 0)
+    assert [[recorded[replica][step, slot]["images"] for step in steps for slot in range(plan.plan.microbatches)]
+            for replica in range(3)] == [
+        [len(slot.replicas["image_encoder"][replica].images) for step in steps for slot in orders.of(step)[0].slots]
+        for replica in range(3)]
+
+
+@pytest.mark.slow
 def test_replicas_of_a_monolithic_stage_keep_their_own_times(tmp_path: Path) -> None:
     """One process for two replicas of a stage with all modules, of which now one, now the other is the slower."""
     run, _, profile = job(tmp_path)

@@ -1,16 +1,15 @@
 """What a process does in every slot, and when its data are there: the rehearsal's place of the loader.
 
-The order of a step is the run's own, computed one step ahead by a thread. Times come from the cost models at the work
-of every replica. Nothing is decoded: preprocessing cores take the profile's time per image and sequence, one slot after
-the other, and no more than `preprocess.prefetch_slots` ahead, as `data.loader` does.
+The order of a step is the run's own, computed before the step begins: many processes share few cores, and between
+steps the devices' clocks stand still. Times come from the cost models at the work of every replica. Nothing is decoded:
+preprocessing cores take the profile's time per image and sequence, one slot after the other, and no more than
+`preprocess.prefetch_slots` ahead, as `data.loader` does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.layout import Cost, Stage, amount
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.data.index import Index, open_index, read_index
+from disttrain_cli.data.loads import unit_loads
 from disttrain_cli.data.orders import Orders
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import ReplicaItems, StepOrder
@@ -29,7 +29,6 @@ from disttrain_cli.runtime.routes import local_rows
 from disttrain_cli.runtime.topology import Place
 from disttrain_cli.simulation.faults import slowdown
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 
@@ -63,33 +62,23 @@ class StepWork:
 
 
 class Feeder:
-    """The steps' work of one process; use as a context manager."""
+    """The steps' work of one process."""
 
-    def __init__(self, run: RunFile, profile: Profile, layout: Layout, shares: Shares, index: Index, stage: Stage,
+    def __init__(self, run: RunFile, profile: Profile, shares: Shares, orders: Orders, stage: Stage,
                  place: Place, device: Device) -> None:
-        self._run, self._profile, self._layout, self._shares = run, profile, layout, shares
+        self._run, self._profile, self._shares = run, profile, shares
         self._stage, self._place, self._device = stage, place, device
         self.replicas = replicas_of(shares[place.unit.name], place.replica)
-        self._orders = Orders(run, layout, index, profile)
-        self._planner = ThreadPoolExecutor(1, "order")
-        self._steps: dict[int, Future[StepWork]] = {}
+        self._orders = orders
+        self._steps: dict[int, StepWork] = {}
         self._prepared_s = 0.0
         self._asked_s: deque[float] = deque(maxlen=run.preprocess.prefetch_slots + 1)  # when the last slots were
 
-    def __enter__(self) -> Feeder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._planner.shutdown(wait=True, cancel_futures=True)
-
     def work(self, step: int) -> StepWork:
-        """A step's work; that of the next one is begun in the background."""
-        self._steps = {number: kept for number, kept in self._steps.items() if number >= step}
-        for number in (step, step + 1):
-            if number not in self._steps:
-                self._steps[number] = self._planner.submit(self._prepare, number)
-        return self._steps[step].result()
+        """A step's work; the last one is remembered."""
+        if step not in self._steps:
+            self._steps = {step: self._prepare(step)}
+        return self._steps[step]
 
     def order(self, step: int) -> StepOrder:
         """What every process of every unit does in a step."""
@@ -123,7 +112,8 @@ class Feeder:
 
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)
-        loads = self._loads(order)
+        kinds = {cost.module: self._profile.modules[cost.module].kind for cost in self._stage.costs}
+        loads = unit_loads(order, self._place.unit.name, self.replicas, kinds)
         noise = _noise(self._run, step, self._place.rank, (2, len(order.slots), len(self.replicas)))
         parts = {"forward": noise[0], "backward": noise[1]}
         seconds = {part: {cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs}
@@ -136,13 +126,6 @@ class Feeder:
         prepared = prepare_s(self._profile, self._stage, loads, self._run.preprocess.workers)
         return StepWork(order, joined_order(order, self._shares), sizes_of(batch), seconds, waits,
                         (prepared * self._slowdown("worker")).max(axis=1))
-
-    def _loads(self, order: StepOrder) -> dict[str, Floats]:
-        """By module [n, k, 3] the work of the process's replicas."""
-        unit = self._place.unit.name
-        kinds = {cost.module: self._profile.modules[cost.module].kind for cost in self._stage.costs}
-        return {module: np.array([[slot.work(kind, slot.replicas[unit][replica]) for replica in self.replicas]
-                                  for slot in order.slots]) for module, kind in kinds.items()}
 
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
         return amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3 * self._slowdown("stage")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.loads import order_loads
 from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.slots import Assignment
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
@@ -77,20 +78,23 @@ def rehearse(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None
     setting, index = setting_of(run.file, plan), _checked_index(run, profile)
     with alone(folder):
         resumed = step_to_resume(run, profile, folder, total) if resume else None
+        progress("ordering the steps", 0, 0)
+        first = resumed or 0
+        known = found_orders(run, plan.plan, profile, index, range(first, total + 1))
         payload = {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "folder": str(folder.root),
                    "profile": profile.model_dump(mode="json"), "shares": setting.shares,
+                   "assignments": {step: [one.places.tolist(), one.carry] for step, one in known.items()},
                    "gpus_per_node": run.file.cluster.gpus_per_node, "time_scale": setting.time_scale,
                    "began_ns": time.monotonic_ns()}
         job = job_of(run, plan, profile, _rehearsed(run, setting))
         reader = run_ranks(folder, job, "disttrain_cli.runtime.rehearsal.worker:main", setting.processes, payload,
                            steps=total, resume=resume, on_step=on_step, progress=progress)
     progress("simulating the same steps", 0, 0)
-    first = resumed or 0
     return RehearsalResult(
         run_dir=str(folder.root), processes=setting.processes, gpus=plan.plan.gpus_used,
         gpus_per_process=setting.gpus_per_process, time_scale=setting.time_scale, messages=run.file.rehearse.messages,
         steps=[_step(row) for row in reader.steps],
-        simulated=simulated(run, plan.plan, profile, index, setting, range(first, total)),
+        simulated=simulated(run, plan.plan, profile, index, setting, range(first, total), known),
         predicted_iteration_s=plan.predicted.iteration_s, **_host(folder, reader.name),
         checkpoint=str(folder.checkpoints / f"step-{total:06d}"), trace=str(folder.traces), resumed_from_step=resumed)
 
@@ -100,10 +104,21 @@ def _step(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("loss", "losses", "grad_norm")}
 
 
-def simulated(run: Run, layout: Layout, profile: Profile, index: Index, setting: Setting,
-              steps: range) -> list[dict[str, Any]]:
+def found_orders(run: Run, layout: Layout, profile: Profile, index: Index, steps: range) -> dict[int, Assignment]:
+    """What the policy `best` decides for the steps, once for all processes: they share few cores.
+
+    As every process of a cluster does by itself while the step before runs. Other policies take no time.
+    """
+    if run.file.train.ordering != "best":
+        return {}
+    orders = Orders(run.file, layout, index, profile)
+    return {step: orders.assignment(step) for step in steps}
+
+
+def simulated(run: Run, layout: Layout, profile: Profile, index: Index, setting: Setting, steps: range,
+              known: Mapping[int, Assignment]) -> list[dict[str, Any]]:
     """The simulator's time for these very steps: the same orders, processes, data and faults, without noise."""
-    stages, orders, pipelines = stages_of(profile, layout), Orders(run.file, layout, index, profile), []
+    stages, orders, pipelines = stages_of(profile, layout), Orders(run.file, layout, index, profile, known), []
     spec = run.file.preprocess
     kinds = {name: module.kind for name, module in profile.modules.items()}
     shares = [setting.shares[stage.unit.name] for stage in stages]

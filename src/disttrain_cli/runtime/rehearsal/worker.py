@@ -1,7 +1,7 @@
 """One process of a rehearsal: it builds its emulated stage, joins the others, and runs the steps.
 
 Called by `launch` with the payload that `rehearse.py` writes: that of training, and `shares` (replicas per process, by
-unit), `gpus_per_node`, `time_scale`, `began_ns` (monotonic clock).
+unit), `assignments` (of steps, found beforehand), `gpus_per_node`, `time_scale`, `began_ns` (monotonic clock).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of, transfers_s
-from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table, live_tensors
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.assemble import brokers, engine_parts, message_dtype
@@ -61,8 +62,9 @@ def main(payload: dict[str, Any]) -> None:
     with ExitStack() as stack:
         device = stack.enter_context(joined("cpu", run.file.train.timeout_s))
         index = rehearsed_index(run, profile.inputs)
-        feeder = Feeder(run.file, profile, layout, shares, index, stage, place, clock)
-        stack.enter_context(feeder)
+        known = {int(step): Assignment(np.array(places), carry)
+                 for step, (places, carry) in payload["assignments"].items()}
+        feeder = Feeder(run.file, profile, shares, Orders(run.file, layout, index, profile, known), stage, place, clock)
         ranks = build_topology(layout, modules).stages[place.stage.number].ranks
         tracer = NodeTracer([
             Tracer(folder.traces, payload["name"], Place(ranks[replica], place.stage, replica),

@@ -1,4 +1,4 @@
-"""Both tar forms are read; what is broken is skipped and named, and nothing else is lost."""
+"""Both forms of tars are read; what is broken is skipped and named, and nothing else is lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disttrain_cli.data.sources import Sample, Skipped, find_shards, parse_parts, read_shard
-from disttrain_cli.errors import DataError
+from disttrain_cli.data.sources import Sample, Shard, Skipped, read_shard
+from disttrain_cli.data.sources.tars import parse_parts
 from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
 
@@ -20,7 +20,7 @@ GOOD = [interleaved("good", text("hello"), image("good.0.jpg"), image("good.1.jp
 
 
 def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
-    found = list(read_shard(path, path.name))
+    found = list(read_shard(Shard("tar", str(path), path.name), path.name))
     assert all(s.shard == path.name for s in found if isinstance(s, Skipped))
     samples = {s.key: s for s in found if isinstance(s, Sample)}
     return samples, {s.key: s.reason for s in found if isinstance(s, Skipped)}
@@ -35,7 +35,7 @@ def test_interleaved_segments_point_at_their_bytes(tmp_path: Path) -> None:
         (TEXT, "hello", 0, 0), (IMAGE, "", 30, 40), (TARGET, "", 50, 60)]
     content = shard.read_bytes()
     for segment, (_, data) in zip(segments, GOOD, strict=True):
-        assert content[segment.member.offset:segment.member.offset + segment.member.size] == data
+        assert content[segment.place.offset:sum(segment.place)] == data
 
 
 def test_captions_from_text_or_json(tmp_path: Path) -> None:
@@ -147,11 +147,3 @@ def test_links_and_folders_are_ignored(tmp_path: Path) -> None:
 def test_half_characters_do_not_break_tokenizers() -> None:
     parts = parse_parts(json.dumps({"segments": [text("a\ud800b")]}).encode())
     assert isinstance(parts, list) and parts[0].value == "a?b"
-
-
-def test_missing_and_empty_sources(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no dataset at"):
-        find_shards(tmp_path / "nowhere", "data.sources[0].path")
-    with pytest.raises(DataError, match="is empty") as caught:
-        find_shards(tmp_path, "data.sources[0].path: here")
-    assert "data.sources[0].path: here" in str(caught.value) and "disttrain init" in str(caught.value)

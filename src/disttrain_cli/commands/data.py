@@ -1,0 +1,82 @@
+"""`disttrain data serve`: preprocessing workers on this host, for ranks here or elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from disttrain_cli.commands.common import (
+    DEFAULT_RUN_FILE,
+    JsonFlag,
+    QuietFlag,
+    RunFileArgument,
+    open_run,
+)
+from disttrain_cli.console import Console
+
+SERVE_EPILOG = """Examples:
+
+$ disttrain data serve
+$ disttrain data serve demo/disttrain.yaml --processes 4
+$ disttrain data serve --host 0.0.0.0 --processes 32 --tls-cert node.pem --tls-key node.key
+$ disttrain data serve --json --quiet > workers.json
+
+Needs the run file, its profile, plan, index and data, and no GPU. The process serves until SIGTERM or Ctrl-C, and
+starts a worker again that ends. Beyond loopback it needs a certificate and preprocess.token_file in the run file.
+With --json one document is printed as soon as all workers serve.
+"""
+
+app = typer.Typer()
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context) -> None:
+    """Prepare the data of a run on CPU machines."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command("serve", epilog=SERVE_EPILOG)
+def serve(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan that is trained, instead of the run's own.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(
+        min=0, max=65535, metavar="PORT", help="Port of the first worker, the next ones follow; 0: any free ones.")
+    ] = 8815,
+    processes: Annotated[int, typer.Option(
+        min=1, metavar="N", help="Worker processes, each with preprocess.workers decoding threads.")] = 1,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) of this host.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")] = None,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Serve prepared inputs to the ranks of a run, over Arrow Flight."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    opened = open_run(run_file)
+    from disttrain_cli.data.serving.process import Task
+    from disttrain_cli.data.serving.supervisor import check_open
+    from disttrain_cli.data.serving.supervisor import serve as supervise
+    from disttrain_cli.spec.plan import read_plan
+
+    chosen = plan or opened.dir.plan
+    certificate, key = (None if path is None else str(path.resolve()) for path in (tls_cert, tls_key))
+    check_open(host, opened.file.preprocess.token_file, certificate, key)
+    read_plan(chosen)
+    tasks = [Task(str(opened.path.resolve()), str(chosen.resolve()), host, port and port + number, certificate, key)
+             for number in range(processes)]
+
+    def ready(addresses: list[str], pids: list[int]) -> None:
+        console.result({"run": opened.file.name, "addresses": addresses, "processes": pids}, "\n".join(addresses))
+        console.say("Serving. Put into the run file of the training:\n\npreprocess:\n  addresses:")
+        for address in addresses:
+            console.say(f"    - {address}")
+        sys.stdout.flush()
+
+    supervise(tasks, ready, console.note)

@@ -1,0 +1,155 @@
+"""The policy `best`: several orders of a global batch are made, each is simulated, and the fastest is taken.
+
+Among them are the packed order and the paper's, so that no step is slower than under those policies in the
+simulator. The others level sequences in every unit's cost at once (`fitting`), give the slots the work that suits the
+pipeline (`shaping`), and search over the order of the slots (`sequencing`). Where one unit holds all modules, each of
+its replicas has an order of its own (`apart`). Costs are the profile's.
+
+Every machine finds the same: times are sums and maxima of the same numbers, ties go to the first, and searches end
+after a fixed number of evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from disttrain_cli.costs.layout import stages_of
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.data.apart import order_apart
+from disttrain_cli.data.arrays import starts_of
+from disttrain_cli.data.fitting import fit
+from disttrain_cli.data.intervals import interval_order
+from disttrain_cli.data.levelling import deal, level
+from disttrain_cli.data.loads import replica_loads
+from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.sequencing import search_order
+from disttrain_cli.data.shaping import Shaped, shape
+from disttrain_cli.data.sizes import Sizes, sizes_of_sample
+from disttrain_cli.data.slots import Assignment, Ints
+from disttrain_cli.simulation.grouping import grouped
+from disttrain_cli.simulation.pipeline import simulate
+from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.timeline import Floats, Pipeline
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import Profile
+
+MOST_WORK = 1.5  # times the mean that slots whose activations are kept at once may hold
+ROOM = 0.95  # of a device's memory that heavier slots may fill
+
+
+class Best:
+    """The policy for one profile and layout; what does not depend on the batch is found once."""
+
+    def __init__(self, profile: Profile, layout: Layout, gpus_per_node: int, memory_gib: float) -> None:
+        self._profile, self._layout, self._inputs = profile, layout, profile.inputs
+        self._gpus_per_node, self._memory_gib = gpus_per_node, memory_gib
+        self._stages = stages_of(profile, layout)
+        self._llm = layout.unit_of(profile.inputs.llm)
+
+    def order(self, sizes: Sizes) -> Assignment:
+        """The fastest assignment of a global batch that is found."""
+        tried = list(self.orders(sizes))
+        times_ns = [round(1e9 * simulate(self.pipeline(sizes, one)).iteration_s) for one in tried]
+        return tried[times_ns.index(min(times_ns))]
+
+    def orders(self, sizes: Sizes) -> Iterator[Assignment]:
+        """All assignments that are tried."""
+        counts, costs = count_costs(sizes, self._inputs), self.costs(sizes)
+        paper = assign(counts, self._layout, self._inputs.llm, "paper")
+        yield from (paper, assign(counts, self._layout, self._inputs.llm, "none"))
+        if len(self._layout.units) == 1:
+            levelled = Assignment(self._levelled(costs))
+            yield Assignment(order_apart(self.pipeline(sizes, levelled), levelled.places))
+            return
+        levelled = Assignment(paper.places, carry=True)
+        yield levelled
+        if np.ptp(_total(costs, self._llm)):
+            yield self._searched(sizes, levelled)
+        yield self._searched(sizes, Assignment(self._filled(costs), carry=True))
+
+    def costs(self, sizes: Sizes) -> dict[str, Ints]:
+        """[Q] by module: ns that each sequence adds to all its stages, forward and backward."""
+        work = sizes.work(self._inputs)
+        costs: dict[str, Ints] = {}
+        for cost in (cost for stage in self._stages for cost in stage.costs):
+            rates = (1e6 * (cost.forward_ms + cost.backward_ms)).tolist()[1:]
+            items, tokens, length_sq = work[cost.module].T
+            own_ns = rates[0] * items + rates[1] * tokens + rates[2] * length_sq
+            costs[cost.module] = costs.get(cost.module, 0) + np.rint(own_ns).astype(np.int64)
+        return costs
+
+    def pipeline(self, sizes: Sizes, assignment: Assignment) -> Pipeline:
+        """The step as the simulator takes it."""
+        return self._pipeline(replica_loads(sizes, self._inputs, self._layout, assignment))
+
+    def _pipeline(self, loads: dict[str, Floats]) -> Pipeline:
+        return pipeline_of(self._profile, self._layout, self._stages, loads, self._gpus_per_node)
+
+    def _levelled(self, costs: dict[str, Ints]) -> Ints:
+        """Places of one unit's sequences: replicas level in every module's cost, microbatches by the sum."""
+        layout, total = self._layout, _total(costs, self._llm)
+        columns = [own for own in costs.values() if np.ptp(own)] or [total]
+        replicas = fit(np.stack(columns, axis=1), np.ones((self._llm.dp, len(columns)), dtype=np.int64))
+        return np.stack([own[np.stack(level(total[own], layout.microbatches, layout.microbatch_size))]
+                         for own in replicas], axis=1)
+
+    @cached_property
+    def _alone(self) -> list[UnitPlan]:
+        """Units without the LLM that sequences bring different amounts of work: whose slots need not be alike."""
+        costs = self.costs(sizes_of_sample(self._profile.data.sample))
+        return [unit for unit in self._layout.units if unit is not self._llm and np.ptp(_total(costs, unit))]
+
+    @cached_property
+    def _weights(self) -> Ints:
+        """[n, units of `_alone`] what each slot should hold of their work, in millionths of the mean slot's."""
+        layout, n = self._layout, self._layout.microbatches
+        sizes = sizes_of_sample(self._profile.data.sample)
+        costs, work = self.costs(sizes), sizes.work(self._inputs)
+        loads = {module: np.broadcast_to(
+            work[module].sum(axis=0) * (layout.global_batch_size / len(sizes) / n / unit.dp), (n, unit.dp, 3))
+            for unit in layout.units for module in unit.modules}
+        pipeline = self._pipeline(loads)
+        pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])
+        memory = layout_memory(self._profile, layout, self._memory_gib)
+        units = []
+        for unit in self._alone:
+            own = slice(*np.flatnonzero([stage.unit is unit for stage in self._stages])[[0, -1]] + [0, 1])
+            base_s = np.array([[sum(getattr(cost, part).tolist()[0] for cost in stage.costs) / 1e3
+                                for stage in self._stages[own]] for part in ("forward_ms", "backward_ms")])
+            even_s = np.stack([pipeline.forward_s[0, own, 0], pipeline.backward_s[0, own, 0]])
+            ascending = starts_of(np.sort(_total(costs, unit)))
+            parts = len(sizes) * np.arange(1, n + 1) / n
+            room = min((ROOM * kept.limit_gib - kept.peak_gib + kept.activations_gib) / max(kept.activations_gib, 1e-9)
+                       for kept in memory[own])
+            lightest = np.interp(parts, np.arange(len(ascending)), ascending) * (n / ascending[-1])
+            units.append(Shaped(own, base_s, even_s - base_s, lightest, int(pipeline.to_end[own.start]),
+                                min(MOST_WORK, room)))
+        return np.rint(1e6 * shape(pipeline, units)).astype(np.int64)
+
+    def _filled(self, costs: dict[str, Ints]) -> Ints:
+        """Places whose slots hold the wanted work; the LLM's replicas are level in every slot, and over the step."""
+        own, m = _total(costs, self._llm), self._layout.microbatch_size
+        columns, wanted = [_total(costs, unit) for unit in self._alone], self._weights
+        if np.ptp(own) or not columns:
+            columns, wanted = [*columns, own], np.column_stack([wanted, np.full(len(wanted), 10**6)])
+        slots = fit(np.stack(columns, axis=1), wanted)
+        shares = np.stack([members[np.stack(level(own[members], self._llm.dp, m))] for members in slots])
+        places = np.empty_like(shares)  # [n, DP, M]
+        np.put_along_axis(places, deal(own[shares].sum(axis=2))[..., None], shares, axis=1)
+        return places
+
+    def _searched(self, sizes: Sizes, assignment: Assignment) -> Assignment:
+        """The slots in the order that a search finds, each as slow on a stage as on its slowest replica."""
+        pipeline = self.pipeline(sizes, assignment)
+        pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])
+        costs_ns = np.rint(1e9 * (pipeline.forward_s + pipeline.backward_s)[..., 0]).astype(np.int64)
+        found, _ = search_order(pipeline, [np.arange(len(costs_ns)), interval_order(costs_ns)])
+        return Assignment(assignment.places[found], assignment.carry)
+
+
+def _total(costs: dict[str, Ints], unit: UnitPlan) -> Ints:
+    """[Q] what each sequence adds to a unit."""
+    return np.sum([costs[module] for module in unit.modules], axis=0, dtype=np.int64)

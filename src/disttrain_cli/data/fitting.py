@@ -1,0 +1,82 @@
+"""Sequences into bins (the replicas of a unit, the slots of a step) so that several loads fit their targets at once.
+
+Image-heavy and text-heavy sequences load different units, so one number per sequence cannot level them all. A first
+deal by the sum of the loads, longest first with equal counts as the paper levels; then exchanges of two sequences of
+different bins while they bring the loads nearer to the targets. Integers throughout: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from disttrain_cli.data.slots import Ints
+
+UNIT = 2**16  # a load's mean per sequence, as integers
+EXCHANGES_PER_BIN = 6  # at most, on average
+TOLERANCE = 0.0005  # of a bin's mean load: nearer is near enough
+
+
+def fit(costs: Ints, targets: Ints) -> Ints:
+    """[bins, N / bins] positions of the sequences of every bin, ascending.
+
+    Args:
+        costs: [N, U] integer loads of every sequence.
+        targets: [bins, U] the loads wanted in every bin, in any unit: their sums are scaled to those of `costs`.
+    """
+    bins = len(targets)
+    count, own = len(costs) // bins, _scaled(costs, len(costs))
+    goal = _scaled(targets, len(costs))
+    members = _dealt(own.sum(axis=1), goal.sum(axis=1), count)
+    over = own[members].sum(axis=1) - goal  # [bins, U]
+    near = (TOLERANCE * UNIT * count) ** 2
+    bin_of = np.empty(len(costs), dtype=np.int64)
+    bin_of[members] = np.arange(bins)[:, None]
+    settled = np.zeros(bins, dtype=bool)
+    for _ in range(EXCHANGES_PER_BIN * bins):
+        distance = np.where(settled, 0, (over**2).sum(axis=1))
+        worst = int(distance.argmax())
+        if distance[worst] <= near:
+            break
+        mine = members[worst]
+        # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d = own_j - own_i.
+        apart = over[worst] - over[bin_of]
+        change = np.add.outer((own[mine] ** 2).sum(axis=1), (own * (own + apart)).sum(axis=1))
+        for column, pull in zip(own[mine].T, (2 * own + apart).T, strict=True):
+            change -= np.multiply.outer(column, pull)
+        change[:, mine] = 0
+        place, other = divmod(int(change.argmin()), len(costs))
+        settled[worst] = change[place, other] >= 0
+        if settled[worst]:
+            continue
+        partner, moved = int(bin_of[other]), int(mine[place])
+        over[worst] += own[other] - own[moved]
+        over[partner] -= own[other] - own[moved]
+        members[partner][members[partner] == other] = moved
+        members[worst][place] = other
+        bin_of[other], bin_of[moved] = worst, partner
+        settled[partner] = False
+    return np.sort(members, axis=1)
+
+
+def _scaled(amounts: Ints, sequences: int) -> Ints:
+    """Columns in units of which the mean sequence has `UNIT`."""
+    total = np.maximum(1, amounts.sum(axis=0, dtype=np.int64))
+    return (amounts.astype(np.float64) * (UNIT * sequences) / total).astype(np.int64)
+
+
+def _dealt(costs: Ints, goal: Ints, count: int) -> Ints:
+    """[bins, count] largest first, each to the bin that still wants the most (ties: the lower number)."""
+    bins = len(goal)
+    heap = [(-want, number) for number, want in enumerate(goal.tolist())]
+    heapq.heapify(heap)
+    members: list[list[int]] = [[] for _ in range(bins)]
+    for place in np.argsort(-costs, kind="stable").tolist():
+        want, number = heap[0]
+        members[number].append(place)
+        if len(members[number]) == count:
+            heapq.heappop(heap)
+        else:
+            heapq.heapreplace(heap, (want + int(costs[place]), number))
+    return np.array(members, dtype=np.int64)

@@ -1,0 +1,148 @@
+"""The index as a file (see `spec.index`): read with what it was made for, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from disttrain_cli.data.sources import Skipped
+from disttrain_cli.errors import DataError, MismatchError
+from disttrain_cli.spec.files import whole_file
+from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PROFILE = "Index the data with: disttrain profile"
+
+
+class Indexed(NamedTuple):
+    """What the index knows of a shard: its state when it was read, and what its rows are."""
+
+    source: int
+    name: str
+    size: int
+    time: int | str  # of the last change in ns, or the version that a server tells
+    rows: int
+    digest: str
+
+
+class Stored(NamedTuple):
+    """An index on disk; its rows are not read yet."""
+
+    path: Path
+    fingerprint: str
+    inputs: dict[str, Any]  # what it was made for, besides the shards
+    files: list[Indexed]
+    skipped: list[tuple[int, Skipped]]  # with the place of the shard in `files`
+    file: Any
+
+    def rows(self) -> pa.Table:
+        """All rows."""
+        return self.file.read()
+
+    def by_shard(self) -> Iterator[tuple[Indexed, pa.Table, list[Skipped]]]:
+        """Every shard with its rows and what was left out of it, in order; one shard's rows are in memory."""
+        left_out: dict[int, list[Skipped]] = {}
+        for place, one in self.skipped:
+            left_out.setdefault(place, []).append(one)
+        group = 0
+        for place, indexed in enumerate(self.files):
+            rows = self.file.read_row_group(group) if indexed.rows else schema().empty_table()
+            group += indexed.rows > 0
+            yield indexed, rows, left_out.get(place, [])
+
+
+def read_stored(path: Path) -> Stored:
+    """Open an index.
+
+    Raises:
+        DataError: there is none, or it cannot be read.
+        MismatchError: another version of this program wrote it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not path.is_file():
+        raise DataError(f"There is no sample index at {path}", next_step=PROFILE)
+    try:
+        file = pq.ParquetFile(path)
+        stored: dict[str, Any] = {key.decode(): json.loads(value) for key, value in file.metadata.metadata.items()
+                                  if not key.startswith(b"ARROW")}
+        version = stored["version"]
+        if version == INDEX_VERSION:
+            files = [Indexed(*entry) for entry in stored["files"]]
+            skipped = [(place, Skipped(*entry)) for place, *entry in stored["skipped"]]
+            if file.num_row_groups != sum(indexed.rows > 0 for indexed in files):
+                raise ValueError("its row groups are not those of the shards it names")
+            return Stored(path, stored["fingerprint"], stored["inputs"], files, skipped, file)
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"Cannot read the sample index {path}", str(error), PROFILE) from None
+    raise MismatchError(f"The sample index {path} has another version",
+                        f"index: {version}, this program: {INDEX_VERSION}", PROFILE)
+
+
+class IndexWriter:
+    """Takes the rows of one shard after the other; made by `writing_index`."""
+
+    def __init__(self, file: Any) -> None:
+        import pyarrow.parquet as pq
+
+        self._file, self._count = file, 0
+        self._schema = schema()
+        self._writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+
+    def add(self, source: int, name: str, rows: pa.Table) -> None:
+        """Rows of a shard; columns that tell the sample's number and shard are written anew."""
+        import pyarrow as pa
+
+        if not len(rows):
+            return
+        numbers = pa.array(range(self._count, self._count + len(rows)), pa.int64())
+        head = [numbers, pa.repeat(pa.scalar(source, pa.int32()), len(rows)), pa.repeat(pa.scalar(name), len(rows))]
+        table = pa.table([*head, *(rows.column(column) for column in COLUMNS[3:])], schema=self._schema)
+        self._writer.write_table(table, row_group_size=len(rows))
+        self._count += len(rows)
+
+    def close(self, metadata: dict[str, Any]) -> None:
+        """Write what the index was made for, and see that all of it is on the disk."""
+        self._writer.add_key_value_metadata({key: json.dumps(value) for key, value in metadata.items()})
+        self._writer.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def drop(self) -> None:
+        """Let go of a file that will not be kept."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+
+@contextmanager
+def writing_index(path: Path) -> Iterator[IndexWriter]:
+    """A writer whose file takes the place of the index at the end; where anything fails, the old index stays.
+
+    Raises:
+        SpecError: the index cannot be written (missing permission, disk full).
+    """
+    with whole_file(path) as file:
+        writer = IndexWriter(file)
+        try:
+            yield writer
+        finally:
+            writer.drop()
+
+
+def schema() -> pa.Schema:
+    """Columns of the index and their types."""
+    import pyarrow as pa
+
+    kinds = {"sample": pa.int64(), "source": pa.int32(), "shard": pa.string(), "key": pa.string(),
+             "kinds": pa.list_(pa.int8()), "tokens": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()),
+             "widths": pa.list_(pa.int32()), "heights": pa.list_(pa.int32()), "offsets": pa.list_(pa.int64()),
+             "sizes": pa.list_(pa.int64())}
+    return pa.schema([(name, kinds[name]) for name in COLUMNS])

@@ -1,0 +1,123 @@
+"""Rows of the index from the samples of one shard: tokens counted, what does not fit named; arrays, not objects."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import compress, islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.data.arrays import starts_of
+from disttrain_cli.data.index_file import schema
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.data.sources import Sample, Skipped, printable
+from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.spec.index import COLUMNS, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.inputs import ModelInputs
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CHUNK_SAMPLES = 1024  # tokenized together; no more texts are in memory than theirs
+MOST_REASON = 500  # characters of why a sample is left out
+LISTS = COLUMNS[4:]
+
+
+def own_schema() -> pa.Schema:
+    """What a shard's rows hold of the index's columns: key and segments."""
+    import pyarrow as pa
+
+    return pa.schema([schema().field(name) for name in COLUMNS[3:]])
+
+
+def shard_rows(found: Iterator[Sample | Skipped], label: str, inputs: ModelInputs,
+               tokenizer: Tokenizer) -> tuple[pa.Table, list[Skipped]]:
+    """(rows of a shard: key and segments; what is left out of it).
+
+    Left out are broken samples, those of which this model reads nothing, and those longer than a sequence. Images
+    that the model has no module for are no segments.
+    """
+    import pyarrow as pa
+
+    batches, skipped = [], []
+    while chunk := list(islice(found, CHUNK_SAMPLES)):
+        samples = [one for one in chunk if isinstance(one, Sample)]
+        skipped += [one for one in chunk if isinstance(one, Skipped)]
+        batches.append(_batch(samples, label, inputs, tokenizer, skipped))
+    named = [Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON)) for one in skipped]
+    return pa.Table.from_batches(batches, own_schema()), named
+
+
+def digest(rows: pa.Table) -> str:
+    """Of keys, segment sizes, places and token counts; the same whatever batches the rows came in."""
+    content = hashlib.sha256(json.dumps(rows.column("key").to_pylist()).encode())
+    content.update(counts_of(rows).astype("<i8").tobytes())
+    for name in LISTS:
+        content.update(flat(rows, name).astype("<i8").tobytes())
+    return content.hexdigest()[:16]
+
+
+def flat(rows: pa.Table, name: str) -> Ints:
+    """Values of a list column, of all samples one after the other."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = pc.list_flatten(rows.column(name))
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.int64)
+
+
+def counts_of(rows: pa.Table) -> Ints:
+    """Segments of each sample."""
+    import pyarrow.compute as pc
+
+    return np.asarray(pc.list_value_length(rows.column("kinds")).to_numpy(), dtype=np.int64)
+
+
+def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: Tokenizer,
+           skipped: list[Skipped]) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    present = {TEXT} | ({IMAGE} if inputs.image else set()) | ({TARGET} if inputs.target else set())
+    own = [sample.segments if len(present) == 3 else [one for one in sample.segments if one.kind in present]
+           for sample in samples]
+    counts = np.array([len(segments) for segments in own], dtype=np.int64)
+    kinds, places, texts, widths, heights, trained = zip(*(s for segments in own for s in segments),
+                                                         strict=True) if counts.any() else [()] * 6
+    columns = {"kinds": np.array(kinds, np.int64), "trained": np.array(trained, bool),
+               "widths": np.array(widths, np.int64), "heights": np.array(heights, np.int64)}
+    for name, values in zip(("offsets", "sizes"), zip(*places, strict=True) if places else ((), ()), strict=True):
+        columns[name] = np.array(values, np.int64)
+    columns["tokens"] = _tokens(columns, texts, inputs, tokenizer)
+    total = starts_of(columns["tokens"])[starts_of(counts)]
+    lengths = np.diff(total) + SAMPLE_SPECIALS
+    keep = (counts > 0) & (lengths <= inputs.sequence_length)
+    for place in np.flatnonzero(~keep).tolist():
+        reason = (f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens" if counts[place]
+                  else "nothing in it that this model reads")
+        skipped.append(Skipped(label, samples[place].key, reason))
+    inside = np.repeat(keep, counts)
+    offsets = pa.array(starts_of(counts[keep]), pa.int32())
+    keys = [printable(sample.key) for sample in compress(samples, keep.tolist())]
+    form = own_schema()
+    lists = [pa.ListArray.from_arrays(offsets, pa.array(columns[name][inside], form.field(name).type.value_type))
+             for name in LISTS]
+    return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
+
+
+def _tokens(columns: dict[str, NDArray], texts: tuple[str, ...], inputs: ModelInputs, tokenizer: Tokenizer) -> Ints:
+    """LLM tokens of each segment."""
+    kinds = columns["kinds"]
+    tokens = np.zeros(len(kinds), dtype=np.int64)
+    tokens[kinds == TEXT] = tokenizer.count(list(compress(texts, (kinds == TEXT).tolist())))
+    images = np.flatnonzero(kinds == IMAGE)
+    if inputs.image is not None and len(images):
+        sizes = np.stack([columns["widths"][images], columns["heights"][images]], axis=1)
+        tokens[images] = inputs.image.grids(sizes).prod(axis=1) // inputs.image.merge**2
+    if inputs.target is not None:
+        tokens[kinds == TARGET] = inputs.target.context_tokens
+    return tokens

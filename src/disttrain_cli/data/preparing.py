@@ -1,0 +1,213 @@
+"""Preparing the inputs of one replica for one slot: a function of the request, wherever and whenever it is made.
+
+A preparer remembers nothing of earlier requests, so a training rank and any preprocessing worker give the same
+bytes. Threads decode and tokenize; every item is written to its own place, so the bytes do not depend on the threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from disttrain_cli.data.arrays import mix, ranges
+from disttrain_cli.data.decoding import decode_image, decode_target
+from disttrain_cli.data.index_checks import shard_label
+from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.sequences import SequencePlan
+from disttrain_cli.data.shared_orders import SharedOrders
+from disttrain_cli.data.slots import Ints, Slot, SlotBatch
+from disttrain_cli.data.sources import Skipped
+from disttrain_cli.data.tokenizer import read_tokenizer
+from disttrain_cli.spec.index import IMAGE, TARGET
+from disttrain_cli.spec.runfile import Run
+
+READ = frozenset({"pixels", "tokens", "labels", "targets", "weights"})  # fields that are read from the data's files
+
+
+class Request(NamedTuple):
+    """What a replica of a unit needs in a slot; `fields` are keys of `models.layer.FIELDS`."""
+
+    step: int
+    slot: int
+    unit: str
+    replica: int
+    fields: frozenset[str]
+
+
+class Broken(NamedTuple):
+    """An image that could not be decoded: a blank one stands in its place, of weight 0 where it is to be generated."""
+
+    segment: int
+    what: Skipped
+
+
+class Prepared(NamedTuple):
+    """The answer to a request."""
+
+    batch: SlotBatch
+    broken: list[Broken]
+
+
+@dataclass
+class Preparation:
+    """A request at work: the arrays that the tasks write into."""
+
+    fields: dict[str, Any]
+    tasks: list[Future[Broken | None]] = field(default_factory=list)
+
+    def done(self, timeout_s: float | None = None) -> bool:
+        """Whether everything is written, waiting for it as long."""
+        return not wait(self.tasks, timeout_s).not_done
+
+    def cancel(self) -> None:
+        """Drop what is not begun yet, and wait for the rest: nothing writes into the arrays afterwards."""
+        for task in self.tasks:
+            task.cancel()
+        wait(self.tasks)
+
+    def result(self) -> Prepared:
+        """The arrays, once everything is written; raises what a task raised."""
+        broken = [found for task in self.tasks if (found := task.result()) is not None]
+        return Prepared(SlotBatch(**self.fields), broken)
+
+
+class Preparer:
+    """Answers requests with a pool of `preprocess.workers` threads; any thread may ask.
+
+    `orders` says what every replica works on; it stays the caller's.
+    """
+
+    def __init__(self, run: Run, orders: SharedOrders) -> None:
+        self.orders = orders
+        self._run, self._index = run, orders.index
+        self._inputs = orders.index.inputs
+        self._tokenizer = read_tokenizer(run)
+        self._reader = ShardReader(self._index, self._tokenizer)
+        self._threads = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
+
+    def close(self) -> None:
+        """End the threads; what was begun and not finished fails."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def prepare(self, request: Request) -> Prepared:
+        """The answer to a request.
+
+        Raises:
+            DataError: a shard is gone or changed.
+        """
+        return self.begin(request).result()
+
+    def begin(self, request: Request) -> Preparation:
+        """Allocate the arrays and hand out the work of filling them."""
+        order, batch = self.orders.of(request.step)
+        slot = order.slots[request.slot]
+        own = slot.replicas[request.unit][request.replica]
+        work = Preparation({"image_grids": slot.image_grid[own.images]})
+        chosen = slot.sequences - batch.ids[0]
+        if "pixels" in request.fields:
+            self._begin_pixels(work, slot, own.images, _members(batch.image_segment, batch.image_start, chosen))
+        if request.fields & {"targets", "weights"}:
+            segments = _members(batch.target_segment, batch.target_start, chosen)[own.targets]
+            self._begin_targets(work, segments, request)
+        if request.fields & {"tokens", "layout", "context", "labels"}:
+            plans = [SequencePlan(batch, int(chosen[sequence])) for sequence in own.sequences]
+            self._begin_sequences(work, plans, own.images, own.targets, request.fields)
+        return work
+
+    def _begin_pixels(self, work: Preparation, slot: Slot, images: Ints, segments: Ints) -> None:
+        spec = self._inputs.image
+        assert spec is not None
+        arrays: list[Any] = []
+        grids = [tuple(grid) for grid in slot.image_grid.tolist()]
+        first = 0
+        while first < len(images):
+            rows, columns = grid = grids[images[first]]
+            last = first
+            while last < len(images) and grids[images[last]] == grid:
+                last += 1
+            block = np.zeros((last - first, spec.channels, rows * spec.patch_px, columns * spec.patch_px), np.float32)
+            for out, image in zip(block, images[first:last], strict=True):
+                self._decode(work, int(segments[image]), out, partial(decode_image, grid=grid, image=spec))
+            arrays.append(block)
+            first = last
+        work.fields["pixels"] = arrays
+
+    def _begin_targets(self, work: Preparation, segments: Ints, request: Request) -> None:
+        """Weights need the decoding too, which says whether there is an image; its pixels are kept where wanted."""
+        spec = self._inputs.target
+        assert spec is not None
+        pixels = np.zeros((len(segments), spec.channels, spec.size_px, spec.size_px), np.float32)
+        weights = np.ones(len(segments), np.float32)
+        decode = partial(decode_target, target=spec)
+        for place, segment in enumerate(segments.tolist()):
+            self._decode(work, segment, pixels[place], decode, weights[place : place + 1])
+        sample = self._sample_of(segments)
+        numbers = segments - self._index.segment_start[sample]
+        seeds = mix(self._run.file.train.seed, request.step, sample, numbers) >> np.uint64(1)
+        work.fields.update(target_weights=weights, noise_seeds=seeds.astype(np.int64)[: len(segments)])
+        if "targets" in request.fields:
+            work.fields["target_pixels"] = pixels
+
+    def _begin_sequences(
+        self, work: Preparation, plans: list[SequencePlan], images: Ints, targets: Ints, wanted: frozenset[str]
+    ) -> None:
+        length, fields = self._inputs.sequence_length, work.fields
+        if "layout" in wanted:
+            layouts = [plan.layout() for plan in plans]
+            fields["positions"], fields["documents"] = (np.stack(part) for part in zip(*layouts, strict=True))
+        if "tokens" in wanted:
+            fields["image_rows"] = _in_order(plans, IMAGE, images, length)
+        if "context" in wanted:
+            fields["context_rows"] = _in_order(plans, TARGET, targets, length)
+        if wanted & {"tokens", "labels"}:
+            ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
+            for place, plan in enumerate(plans):
+                work.tasks.append(self._threads.submit(self._tokenize, plan, ids[place], labels[place]))
+            if "tokens" in wanted:
+                fields["token_ids"] = ids
+            if "labels" in wanted:
+                fields["labels"] = labels
+
+    def _tokenize(self, plan: SequencePlan, ids: Ints, labels: Ints) -> None:
+        ids[:], labels[:] = plan.token_ids(self._tokenizer, self._reader.texts)
+
+    def _decode(
+        self, work: Preparation, segment: int, out: Any, decode: Callable[..., Any], weight: Any = None
+    ) -> None:
+        """Queue one image; where it cannot be decoded, `out` stays blank and `weight` becomes 0."""
+        sample = int(self._sample_of(segment))
+
+        def task() -> Broken | None:
+            try:
+                decode(self._reader.image(sample, segment), out=out)
+            except ValueError as error:
+                if weight is not None:
+                    weight[:] = 0
+                place = segment - int(self._index.segment_start[sample])
+                shard = shard_label(self._run, self._index.shards[int(self._index.shard[sample])])
+                return Broken(segment, Skipped(shard, self._index.keys[sample], f"segments[{place}]: {error}"))
+            return None
+
+        work.tasks.append(self._threads.submit(task))
+
+    def _sample_of(self, segment: Any) -> Any:
+        """Row of the sample that a segment belongs to."""
+        return np.searchsorted(self._index.segment_start, segment, side="right") - 1
+
+
+def _members(values: Ints, start: Ints, chosen: Ints) -> Ints:
+    """Values of the chosen sequences, in canonical order."""
+    return values[ranges(start[chosen], np.diff(start)[chosen])]
+
+
+def _in_order(plans: list[SequencePlan], kind: int, items: Ints, length: int) -> Ints:
+    """Places in M·L of the tokens of `items`, in their order; they are all the items of these sequences."""
+    rows = [place + number * length for number, plan in enumerate(plans) for place in plan.rows(kind)]
+    assert len(rows) == len(items)
+    first = int(items.min()) if len(items) else 0
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(rows[int(item) - first] for item in items)])

@@ -1,0 +1,82 @@
+"""Order of the slots of a pipeline: the simulator tries all of them where they are few, else a search drives it.
+
+The search exchanges two slots, or shifts one to another place, while the simulated step gets shorter; from where
+nothing helps any more it starts again elsewhere, until its evaluations are used up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from math import factorial
+
+import numpy as np
+
+from disttrain_cli.data.arrays import mix
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.simulation.makespan import orders_s
+from disttrain_cli.simulation.timeline import Pipeline
+
+EVALUATIONS = 5_040  # all orders of up to 7 slots
+MOVES_PER_ROUND = 600  # evaluated at most; the next round takes up the others
+LEAST_GAIN = 1e-6  # of a step
+RESTART = 5  # purpose of `mix`, beside those of packing and sizes
+
+
+def search_order(pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = EVALUATIONS) -> tuple[Ints, float]:
+    """The best order found and its time in s; never worse than any of `starts`.
+
+    Evaluates all orders, or about `evaluations`; ties go to the first.
+    """
+    slots = len(pipeline.forward_s)
+    if factorial(min(slots, 20)) <= evaluations:
+        return _fastest(pipeline, np.array([*starts, *permutations(range(slots))]))
+    order, best_s = _fastest(pipeline, np.array(starts))
+    start, left, number = order, evaluations, 0
+    while left > 0:
+        for found, time_s, evaluated in _descent(pipeline, start):
+            if time_s < best_s:
+                order, best_s = found, time_s
+            left -= evaluated
+            if left <= 0:
+                break
+        start, number = np.argsort(mix(RESTART, number, np.arange(slots)), kind="stable"), number + 1
+    return order, best_s
+
+
+def _descent(pipeline: Pipeline, order: Ints) -> Iterator[tuple[Ints, float, int]]:
+    """Round by round the best order so far, its time and the evaluations; ends when no move shortens the step."""
+    best_s = float(orders_s(pipeline, order[None])[0])
+    slots = len(order)
+    turns = -(-3 * slots**2 // (2 * MOVES_PER_ROUND))
+    number = idle = 0
+    while idle < turns:
+        candidates = order[_moves(slots, number % turns, turns)]
+        found, time_s = _fastest(pipeline, candidates)
+        idle += 1
+        if time_s < best_s * (1 - LEAST_GAIN):
+            order, best_s, idle = found, time_s, 0
+        number += 1
+        yield order, best_s, len(candidates)
+
+
+def _fastest(pipeline: Pipeline, orders: Ints) -> tuple[Ints, float]:
+    times_s = orders_s(pipeline, orders)
+    chosen = int(times_s.argmin())
+    return orders[chosen], float(times_s[chosen])
+
+
+def _moves(slots: int, turn: int, turns: int) -> Ints:
+    """[moves, slots] exchanges of two places, and shifts of one to another that are none; those of one turn."""
+    kind, pair = np.divmod(np.arange(turn, 2 * slots**2, turns), slots**2)
+    first, second = np.divmod(pair, slots)
+    shifts = kind == 1
+    real = np.where(shifts, abs(first - second) > 1, first < second)
+    first, second, shifts = first[real], second[real], shifts[real]
+    rows, places = np.arange(len(first)), np.tile(np.arange(slots), (len(first), 1))
+    after, between = first[:, None], second[:, None]
+    moved = places + ((after <= places) & (places < between)) - ((between < places) & (places <= after))
+    places[shifts] = moved[shifts]
+    places[rows, second] = first
+    places[rows[~shifts], first[~shifts]] = second[~shifts]
+    return places

@@ -1,0 +1,87 @@
+"""Who may ask a worker, and how: TLS and a token, which only a worker that loopback alone can reach does without."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.runfile import Run
+
+PLAIN, TLS = "grpc", "grpc+tls"
+HEADER = "authorization"
+
+
+class Access(NamedTuple):
+    """What a rank brings to its workers."""
+
+    authority: bytes | None  # PEM; None: those that the system trusts
+    token: str | None
+
+
+def access_of(run: Run) -> Access:
+    """The certificate and the token that the run file names.
+
+    Raises:
+        SpecError: a file cannot be read, the token is empty, or an address beyond loopback is not protected by both.
+    """
+    spec = run.file.preprocess
+    access = Access(
+        None if spec.tls_ca is None else read_secret(run.resolve(spec.tls_ca), "preprocess.tls_ca"),
+        None if spec.token_file is None else read_token(run.resolve(spec.token_file)),
+    )
+    for place, address in enumerate(spec.addresses):
+        scheme, host = _parts(address, f"preprocess.addresses.{place}")
+        if not is_loopback(host) and (scheme != TLS or access.token is None):
+            raise SpecError(
+                f"preprocess.addresses.{place}: a worker beyond loopback needs TLS and a token",
+                f"given: {address}, preprocess.token_file: {spec.token_file or 'none'}",
+                f"Give {TLS}://{address.partition('://')[2]}, preprocess.tls_ca and preprocess.token_file.",
+            )
+    return access
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(path: Path) -> str:
+    """The secret in a file, without the line's end."""
+    token = read_secret(path, "preprocess.token_file").strip()
+    if not re.fullmatch(rb"[!-~]+", token):
+        raise SpecError(
+            f"preprocess.token_file: {path} holds no token",
+            "a token is one line of ASCII letters, digits and signs, without blanks",
+            f"Make one: openssl rand -hex 32 > {path}",
+        )
+    return token.decode()
+
+
+def read_secret(path: Path, name: str) -> bytes:
+    """The content of a file that the user named."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SpecError(f"{name}: cannot read {path}", str(error), "Give a file that can be read.") from None
+
+
+def _parts(address: str, name: str) -> tuple[str, str]:
+    """Scheme and host of an address."""
+    try:
+        url = urlsplit(address)
+        if url.scheme in (PLAIN, TLS) and url.hostname and url.port:
+            return url.scheme, url.hostname
+    except ValueError:
+        pass
+    raise SpecError(
+        f"{name} is not the address of a worker",
+        f"given: {address!r}; allowed: {PLAIN}://HOST:PORT, {TLS}://HOST:PORT",
+        "disttrain data serve shows the addresses of its workers.",
+    )

@@ -1,0 +1,210 @@
+"""All workers of a run, as a source of prepared slots: requests go round those that answer.
+
+A worker that goes away is left out until it answers again; its requests go to others. One that would prepare other
+bytes, or refuses the token, is put aside with a warning. Without any worker a request waits, for `preprocess.wait_s`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+from disttrain_cli.data.index import Index
+from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.preparing import Prepared, Request
+from disttrain_cli.data.serving.access import access_of
+from disttrain_cli.data.serving.connection import Answer, Connection, UnreachableError
+from disttrain_cli.data.serving.identity import identity_of
+from disttrain_cli.data.slots import Assignment
+from disttrain_cli.errors import DataError, DisttrainError, RankFailedError, SpecError
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.runfile import Run, RunFile
+
+RETRY_S = 1.0  # between two greetings of a worker that does not answer, or does not fit
+SAY_EVERY_S = 5.0
+GREETINGS_AT_ONCE = 8
+NOT_YET = "not asked yet"
+
+
+class Workers:
+    """A `loader.Source`. `say` hears of workers put aside, and while no worker answers."""
+
+    def __init__(self, run: Run, layout: Layout, index: Index, profile: Profile | None, say: Progress = silent) -> None:
+        self._wait_s, self._slots, self._say = run.file.preprocess.wait_s, layout.microbatches, say
+        access, own = access_of(run), identity_of(run.file, layout, index, profile)
+        self._all = [Connection(address, access, own) for address in run.file.preprocess.addresses]
+        self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(self._all, NOT_YET)  # and why
+        self._changed = threading.Condition()
+        self._said_s, self._warned, self._closed = 0.0, set[str](), threading.Event()
+        self._greeter = threading.Thread(target=self._keep_greeting, name="greet", daemon=True)
+        self._greeter.start()
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._closed.set()
+        with self._changed:
+            self._changed.notify_all()
+        for connection in self._all:
+            connection.close()
+        self._greeter.join()
+
+    def prepare(self, request: Request) -> Prepared:
+        """A slot, from whichever worker; raises as `_ask`."""
+        number = request.step * self._slots + request.slot + zlib.crc32(f"{request.unit}/{request.replica}".encode())
+        return self._ask(number, lambda connection: connection.fetch(request))
+
+    def assignment(self, step: int) -> Assignment:
+        """What the policy decides for a step, from one worker for all ranks; raises as `_ask`."""
+        return self._ask(step, lambda connection: connection.assignment(step))
+
+    def _ask(self, number: int, ask: Callable[[Connection], Answer]) -> Answer:
+        """An answer from worker `number` of those that answer, or from another one.
+
+        Raises:
+            DataError: no worker can read a shard.
+            MismatchError, DisttrainError: all workers refuse this run, or would prepare other bytes.
+            RankFailedError: none answered for `preprocess.wait_s`, or all fail at this slot.
+        """
+        unread: dict[Connection, DisttrainError] = {}
+        lost_s: float | None = None  # since when; a slot at which every worker ends is lost for good
+        while True:
+            connection = self._pick(number, unread, lost_s)
+            try:
+                return ask(connection)
+            except (DataError, RankFailedError) as error:
+                unread[connection] = error
+            except UnreachableError as error:
+                lost_s = lost_s or time.monotonic()
+                self._leave_out(connection, str(error))
+            except DisttrainError as error:
+                self._leave_out(connection, error)
+
+    def _pick(self, number: int, unread: dict[Connection, DisttrainError], lost_s: float | None) -> Connection:
+        """A worker that answers; waits where there is none."""
+        began_s = lost_s or time.monotonic()
+        with self._changed:
+            while not self._closed.is_set():
+                waited_s = time.monotonic() - began_s
+                if waited_s >= self._wait_s:
+                    raise self._gone()
+                usable = [each for each in self._all if each not in self._out and each not in unread]
+                if usable:
+                    return usable[number % len(usable)]
+                if unread:
+                    raise next(iter(unread.values()))
+                refused = [why for why in self._out.values() if isinstance(why, DisttrainError)]
+                if len(refused) == len(self._all):
+                    raise all_refused(refused)
+                if waited_s >= RETRY_S:
+                    self._say_waiting(waited_s)
+                self._changed.wait(min(RETRY_S, self._wait_s - waited_s))
+        raise CancelledError
+
+    def _gone(self) -> RankFailedError:
+        reasons = [f"{each.address}: {_reason(self._out.get(each, 'ends at this slot'))}" for each in self._all]
+        return RankFailedError(
+            f"No preprocessing worker answered for {self._wait_s:g} s (preprocess.wait_s)",
+            "\n".join(reasons),
+            "Start them again, disttrain data serve, then: disttrain train --resume",
+        )
+
+    def _say_waiting(self, waited_s: float) -> None:
+        if time.monotonic() - self._said_s >= SAY_EVERY_S:
+            self._said_s = time.monotonic()
+            address, why = next((each.address, self._out[each]) for each in self._all if each in self._out)
+            more = f" and {len(self._all) - 1} more" if len(self._all) > 1 else ""
+            self._say(f"waiting for a preprocessing worker: {address} ({_reason(why)}){more}; seconds",
+                      round(waited_s), round(self._wait_s))
+
+    def _leave_out(self, connection: Connection, why: DisttrainError | str) -> None:
+        with self._changed:
+            self._out[connection] = why
+            self._changed.notify_all()
+        if isinstance(why, DisttrainError) and (warning := f"{why.what}: {_one_line(why.why)}") not in self._warned:
+            self._warned.add(warning)
+            self._say(f"warning: {warning}", 0, 0)
+
+    def _keep_greeting(self) -> None:
+        """Greet those that are left out, again and again."""
+        with ThreadPoolExecutor(GREETINGS_AT_ONCE, "greet") as threads:
+            while not self._closed.is_set():
+                list(threads.map(self._greet, list(self._out)))
+                self._closed.wait(RETRY_S)
+
+    def _greet(self, connection: Connection) -> None:
+        try:
+            connection.greet()
+        except UnreachableError as error:
+            self._leave_out(connection, str(error))
+        except DisttrainError as error:
+            self._leave_out(connection, error)
+        else:
+            with self._changed:
+                del self._out[connection]
+                self._changed.notify_all()
+
+
+class PulledOrders(Orders):
+    """Orders whose assignments a worker finds: the search of the policy `best` has no place in a training process."""
+
+    def __init__(self, run: RunFile, layout: Layout, index: Index, profile: Profile | None, workers: Workers) -> None:
+        super().__init__(run, layout, index, profile)
+        self._workers = workers
+
+    def _assignment(self, step: int, batch: Packing) -> Assignment:
+        return self._workers.assignment(step)
+
+
+def check_workers(run: Run, layout: Layout, index: Index, profile: Profile | None, say: Progress = silent) -> None:
+    """Greet all workers once; those that do not fit or answer are named to `say`.
+
+    Raises:
+        SpecError: `preprocess` cannot be used as it stands.
+        MismatchError, DisttrainError: all of them refuse this run, or would prepare other bytes.
+    """
+    wait_s, timeout_s = run.file.preprocess.wait_s, run.file.train.timeout_s
+    if wait_s >= timeout_s:
+        raise SpecError(
+            "preprocess.wait_s must be shorter than train.timeout_s",
+            f"given: {wait_s:g} s and {timeout_s:g} s, after which the ranks that wait for each other give up",
+            "Raise train.timeout_s, or wait less for workers.",
+        )
+    access, own = access_of(run), identity_of(run.file, layout, index, profile)
+
+    def greeted(address: str) -> DisttrainError | None:
+        try:
+            Connection(address, access, own).greet()
+        except UnreachableError as error:
+            say(f"the preprocessing worker {address} does not answer yet: {error}", 0, 0)
+        except DisttrainError as error:
+            say(f"warning: {error.what}: {_one_line(error.why)}", 0, 0)
+            return error
+        return None
+
+    with ThreadPoolExecutor(GREETINGS_AT_ONCE) as threads:
+        refused = [error for error in threads.map(greeted, run.file.preprocess.addresses) if error is not None]
+    if refused and len(refused) == len(run.file.preprocess.addresses):
+        raise all_refused(refused)
+
+
+def all_refused(errors: list[DisttrainError]) -> DisttrainError:
+    """One error for all workers."""
+    first = errors[0]
+    if len(errors) == 1:
+        return first
+    why = "\n".join(f"{error.what}: {_one_line(error.why)}" for error in errors)
+    return type(first)("No preprocessing worker fits this run", why, first.next_step)
+
+
+def _reason(why: DisttrainError | str) -> str:
+    return why if isinstance(why, str) else f"{why.what}: {_one_line(why.why)}"
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "; ")

@@ -1,0 +1,142 @@
+"""A rank's line to one worker: the greeting, a slot, and what each failure means.
+
+gRPC's keepalive notices a peer that is gone without a word within `KEEPALIVE_S` + `SILENCE_S`; a worker sends
+something every second of a call, so its pings are welcome.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from disttrain_cli.data.preparing import Prepared, Request
+from disttrain_cli.data.serving import wire
+from disttrain_cli.data.serving.access import HEADER, TLS, Access
+from disttrain_cli.data.serving.identity import IDENTITY_ACTION, Identity, check_same
+from disttrain_cli.data.slots import Assignment
+from disttrain_cli.errors import DataError, DisttrainError, RankFailedError
+from disttrain_cli.spec.files import fingerprint
+
+Answer = TypeVar("Answer")
+
+GREETING_S = 5.0
+KEEPALIVE_S, SILENCE_S = 5.0, 5.0
+OPTIONS = [
+    ("grpc.keepalive_time_ms", int(1000 * KEEPALIVE_S)),
+    ("grpc.keepalive_timeout_ms", int(1000 * SILENCE_S)),
+    ("grpc.http2.ping_timeout_ms", int(1000 * SILENCE_S)),  # else a minute
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a line made anew tries at once, whatever an earlier one met
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+#: What gRPC says before it comes to the point.
+PREAMBLE = re.compile(r"Flight returned \w+ error, with message: |failed to connect to all addresses; last error: "
+                      r"|UNKNOWN: ipv[46]:\S+: ")
+#: What gRPC says of a certificate that does not fit.
+CERTIFICATE = re.compile(r"certificate|ssl|tls handshake|hostname verification|peer name", re.IGNORECASE)
+
+
+class UnreachableError(Exception):
+    """The worker does not answer: another one may."""
+
+
+class Connection:
+    """A worker by its address; any thread may fetch."""
+
+    def __init__(self, address: str, access: Access, own: Identity) -> None:
+        self.address = address
+        self._access, self._own, self._fingerprint = access, own, fingerprint(own)
+        self._client: flight.FlightClient | None = None
+        self._calls: set[flight.FlightStreamReader] = set()
+        self._headers = [] if access.token is None else [(HEADER.encode(), f"Bearer {access.token}".encode())]
+
+    def greet(self) -> None:
+        """Make a new line, and compare what both sides must share.
+
+        Raises:
+            UnreachableError: nobody answers.
+            MismatchError: it would prepare other bytes.
+            DisttrainError: it refuses the token, or its certificate is not the one expected.
+        """
+        roots = self._access.authority if self.address.startswith(TLS) else None
+        options = flight.FlightCallOptions(timeout=GREETING_S, headers=self._headers)
+        try:
+            client = flight.FlightClient(self.address, tls_root_certs=roots, generic_options=OPTIONS)
+            (answer,) = client.do_action(flight.Action(IDENTITY_ACTION, b""), options)
+            theirs = json.loads(answer.body.to_pybytes())
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._meant(error) from None
+        check_same(self.address, theirs, self._own)
+        self._client = client
+
+    def fetch(self, request: Request) -> Prepared:
+        """A slot; raises as `_get`."""
+        return self._get(request, wire.read_slot)
+
+    def assignment(self, step: int) -> Assignment:
+        """What the policy decides for a step; raises as `_get`."""
+        return self._get(step, wire.read_assignment)
+
+    def _get(self, request: Request | int, read: Callable[[Iterator[Any]], Answer]) -> Answer:
+        """The answer to a request.
+
+        Raises:
+            UnreachableError: the worker went away.
+            DataError: it cannot read a shard.
+            RankFailedError: it failed at this slot.
+            DisttrainError: as `greet`, where another worker took its place.
+        """
+        client, reader = self._client, None
+        if client is None:
+            raise UnreachableError("not greeted")
+        try:
+            ticket = flight.Ticket(wire.request_bytes(request, self._fingerprint))
+            reader = client.do_get(ticket, flight.FlightCallOptions(headers=self._headers))
+            self._calls.add(reader)
+            return read(iter(reader))
+        except (pa.ArrowException, OSError, EOFError) as error:
+            raise self._meant(error) from None
+        finally:
+            self._calls.discard(reader)
+
+    def close(self) -> None:
+        """Give up the calls under way."""
+        self._client = None
+        for reader in list(self._calls):
+            reader.cancel()
+
+    def _meant(self, error: Exception) -> Exception:
+        """What an error of Flight means."""
+        said = PREAMBLE.sub("", str(error).partition(". gRPC client debug context")[0].partition(". Detail:")[0])
+        told = getattr(error, "extra_info", b"")
+        if told.startswith(b'{"kind"'):
+            about = json.loads(told)
+            if about["kind"] == "data":
+                what = f"{about['about']['what']} (preprocessing worker {self.address})"
+                return DataError(what, about["about"]["why"], about["about"]["next_step"])
+            try:
+                check_same(self.address, about["about"], self._own)
+            except DisttrainError as mismatch:
+                return mismatch
+        if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
+            return DisttrainError(
+                f"The preprocessing worker {self.address} refuses this run",
+                "the token is wrong or missing",
+                "Give preprocess.token_file the token of the worker, in its run file and in this one.",
+            )
+        if self.address.startswith(TLS) and CERTIFICATE.search(said):
+            return DisttrainError(
+                f"The certificate of the preprocessing worker {self.address} is not the one expected",
+                said,
+                "Give preprocess.tls_ca the certificate that signed the worker's, and an address that it names.",
+            )
+        if isinstance(error, flight.FlightServerError):
+            return RankFailedError(f"The preprocessing worker {self.address} failed", said, "Its own output says more.")
+        return UnreachableError(said)

@@ -1,0 +1,53 @@
+"""What a worker and a rank must share for either to prepare the same bytes; compared before anything is sent."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from disttrain_cli import __version__
+from disttrain_cli.data.index import Index
+from disttrain_cli.errors import MismatchError
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+
+PROTOCOL = 1
+IDENTITY_ACTION = "identity"  # by which a worker tells its own
+DECODERS = ("opencv-python-headless", "simplejpeg")
+
+#: What each side is, by name: versions and fingerprints.
+Identity = dict[str, str]
+
+
+def identity_of(run: RunFile, layout: Layout, index: Index, profile: Profile | None) -> Identity:
+    """Everything that the bytes of a slot depend on, besides the request."""
+    return {
+        "program": f"{__version__}, protocol {PROTOCOL}",
+        "decoders": ", ".join(f"{name} {_version(name)}" for name in DECODERS),
+        "data": index.fingerprint,
+        "model inputs": index.inputs.fingerprint(),
+        "plan": fingerprint(layout),
+        "profile": fingerprint(profile),
+        "cluster": run.cluster_fingerprint(),  # the ordering knows its memory and nodes
+        "ordering": f"{run.train.ordering}, seed {run.train.seed}",
+    }
+
+
+def check_same(address: str, theirs: Identity, own: Identity) -> None:
+    """MismatchError where a worker would prepare other bytes; both sides of what differs are named."""
+    names = [name for name in sorted({*theirs, *own}) if theirs.get(name) != own.get(name)]
+    if names:
+        lines = [f"{name}: {theirs.get(name, 'none')} at the worker, {own.get(name, 'none')} here" for name in names]
+        raise MismatchError(
+            f"The preprocessing worker {address} is not of this run",
+            "\n".join(lines),
+            "Start it again with this run's files, program and data: disttrain data serve",
+        )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"

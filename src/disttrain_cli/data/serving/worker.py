@@ -1,0 +1,96 @@
+"""One preprocessing worker: answers requests of any replica, a bounded number at a time.
+
+At most `AT_ONCE` slots are in preparation or on their way at any moment, whoever asks and however slowly it reads:
+that many slots, and one piece of each that gRPC holds, bound a worker's memory. Others wait; while they do, an empty
+batch every second shows them that the worker lives, and shows the worker whether they do.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from typing import Any
+
+import pyarrow.flight as flight
+
+from disttrain_cli.data.preparing import Preparer, Request
+from disttrain_cli.data.serving import wire
+from disttrain_cli.data.serving.access import HEADER
+from disttrain_cli.data.serving.identity import IDENTITY_ACTION, Identity
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.files import fingerprint
+
+AT_ONCE = 4  # slots
+BEAT_S = 1.0
+
+
+class Worker(flight.FlightServerBase):
+    """Serves from when it is made. `tls` is a certificate and its key (PEM); without `token` anyone may ask."""
+
+    def __init__(self, location: str, preparer: Preparer, identity: Identity, token: str | None = None,
+                 tls: tuple[bytes, bytes] | None = None) -> None:
+        self._preparer, self._identity, self._fingerprint = preparer, identity, fingerprint(identity)
+        self._places = threading.Semaphore(AT_ONCE)
+        middleware = {} if token is None else {"token": _TokenCheck(token)}
+        super().__init__(location, tls_certificates=None if tls is None else [tls], middleware=middleware)
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        """`identity`: what a rank must share with this worker, as JSON."""
+        if action.type != IDENTITY_ACTION:
+            raise flight.FlightServerError(f"there is no action {action.type}")
+        return [json.dumps(self._identity).encode()]
+
+    def do_get(self, context: Any, ticket: Any) -> Any:
+        """The answer to a request (`wire`)."""
+        try:
+            request, identity = wire.read_request(ticket.ticket)
+        except ValueError as error:
+            raise flight.FlightServerError(f"cannot read the request: {error}") from None
+        if identity != self._fingerprint:
+            raise _told("mismatch", self._identity)
+        answer = self._assignment(request) if isinstance(request, int) else self._slot(request)
+        return flight.GeneratorStream(wire.SCHEMA, answer)
+
+    def _assignment(self, step: int) -> Iterator[wire.Message]:
+        found = self._preparer.orders.assignment(step)
+        while not wait([found], BEAT_S).done:
+            yield wire.EMPTY
+        yield from wire.assignment_messages(found.result())
+
+    def _slot(self, request: Request) -> Iterator[wire.Message]:
+        while not self._places.acquire(timeout=BEAT_S):
+            yield wire.EMPTY
+        work = None
+        try:
+            work = self._preparer.begin(request)
+            while not work.done(BEAT_S):
+                yield wire.EMPTY
+            self._preparer.orders.begin(request.step + 1)
+            yield from wire.slot_messages(work.result())
+        except DataError as error:
+            raise _told("data", {"what": error.what, "why": error.why, "next_step": error.next_step}) from None
+        finally:  # also when the one who asked went away
+            if work is not None:
+                work.cancel()
+            self._places.release()
+
+
+class _TokenCheck(flight.ServerMiddlewareFactory):
+    """Refuses calls without the token."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__()
+        self._expected = f"Bearer {token}".encode()
+
+    def start_call(self, info: Any, headers: dict[str, list[Any]]) -> None:
+        given = headers.get(HEADER, [""])[0]
+        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._expected):
+            raise flight.FlightUnauthenticatedError("the token is wrong or missing")
+
+
+def _told(kind: str, about: dict[str, str]) -> flight.FlightServerError:
+    """An error that `connection` turns into one of ours."""
+    return flight.FlightServerError(kind, extra_info=json.dumps({"kind": kind} | {"about": about}).encode())

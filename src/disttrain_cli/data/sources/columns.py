@@ -1,0 +1,192 @@
+"""Which columns of a Parquet or Arrow file hold images and texts, and what a row of them says.
+
+Two forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) and one of texts; where there
+are several of a type, the usual names decide. Interleaved (OBELICS): lists `images` and `texts` of equal length, at
+each position exactly one of the two is not null. The place of a segment is its row in the file and its position in
+the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from disttrain_cli.data.sources.samples import MAX_TEXT_BYTES, Place, Sample, Segment, Skipped, read_size
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.index import IMAGE, TEXT
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img")
+TEXT_NAMES = ("text", "caption", "txt")
+LISTS = ("images", "texts")
+BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
+
+
+class Columns(NamedTuple):
+    """Names of the columns that are read."""
+
+    image: str
+    text: str
+    interleaved: bool
+
+
+def find_columns(schema: pa.Schema, label: str) -> Columns:
+    """The columns that hold the samples.
+
+    Raises:
+        DataError: there are none, or several that might be meant; all columns are named.
+    """
+    kinds = {field.name: _kind(field.type) for field in schema}
+    if all(name in kinds for name in LISTS) and kinds["texts"] == "list of text":
+        if kinds["images"] == "list of image":
+            return Columns(*LISTS, interleaved=True)
+        if kinds["images"] == "list of text":
+            raise _refused(label, schema, "`images` holds URLs or paths instead of image bytes",
+                           "Download them first, e.g. with img2dataset, and write their bytes into `images`.")
+    image = _one(kinds, "image", IMAGE_NAMES, label, schema)
+    return Columns(image, _one(kinds, "text", TEXT_NAMES, label, schema), interleaved=False)
+
+
+def read_rows(batch: pa.RecordBatch, columns: Columns, first: int, label: str) -> Iterator[Sample | Skipped]:
+    """Samples of consecutive rows, of which the first is row `first` of the file."""
+    rows = _interleaved(batch, columns) if columns.interleaved else _pairs(batch, columns)
+    for row, cells in enumerate(rows, first):
+        key = f"row {row}"
+        try:
+            yield Sample(key, list(_segments(row, cells)))
+        except ValueError as error:
+            yield Skipped(label, key, str(error))
+
+
+def image_at(column: pa.Array, place: Place) -> bytes:
+    """The image at a place of a column whose only row is the place's; ValueError where there is none."""
+    values, _ = _flat(column)
+    image = _views(values)[place.size]
+    if image is None:
+        raise ValueError("there is no image")
+    return bytes(image)
+
+
+def texts_at(column: pa.Array) -> list[str]:
+    """All texts of a column's only row."""
+    return [str(text, "utf-8") for text in _views(_flat(column)[0]) if text is not None]
+
+
+def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
+    images, texts = (_views(batch.column(name)) for name in columns[:2])
+    for image, text in zip(images, texts, strict=True):
+        if image is None or text is None:
+            yield f"the {'text' if image else 'image'} is missing"
+        else:
+            yield [(IMAGE, 0, image), (TEXT, 0, text)]
+
+
+def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
+    (image_values, image_counts), (text_values, text_counts) = (_flat(batch.column(name)) for name in columns[:2])
+    images, texts = iter(_views(image_values)), iter(_views(text_values))
+    for image_count, text_count in zip(image_counts, text_counts, strict=True):
+        own_images, own_texts = ([next(values) for _ in range(count or 0)]
+                                 for values, count in ((images, image_count), (texts, text_count)))
+        if image_count is None or text_count is None or image_count != text_count:
+            yield f"`images` has {image_count} entries, `texts` {text_count}"
+        elif wrong := [at for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))
+                       if (image is None) == (text is None)]:
+            yield f"position {wrong[0]} must have either an image's bytes or a text"
+        else:
+            yield [(TEXT, at, text) if text is not None else (IMAGE, at, image)
+                   for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))]
+
+
+def _segments(row: int, cells: Any) -> Iterator[Segment]:
+    """Segments of a row; ValueError with the reason, which may stand in place of the cells."""
+    if isinstance(cells, str):
+        raise ValueError(cells)
+    for kind, at, value in cells:
+        if kind == TEXT:
+            if len(value) > MAX_TEXT_BYTES:
+                raise ValueError(f"a text of {len(value)} bytes, at most {MAX_TEXT_BYTES} are read")
+            try:
+                yield Segment(TEXT, Place(row, at), str(value, "utf-8"), trained=True)
+            except UnicodeDecodeError:
+                raise ValueError("text is not UTF-8") from None
+        else:
+            header = read_size(partial(_part, value), len(value))
+            yield Segment(IMAGE, Place(row, at), "", header.width_px, header.height_px)
+
+
+def _part(data: memoryview, offset: int, size: int) -> bytes:
+    return bytes(data[offset : offset + size])
+
+
+def _flat(column: pa.Array) -> tuple[pa.Array, list[int | None]]:
+    """Values of a column of lists laid out flat, with the length of each list (null: no list); or the column itself."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(column, pa.ListArray | pa.LargeListArray):
+        return column.flatten(), pc.list_value_length(column).to_pylist()
+    return column, [1] * len(column)
+
+
+def _views(values: pa.Array) -> list[memoryview | None]:
+    """Bytes of each value, not copied; None = null. A struct stands for its field `bytes`."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_struct(values.type):
+        values = pc.struct_field(values, "bytes")
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    values = values.cast(pa.large_binary())
+    _, offsets, data = values.buffers()
+    if not len(values):
+        return []
+    ends = np.frombuffer(offsets, dtype=np.int64)[values.offset : values.offset + len(values) + 1].tolist()
+    view = memoryview(data if data is not None else b"")
+    cells = [view[a:b] for a, b in pairwise(ends)]
+    if not values.null_count:
+        return list(cells)
+    return [cell if valid else None for cell, valid in zip(cells, values.is_valid().to_pylist(), strict=True)]
+
+
+def _kind(type_: pa.DataType) -> str:
+    """image, text, list of image, list of text, or other."""
+    import pyarrow.types as types
+
+    if types.is_list(type_) or types.is_large_list(type_):
+        inside = _kind(type_.value_type)
+        return f"list of {inside}" if inside in ("image", "text") else "other"
+    if types.is_struct(type_):
+        named = [field for field in type_ if field.name == "bytes"]
+        return "image" if named and _kind(named[0].type) == "image" else "other"
+    if types.is_binary(type_) or types.is_large_binary(type_) or types.is_binary_view(type_):
+        return "image"
+    if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
+        return "text"
+    return "other"
+
+
+def _one(kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, schema: pa.Schema) -> str:
+    """The only column of a kind, or the only one of them with a usual name."""
+    found = [name for name, own in kinds.items() if own == kind]
+    usual = [name for name in found if name.lower() in names]
+    if len(usual) == 1 or len(found) == 1:
+        return (usual if len(usual) == 1 else found)[0]
+    what = "image bytes" if kind == "image" else "texts"
+    if not found:
+        url = [name for name, own in kinds.items() if own == "text" and "url" in name.lower()]
+        advice = (f"`{url[0]}` names pictures elsewhere: download them first, e.g. with img2dataset." if url else
+                  "Images are binary or {bytes, path}, texts are strings; or lists `images` and `texts` of them.")
+        raise _refused(label, schema, f"no column holds {what}", advice)
+    raise _refused(label, schema, f"several columns may hold the {what}: {', '.join(usual or found)}",
+                   f"Keep one of them, or name one {' or '.join(names[:3])}.")
+
+
+def _refused(label: str, schema: pa.Schema, why: str, next_step: str) -> DataError:
+    columns = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:40])
+    return DataError(f"Cannot tell images and texts in {label}", f"{why}\ncolumns: {columns}", next_step)

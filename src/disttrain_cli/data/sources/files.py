@@ -1,0 +1,215 @@
+"""Files on this machine and behind a URL that fsspec opens, read alike: once from end to end, then by ranges."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from disttrain_cli.data.sources.samples import printable
+from disttrain_cli.errors import DataError
+
+READ_AHEAD_BYTES = 8 * 1024 * 1024  # of a URL that is read from end to end
+ATTEMPTS = 3  # to read a range of a URL
+PAUSE_S = 0.5  # before the second attempt; twice as long before the third
+
+#: By which of them a file system tells a version of a file, the best first.
+VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "modified",
+            "created")
+
+
+class File(Protocol):
+    """An open file; ranges may be read by several threads."""
+
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Bytes at `offset`, fewer at the end of the file; raises OSError, or DataError for a URL."""
+
+    def stream(self) -> BinaryIO:
+        """The file as an object to read from its beginning; seeking back is slow."""
+
+
+class LocalFile:
+    """A file of this machine; it is closed when nobody holds it any more."""
+
+    def __init__(self, path: str, flags: int = 0) -> None:
+        self._path, self._descriptor = path, -1
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)  # a pipe would wait
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        self.size = status.st_size
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read(self, offset: int, size: int) -> bytes:
+        return os.pread(self._descriptor, size, offset)
+
+    def stream(self) -> BinaryIO:
+        return open(self._path, "rb")
+
+
+class RemoteFile:
+    """A file behind a URL."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._system, self._path = file_system(url)
+        try:
+            self.size = int(self._system.size(self._path))
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # file systems have no common error
+            raise _unreachable(url, error) from None
+
+    def read(self, offset: int, size: int) -> bytes:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return bytes(self._system.cat_file(self._path, start=offset, end=offset + size))
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                if attempt == ATTEMPTS:
+                    raise _unreachable(self._url, error) from None
+                time.sleep(PAUSE_S * attempt)
+        raise AssertionError("unreachable")
+
+    def stream(self) -> BinaryIO:
+        return io.BufferedReader(_Stream(self._url, self._system, self._path))
+
+
+class _Stream(io.RawIOBase):
+    """A file behind a URL, read ahead; what goes wrong on the way is a DataError, so that it passes for no damage."""
+
+    def __init__(self, url: str, system: Any, path: str) -> None:
+        self._url = url
+        try:
+            self._file = system.open(path, "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
+        except Exception as error:
+            raise _unreachable(url, error) from None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._file.read(len(buffer))
+        except Exception as error:
+            raise _unreachable(self._url, error) from None
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def is_url(path: str) -> bool:
+    """Whether a path of the run file is opened by fsspec."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
+
+
+def open_file(path: str) -> File:
+    """A local file or one behind a URL.
+
+    Raises:
+        OSError: the local file cannot be opened.
+        DataError: the URL cannot be reached, or fsspec lacks what opens it.
+    """
+    return RemoteFile(path) if is_url(path) else LocalFile(path)
+
+
+def state_of(path: str) -> list[Any]:
+    """[size, time or version] of a file, by which a change is noticed; raises DataError where it is gone."""
+    if not is_url(path):
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error)) from None
+        return [status.st_size, status.st_mtime_ns]
+    system, inside = file_system(path)
+    try:
+        info = system.info(inside)
+    except Exception as error:
+        raise _unreachable(path, error) from None
+    return [info.get("size"), str(next((info[name] for name in VERSIONS if info.get(name) is not None), ""))]
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it; raises DataError where there is none of that name."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except (ImportError, ValueError, OSError) as error:
+        raise DataError(f"Cannot open {shown_url(url)}", str(error),
+                        "Correct data.sources, or install what fsspec needs for that kind of URL.") from None
+
+
+def list_files(folder: str) -> Iterator[str]:
+    """Names of all files below a folder, relative to it, without hidden ones; nothing where there is no folder.
+
+    Raises:
+        DataError: the URL cannot be listed.
+    """
+    if not is_url(folder):
+        for root, folders, files in os.walk(folder):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in files:
+                if not name.startswith("."):
+                    yield Path(root, name).relative_to(folder).as_posix()
+        return
+    system, inside = file_system(folder)
+    try:
+        found = system.find(inside)
+    except Exception as error:
+        raise _unreachable(folder, error) from None
+    start = inside.rstrip("/") + "/"
+    yield from (path.removeprefix(start) for path in found if "/." not in path.removeprefix(start))
+
+
+def is_file(path: str) -> bool:
+    """Whether there is a file; raises DataError where the URL cannot be reached."""
+    if not is_url(path):
+        return os.path.isfile(path)
+    system, inside = file_system(path)
+    try:
+        return bool(system.info(inside)["type"] == "file")
+    except FileNotFoundError:
+        return False
+    except Exception as error:
+        raise _unreachable(path, error) from None
+
+
+def join(folder: str, name: str) -> str:
+    """The path or URL of a file below a folder."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def shown_url(url: str) -> str:
+    """A URL without the secrets that it may hold: no user, no signature."""
+    return printable(re.sub(r"//[^/@]*@", "//", url.partition("?")[0]))
+
+
+def _unreachable(url: str, error: Exception) -> DataError:
+    return DataError(f"Cannot read {shown_url(url)}", printable(f"{type(error).__name__}: {error}", 1000),
+                     "Check data.sources, the network and what the server allows.")

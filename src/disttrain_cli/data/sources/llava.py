@@ -1,0 +1,282 @@
+"""Conversations in LLaVA's JSON form: a list of records (.json), or one record a line (.jsonl), images beside it.
+
+A record is `{id, image: NAME or [NAME, …], conversations: [{from: human or gpt, value}, …]}`; `<image>` in a text
+marks where an image stands. Turns are written as `USER: … ASSISTANT: …`; only what stands behind `ASSISTANT:` is
+trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2).
+
+The place of a text is its record in the JSON (byte offset, length); that of an image is its number among the images
+of the record, and the length of its file. A name that leads out of the folder of images is a bad sample.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from disttrain_cli.data.sources.files import File, LocalFile, is_url, join, open_file
+from disttrain_cli.data.sources.samples import (
+    MAX_TEXT_BYTES,
+    Part,
+    Place,
+    Sample,
+    Segment,
+    Shard,
+    Skipped,
+    clean,
+    read_size,
+)
+from disttrain_cli.spec.index import IMAGE, TEXT
+
+MARK = "<image>"
+USER, ASSISTANT = "USER: ", "ASSISTANT:"
+CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
+
+DECODER = json.JSONDecoder()
+LEADS_UP = re.compile(r"(^|[/\\])\.\.($|[/\\])")
+SPACE = re.compile(r"[ \t\r\n]*")
+
+
+class Record(NamedTuple):
+    """A record and the bytes of the JSON that hold it, or why it is none."""
+
+    place: Place
+    value: Any
+    wrong: str = ""
+
+
+class LlavaShard:
+    """An open JSON with its folder of images."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._file, self._folder = open_file(shard.path), shard.images
+
+    def image(self, place: Place, record: Place) -> bytes:
+        name = image_names(self._record(record))[place.offset]
+        file = open_image(self._folder, name)
+        if file.size != place.size:
+            raise ValueError(f"{name} has {file.size} bytes, {place.size} when it was indexed")
+        data = file.read(0, place.size)
+        if len(data) < place.size:
+            raise ValueError(f"{name} is cut")
+        return data
+
+    def texts(self, record: Place) -> list[str]:
+        return [part.value for part in conversation(self._record(record)) if part.kind == TEXT]
+
+    def _record(self, place: Place) -> Any:
+        data = self._file.read(*place)
+        if len(data) < place.size:
+            raise ValueError("the JSON is cut")
+        return json.loads(data)
+
+
+def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+    """Samples of one JSON, in its order. Of images only headers are read; a list is read in pieces."""
+    try:
+        file = open_file(shard.path)
+    except OSError as error:
+        yield Skipped(label, "", f"cannot be opened: {error.strerror}")
+        return
+    records = _lines(file) if shard.path.partition("?")[0].endswith(".jsonl") else _list(file)
+    try:
+        for number, record in enumerate(records):
+            name = record.value.get("id") if isinstance(record.value, dict) else None
+            key = str(name) if isinstance(name, str | int) else f"record {number}"
+            try:
+                if record.wrong:
+                    raise ValueError(record.wrong)
+                if record.place.size > MAX_TEXT_BYTES:
+                    raise ValueError(f"a record of {record.place.size} bytes, at most {MAX_TEXT_BYTES} are read")
+                yield Sample(key, _segments(record, shard.images))
+            except ValueError as error:
+                yield Skipped(label, key, str(error))
+    except (OSError, ValueError, RecursionError) as error:
+        yield Skipped(label, "", f"not a whole list of records: {error}")
+
+
+def conversation(record: Any) -> list[Part]:
+    """Texts and images (by name) of a record, in order; index and loader both read it by this function.
+
+    Raises ValueError with the reason.
+    """
+    names = image_names(record)
+    turns = record.get("conversations")
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("`conversations` must be a list with at least one turn")
+    parts: list[Part] = []
+    marks, before = 0, ""  # `before`: a text that is not trained and not in `parts` yet
+    for number, turn in enumerate(turns):
+        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if who not in ("human", "gpt") or not isinstance(said, str):
+            raise ValueError(f"conversations[{number}] must have `from` (human or gpt) and `value` (a text)")
+        answers = who == "gpt"
+        before += (" " if number else "") + (ASSISTANT if answers else USER)
+        for place, piece in enumerate(clean(said).split(MARK)):
+            if place:
+                before = _text(parts, before, trained=False)
+                marks += 1
+                if marks <= len(names):
+                    parts.append(Part(IMAGE, names[marks - 1]))
+            if answers:
+                before = _text(parts, before, trained=False)
+                _text(parts, piece if place else " " + piece, trained=True)
+            else:
+                before += piece
+    _text(parts, before, trained=False)
+    if marks != len(names):
+        raise ValueError(f"{marks} marks {MARK} for {len(names)} images")
+    return parts
+
+
+def image_names(record: Any) -> list[str]:
+    """Names of a record's images; ValueError where it has no such form."""
+    if not isinstance(record, dict):
+        raise ValueError("a record must be a mapping")
+    images = record.get("image")
+    names = [] if images is None else [images] if isinstance(images, str) else images
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("`image` must be a name or a list of names")
+    return names
+
+
+def open_image(folder: str, name: str) -> File:
+    """Open an image below `folder`; ValueError where there is none, or the name leads elsewhere."""
+    if name.startswith(("/", "\\")) or is_url(name) or "\0" in name or LEADS_UP.search(name):
+        raise ValueError(f"the image {name} leads out of the folder of images")
+    path = join(folder, name)
+    try:
+        if is_url(folder):
+            return open_file(path)
+        inside = _below(os.path.dirname(path), folder)
+        if inside:
+            try:
+                return LocalFile(path, os.O_NOFOLLOW)
+            except OSError as error:
+                if error.errno != errno.ELOOP:  # not a link
+                    raise
+                inside = _below(path, folder)
+        if not inside:
+            raise ValueError(f"the image {name} leads out of the folder of images by a link")
+        return LocalFile(path)
+    except OSError as error:
+        raise ValueError(f"the image {name} cannot be opened: {error.strerror or error}") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _below(path: str, folder: str) -> bool:
+    """Whether a path stays in a folder when links are followed."""
+    real = os.path.realpath(folder)
+    return os.path.commonpath([os.path.realpath(path), real]) == real
+
+
+def _text(parts: list[Part], text: str, trained: bool) -> str:
+    """Append a text, unless it is empty; what is left of it: nothing."""
+    if text:
+        parts.append(Part(TEXT, text, trained))
+    return ""
+
+
+def _segments(record: Record, folder: str) -> list[Segment]:
+    segments, images = [], 0
+    for part in conversation(record.value):
+        if part.kind == TEXT:
+            segments.append(Segment(TEXT, record.place, part.value, trained=part.trained))
+            continue
+        file = open_image(folder, part.value)
+        try:
+            header = read_size(file.read, file.size)
+        except ValueError as error:
+            raise ValueError(f"{part.value}: {error}") from None
+        segments.append(Segment(IMAGE, Place(images, file.size), "", header.width_px, header.height_px))
+        images += 1
+    return segments
+
+
+def _lines(file: File) -> Iterator[Record]:
+    offset = 0
+    with file.stream() as stream:
+        while line := stream.readline(MAX_TEXT_BYTES + 1):
+            place = Place(offset, len(line))
+            offset += len(line)
+            while place.size > MAX_TEXT_BYTES and not line.endswith(b"\n") and line:
+                line = stream.readline(MAX_TEXT_BYTES)  # the rest of a line that is too long
+                offset += len(line)
+            if place.size > MAX_TEXT_BYTES or not line.strip():
+                value, wrong = None, ""
+            else:
+                try:
+                    value, wrong = json.loads(line), ""
+                except (ValueError, RecursionError) as error:
+                    value, wrong = None, f"not valid JSON: {error}"
+            if line.strip():
+                yield Record(place, value, wrong)
+
+
+def _list(file: File) -> Iterator[Record]:
+    """Records of a JSON list, read in pieces; ValueError where the file is no list, or damaged."""
+    with file.stream() as stream:
+        window = _Window(stream)
+        if window.text.startswith("\xef\xbb\xbf"):  # a byte order mark
+            window.at = 3
+        if window.next() != "[":
+            raise ValueError("the JSON is no list")
+        window.at += 1
+        if window.next() == "]":
+            return
+        while True:
+            yield window.record()
+            mark = window.next()
+            if mark == "]":
+                return
+            if mark != ",":
+                raise ValueError(f"no comma or end of the list at byte {window.start + window.at}")
+            window.at += 1
+
+
+class _Window:
+    """The part of a JSON that is read and not used yet.
+
+    Bytes are taken for Latin-1, so that places in the text are places in the file.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._done = stream, False
+        self.text, self.at, self.start = "", 0, 0  # `text[at]` is next; `text[0]` is at byte `start` of the file
+        self._fill()
+
+    def next(self) -> str:
+        """The next character that is no space, "" at the end of the file."""
+        while True:
+            self.at = SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or self._done:
+                return self.text[self.at : self.at + 1]
+            self._fill()
+
+    def record(self) -> Record:
+        """The next mapping of the list; ValueError where there is none."""
+        if self.next() != "{":
+            raise ValueError(f"no record at byte {self.start + self.at}")
+        while True:
+            try:
+                value, end = DECODER.raw_decode(self.text, self.at)
+                break
+            except ValueError as error:
+                if self._done or len(self.text) - self.at > MAX_TEXT_BYTES:
+                    place = self.start + getattr(error, "pos", self.at)
+                    raise ValueError(f"not valid JSON at byte {place}") from None
+            self._fill()
+        own = self.text[self.at : end]
+        found = Place(self.start + self.at, end - self.at)
+        self.at = end
+        return Record(found, value if own.isascii() else json.loads(own.encode("latin-1")))
+
+    def _fill(self) -> None:
+        piece = self._stream.read(CHUNK_BYTES)
+        self._done = not piece
+        self.start += self.at
+        self.text, self.at = self.text[self.at :] + piece.decode("latin-1"), 0

@@ -1,0 +1,179 @@
+"""Parquet files, and Arrow files of Hugging Face datasets (save_to_disk): tables of images and texts.
+
+Row groups of Parquet are read whole: the ones used last are kept, up to `CACHE_BYTES` for all files of a reader (and
+one per file that is being read). Arrow files are mapped into memory: only what is used is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.data.sources.columns import BATCH_ROWS, find_columns, image_at, read_rows, texts_at
+from disttrain_cli.data.sources.files import is_url, open_file
+from disttrain_cli.data.sources.samples import Place, Sample, Shard, Skipped
+from disttrain_cli.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CACHE_BYTES = 1024 * 1024 * 1024
+
+
+class RowGroups:
+    """Row groups used last, of all Parquet files of a reader."""
+
+    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._kept: OrderedDict[Any, pa.Table] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Any) -> pa.Table | None:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
+
+    def keep(self, key: Any, table: pa.Table) -> None:
+        """Keep a row group and let go of those not used for longest; the last one stays, however large."""
+        with self._lock:
+            self._bytes += table.nbytes
+            self._kept[key] = table
+            while self._bytes > self._most_bytes and len(self._kept) > 1:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+class ParquetShard:
+    """An open Parquet file."""
+
+    def __init__(self, shard: Shard, cache: RowGroups) -> None:
+        self._path, self._cache = shard.path, cache
+        self._file = _open_parquet(shard.path)
+        self._columns = find_columns(self._file.schema_arrow, shard.name)
+        groups = range(self._file.num_row_groups)
+        self._ends = list(accumulate(self._file.metadata.row_group(group).num_rows for group in groups))
+        self._lock = threading.Lock()  # a Parquet reader is not for two threads
+
+    def image(self, place: Place, record: Place) -> bytes:
+        return image_at(self._row(self._columns.image, place.offset), place)
+
+    def texts(self, record: Place) -> list[str]:
+        return texts_at(self._row(self._columns.text, record.offset))
+
+    def _row(self, column: str, row: int) -> pa.Array:
+        group = bisect_right(self._ends, row)
+        if group == len(self._ends):
+            raise ValueError("the shard has fewer rows")
+        key = (self._path, group, column)
+        table = self._cache.get(key)
+        if table is None:
+            with self._lock:
+                table = self._cache.get(key)  # another thread may have read it while this one waited
+                if table is None:
+                    table = self._file.read_row_group(group, columns=[column])
+                    self._cache.keep(key, table)
+        first = self._ends[group - 1] if group else 0
+        return _only(table.column(0).slice(row - first, 1))
+
+
+class ArrowShard:
+    """An open Arrow file."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._batches: list[pa.RecordBatch] = []
+        for batch in _arrow_batches(shard.path):
+            if isinstance(batch, str):
+                break
+            self._batches.append(batch)
+        self._ends = list(accumulate(len(batch) for batch in self._batches))
+        self._columns = find_columns(self._batches[0].schema, shard.name) if self._batches else None
+
+    def image(self, place: Place, record: Place) -> bytes:
+        return image_at(self._row("image", place.offset), place)
+
+    def texts(self, record: Place) -> list[str]:
+        return texts_at(self._row("text", record.offset))
+
+    def _row(self, which: str, row: int) -> pa.Array:
+        number = bisect_right(self._ends, row)
+        if number == len(self._ends):
+            raise ValueError("the shard has fewer rows")
+        first = self._ends[number - 1] if number else 0
+        return self._batches[number].column(getattr(self._columns, which)).slice(row - first, 1)
+
+
+def read_parquet(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+    """Samples of one Parquet file, some rows at a time; a damaged row group is left out.
+
+    Raises:
+        DataError: its columns do not tell images and texts.
+    """
+    import pyarrow as pa
+
+    try:
+        file = _open_parquet(shard.path)
+    except (pa.ArrowException, OSError) as error:
+        yield Skipped(label, "", f"not a whole Parquet file: {error}")
+        return
+    columns, first = find_columns(file.schema_arrow, label), 0
+    for group in range(file.num_row_groups):
+        row, first = first, first + file.metadata.row_group(group).num_rows
+        try:
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(columns[:2])):
+                yield from read_rows(batch, columns, row, label)
+                row += len(batch)
+        except (pa.ArrowException, OSError) as error:
+            yield Skipped(label, f"rows {row} to {first - 1}", f"damaged Parquet: {error}")
+
+
+def read_arrow(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+    """Samples of one Arrow file; of a damaged one those before the damage.
+
+    Raises:
+        DataError: its columns do not tell images and texts.
+    """
+    row, columns = 0, None
+    for batch in _arrow_batches(shard.path):
+        if isinstance(batch, str):
+            yield Skipped(label, "", batch)
+            return
+        columns = columns or find_columns(batch.schema, label)
+        yield from read_rows(batch, columns, row, label)
+        row += len(batch)
+
+
+def _open_parquet(path: str) -> Any:
+    import pyarrow.parquet as pq
+
+    if not is_url(path):
+        return pq.ParquetFile(path, memory_map=True)
+    return pq.ParquetFile(open_file(path).stream(), pre_buffer=True)
+
+
+def _arrow_batches(path: str) -> Iterator[pa.RecordBatch | str]:
+    """Record batches of an Arrow file (either format); then, where there is more, what is wrong with it."""
+    import pyarrow as pa
+
+    if is_url(path):
+        raise DataError("Arrow files are not read over a URL", f"given: {path}",
+                        "Copy the folder to a local disk, or save the dataset as Parquet.")
+    try:
+        mapped = pa.memory_map(path)
+        whole = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        if whole:
+            reader = pa.ipc.open_file(mapped)
+            yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+        else:
+            yield from pa.ipc.open_stream(mapped)
+    except (pa.ArrowException, OSError) as error:
+        yield f"not a whole Arrow file: {error}"
+
+
+def _only(column: pa.ChunkedArray) -> pa.Array:
+    """The chunk of a column's only row."""
+    return next(chunk for chunk in column.chunks if len(chunk))

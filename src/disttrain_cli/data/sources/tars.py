@@ -1,0 +1,234 @@
+"""Tar shards, two forms: pictures with captions, as img2dataset writes them, and interleaved samples.
+
+img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`. Interleaved: `KEY.json` with
+`segments` of texts (`loss: false` = not trained) and of image files anywhere in the same tar. Places are the byte
+offset and length of a member's content. Names inside a tar are only ever looked up among the names of that tar;
+nothing is extracted.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from disttrain_cli.data.headers import ImageHeader
+from disttrain_cli.data.sources.files import File, LocalFile, open_file
+from disttrain_cli.data.sources.samples import (
+    MAX_TEXT_BYTES,
+    Part,
+    Place,
+    Sample,
+    Segment,
+    Shard,
+    Skipped,
+    clean,
+    read_size,
+)
+from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+
+
+class Member(NamedTuple):
+    """A file inside a tar: where its content lies; what a text says or an image's header, or what is wrong with it."""
+
+    name: str
+    place: Place
+    content: bytes | ImageHeader | str
+
+
+class TarShard:
+    """An open tar."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._file = open_file(shard.path)
+
+    def image(self, place: Place, record: Place) -> bytes:
+        return self._read(place)
+
+    def texts(self, record: Place) -> list[str]:
+        parts = parse_parts(self._read(record))
+        return [parts] if isinstance(parts, str) else [part.value for part in parts if part.kind == TEXT]
+
+    def _read(self, place: Place) -> bytes:
+        data = self._file.read(*place)
+        if len(data) < place.size:
+            raise ValueError("the shard is cut")
+        return data
+
+
+def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
+    """Samples of one tar, in the order of their json, txt or image members; it is read once, from end to end.
+
+    Of images only headers are read. The texts of one tar are in memory together. A damaged tar yields what is whole
+    before the damage.
+    """
+    try:
+        file = open_file(shard.path)
+    except OSError as error:
+        yield Skipped(label, "", f"cannot be opened: {error.strerror}")
+        return
+    by_key: dict[str, dict[str, Member]] = {}
+    by_name: dict[str, Member] = {}
+    twice: set[str] = set()
+    damage = ""
+    for member in _members(file):
+        if isinstance(member, str):
+            damage = member
+            break
+        key, suffix = split_name(member.name)
+        if member.name in by_name:
+            twice.add(key)
+        by_key.setdefault(key, {})[suffix] = by_name[member.name] = member
+    captions = any("txt" in group for group in by_key.values())
+    for key, group in by_key.items():
+        if "json" not in group and "txt" not in group and not captions:
+            continue  # a picture that interleaved samples refer to
+        try:
+            if key in twice:
+                raise ValueError("a file of this sample is in the shard twice")
+            yield Sample(key, _segments(group, by_name))
+        except ValueError as error:
+            yield Skipped(label, key, str(error))
+    if damage:
+        yield Skipped(label, "", damage)
+
+
+def parse_parts(data: bytes) -> list[Part] | str:
+    """What a json or txt member says: the parts of an interleaved sample, or a caption.
+
+    Index and loader both read texts by this function, so that they agree. Raises ValueError with the reason.
+    """
+    try:
+        return _parse_json(data)
+    except ValueError:  # a caption may be any text, also one that looks like JSON
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError("text is not UTF-8") from None
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Key and suffix of a member (WebDataset): the suffix starts at the first dot of the file name."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    return folder + slash + stem, suffix.lower()
+
+
+def _members(file: File) -> Iterator[Member | str]:
+    """Members whose content is whole; then, where there is more, what is wrong with it."""
+    try:
+        with (file.stream() as stream,
+              tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="replace") as tar):
+            while (info := tar.next()) is not None:
+                tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
+                place = Place(info.offset_data, info.size)
+                if sum(place) > file.size:
+                    yield f"truncated tar: it ends inside {info.name}"
+                    return
+                if info.isreg() and not info.issparse():
+                    yield Member(info.name, place, _content(file, stream, info.name, place))
+            end = tar.offset
+            stream.seek(end)
+            block = stream.read(tarfile.BLOCKSIZE)
+    except (tarfile.TarError, OSError, EOFError) as error:
+        yield f"not a whole tar: {error}"
+        return
+    if len(block) < tarfile.BLOCKSIZE:
+        yield "truncated tar: the end marker is missing"
+    elif any(block):
+        yield f"damaged tar: no valid header at byte {end}"
+
+
+def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | ImageHeader | str:
+    """A text, an image's header, or the reason why it is neither."""
+
+    def read(offset: int, length: int) -> bytes:
+        length = max(0, min(length, place.size - offset))
+        if isinstance(file, LocalFile):
+            return file.read(place.offset + offset, length)
+        stream.seek(place.offset + offset)  # a URL is streamed once
+        return stream.read(length)
+
+    if name.lower().endswith((".json", ".txt")):
+        if place.size > MAX_TEXT_BYTES:
+            return f"{name} has {place.size} bytes, at most {MAX_TEXT_BYTES} are read"
+        return read(0, place.size)
+    try:
+        return read_size(read, place.size)
+    except ValueError as error:
+        return f"{name}: {error}"
+
+
+def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segment]:
+    """Segments of one sample: interleaved where its json says so, else an image with its caption."""
+    image = next((group[suffix] for suffix in IMAGE_SUFFIXES if suffix in group), None)
+    described = group.get("txt") or group.get("json")
+    if described is None:
+        raise ValueError("an image without a caption (KEY.txt or KEY.json)")
+    if not isinstance(described.content, bytes):
+        raise ValueError(described.content)
+    parts = parse_parts(described.content) if "txt" in group else _parse_json(described.content)
+    if isinstance(parts, str):
+        if image is None:
+            raise ValueError("a caption without its image (KEY.jpg, .png or .webp)")
+        return [_image(IMAGE, image), Segment(TEXT, described.place, parts, trained=True)]
+    return [
+        Segment(TEXT, described.place, part.value, trained=part.trained)
+        if part.kind == TEXT
+        else _image(part.kind, _find(part.value, described.name, by_name))
+        for part in parts
+    ]
+
+
+def _parse_json(data: bytes) -> list[Part] | str:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON: {error}") from None
+    if isinstance(value, dict) and "segments" in value:
+        return _parts(value["segments"])
+    caption = value.get("caption") if isinstance(value, dict) else None
+    if not isinstance(caption, str):
+        raise ValueError("the JSON has neither `segments` nor a `caption` text")
+    return clean(caption)
+
+
+def _parts(segments: Any) -> list[Part]:
+    if not isinstance(segments, list) or not segments:
+        raise ValueError("`segments` must be a list with at least one segment")
+    parts = []
+    for place, segment in enumerate(segments):
+        kind = segment.get("type") if isinstance(segment, dict) else None
+        if kind == "text" and isinstance(value := segment.get("value"), str):
+            parts.append(Part(TEXT, clean(value), _flag(segment, place, "loss") if "loss" in segment else True))
+        elif kind == "image" and isinstance(value := segment.get("file"), str):
+            generated = "generate" in segment and _flag(segment, place, "generate")
+            parts.append(Part(TARGET if generated else IMAGE, value))
+        else:
+            raise ValueError(f"segments[{place}] must be a text with `value` or an image with `file`")
+    return parts
+
+
+def _flag(segment: dict[str, Any], place: int, name: str) -> bool:
+    if not isinstance(segment[name], bool):
+        raise ValueError(f"segments[{place}].{name} must be true or false")
+    return bool(segment[name])
+
+
+def _find(file: str, beside: str, by_name: dict[str, Member]) -> Member:
+    folder, slash, _ = beside.rpartition("/")
+    member = by_name.get(folder + slash + file) or by_name.get(file)
+    if member is None:
+        raise ValueError(f"the image {file} is missing from the shard")
+    return member
+
+
+def _image(kind: int, member: Member) -> Segment:
+    if isinstance(member.content, str):
+        raise ValueError(member.content)
+    if isinstance(member.content, bytes):
+        raise ValueError(f"{member.name} is no image")
+    return Segment(kind, member.place, "", member.content.width_px, member.content.height_px)

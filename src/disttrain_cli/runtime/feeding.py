@@ -1,0 +1,112 @@
+"""What a rank's loader prepared, as tensors on its device.
+
+On a GPU a thread takes the slots one ahead of the engine and copies them into page-locked memory, in the model's
+precision, so that the copy to the device needs neither the engine nor a second pass. On a CPU nothing is copied.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.data.slots import SlotBatch, StepOrder
+from disttrain_cli.models.layer import Batch
+
+
+class Slots(Protocol):
+    """Where a rank's inputs come from (`data.loader.Loader`)."""
+
+    def fetch(self, step: int, slot: int) -> SlotBatch:
+        """Inputs of this replica for one slot; slots are asked for in the order of training."""
+        ...
+
+
+def fetcher(loader: Slots, device: torch.device, dtype: torch.dtype) -> Callable[[StepOrder], Callable[[int], Batch]]:
+    """For a step, what the engine calls to wait for this rank's inputs of a slot."""
+    slots = PinnedAhead(loader, device, dtype) if device.type == "cuda" else None
+
+    def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
+        def fetch(slot: int) -> Batch:
+            arrays = slots.fetch(order, slot) if slots else loader.fetch(order.step, slot)
+            return to_batch(arrays, order, device, dtype)
+        return fetch
+    return fetch_of
+
+
+def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Batch:
+    """Prepared arrays as tensors on the device; pixels take the model's precision.
+
+    From page-locked memory the copies are asynchronous, and torch keeps that memory until they are done.
+    """
+    def tensor(value: Any, kind: torch.dtype | None = None) -> Any:
+        return None if value is None else as_tensor(value).to(device, kind, non_blocking=True)
+
+    return Batch(
+        image_grids=[(int(rows), int(columns)) for rows, columns in arrays.image_grids],
+        pixels=None if arrays.pixels is None else [tensor(group, dtype) for group in arrays.pixels],
+        token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions), documents=tensor(arrays.documents),
+        image_rows=tensor(arrays.image_rows), context_rows=tensor(arrays.context_rows), labels=tensor(arrays.labels),
+        target_pixels=tensor(arrays.target_pixels, dtype), target_weights=tensor(arrays.target_weights),
+        noise_seeds=None if arrays.noise_seeds is None else as_tensor(arrays.noise_seeds),
+        label_tokens=float(max(1, order.label_tokens)), targets=float(max(1, order.targets)))
+
+
+class PinnedAhead:
+    """The slots of a loader in page-locked memory, the next one taken while the engine works on this one."""
+
+    def __init__(self, loader: Slots, device: torch.device, dtype: torch.dtype) -> None:
+        self._loader, self._dtype = loader, dtype
+        self._thread = ThreadPoolExecutor(1, "pin", initializer=_use, initargs=(device,))
+        self._next: dict[tuple[int, int], Future[SlotBatch]] = {}
+
+    def fetch(self, order: StepOrder, slot: int) -> SlotBatch:
+        """Tensors in the place of arrays; raises what the loader raises."""
+        batch = self._begin(order.step, slot).result()
+        following = (order.step, slot + 1) if slot + 1 < len(order.slots) else (order.step + 1, 0)
+        self._next = {following: self._begin(*following)}
+        return batch
+
+    def _begin(self, step: int, slot: int) -> Future[SlotBatch]:
+        return self._next.get((step, slot)) or self._thread.submit(self._take, step, slot)
+
+    def _take(self, step: int, slot: int) -> SlotBatch:
+        return pinned(self._loader.fetch(step, slot), self._dtype)
+
+
+def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
+    """The same in page-locked memory: tensors, pixels in the model's precision; grids and seeds stay arrays."""
+    kept = {"image_grids", "noise_seeds"}
+    copies: dict[str, Any] = {}
+    for name, value in vars(arrays).items():
+        if value is not None and name not in kept:
+            kind = dtype if name in ("pixels", "target_pixels") else None
+            copies[name] = [page_locked(one, kind) for one in value] if isinstance(value, list) \
+                else page_locked(value, kind)
+    return replace(arrays, **copies)
+
+
+def page_locked(array: Any, dtype: torch.dtype | None) -> Tensor:
+    """One copy of an array, converted on the way, from which a GPU reads by itself."""
+    source = as_tensor(array)
+    return torch.empty(source.shape, dtype=dtype or source.dtype, pin_memory=True).copy_(source)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """An array's own memory as a tensor; what a preprocessing worker sent is read-only, and nothing writes to it."""
+    if isinstance(value, Tensor) or value.flags.writeable:
+        return torch.as_tensor(value)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.as_tensor(value)
+
+
+def _use(device: torch.device) -> None:
+    """Have a thread work on the rank's device: a new one would take up memory on the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

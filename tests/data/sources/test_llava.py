@@ -1,0 +1,132 @@
+"""Conversations: what cannot be used is named, images stay inside their folder, lists are read in pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disttrain_cli.data.sources import Sample, Shard, Skipped, llava, read_shard
+from disttrain_cli.data.sources.llava import conversation
+from disttrain_cli.spec.index import IMAGE, TEXT
+from tests.data.dataset import PROPERTY, encoded
+from tests.data.sources.forms import write_llava
+
+
+def turns(*said: str, **record: Any) -> dict[str, Any]:
+    return {"id": "x", "conversations": [{"from": ("human", "gpt")[n % 2], "value": value}
+                                         for n, value in enumerate(said)], **record}
+
+
+def read(folder: Path, content: bytes | list[Any], name: str = "chat.json") -> tuple[list[str], dict[str, str]]:
+    """(keys of the samples, reasons by key) of a JSON in a folder with a.jpg and sub/b.png."""
+    write_llava(folder)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    found = list(read_shard(Shard("llava", str(folder / name), name, str(folder)), name))
+    skipped = [one for one in found if isinstance(one, Skipped)]
+    assert all(one.shard == name for one in skipped)
+    return [one.key for one in found if isinstance(one, Sample)], {one.key: one.reason for one in skipped}
+
+
+@pytest.mark.parametrize(("record", "reason"), [
+    (turns("<image>", "a"), "1 marks <image> for 0 images"),
+    (turns("no mark", "a", image="a.jpg"), "0 marks <image> for 1 images"),
+    (turns("<image><image>", "a", image=["a.jpg"]), "2 marks"),
+    (turns("<image>", "a", image="gone.jpg"), "gone.jpg cannot be opened: No such file"),
+    (turns("<image>", "a", image="sub"), "sub cannot be opened: not a regular file"),
+    (turns("<image>", "a", image="chat.json"), "chat.json: not a JPEG"),
+    (turns("<image>", "a", image={"file": "a.jpg"}), "`image` must be"),
+    (turns("<image>", "a", image=[1]), "`image` must be"),
+    ({"id": "x"}, "`conversations` must be"),
+    ({"id": "x", "conversations": []}, "at least one turn"),
+    ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
+    ({"id": "x", "conversations": [{"from": "system", "value": "be nice"}]}, "`from` (human or gpt)"),
+    ({"id": "x", "conversations": [{"from": "gpt", "value": None}]}, "`value` (a text)"),
+])
+def test_bad_records_are_named_and_the_rest_is_read(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
+    keys, skipped = read(tmp_path, [turns("1", "2") | {"id": "before"}, record, turns("3", "4") | {"id": 7}])
+    assert keys == ["before", "7"] and list(skipped) == ["x"] and reason in skipped["x"]
+
+
+@pytest.mark.parametrize("name", ["../secret.jpg", "/etc/passwd", "sub/../../secret.jpg", "..", "\\secret.jpg",
+                                  "link.jpg", "outside/secret.jpg", "http://127.0.0.1/x.jpg", "a\0.jpg",
+                                  "sub/..\\..\\secret.jpg"])
+def test_names_that_lead_out_of_the_folder_are_not_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret.jpg").write_bytes(encoded(20, 20))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "link.jpg").symlink_to(tmp_path / "secret.jpg")
+    (folder / "outside").symlink_to(tmp_path, target_is_directory=True)
+    keys, skipped = read(folder, [turns("<image>", "a", image=name)])
+    assert not keys and "out of the folder" in skipped["x"]
+
+
+def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
+    write_llava(tmp_path)
+    (tmp_path / "link.jpg").symlink_to(tmp_path / "a.jpg")
+    assert read(tmp_path, [turns("<image>", "a", image="link.jpg")])[0] == ["x"]
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    (b'{"id": 1}', "the JSON is no list"), (b"", "the JSON is no list"), (b"null", "the JSON is no list"),
+    (b"[", "no record at byte 1"), (b'[{"id": 1}', "no comma or end"), (b'[{"id": 1} {"id": 2}]', "no comma or end"),
+    (b'[{"id": 1},]', "no record at byte 11"), (b"[" * 100_000, "no record"), (b'[{"a":' * 100_000, "not a whole list"),
+])
+def test_files_that_are_no_list(tmp_path: Path, content: bytes, reason: str) -> None:
+    keys, skipped = read(tmp_path, content)
+    assert not keys and reason in skipped[""]
+
+
+def test_a_list_cut_short_keeps_what_is_whole(tmp_path: Path) -> None:
+    whole = json.dumps([turns("a", "b") | {"id": f"{n}"} for n in range(5)]).encode()
+    keys, skipped = read(tmp_path, whole[:-30])
+    assert keys == ["0", "1", "2", "3"] and "not a whole list" in skipped[""]
+
+
+def test_what_is_no_record_is_named(tmp_path: Path) -> None:
+    keys, skipped = read(tmp_path, b"\n".join([b"null", b"12", b"[]", json.dumps(turns("a", "b")).encode()]), "a.jsonl")
+    assert keys == ["x"] and all(skipped[f"record {n}"] == "a record must be a mapping" for n in range(3))
+
+
+def test_broken_lines_are_named_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llava, "MAX_TEXT_BYTES", 1000)
+    lines = [json.dumps(turns("a", "b") | {"id": f"{n}"}).encode() for n in range(3)]
+    long = json.dumps(turns("a" * 5000, "b")).encode()
+    keys, skipped = read(tmp_path, b"\n".join([lines[0], b"{broken", b"", long, lines[1], b"\xff\xfe", lines[2]]),
+                         "chat.jsonl")
+    assert keys == ["0", "1", "2"]
+    assert "not valid JSON" in skipped["record 1"] and "at most 1000" in skipped["record 2"]
+    assert "not valid JSON" in skipped["record 4"]
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=6), st.integers(1, 40), st.booleans(),
+       st.sampled_from([None, 1]))
+@PROPERTY
+def test_pieces_of_any_length_give_the_same_records(said: list[str], chunk: int, ascii_only: bool,
+                                                    indent: int | None) -> None:
+    import tempfile
+
+    from disttrain_cli.data.sources.files import LocalFile
+
+    records = [turns(value, "answer") | {"number": 10 * n} for n, value in enumerate(said)]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llava, "CHUNK_BYTES", chunk)
+        path = Path(folder, "chat.json")
+        data = json.dumps(records, ensure_ascii=ascii_only, indent=indent).encode("utf-8", "replace")
+        path.write_bytes(b"\xef\xbb\xbf" * (chunk > 20) + b" \n" + data + b"\n")
+        found = list(llava._list(LocalFile(str(path))))
+        assert [record.value for record in found] == json.loads(data)
+        content = path.read_bytes()
+        assert [json.loads(content[record.place.offset:sum(record.place)]) for record in found] == json.loads(data)
+
+
+def test_turns_are_written_as_user_and_assistant() -> None:
+    parts = conversation(turns("a", "b", "<image>", "d<image>", image=["one", "two"]))
+    assert [(part.kind, part.value, part.trained) for part in parts if part.kind == TEXT] == [
+        (TEXT, "USER: a ASSISTANT:", False), (TEXT, " b", True), (TEXT, " USER: ", False), (TEXT, " ASSISTANT:", False),
+        (TEXT, " d", True)]
+    assert [part.value for part in parts if part.kind == IMAGE] == ["one", "two"]

@@ -1,0 +1,150 @@
+"""Parquet and Arrow: columns are found or asked for, damage is named, the rest is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from disttrain_cli.data.sources import Sample, Shard, Skipped, read_shard
+from disttrain_cli.data.sources.columns import find_columns
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.index import IMAGE, TEXT
+from tests.data.dataset import encoded
+from tests.data.sources.forms import PICTURES, hf_images, list_table, pair_table, pairs, write_arrow, write_parquet
+
+
+def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
+    found = list(read_shard(Shard(path.suffix[1:], str(path), path.name), path.name))
+    return ({one.key: one for one in found if isinstance(one, Sample)},
+            {one.key: one.reason for one in found if isinstance(one, Skipped)})
+
+
+def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
+    kinds = ((text, pa.string()), (image, pa.binary()), (other, pa.int64()))
+    return pa.schema([(name, kind) for names, kind in kinds for name in names.split()])
+
+
+@pytest.mark.parametrize(("columns", "image", "text"), [
+    (schema("words", "pixels", "label"), "pixels", "words"),
+    (schema("url TEXT key", "JPG mask"), "JPG", "TEXT"),
+    (schema("url caption sha256", "jpg"), "jpg", "caption"),
+    (pa.schema([("img", pa.struct([("bytes", pa.large_binary())])), ("txt", pa.large_string())]), "img", "txt"),
+    (schema("texts", "images"), "images", "texts"),  # no lists: a pair of columns
+])
+def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: str) -> None:
+    assert find_columns(columns, "x") == (image, text, False)
+
+
+@pytest.mark.parametrize(("columns", "words"), [
+    (schema("text caption", "image"), ["several columns may hold the texts: text, caption", "caption (string)"]),
+    (schema("a b", "image"), ["several columns may hold the texts: a, b"]),
+    (schema("text", "x y"), ["several columns may hold the image bytes: x, y", "y (binary)"]),
+    (schema("text", "image jpg"), ["image, jpg"]),
+    (schema("", "image", "text"), ["no column holds texts", "text (int64)"]),
+    (schema("text url"), ["no column holds image bytes", "img2dataset"]),
+    (pa.schema([("images", pa.list_(pa.string())), ("texts", pa.list_(pa.string()))]), ["URLs", "img2dataset"]),
+])
+def test_what_is_ambiguous_is_asked_for(columns: pa.Schema, words: list[str]) -> None:
+    with pytest.raises(DataError) as caught:
+        find_columns(columns, "shard.parquet")
+    assert all(word in str(caught.value) for word in [*words, "shard.parquet"])
+
+
+def test_bad_rows_of_pairs(tmp_path: Path) -> None:
+    good, words = encoded(20, 20), ["fine", None, "x", "x", "x", "x"]
+    pictures = [good, good, None, b"a text file", b"", encoded(30, 20, ".png")]
+    table = pa.table({"image": hf_images(pictures), "text": words})
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
+    assert list(samples) == ["row 0", "row 5"] and samples["row 5"].segments[0].width_px == 30
+    assert skipped == {"row 1": "the text is missing", "row 2": "the image is missing",
+                       "row 3": "not a JPEG, PNG or WebP image", "row 4": "not a JPEG, PNG or WebP image"}
+
+
+def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
+    texts = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
+    samples, skipped = read(write_arrow(tmp_path / "a.arrow", pa.table({"jpg": PICTURES[:2], "text": texts})))
+    assert list(samples) == ["row 0"] and skipped == {"row 1": "text is not UTF-8"}
+
+
+def test_bad_rows_of_lists(tmp_path: Path) -> None:
+    rows: list[tuple[list[bytes | None] | None, list[str | None] | None]] = [
+        ([None, PICTURES[0]], ["a", None]), ([None], [None]), ([PICTURES[0]], ["both"]), ([None, None], ["short"]),
+        (None, ["no list"]), ([], []), ([PICTURES[1], None], [None, "last"])]
+    table = pa.table({"images": pa.array([images for images, _ in rows], pa.list_(pa.binary())),
+                      "texts": pa.array([texts for _, texts in rows], pa.list_(pa.string()))})
+    for samples, skipped in (read(write_arrow(tmp_path / "a.arrow", table, rows=3)),
+                             read(write_parquet(tmp_path / "a.parquet", table, rows=4))):
+        assert list(samples) == ["row 0", "row 5", "row 6"] and not samples["row 5"].segments
+        assert [(s.kind, s.place) for s in samples["row 6"].segments] == [(IMAGE, (6, 0)), (TEXT, (6, 1))]
+        assert "position 0" in skipped["row 1"] and "position 0" in skipped["row 2"]
+        assert skipped["row 3"] == "`images` has 2 entries, `texts` 1" and "None entries" in skipped["row 4"]
+
+
+def test_images_with_a_path_alone(tmp_path: Path) -> None:
+    """Hugging Face's Image feature before it is embedded."""
+    rows = [{"bytes": None, "path": "/elsewhere/a.jpg"}, {"bytes": PICTURES[0], "path": None}]
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", pa.table({"image": rows, "text": ["a", "b"]})))
+    assert list(samples) == ["row 1"] and skipped["row 0"] == "the image is missing"
+
+
+def damaged(path: Path, places: Iterable[int]) -> Path:
+    content = bytearray(path.read_bytes())
+    for place in places:
+        content[place] ^= 0xFF
+    path.write_bytes(bytes(content))
+    return path
+
+
+def test_parquet_cut_short_or_no_parquet(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", pair_table())
+    whole = path.read_bytes()
+    for content in (whole[:-100], whole[:50], b"", b"no parquet" * 50):
+        path.write_bytes(content)
+        samples, skipped = read(path)
+        assert not samples and "not a whole Parquet file" in skipped[""]
+
+
+def test_a_damaged_row_group_is_left_out(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pair_table(), path, row_group_size=2, compression="zstd", use_dictionary=False)
+    column = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    damaged(path, range(column.data_page_offset, column.data_page_offset + 12))
+    samples, skipped = read(path)
+    assert list(samples) == ["row 0", "row 1", "row 4", "row 5"]
+    assert list(skipped) == ["rows 2 to 3"] and "damaged Parquet" in skipped["rows 2 to 3"]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_arrow_cut_short(tmp_path: Path, whole: bool) -> None:
+    path = write_arrow(tmp_path / "a.arrow", list_table(), rows=1, whole=whole)
+    path.write_bytes(path.read_bytes()[:-2000])
+    samples, skipped = read(path)
+    assert len(samples) < 4 and "not a whole Arrow file" in skipped[""]
+    assert whole or samples  # the file format has its footer at the end
+
+
+def test_pictures_are_told_by_content(tmp_path: Path) -> None:
+    """A JPEG may be called a PNG; what claims gigapixels is named, whatever it is called."""
+    bomb = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02" + bytes(200)
+    large = b"\xff\xd8\xff\xc0\x00\x11\x08\xff\xff\xff\xff" + bytes(20)
+    table = pa.table({"png": [PICTURES[0], bomb, large], "text": ["a", "b", "c"]})
+    samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
+    assert list(samples) == ["row 0"]
+    assert "60000x60000 pixels" in skipped["row 1"] and "65535x65535" in skipped["row 2"]
+
+
+def test_an_empty_file_has_no_samples(tmp_path: Path) -> None:
+    for path in (write_parquet(tmp_path / "a.parquet", pair_table().slice(0, 0)),
+                 write_arrow(tmp_path / "a.arrow", pair_table().slice(0, 0))):
+        assert read(path) == ({}, {})
+
+
+def test_batches_and_chunks_do_not_matter(tmp_path: Path) -> None:
+    one = read(write_parquet(tmp_path / "a.parquet", pair_table(struct=False), rows=1))
+    all_ = read(write_parquet(tmp_path / "b.parquet", pair_table(), rows=100))
+    assert one == all_ and len(one[0]) == len(pairs())
