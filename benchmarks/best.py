@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.common import Tables, main
 from benchmarks.paper import GPUS, LLM_PP, megatron_lm, ours, profiled, shapes
-from disttrain_cli.data import apart, sequencing, shaping
-from disttrain_cli.data.best import Best
-from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
-from disttrain_cli.data.sequencing import search_order
+from disttrain_cli.data.ordering import apart, sequencing, shaping
+from disttrain_cli.data.ordering.assigning import assign, count_costs
+from disttrain_cli.data.ordering.best import Best
+from disttrain_cli.data.ordering.intervals import interval_order
+from disttrain_cli.data.ordering.loads import replica_loads
+from disttrain_cli.data.ordering.sequencing import search_order
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.planning.baselines import pipelines

@@ -21,8 +21,8 @@ from benchmarks.common import Tables, main
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import image_sizes, read_distribution
 from disttrain_cli.data.index import Index, build_index
-from disttrain_cli.data.levelling import level
-from disttrain_cli.data.ordering import assign, count_costs, order_step
+from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
+from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TEXT

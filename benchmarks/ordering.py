@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.common import Tables, alternate, main
 from disttrain_cli.data.index import open_index
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs, order_step
+from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
+from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.layout import Stage, amount, optimizer_s, stages_of
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.ordering.assigning import assign, count_costs
+from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import pipeline_of

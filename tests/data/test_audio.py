@@ -9,8 +9,8 @@ import pytest
 
 from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.index import open_index
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.ordering.assigning import assign, count_costs
+from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.data.sizes import sizes_of, sizes_of_sample
 from disttrain_cli.data.statistics import describe_data, mean_and_max_work, size_sample

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.distribution import draw, image_sizes, read_distribution
 from disttrain_cli.data.index import build_index, open_index, read_index
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.ordering.assigning import assign, count_costs
+from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.packing import SequenceStream, pack
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.statistics import describe_data

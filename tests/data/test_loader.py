@@ -13,7 +13,7 @@ import pytest
 from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import NOT_TRAINED

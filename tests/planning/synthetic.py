@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.data.orders import Policy
+from disttrain_cli.data.ordering.orders import Policy
 from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import (

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from disttrain_cli.costs.layout import amount, optimizer_s, stages_of
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
+from disttrain_cli.data.ordering.assigning import assign, count_costs
+from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.simulation.pipeline import simulate

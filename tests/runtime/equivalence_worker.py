@@ -11,7 +11,7 @@ import torch
 
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
 from disttrain_cli.runtime import broker, checkpoint

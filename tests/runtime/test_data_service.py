@@ -20,7 +20,7 @@ import yaml
 
 from disttrain_cli.data.index import Index, build_index, read_index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import Request
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.data.serving import wire

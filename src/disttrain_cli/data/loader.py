@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol
 
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.preparing import Broken, Prepared, Preparer, Request
-from disttrain_cli.data.shared_orders import SharedOrders
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.data.sources import Skipped

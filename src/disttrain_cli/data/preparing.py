@@ -17,9 +17,9 @@ import numpy as np
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index_checks import shard_label
+from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
-from disttrain_cli.data.shared_orders import SharedOrders
 from disttrain_cli.data.slots import Ints, Slot, SlotBatch
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.flops import mfu, peak_tflops
 from disttrain_cli.costs.layout import Stage, amount, reduce_s, stages_of
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.orders import Policy
+from disttrain_cli.data.ordering.loads import replica_loads
+from disttrain_cli.data.ordering.orders import Policy
 from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import FIELDS
 from disttrain_cli.models.sampling import generate

@@ -21,8 +21,8 @@ from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.layout import amount, stages_of
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.loads import order_loads
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.loads import order_loads
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import READ
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import StepOrder

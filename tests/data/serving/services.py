@@ -13,12 +13,12 @@ import pytest
 
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.preparing import Preparer
 from disttrain_cli.data.serving.client import Workers
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.data.serving.worker import Worker
-from disttrain_cli.data.shared_orders import SharedOrders
 from disttrain_cli.data.slots import SlotBatch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.progress import Progress, silent

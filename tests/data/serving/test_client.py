@@ -11,7 +11,7 @@ import pyarrow.flight as flight
 import pytest
 
 from disttrain_cli.data.index import Index, build_index
-from disttrain_cli.data.orders import Orders, Policy
+from disttrain_cli.data.ordering.orders import Orders, Policy
 from disttrain_cli.data.preparing import Preparation, Prepared, Preparer, Request
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.serving.client import PulledOrders, Workers, check_workers

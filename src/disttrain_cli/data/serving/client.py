@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.preparing import Prepared, Request
 from disttrain_cli.data.serving.access import access_of

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.data.index import read_index
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.preparing import Preparer
 from disttrain_cli.data.serving.access import PLAIN, TLS, read_secret, read_token
 from disttrain_cli.data.serving.identity import identity_of
-from disttrain_cli.data.shared_orders import SharedOrders
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.plan import read_plan
 from disttrain_cli.spec.profile import read_profile

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.layout import Cost, Stage, amount
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.data.index import Index, open_index, read_index
-from disttrain_cli.data.loads import unit_loads
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.loads import unit_loads
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import ReplicaItems, StepOrder
 from disttrain_cli.models.layer import TensorSpec

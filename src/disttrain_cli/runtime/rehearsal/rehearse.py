@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.loads import order_loads
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.loads import order_loads
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of, transfers_s
-from disttrain_cli.data.orders import Orders
+from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table, live_tensors
 from disttrain_cli.models.layer import Batch

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.orders import KEPT, Orders
+from disttrain_cli.data.ordering.orders import KEPT, Orders
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.spec.plan import Layout

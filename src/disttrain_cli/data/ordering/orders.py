@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from disttrain_cli.data.best import Best
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.ordering import assign, count_costs, order_step
+from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
+from disttrain_cli.data.ordering.best import Best
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import Assignment, StepOrder

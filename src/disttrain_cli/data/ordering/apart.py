@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
-from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.sequencing import MOVES_PER_ROUND, search_order
+from disttrain_cli.data.ordering.intervals import interval_order
+from disttrain_cli.data.ordering.sequencing import MOVES_PER_ROUND, search_order
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.simulation.makespan import iterations_s, of_replica, orders_s
 from disttrain_cli.simulation.timeline import Floats, Pipeline

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from disttrain_cli.data.arrays import ranges
-from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.levelling import image_owners, item_shares, level
+from disttrain_cli.data.ordering.intervals import interval_order
+from disttrain_cli.data.ordering.levelling import image_owners, item_shares, level
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder

@@ -18,15 +18,15 @@ import numpy as np
 
 from disttrain_cli.costs.layout import stages_of
 from disttrain_cli.costs.memory import layout_memory
-from disttrain_cli.data.apart import order_apart
 from disttrain_cli.data.arrays import starts_of
-from disttrain_cli.data.fitting import fit
-from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.levelling import deal, level
-from disttrain_cli.data.loads import replica_loads
-from disttrain_cli.data.ordering import assign, count_costs
-from disttrain_cli.data.sequencing import search_order
-from disttrain_cli.data.shaping import Shaped, shape
+from disttrain_cli.data.ordering.apart import order_apart
+from disttrain_cli.data.ordering.assigning import assign, count_costs
+from disttrain_cli.data.ordering.fitting import fit
+from disttrain_cli.data.ordering.intervals import interval_order
+from disttrain_cli.data.ordering.levelling import deal, level
+from disttrain_cli.data.ordering.loads import replica_loads
+from disttrain_cli.data.ordering.sequencing import search_order
+from disttrain_cli.data.ordering.shaping import Shaped, shape
 from disttrain_cli.data.sizes import Sizes, sizes_of_sample
 from disttrain_cli.data.slots import Assignment, Ints
 from disttrain_cli.simulation.grouping import grouped

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.ordering.test_assigning import check_step, random_batch
 
-from disttrain_cli.data import sequencing
-from disttrain_cli.data.apart import order_apart
-from disttrain_cli.data.best import Best
-from disttrain_cli.data.fitting import fit
-from disttrain_cli.data.levelling import level
-from disttrain_cli.data.ordering import assign, count_costs, order_step
+from disttrain_cli.data.ordering import sequencing
+from disttrain_cli.data.ordering.apart import order_apart
+from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
+from disttrain_cli.data.ordering.best import Best
+from disttrain_cli.data.ordering.fitting import fit
+from disttrain_cli.data.ordering.levelling import level
+from disttrain_cli.data.ordering.sequencing import search_order
+from disttrain_cli.data.ordering.shaping import Shaped, shape
 from disttrain_cli.data.packing import Packing
-from disttrain_cli.data.sequencing import search_order
-from disttrain_cli.data.shaping import Shaped, shape
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.data.statistics import size_sample
@@ -34,7 +35,6 @@ from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.work import Work
 from tests import profiles
 from tests.data.dataset import INPUTS, PROPERTY, make_layout
-from tests.data.test_ordering import check_step, random_batch
 from tests.planning import synthetic
 from tests.simulation.test_pipeline import equal
 

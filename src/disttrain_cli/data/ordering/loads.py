@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.data.levelling import image_owners, item_shares
+from disttrain_cli.data.ordering.levelling import image_owners, item_shares
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import Assignment, Ints, StepOrder
 from disttrain_cli.spec.inputs import ModelInputs

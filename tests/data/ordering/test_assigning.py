@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.index import Index
-from disttrain_cli.data.intervals import interval_order
-from disttrain_cli.data.levelling import level
-from disttrain_cli.data.ordering import Costs, assign, count_costs
-from disttrain_cli.data.ordering import order_step as order_assigned
+from disttrain_cli.data.ordering.assigning import Costs, assign, count_costs
+from disttrain_cli.data.ordering.assigning import order_step as order_assigned
+from disttrain_cli.data.ordering.intervals import interval_order
+from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.data.packing import Packing, SequenceStream
 from disttrain_cli.data.sizes import sizes_of
 from disttrain_cli.data.slots import Ints, StepOrder
