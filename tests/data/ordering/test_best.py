@@ -108,10 +108,10 @@ def _digest() -> str:
 
 
 def test_every_process_finds_the_same() -> None:
-    command = [sys.executable, "-c", "from tests.data.test_best import _digest; print(_digest())"]
+    command = [sys.executable, "-c", "from tests.data.ordering.test_best import _digest; print(_digest())"]
     for seed, threads in (("1", "1"), ("2", "2")):
         settings_ = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
-        told = subprocess.run(command, cwd=Path(__file__).parents[2], env=settings_, capture_output=True, text=True,
+        told = subprocess.run(command, cwd=Path(__file__).parents[3], env=settings_, capture_output=True, text=True,
                               check=True)
         assert told.stdout.strip() == _digest()
 
