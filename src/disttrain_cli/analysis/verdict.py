@@ -159,7 +159,7 @@ def _intra(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: l
         Place(unit=unit, replica=replica),
         f"Uneven data over the replicas of {unit}",
         evidence,
-        "Level the replicas: set train.ordering: paper, or raise train.global_batch_size so that there is more to "
+        "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that there is more to "
         "level with.",
         "disttrain train",
     )
@@ -172,7 +172,7 @@ def _inter(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: l
         Place(unit=unit),
         f"Uneven data over the slots of a step, most in {unit}",
         evidence,
-        "Order the slots: set train.ordering: paper, or raise train.global_batch_size.",
+        "Order the slots: set train.ordering: best, or raise train.global_batch_size.",
         "disttrain train",
     )
 
