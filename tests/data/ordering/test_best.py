@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.ordering.test_assigning import check_step, random_batch
 
 from disttrain_cli.data.ordering import sequencing
 from disttrain_cli.data.ordering.apart import order_apart
@@ -35,6 +34,7 @@ from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.work import Work
 from tests import profiles
 from tests.data.dataset import INPUTS, PROPERTY, make_layout
+from tests.data.ordering.test_assigning import check_step, random_batch
 from tests.planning import synthetic
 from tests.simulation.test_pipeline import equal
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.data.ordering.test_assigning import LAYOUTS, random_batch
 
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
@@ -18,6 +17,7 @@ from disttrain_cli.data.slots import Assignment
 from disttrain_cli.data.statistics import size_sample
 from disttrain_cli.spec.plan import Layout
 from tests.data.dataset import INPUTS, PROPERTY
+from tests.data.ordering.test_assigning import LAYOUTS, random_batch
 
 
 def loads_of_slots(batch: Packing, layout: Layout, assignment: Assignment) -> dict[str, list[list[list[float]]]]:
