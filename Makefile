@@ -1,7 +1,7 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
 # make test-all everything: also the full matrices, the chain as a user runs it, and the fault tests
-# make bench    the quick benchmarks (about 3 minutes; see benchmarks/README.md)
+# make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
 # make docs     write docs/cli.md, docs/runfile.md and docs/schema/ again
 
