@@ -36,7 +36,14 @@ def loader(run: Run, index: Index, layout: Layout, unit: str, replica: int, fiel
 def fetch_step(run: Run, index: Index, layout: Layout, unit: str, replica: int, step: int = 0,
                fields: set[str] = ALL) -> list[SlotBatch]:
     with loader(run, index, layout, unit, replica, fields, first_step=step) as source:
-        return [source.fetch(step, slot) for slot in range(layout.microbatches)]
+        return [fetched(source, step, slot) for slot in range(layout.microbatches)]
+
+
+def fetched(source: Loader, step: int, slot: int) -> SlotBatch:
+    """As training does it."""
+    batch = source.fetch(step, slot)
+    source.prefetch(step, slot + 1)
+    return batch
 
 
 def with_preprocess(run: Run, workers: int, prefetch_slots: int) -> Run:
@@ -179,7 +186,7 @@ def test_broken_images_are_blank_weightless_and_named_once(own_run: MakeRun) -> 
     layout = MONOLITHIC.model_copy(update={"units": [MONOLITHIC.units[0].model_copy(update={"dp": 1})],
                                            "microbatches": 12})
     with loader(run, index, layout, "all", 0) as source:
-        batches = [source.fetch(step, slot) for step in range(3) for slot in range(12)]
+        batches = [fetched(source, step, slot) for step in range(3) for slot in range(12)]
         assert sorted(s.key for s in source.skipped) == ["3", "5"]
         assert all(s.shard == "own/a.tar" and "truncated jpeg" in s.reason for s in source.skipped)
     blank = [not one.any() for batch in batches for block in batch.pixels or [] for one in block]

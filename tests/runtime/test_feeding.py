@@ -40,6 +40,9 @@ class Loader:
             raise ValueError("no such step")
         return arrays(3 * step + slot)
 
+    def prefetch(self, step: int, slot: int) -> None:
+        pass
+
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     for value in vars(batch).values():

@@ -2,6 +2,9 @@
 
 A *source* prepares one slot: in this process (`preparing.Preparer`), or on other machines (`serving.client.Workers`).
 The loader keeps the next `preprocess.prefetch_slots` slots in preparation, whichever it is.
+
+Threads take turns at Python's lock, milliseconds long: what prepares the next slots must not begin while a rank still
+turns this one into tensors. So `fetch` and `prefetch` are two calls, and training makes the second afterwards.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Loader:
         self._broken: set[int] = set()
         self._bad_limit = run.file.data.max_bad_fraction * int((orders.index.kinds != TEXT).sum())
         self._fetching = ThreadPoolExecutor(run.file.preprocess.prefetch_slots + 1, "fetch")
-        self._ahead(first_step * orders.layout.microbatches)
+        self.prefetch(first_step, 0)
 
     def __enter__(self) -> Loader:
         return self
@@ -75,10 +78,8 @@ class Loader:
         self._fetching.shutdown(wait=True)
 
     def order(self, step: int) -> StepOrder:
-        """What every replica of every unit does in a step; the next step's order is begun in the background."""
-        wanted = self._orders.begin(step)
-        self._orders.begin(step + 1)
-        return wanted.result()[0]
+        """What every replica of every unit does in a step."""
+        return self._orders.of(step)[0]
 
     def sizes(self, step: int) -> Sizes:
         """Sizes of the sequences of a step's global batch, in the order of the data."""
@@ -91,20 +92,28 @@ class Loader:
             DataError: a shard is gone or changed, or more images are broken than `data.max_bad_fraction` allows.
             DisttrainError: whatever else the source raises.
         """
-        at = step * self._orders.layout.microbatches + slot
-        self._ahead(at)
+        at = self._number(step, slot)
+        self._begin(at)
         prepared = self._slots.pop(at).result()
         self._note(prepared.broken)
         return prepared.batch
 
-    def _ahead(self, at: int) -> None:
-        """Have slots `at` .. `at` + prefetch in preparation, and forget earlier ones."""
+    def prefetch(self, step: int, slot: int) -> None:
+        """Have this slot and those after it prepared, and the next step's order found, in the background."""
+        at = self._number(step, slot)
         self._slots = {number: kept for number, kept in self._slots.items() if number >= at}
-        for number in range(at, at + 1 + self._run.preprocess.prefetch_slots):
-            if number not in self._slots:
-                step, slot = divmod(number, self._orders.layout.microbatches)
-                request = Request(step, slot, self._unit, self._replica, self._fields)
-                self._slots[number] = self._fetching.submit(self._source.prepare, request)
+        for number in range(at, at + self._run.preprocess.prefetch_slots):
+            self._begin(number)
+        self._orders.begin(step + 1)
+
+    def _number(self, step: int, slot: int) -> int:
+        return step * self._orders.layout.microbatches + slot
+
+    def _begin(self, number: int) -> None:
+        if number not in self._slots:
+            step, slot = divmod(number, self._orders.layout.microbatches)
+            request = Request(step, slot, self._unit, self._replica, self._fields)
+            self._slots[number] = self._fetching.submit(self._source.prepare, request)
 
     def _note(self, broken: list[Broken]) -> None:
         for segment, what in broken:

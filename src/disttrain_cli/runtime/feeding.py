@@ -26,6 +26,10 @@ class Slots(Protocol):
         """Inputs of this replica for one slot; slots are asked for in the order of training."""
         ...
 
+    def prefetch(self, step: int, slot: int) -> None:
+        """Have this slot and those after it prepared in the background."""
+        ...
+
 
 def fetcher(loader: Slots, device: torch.device, dtype: torch.dtype) -> Callable[[StepOrder], Callable[[int], Batch]]:
     """For a step, what the engine calls to wait for this rank's inputs of a slot."""
@@ -33,8 +37,11 @@ def fetcher(loader: Slots, device: torch.device, dtype: torch.dtype) -> Callable
 
     def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
         def fetch(slot: int) -> Batch:
-            arrays = slots.fetch(order, slot) if slots else loader.fetch(order.step, slot)
-            return to_batch(arrays, order, device, dtype)
+            if slots:
+                return to_batch(slots.fetch(order, slot), order, device, dtype)
+            batch = to_batch(loader.fetch(order.step, slot), order, device, dtype)
+            loader.prefetch(order.step, slot + 1)
+            return batch
         return fetch
     return fetch_of
 
@@ -76,7 +83,9 @@ class PinnedAhead:
         return self._next.get((step, slot)) or self._thread.submit(self._take, step, slot)
 
     def _take(self, step: int, slot: int) -> SlotBatch:
-        return pinned(self._loader.fetch(step, slot), self._dtype)
+        batch = pinned(self._loader.fetch(step, slot), self._dtype)
+        self._loader.prefetch(step, slot + 1)
+        return batch
 
 
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:

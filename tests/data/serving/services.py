@@ -77,7 +77,11 @@ def content(batch: SlotBatch) -> dict[str, Any]:
 
 
 def fetch_all(loader: Loader, places: list[tuple[int, int]] = PLACES) -> list[dict[str, Any]]:
-    return [content(loader.fetch(step, slot)) for step, slot in places]
+    found = []
+    for step, slot in places:
+        found.append(content(loader.fetch(step, slot)))
+        loader.prefetch(step, slot + 1)
+    return found
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:

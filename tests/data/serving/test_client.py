@@ -375,8 +375,9 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
 def test_a_rank_asks_for_no_more_than_it_prefetches(run: Run, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     gauge = Gauge(monkeypatch)
     with serving(run, index) as worker, remote(pulling(run, address(worker), prefetch_slots=2), index) as loader:
-        gauge.wait_for(3)
-        loader.fetch(0, 0)
-        loader.fetch(0, 1)
-        gauge.wait_for(4)
+        gauge.wait_for(2)
+        for slot in range(2):
+            loader.fetch(0, slot)
+            loader.prefetch(0, slot + 1)
+            gauge.wait_for(3 + slot)
     assert gauge.begun == 4 and gauge.most <= 3
