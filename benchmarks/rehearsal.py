@@ -33,10 +33,13 @@ import yaml
 from benchmarks.common import Tables, table
 from benchmarks.paper import LLM_PP, megatron_lm, shapes
 from benchmarks.strategies import disttrain
-from disttrain_cli.planning.solve import cluster_of
+from disttrain_cli.planning.baselines import pipelines
+from disttrain_cli.planning.predict import predict
+from disttrain_cli.planning.solve import cluster_of, layout_of
+from disttrain_cli.planning.units import Cluster, group, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Plan, Search, read_plan, write_plan
-from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, read_plan, write_plan
+from disttrain_cli.spec.profile import Profile, read_profile
 from disttrain_cli.spec.runfile import read_run
 
 Row = dict[str, Any]
@@ -67,9 +70,9 @@ ACCURACY_STEPS, GAIN_STEPS, FAULT_STEPS = 3, 2, 3  # the first of each is left o
 GAIN_GPUS, GAIN_BATCH, PAIRS, PAIRS_OVER_BEST = 192, 288, 5, 1  # 1,920 sequences on 1,296 devices are 284 on 192
 #: The same for all plans of a pair: what the host adds to a step then weighs the same in all of them.
 GAIN_TIME_SCALE = 0.6
-OURS, PUBLISHED = "disaggregated", "Megatron-LM of the paper"
+OURS, PUBLISHED, ONE_UNIT = "disaggregated", "Megatron-LM of the paper", "one unit"
 PAPER_GAIN = {"mllm-9b": "1.7-2.2", "mllm-15b": "1.7-2.2", "mllm-72b": "1.3"}  # over Megatron-LM of the paper
-ORDERED, ORDERING_PAIRS = ("mllm-9b", "mllm-72b"), 5
+ORDERED, ORDERING_PAIRS = {"mllm-9b": (OURS, ONE_UNIT), "mllm-72b": (OURS, PUBLISHED)}, 5
 FAULT_ROUNDS = 2
 FAULTS: dict[str, Row | None] = {
     "none": None,
@@ -88,14 +91,14 @@ class Prepared:
         self.folder, self.case = folder, case
 
     def plan(self, name: str) -> Path:
-        """The plan of a strategy, or the one that is like the paper's Megatron-LM."""
+        """The plan of a strategy, the one that is like the paper's Megatron-LM, or the best in one unit."""
         path = self.folder / f"{name.replace(' ', '-')}.yaml"
         if not (self.folder / RUN_FILE).is_file():
             disttrain(self.folder, "init", ".", "--preset", self.case.preset)
             edit(self.folder, cluster={"nodes": -(-self.case.gpus // 8)}, train={"global_batch_size": self.case.batch})
             disttrain(self.folder, "profile")
-        if name == PUBLISHED and not path.is_file():
-            write_plan(path, published(self.folder, self.case.preset))
+        if name in (PUBLISHED, ONE_UNIT) and not path.is_file():
+            write_plan(path, written(self.folder, self.case.preset, name))
         elif not path.is_file():
             disttrain(self.folder, "plan", "--strategy", name, "--top", 0, "--out", path)
             write_plan(path, merged(read_plan(path), self.case.merge))
@@ -117,16 +120,27 @@ def merged(plan: Plan, times: int) -> Plan:
     return plan.model_copy(update={"plan": layout})
 
 
-def published(folder: Path, preset: str) -> Plan:
-    """A plan like the paper's Megatron-LM for a profiled run."""
+def written(folder: Path, preset: str, name: str) -> Plan:
+    """A plan of a profiled run that no command makes: like the paper's Megatron-LM, or in one unit."""
     run = read_run(folder / RUN_FILE)
     profile = read_profile(run.dir.profile)
-    found = megatron_lm(profile, cluster_of(run.file, profile), LLM_PP[preset])
+    cluster = cluster_of(run.file, profile)
+    found = megatron_lm(profile, cluster, LLM_PP[preset]) if name == PUBLISHED else one_unit(profile, cluster)
     if found is None:
-        raise SystemExit(f"The paper's Megatron-LM does not fit {preset} on this cluster.")
+        raise SystemExit(f"{name} does not fit {preset} on this cluster.")
     prints = profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})
     return Plan(fingerprints=prints, plan=found[0], predicted=found[1],
                 search=Search(solve_s=0.0, candidates=1, exact=False))
+
+
+def one_unit(profile: Profile, cluster: Cluster) -> tuple[Layout, Prediction] | None:
+    """The best pipeline with all modules in one unit, if there is one."""
+    units = group(profile, cluster, "megatron")
+    whole = pipelines(units, cluster).best
+    if not whole:
+        return None
+    layout = layout_of(units, cluster, whole[0], "megatron")
+    return layout, predict(units_of(profile, cluster, layout), layout, cluster)
 
 
 def edit(folder: Path, **sections: Row) -> None:
@@ -221,7 +235,7 @@ def ordering(small: bool, keep: Keep) -> Tables:
     for preset in [*ORDERED][: 1 if small else None]:
         case = Case(preset, 24 if small else GAIN_GPUS, 24 if small else GAIN_BATCH)
         with opened(case) as run:
-            for name in (OURS, PUBLISHED)[: 1 if small else None]:
+            for name in ORDERED[preset][: 1 if small else None]:
                 rows: dict[str, list[Row]] = {"none": [], "best": []}
                 for pair in range(1 if small else ORDERING_PAIRS):
                     for policy, own in rows.items():
