@@ -213,12 +213,6 @@ def test_preprocessing_keeps_up(case: tuple[Profile, list[Unit], Cluster]) -> No
     assert need.cores == need.hosts == int(np.ceil(found.sequences_per_s / 300))
 
 
-def test_interleaving_is_reported_as_far_as_layers_allow(case: tuple[Profile, list[Unit], Cluster]) -> None:
-    _, units, cluster = case
-    found = predict(units, three(), cluster)  # the LLM has three layers per stage
-    assert [(row.unit, row.virtual_stages) for row in found.interleaved] == [("llm", 2)]
-    assert found.interleaved[0].iteration_s < found.iteration_s and found.interleaved[0].gain_pct > 0
-
 
 def test_finalists_are_of_several_kinds() -> None:
     assert diverse(["a1", "a2", "a3", "b1", "a4", "c1", "b2"], lambda name: name[0], 4) == ["a1", "a2", "b1", "c1"]

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disttrain_cli.simulation.interleaved import interleaved_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared, speed
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
@@ -205,13 +204,3 @@ def test_order_is_deepspeeds(stages: int, slots: int) -> None:
         train = schedule.TrainSchedule(slots, stages, stage)
         steps = [train._step_to_micro_batch(step) for step in range(2 * (slots + stages - 1))]
         assert [(f, s) for s, f in steps if 0 <= s < slots] == operations(slots, stages - stage)
-
-
-@given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=8), st.integers(1, 40))
-def test_interleaving_takes_its_share_of_the_wait_of_equal_stages(stages_s: list[float], slots: int) -> None:
-    stage_s, stages = stages_s[0], len(stages_s)
-    plain = simulate(equal(stages, stages * slots, stage_s / 3, 2 * stage_s / 3)).iteration_s
-    for virtual in (1, 2, 4):
-        expected = (stages * slots + (stages - 1) / virtual) * stage_s  # Narayanan et al. 2021
-        assert interleaved_s(plain, [stage_s] * stages, virtual) == pytest.approx(expected)
-    assert interleaved_s(plain, stages_s, 4) <= interleaved_s(plain, stages_s, 2) <= plain

@@ -123,7 +123,7 @@ def more_gpus(found: Sensitivity) -> str:
 
 
 def needs(plan: Plan) -> list[str]:
-    """CPU nodes, messages, and what interleaving would bring: one line each."""
+    """CPU nodes and messages: one line each."""
     lines: list[str] = []
     need = plan.predicted.preprocess
     if need is not None:
@@ -132,10 +132,6 @@ def needs(plan: Plan) -> list[str]:
     if plan.predicted.traffic:
         largest = ", ".join(map(_traffic, _largest(plan.predicted.traffic)))
         lines.append(f"Messages  of the busiest rank per step: {largest}.")
-    gain = max(plan.predicted.interleaved, key=lambda gain: gain.gain_pct, default=None)
-    if gain is not None and gain.gain_pct > 0:
-        lines.append(f"Not yet   Interleaved stages ({gain.virtual_stages} per rank of {gain.unit}) would bring "
-                     f"{gain.gain_pct:.1f} % more sequences per second; training does not run them yet.")
     return lines
 
 

@@ -21,17 +21,15 @@ from disttrain_cli.data.sizes import sampled_batch, sizes_of_sample
 from disttrain_cli.planning.objective import layout_time
 from disttrain_cli.planning.traffic import preprocess_need, traffic_of
 from disttrain_cli.planning.units import Cluster, Unit
-from disttrain_cli.simulation.interleaved import interleaved_s
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
-from disttrain_cli.spec.plan import Interleaving, Layout, Prediction, StageMemory, StageTime, UnitTime
+from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, UnitTime
 from disttrain_cli.spec.profile import DeviceProfile, Profile
 
 Floats = NDArray[np.float64]
 BATCHES, SEQUENCES = 3, 256  # global batches whose simulated times are averaged, and sequences in all, at least
-VIRTUAL_STAGES = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
         optimizer_s=steps[0].pipeline.step_s, kernel_mfu=_kernel_mfu(profile.device, flops, computing),
         orchestration_efficiency=orchestration,
         traffic=traffic_of(profile, layout, stages, cluster.gpus_per_node),
-        preprocess=preprocess_need(profile, layout.global_batch_size / iteration_s, cluster.cpu_node_cores),
-        interleaved=_interleaved(profile, layout, stage_times, iteration_s, orchestration))
+        preprocess=preprocess_need(profile, layout.global_batch_size / iteration_s, cluster.cpu_node_cores))
 
 
 def _total(loads: Floats) -> Floats:
@@ -210,17 +207,3 @@ def _stage_times(profile: Profile, steps: list[Step], layout: Layout, flops: lis
 def _own(pipeline: Pipeline, stages: slice, dp: int) -> tuple[Floats, Floats]:
     """Forward and backward times [n, PP, DP] of some stages of one unit."""
     return pipeline.forward_s[:, stages, :dp], pipeline.backward_s[:, stages, :dp]
-
-
-def _interleaved(profile: Profile, layout: Layout, stages: list[StageTime], iteration_s: float,
-                 efficiency: float) -> list[Interleaving]:
-    """What virtual stages of the LLM's unit would bring."""
-    unit = layout.unit_of(profile.inputs.llm)
-    if unit.pp == 1:
-        return []
-    stages_s = [(stage.forward_ms + stage.backward_ms) / 1e3 for stage in stages if stage.unit == unit.name]
-    times = {virtual: interleaved_s(iteration_s, stages_s, virtual)
-             for virtual in VIRTUAL_STAGES if virtual <= min(unit.layers_per_stage)}
-    return [Interleaving(unit=unit.name, virtual_stages=virtual, iteration_s=time,
-                         gain_pct=100 * (iteration_s / time - 1),
-                         orchestration_efficiency=efficiency * iteration_s / time) for virtual, time in times.items()]

@@ -156,16 +156,6 @@ class PreprocessNeed(Strict):
     hosts: int = Field(description="Of cluster.cpu_node_cores cores.")
 
 
-class Interleaving(Strict):
-    """What interleaved 1F1B would bring by formula (`simulation.interleaved`); reported only, no plan uses it."""
-
-    unit: str
-    virtual_stages: int = Field(description="Per rank (v).")
-    iteration_s: float
-    gain_pct: float = Field(description="More sequences per second.")
-    orchestration_efficiency: float
-
-
 class Prediction(Strict):
     """What the cost model expects of a layout: the simulated mean over a few global batches of the data's sizes."""
 
@@ -190,7 +180,6 @@ class Prediction(Strict):
     memory_binds: str | None = Field(None, description="Unit and stage whose memory is fullest, as 'unit stage 0'.")
     traffic: list[Traffic] = Field(default_factory=list)
     preprocess: PreprocessNeed | None = None
-    interleaved: list[Interleaving] = Field(default_factory=list)
 
 
 class Baseline(Strict):
