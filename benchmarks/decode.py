@@ -62,8 +62,8 @@ def picture(quality: int, width: int = WIDTH, height: int = HEIGHT, suffix: str 
 
 def normalised(planes: NDArray[np.uint8]) -> NDArray[np.float32]:
     """[3, H, W] bytes to floats around 0."""
-    out = np.multiply(planes, np.float32(1 / (255 * IMAGE.std)), dtype=np.float32)
-    out -= np.float32(IMAGE.mean / IMAGE.std)
+    out = np.multiply(planes, np.float32(1 / (255 * IMAGE.std[0])), dtype=np.float32)
+    out -= np.float32(IMAGE.mean[0] / IMAGE.std[0])
     return out
 
 
@@ -74,8 +74,8 @@ def bare(data: bytes, out: NDArray[np.float32]) -> NDArray[np.float32]:
 
     twice = cv2.resize(simplejpeg.decode_jpeg(data, "BGR"), (SIDE, 2 * SIDE), interpolation=cv2.INTER_LINEAR)
     for plane, own in zip(out, reversed(cv2.split(cv2.resize(twice, (SIDE, SIDE)))), strict=True):
-        np.multiply(own, np.float32(1 / (255 * IMAGE.std)), out=plane)
-        plane -= np.float32(IMAGE.mean / IMAGE.std)
+        np.multiply(own, np.float32(1 / (255 * IMAGE.std[0])), out=plane)
+        plane -= np.float32(IMAGE.mean[0] / IMAGE.std[0])
     return out
 
 
@@ -92,7 +92,7 @@ def transform(data: bytes, kind: str, height: int = SIDE, width: int = SIDE) -> 
     import torch
 
     planes = torch.from_numpy(pillow(data, height, width, kind)).permute(2, 0, 1).contiguous()
-    mean, std = (torch.full((3, 1, 1), value) for value in (IMAGE.mean, IMAGE.std))
+    mean, std = (torch.full((3, 1, 1), value) for value in (IMAGE.mean[0], IMAGE.std[0]))
     return planes.to(torch.float32).div(255).clone().sub_(mean).div_(std)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import (
     best,
+    checkpoints,
     common,
     data_wait,
     decode,
@@ -19,6 +20,7 @@ from benchmarks import (
     planner,
     rehearsal,
     simulation,
+    stock_pipeline,
     strategies,
 )
 from disttrain_cli.costs.hardware import Curve, lookup
@@ -130,6 +132,14 @@ def test_data_wait():
 
 
 @pytest.mark.slow
+def test_checkpoints():
+    rows, stands = checkpoints.measure(small=True).values()
+    assert [(row["does"], row["way"]) for row in rows] == [(does, way) for does in ("save", "load")
+                                                           for way in checkpoints.WAYS]
+    assert all(row["s per GiB"] > 0 for row in rows) and 0 < stands[0]["share of saving"] < 1
+
+
+@pytest.mark.slow
 def test_strategies():
     steps, ratio = strategies.measure(small=True).values()
     assert [row["strategy"] for row in steps] == list(strategies.STRATEGIES)
@@ -171,3 +181,10 @@ def test_a_small_rehearsal_is_measured(tmp_path):
     assert all(common.table(title, rows) for title, rows in tables.items())
     kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert kept and all(row["rehearsed_s"] > 0 and row["simulated_s"] > 0 and row["operations"] > 0 for row in kept)
+
+
+@pytest.mark.slow
+def test_stock_pipeline():
+    for row in only(stock_pipeline.measure(small=True)):
+        assert row["CPU ratio"] > 0 and row["wall ratio"] > 0
+        assert row["first loss, disttrain"] == pytest.approx(row["first loss, DeepSpeed"], rel=1e-5)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from disttrain_cli import __version__
-from disttrain_cli.commands import analyze, data, init, plan, profile, train
+from disttrain_cli.commands import analyze, data, export, init, plan, profile, train
 from disttrain_cli.console import Console
 from disttrain_cli.errors import DisttrainError
 
@@ -33,7 +33,7 @@ Exit codes:
 3  no feasible plan (with what binds)
 4  a worker or rank failed (which, and where its log is)
 5  a --fail-if condition holds
-130  interrupted
+130  interrupted (Ctrl-C), 143  ended by SIGTERM; training writes a checkpoint first
 
 A traceback appears only with DISTTRAIN_DEBUG=1.
 """
@@ -73,7 +73,8 @@ def root(
         typer.echo(context.get_help())
 
 
-for name, command in {"init": init, "profile": profile, "plan": plan, "train": train, "analyze": analyze}.items():
+for name, command in {"init": init, "profile": profile, "plan": plan, "train": train, "analyze": analyze,
+                      "export": export}.items():
     app.command(name, epilog=command.EPILOG)(command.run)
 app.add_typer(data.app, name="data")
 

@@ -55,6 +55,10 @@ class RankFailedError(DisttrainError):
     exit_code = 4
 
 
+class RankLostError(RankFailedError):
+    """A rank died or hangs without having said why; starting again may help, and `train.restarts` does."""
+
+
 class ConditionHoldsError(DisttrainError):
     """A `--fail-if` condition holds (exit code 5)."""
 

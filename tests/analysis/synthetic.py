@@ -31,7 +31,7 @@ from tests import profiles
 
 MS = 1_000_000
 TYPES = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-         "list<int64>": pa.list_(pa.int64())}
+         "list<int64>": pa.list_(pa.int64()), "map<string,float64>": pa.map_(pa.string(), pa.float64())}
 MODULES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
 #: ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts twice as much.
 RATE_MS = {"encoder": 0.02, "llm": 0.01, "generator": 0.02}

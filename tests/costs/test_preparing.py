@@ -62,7 +62,16 @@ def test_text_never_takes_less_than_nothing_and_unknown_rates_take_nothing() -> 
     assert item_s(with_rates(images=5.0, sequences=0.0), "image_generator") == 0.2
 
 
-def test_cached_latents_and_audio_take_nothing() -> None:
+def test_clips_take_their_own_time_and_none_of_the_text_s() -> None:
+    heard = synthetic.with_audio(PROFILE)
+    data = heard.data.model_copy(update={"clips": 3 * heard.data.sequences})
+    rates = PreprocessProfile(images_per_s_per_core=100, clips_per_s_per_core=200, sequences_per_s_per_core=10)
+    profile = heard.model_copy(update={"data": data, "preprocess": rates})
+    assert item_s(profile, "audio_encoder") == 1 / 200
+    assert item_s(profile, "llm") == pytest.approx(0.1 - mean_images() / 100 - 3 / 200)
+
+
+def test_cached_latents_and_clips_of_no_known_rate_take_nothing() -> None:
     inputs = PROFILE.inputs
     assert inputs.target is not None
     cached = PROFILE.model_copy(update={"inputs": inputs.model_copy(update={

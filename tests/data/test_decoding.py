@@ -62,7 +62,7 @@ def stored(image: Image.Image, kind: str, **options: Any) -> bytes:
 
 def colours(data: bytes) -> np.ndarray:
     """[H, W, RGB] bytes of a file of 40x32 as decoding sees it, in whole patches of 8 pixels."""
-    image = ImageInput(module="e", patch_px=8, mean=0.0, std=1.0, max_pixels=10**6)
+    image = ImageInput(module="e", patch_px=8, mean=(0, 0, 0), std=(1, 1, 1), max_pixels=10**6)
     return np.rint(decode_image(data, (4, 5), image) * 255).astype(int).transpose(1, 2, 0)
 
 
@@ -87,7 +87,7 @@ def test_png_of_every_depth() -> None:
     assert np.array_equal(colours(stored(palette, "PNG")), np.asarray(palette.convert("RGB")))
     two = PICTURE.convert("1")
     assert np.array_equal(colours(stored(two, "PNG")), np.asarray(two.convert("RGB")))
-    as_grey = ImageInput(module="e", patch_px=8, channels=1, mean=0.0, std=1.0, max_pixels=10**6)
+    as_grey = ImageInput(module="e", patch_px=8, channels=1, mean=(0,), std=(1,), max_pixels=10**6)
     for file in (stored(PICTURE, "PNG"), stored(PICTURE.convert("L"), "PNG"), stored(PICTURE, "JPEG", quality=98)):
         assert np.abs(decode_image(file, (4, 5), as_grey)[0] * 255 - grey).mean() < 2
 
@@ -158,9 +158,17 @@ def test_scaled_decoding_is_close_to_the_whole_one() -> None:
 
 
 def test_mean_std_and_grey() -> None:
-    grey = ImageInput(module="e", patch_px=8, channels=1, mean=0.25, std=0.5, max_pixels=4096)
+    grey = ImageInput(module="e", patch_px=8, channels=1, mean=(0.25,), std=(0.5,), max_pixels=4096)
     data = cv2.imencode(".png", np.full((8, 16, 3), 128, np.uint8))[1].tobytes()
     assert np.allclose(decode_image(data, (1, 2), grey), np.full((1, 8, 16), (128 / 255 - 0.25) / 0.5))
+
+
+def test_every_channel_has_its_own_mean_and_std() -> None:
+    means, stds = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    image = ImageInput(module="e", patch_px=8, mean=means, std=stds, max_pixels=4096)
+    red, green, blue = decode_image(stored(Image.new("RGB", (8, 8), (255, 128, 0)), "PNG"), (1, 1), image)[:, 0, 0]
+    assert np.allclose([red, green, blue], [(v / 255 - m) / s for v, m, s in zip((255, 128, 0), means, stds,
+                                                                                  strict=True)])
 
 
 def test_target_is_the_middle_square() -> None:

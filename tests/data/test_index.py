@@ -316,10 +316,10 @@ def test_an_image_beside_a_json_that_changes_is_refused(tmp_path: Path) -> None:
     index = build_index(run, INPUTS)
     reader = ShardReader(index, ByteTokenizer())
     place = int(np.flatnonzero(index.kinds == IMAGE)[0])
-    assert reader.image(0, place)
+    assert reader.file(0, place)
     (tmp_path / "chat" / "a.jpg").write_bytes(encoded(50, 50))
     with pytest.raises(DataError, match="not the one that was indexed") as caught:
-        reader.image(0, place)
+        reader.file(0, place)
     assert "a.jpg has" in caught.value.why
     assert build_index(run, INPUTS).fingerprint != index.fingerprint
 

@@ -108,7 +108,7 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
             at, first = 0, int(own.images.min()) if len(own.images) else 0
             for pixels, number, grid in zip(images, own.images - first, batch.image_grids, strict=True):
                 sample = int(np.searchsorted(index.segment_start, segments[number], side="right") - 1)
-                data = reader.image(sample, int(segments[number]))
+                data = reader.file(sample, int(segments[number]))
                 assert np.array_equal(pixels, decode_image(data, tuple(grid), INPUTS.image))
                 rows = grid.prod() // merged
                 assert batch.image_rows[at:at + rows].tolist() == expected_rows[number].tolist()
@@ -116,7 +116,7 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
             goals = stream.target_segment[stream.target_start[sequence]:stream.target_start[sequence + 1]]
             for pixels, segment in zip(batch.target_pixels, goals.tolist(), strict=True):
                 sample = int(np.searchsorted(index.segment_start, segment, side="right") - 1)
-                assert np.array_equal(pixels, decode_target(reader.image(sample, segment), INPUTS.target))
+                assert np.array_equal(pixels, decode_target(reader.file(sample, segment), INPUTS.target))
 
 
 def test_threads_and_prefetch_do_not_change_a_byte(run: Run, index: Index) -> None:

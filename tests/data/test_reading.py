@@ -38,7 +38,7 @@ def contents(index: Index, reader: ShardReader, sample: int) -> list[tuple[int, 
     segments = range(index.segment_start[sample], index.segment_start[sample + 1])
     texts = iter(reader.texts(sample))
     return [(TEXT, bytes(next(texts)).decode(), bool(index.trained[s])) if index.kinds[s] == TEXT
-            else (int(index.kinds[s]), reader.image(sample, s), bool(index.trained[s])) for s in segments]
+            else (int(index.kinds[s]), reader.file(sample, s), bool(index.trained[s])) for s in segments]
 
 
 def test_what_was_written_is_read(read_form: tuple[Run, Index, Written]) -> None:
@@ -79,7 +79,7 @@ def test_a_shard_that_disappears_is_named(tmp_path: Path, read_form: tuple[Run, 
     name = Path(index.shards[0].path)
     name.unlink()
     reader = ShardReader(index, ByteTokenizer())
-    for read in (lambda: reader.texts(0), lambda: reader.image(1, int(np.flatnonzero(index.kinds == IMAGE)[0]))):
+    for read in (lambda: reader.texts(0), lambda: reader.file(1, int(np.flatnonzero(index.kinds == IMAGE)[0]))):
         with pytest.raises(DataError, match=name.name) as caught:
             read()
         assert "disttrain profile" in caught.value.next_step

@@ -1,9 +1,11 @@
 import pytest
 import torch
 
-from disttrain_cli.models import llama, unet, vae, vit, whisper
+from disttrain_cli.models import decoder, unet, vae, vit, whisper
 from disttrain_cli.models.flops import count_flops, layer_flops
+from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.noise import Noise
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
 
@@ -118,7 +120,7 @@ def test_one_llama_layer_at_8192_tokens(monkeypatch, width, ffn, heads, kv_heads
     inputs = ModelInputs(llm="llm", vocabulary=32000, sequence_length=8192)
     batch = probe_batch(inputs, documents=[[8192]], device="meta")
     monkeypatch.setitem(START, "hidden", torch.empty(8192, width, device="meta"))
-    block = llama.makers("llm", config, (), False, 1.0)[1]
+    block = decoder.makers("llm", config, (), False, 1.0)[1]
     assert forward_tflop([block], batch) == pytest.approx(expected, abs=5e-4)
 
 
@@ -137,7 +139,8 @@ def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
     batch = probe_batch(inputs, targets=1, device="meta")
     monkeypatch.setitem(START, "conditioning", torch.empty(77, 1024, device="meta"))
-    layers = unet.makers("unet", config, 77, 1024, 4096, 1.0)[1:]
+    canvas = Canvas((4, size, size), Noise(), 8 * size, reads_latents=False)
+    layers = unet.makers("unet", config, canvas, 77, 1024, 4096, 1.0)[1:]
     assert forward_tflop(layers, batch) == pytest.approx(expected, abs=5e-4)
 
 
@@ -155,4 +158,4 @@ def test_stable_diffusions_vae_encoder(size, expected):
     target = TargetInput(module="unet", size_px=size, context_tokens=77, latent_pixels=(size // 8) ** 2)
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
     batch = probe_batch(inputs, targets=1, device="meta")
-    assert forward_tflop(vae.makers("unet", config, size), batch) == pytest.approx(expected, abs=5e-4)
+    assert forward_tflop([vae.encoder_maker("unet", config, size)], batch) == pytest.approx(expected, abs=5e-4)

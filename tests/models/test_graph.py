@@ -173,7 +173,7 @@ def test_bf16_layers_run(make_run):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"llm": {"architecture": "gpt9"}}, ("gpt9", "vit, whisper, llama, unet2d_condition")),
+        ({"llm": {"architecture": "gpt9"}}, ("gpt9", "whisper, llama, mistral")),
         ({"llm": {"architecture": "vit"}}, ("kind encoder, not llm",)),
         ({"llm": {"config": {"hiden_size": 48}}}, ("hiden_size", "hidden_size")),
         ({"image_encoder": {"config": {"num_layers": 3}}}, ("num_layers", "num_hidden_layers")),
@@ -185,12 +185,11 @@ def test_bf16_layers_run(make_run):
         ({"llm": {"config": {"num_attention_heads": 0}}}, ("model.modules.llm",)),
         ({"llm": {"config": {"num_hidden_layers": 0}}}, ("num_hidden_layers",)),
         ({"llm": {"config": {"attention_dropout": 0.1}}}, ("attention_dropout",)),
-        ({"llm": {"config": {"tie_word_embeddings": True}}}, ("tie_word_embeddings",)),
         ({"image_encoder": {"config": {"attention_probs_dropout_prob": 0.1}}}, ("attention_probs_dropout_prob",)),
         ({"image_encoder": {"config": {"patch_size": [4, 2]}}}, ("patch_size",)),
         ({"llm": {"config": {"vocab_size": 256}}}, ("vocab_size", "261")),
         ({"image_generator": {"image_size": 17}}, ("image_size", "multiples of 2")),
-        ({"image_generator": {"config": {"dropout": 0.1}}}, ("dropout",)),
+        ({"image_generator": {"config": {"dropout": 1.5}}}, ("dropout",)),
         ({"image_generator": {"config": {"class_embed_type": "timestep"}}}, ("class_embed_type",)),
         (
             {"image_generator": {"config": {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}}},
@@ -236,14 +235,55 @@ def test_modules_from_folders(make_run, tmp_path):
     assert layer_table(other) == layer_table(run)
 
 
+def test_a_tower_inside_a_whole_models_folder_with_its_processor(make_run, tmp_path):
+    """The tower's part of config.json is used, and the processor's mean, deviation and scale."""
+    folder = tmp_path / "eye"
+    folder.mkdir()
+    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+              "image_size": 16, "patch_size": 4, "model_type": "siglip_vision_model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "siglip", "vision_config": vision}))
+    run = make_run(image_encoder={"architecture": None, "folder": "eye", "config": {}})
+    image = describe(run).image
+    assert (image.patch_px, image.extra_tokens) == (4, 0) and image.mean == image.std == (0.5, 0.5, 0.5)
+    processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": 0.25, "rescale_factor": 1 / 127.5}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    image = describe(run).image
+    assert image.mean == pytest.approx((0.05, 0.1, 0.15)) and image.std == pytest.approx((0.125, 0.125, 0.125))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "do_rescale": False}))
+    image = describe(run).image
+    assert image.mean == (0, 0, 0) and image.std == pytest.approx((1 / 255,) * 3)
+    for wrong, words in (({"image_std": [1, 0, 1]}, "image_std"), ({"image_mean": "grey"}, "image_mean"),
+                         ({"rescale_factor": -1}, "rescale_factor")):
+        (folder / "preprocessor_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(SpecError, match=words):
+            describe(run)
+
+
+def test_means_are_those_of_the_classes_processors():
+    from transformers.image_utils import (
+        IMAGENET_STANDARD_MEAN,
+        IMAGENET_STANDARD_STD,
+        OPENAI_CLIP_MEAN,
+        OPENAI_CLIP_STD,
+    )
+
+    from disttrain_cli.models.configs.images import CLIP, HALVES
+
+    assert [list(values) for values in CLIP] == [OPENAI_CLIP_MEAN, OPENAI_CLIP_STD]
+    assert [list(values) for values in HALVES] == [IMAGENET_STANDARD_MEAN, IMAGENET_STANDARD_STD]
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (None, ("no model configuration", "model.modules.llm.folder")),
         ("{", ("Cannot read",)),
         ("[]", ("must be a mapping",)),
-        ('{"model_type": "gpt2"}', ("gpt2", "known: vit, whisper, llama")),
+        ('{"model_type": "gpt2"}', ("gpt2", "known: vit, clip_vision_model")),
         ("{}", ("unknown architecture",)),
+        ('{"model_type": "llama", "auto_map": {"AutoModel": "mine.Model"}}', ("auto_map", "never run", "mine.Model")),
+        ('{"model_type": "clip"}', ("whole clip model", "vision_config")),
+        ('{"model_type": "clip", "vision_config": {}}', ("of kind encoder, not llm",)),
     ],
 )
 def test_bad_folders_are_refused(make_run, tmp_path, content, words):

@@ -38,7 +38,8 @@ def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypa
     alphas = DDIMScheduler().alphas_cumprod
     seen = {}
     monkeypatch.setattr(
-        unet.In, "start", lambda self, x, t, start=unet.In.start: (seen.update(x=x, t=t), start(self, x, t))[1]
+        unet.In, "start",
+        lambda self, state, x, t, start=unet.In.start: (seen.update(x=x, t=t), start(self, state, x, t))[1]
     )
 
     def knows(self, state):

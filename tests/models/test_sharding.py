@@ -4,7 +4,7 @@ import threading
 import pytest
 import torch
 
-from disttrain_cli.models.division import parts, shard
+from disttrain_cli.models.division import Shard, own_rows, parts, piece, shard, shard_of, whole_shape
 from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, state_at
@@ -155,3 +155,37 @@ def test_values_reduced_in_a_forward(make_run):
     generator = all_reduce_values(run, "image_generator")
     assert generator["projector"].per_item == 4 * 24 and generator["in"].per_item == generator["down.1"].per_item == 0
     assert generator["down.0"].per_item == 3 * 16 * 16 * 16  # two attentions and an FFN at 16 × 16, 16 channels
+
+
+@pytest.mark.parametrize("name", ["llm.block.0", "llm.embed", "llm.head", "image_generator.down.0"])
+def test_a_rank_has_its_parts_of_the_very_weights_of_the_whole_layer(make_run, name):
+    run = make_run(**DIVISIBLE)
+    index = next(i for i, info in enumerate(layer_table(run)) if info.name == name)
+    (whole,) = build_layers(run, index, index + 1)
+    ranks = [build_layers(run, index, index + 1, dtype=torch.float64, tp=TP, tp_rank=rank)[0] for rank in range(TP)]
+    assert ranks[1].first_id in (None, 132)
+    divided = 0
+    for path, parameter in whole.named_parameters():
+        for rank, layer in enumerate(ranks):
+            own = layer.get_parameter(path)
+            assert own.is_contiguous() and whole_shape(own) == tuple(parameter.shape)
+            assert torch.equal(own, piece(parameter, shard_of(own)).double())
+            if (made := shard_of(own)) is not None:
+                assert (made.tp, made.rank) == (TP, rank)
+                divided += own.numel()
+    once = [p.numel() for path, p in whole.named_parameters() if shard_of(ranks[0].get_parameter(path))]
+    assert 0 < divided == sum(once)
+
+
+def test_gates_and_values_are_divided_alike():
+    whole = torch.arange(8)
+    assert piece(whole, None) is whole
+    assert piece(whole, Shard(0, 1, 4, 1)).tolist() == [2, 3]
+    assert piece(whole, Shard(0, 2, 2, 1)).tolist() == [2, 3, 6, 7]
+    assert piece(whole.view(2, 4), Shard(1, 1, 2, 1)).tolist() == [[2, 3], [6, 7]]
+
+
+def test_rows_are_shared_out_to_the_last():
+    assert [own_rows(10, 4, rank) for rank in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [own_rows(1, 4, rank) for rank in range(4)] == [(0, 1), (1, 1), (1, 1), (1, 1)]
+    assert own_rows(0, 2, 1) == (0, 0)

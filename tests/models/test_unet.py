@@ -3,8 +3,8 @@ import dataclasses
 import torch
 
 from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import entry_state, probe_batch
-from disttrain_cli.models.unet import draw_noise
 
 
 def generator(run):
@@ -42,7 +42,7 @@ def check_equal_to_diffusers(run):
     batch = probe_batch(inputs, targets=3)
     batch.target_weights.copy_(torch.tensor([1.0, 0.0, 1.0]))
     state = through(layers, batch, entry_state(layer_table(run), "image_generator", inputs, batch))
-    timesteps, noise = draw_noise(batch, (3, 16, 16))
+    timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
     noisy = DDPMScheduler().add_noise(batch.target_pixels, noise, timesteps)
     conditioning = state["conditioning"].unflatten(0, (3, 4))
     predicted = whole(noisy, timesteps, conditioning).sample
@@ -72,13 +72,13 @@ def test_deeper_unets_too(make_run):
 
 def test_noise_depends_on_the_images_seed_only(make_run):
     batch = probe_batch(describe(make_run()), targets=4)
-    timesteps, noise = draw_noise(batch, (3, 16, 16))
+    timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
     order = torch.tensor([2, 0])
     part = dataclasses.replace(
         batch, noise_seeds=batch.noise_seeds[order], target_pixels=batch.target_pixels[order], cache={}
     )
     torch.manual_seed(99)
-    some_timesteps, some_noise = draw_noise(part, (3, 16, 16))
+    some_timesteps, some_noise = draw_noise(part, (3, 16, 16), 1000)
     assert torch.equal(some_timesteps, timesteps[order]) and torch.equal(some_noise, noise[order])
     assert len(set(timesteps.tolist())) > 1 and 0.9 < float(noise.std()) < 1.1
 

@@ -5,11 +5,13 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.activations import saved_bytes
+from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
+from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.sampling import generate
-from disttrain_cli.models.unet import draw_noise
+from disttrain_cli.models.vae import decoder_maker
 
 VAE = {
     "block_out_channels": [8, 16],
@@ -73,9 +75,9 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
         posterior = whole.encode(batch.target_pixels).latent_dist
     drawn = (state["latents"] / whole.config.scaling_factor - posterior.mean) / posterior.std
     torch.testing.assert_close(drawn, vae._noise(batch), rtol=1e-4, atol=1e-4)
-    timesteps, noise = draw_noise(batch, (4, 8, 8))
+    timesteps, noise = draw_noise(batch, (4, 8, 8), 1000)
     assert not torch.equal(drawn, noise)
-    first = start.start(DDPMScheduler().add_noise(state["latents"], noise, timesteps), timesteps)
+    first = start.start({}, DDPMScheduler().add_noise(state["latents"], noise, timesteps), timesteps)
     assert torch.equal(first["skip.0"], state["skip.0"])
     errors = (out.predict(state) - noise).square().mean((1, 2, 3))
     torch.testing.assert_close(state["loss/image"], 2.0 * errors.mean(), rtol=1e-6, atol=0)
@@ -114,12 +116,24 @@ def test_cached_latents_need_no_encoder(make_run, run):
     assert {kind: costs for kind, costs in with_vae.items() if kind != "vae_encoder"} == without
 
 
-def test_images_need_a_decoder_that_the_model_has_not(run):
-    inputs = describe(run)
-    with pytest.raises(SpecError, match="decoder") as error:
-        generate(build_layers(run, 0, len(layer_table(run))), probe_batch(inputs, documents=[[40]], targets=1),
-                 inputs, 1, 0)
-    assert "samples.images" in str(error.value)
+def test_images_are_made_of_latents_by_the_vaes_decoder(make_run, run):
+    from diffusers import AutoencoderKL
+
+    inputs, config = describe(run), read_configs(run)["image_generator"].vae
+    decoder = decoder_maker("image_generator", config).build(0)
+    whole = AutoencoderKL(**VAE).eval()
+    whole.decoder.load_state_dict(decoder.decoder.state_dict())
+    whole.post_quant_conv.load_state_dict(decoder.post_quant_conv.state_dict())
+    latents = torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        expected = whole.decode(latents / whole.config.scaling_factor).sample
+    torch.testing.assert_close(decoder.decode(latents), expected)
+    batch = dataclasses.replace(probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=2), target_pixels=None)
+    images = generate(build_layers(run, 0, len(layer_table(run))), batch, inputs, 2, 0, decoder)
+    assert images.shape == (2, 16, 16, 3) and not (images[0] == images[1]).all()
+    cached = make_run(image_generator={**GENERATOR, "cached_latents": True})
+    again = generate(build_layers(cached, 0, len(layer_table(cached))), batch, describe(cached), 2, 0, decoder)
+    assert (again == images).all()
 
 
 @pytest.mark.parametrize(("config", "vae", "others", "words"), [

@@ -47,7 +47,7 @@ def test_clips_together_equal_one_by_one(make_run):
     run = make_run(audio_encoder={})
     layers, batch = audio_layers(run), probe_batch(describe(run), clips=3)
     together = run_layers(layers, batch)["audio_embeds"]
-    alone = [run_layers(layers, type(batch)(image_grids=[], audio_features=clip[None]))["audio_embeds"]
+    alone = [run_layers(layers, type(batch)(image_grids=[], clips=1, audio_features=clip[None]))["audio_embeds"]
              for clip in batch.audio_features]
     assert [tuple(rows.shape) for rows in alone] == [(4, 48)] * 3
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
@@ -150,5 +150,5 @@ def test_wrong_configurations_are_named(make_run, change, words):
 def test_two_encoders_alike_are_refused(make_run):
     run = make_run(audio_encoder={})
     run.file.model.modules["audio_encoder"] = run.file.model.modules["image_encoder"]
-    with pytest.raises(SpecError, match="image_encoder and audio_encoder are both vit"):
+    with pytest.raises(SpecError, match="image_encoder and audio_encoder are both image encoders"):
         describe(run)

@@ -13,10 +13,12 @@ from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
-from disttrain_cli.models.layer import FIELDS, LOSS_PREFIX
+from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime import broker, checkpoint
 from disttrain_cli.runtime.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.feeding import fetcher, to_batch
+from disttrain_cli.runtime.gradients import gradient_flow
+from disttrain_cli.runtime.optimizer import learning_rate, parameter_groups, set_rates
 from disttrain_cli.runtime.process import joined
 from disttrain_cli.runtime.routes import Route
 from disttrain_cli.runtime.topology import build_topology
@@ -37,7 +39,9 @@ def orders_of(run: Run, layout: Layout) -> Orders:
     """The run's orders; costs are made up, for as many layers as the run's modules have."""
     inputs, table = describe(run), [info.module for info in layer_table(run)]
     modules = {name: module_profile(kind, ["layer"] * table.count(name), ms_per_token, work)
-               for name, (kind, _, ms_per_token, work) in MODULES.items()}
+               for name, (kind, _, ms_per_token, work) in MODULES.items() if name in table}
+    for cost in (cost for module in modules.values() for cost in module.costs.values()):
+        cost.tp.update(dict.fromkeys(("2", "4"), cost.tp["1"]))
     profile = make_profile(run.file).model_copy(update={"inputs": inputs, "modules": modules})
     return Orders(run.file, layout, read_index(run, inputs), profile)
 
@@ -52,7 +56,7 @@ def ranks(payload: dict[str, Any]) -> None:
         for case in payload["cases"]:
             run = read_run(Path(case["run"]))
             plan = Plan.model_validate(case["plan"])
-            topology = build_topology(plan.plan, [info.module for info in layer_table(run)])
+            topology = build_topology(plan.plan, [info.module for info in layer_table(run)], describe(run).llm)
             place = topology.place(int(os.environ["RANK"]))
             stage_layers = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
             out = Path(case["out"])
@@ -66,31 +70,36 @@ def ranks(payload: dict[str, Any]) -> None:
                         fields={f for info in stage_layers for f in info.needs}) as loader:
                 for step in range(case["steps"]):
                     order = loader.order(step)
-                    engine.run_step(order, fetcher(loader, device, dtype)(order), run.file.train.optimizer.lr)
+                    set_rates(engine, step)
+                    engine.run_step(order, fetcher(loader, device, dtype)(order))
                     own = engine.runner.take_losses()
                     sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64)
                     torch.distributed.all_reduce(sums)
                     history.append([*sums.tolist(), engine.grad_norm()])
-            checkpoint.save(out / "checkpoints", case["steps"], "test", "test", engine, keep=1)
+            checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)
             engine.tracer.close()
             if place.rank == 0:
                 (out / "history.json").write_text(json.dumps(history))
             engine.destroy()
 
 
-def reference(run: Run, steps: int) -> tuple[list[list[float]], dict[str, torch.Tensor], list[Any]]:
-    """The same steps in this process: losses and norms per step, final parameters, and the orders used."""
+def reference(run: Run, steps: int, left_out: int | None = None) -> tuple[
+        list[list[float]], dict[str, torch.Tensor], list[Any]]:
+    """The same steps in this process: losses and norms per step, final parameters, and the orders used.
+
+    Step `left_out` changes nothing.
+    """
     layers = build_layers(run, 0, len(layer_table(run)))
+    gradient_flow(layer_table(run), run.file.model.trained).mark(layers, 0)
     parameters = checkpoint.named_parameters(layers)
     spec = run.file.train.optimizer
-    optimizer = torch.optim.AdamW([p for _, p in parameters], lr=spec.lr, betas=spec.betas, eps=spec.eps,
-                                  weight_decay=spec.weight_decay)
+    optimizer = torch.optim.AdamW(parameter_groups(layers, spec), betas=spec.betas, eps=spec.eps)
     batch_size = run.file.train.global_batch_size
     unit = UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])
     layout = Layout(global_batch_size=batch_size, microbatch_size=batch_size, microbatches=1, gpus_used=1, units=[unit])
     history, orders = [], []
     with Loader(run, Orders(run.file, layout, read_index(run, describe(run))), unit="all", replica=0,
-                fields=set(FIELDS)) as loader:
+                fields={field for layer in layers for field in layer.needs}) as loader:
         for step in range(steps):
             order = loader.order(step)
             orders.append(order)
@@ -99,10 +108,13 @@ def reference(run: Run, steps: int) -> tuple[list[list[float]], dict[str, torch.
             for layer in layers:
                 state.update(layer(state, batch))
             losses = {name: loss for name, loss in state.items() if name.startswith(LOSS_PREFIX)}
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(run.file.train, group["module"], step)
             optimizer.zero_grad()
             torch.stack(list(losses.values())).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_([p for _, p in parameters], run.file.train.gradient_clipping)
-            optimizer.step()
-            both = [float(losses[f"{LOSS_PREFIX}{name}"].detach()) for name in ("text", "image")]
+            if step != left_out:
+                optimizer.step()
+            both = [float(losses.get(f"{LOSS_PREFIX}{name}", torch.zeros(())).detach()) for name in ("text", "image")]
             history.append([*both, float(norm)])
     return history, {name: p.detach().clone() for name, p in parameters}, orders

@@ -17,11 +17,11 @@ from tests.commands.conftest import make_profile
 MODEL: dict[str, Any] = {
     "modules": {
         "image_encoder": {"kind": "encoder", "architecture": "vit", "merge": 2,
-                          "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+                          "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
                                      "intermediate_size": 64, "image_size": 64, "patch_size": 8}},
         "llm": {"kind": "llm", "architecture": "llama",
-                "config": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-                           "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 272,
+                "config": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
+                           "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 272,
                            "max_position_embeddings": 512}},
         "image_generator": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 16,
                             "context_tokens": 4,
@@ -36,13 +36,13 @@ MODEL: dict[str, Any] = {
 
 
 def write_run(folder: Path, data: Path, *, name: str = "test", modules: tuple[str, ...] = tuple(MODEL["modules"]),
-              **train: Any) -> Run:
+              held_out: float = 0.0, **train: Any) -> Run:
     """A run file in `folder` over the sample data in `data`; `train` overrides its training section."""
     model = MODEL | {"modules": {key: MODEL["modules"][key] for key in modules}}
     content = {
         "name": name, "model": model,
         "data": {"sources": [{"path": str(data / "interleaved")}, {"path": str(data / "captions")}],
-                 "sequence_length": 256, "max_image_pixels": 4096},
+                 "sequence_length": 256, "max_image_pixels": 4096, "held_out": held_out},
         "cluster": {"gpus_per_node": 6, "device": "cpu"},
         "train": {"global_batch_size": 6, "steps": 3, "precision": "fp32", "zero_stage": 0,
                   "gradient_clipping": 0.5, "ordering": "none",
@@ -54,9 +54,10 @@ def write_run(folder: Path, data: Path, *, name: str = "test", modules: tuple[st
     return read_run(path)
 
 
-def unit(name: str, modules: list[str], layers: list[int], dp: int = 1) -> UnitPlan:
+def unit(name: str, modules: list[str], layers: list[int], dp: int = 1, tp: int = 1) -> UnitPlan:
     """A unit with one stage per entry of `layers`."""
-    return UnitPlan(name=name, modules=modules, dp=dp, pp=len(layers), gpus=dp * len(layers), layers_per_stage=layers)
+    return UnitPlan(name=name, modules=modules, tp=tp, dp=dp, pp=len(layers), gpus=tp * dp * len(layers),
+                    layers_per_stage=layers)
 
 
 def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
@@ -64,7 +65,8 @@ def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
     llm_dp = next(u.dp for u in units if "llm" in u.modules)
     batch = run.file.train.global_batch_size
     layout = Layout(global_batch_size=batch, microbatch_size=microbatch_size,
-                    microbatches=batch // (llm_dp * microbatch_size), gpus_used=sum(u.gpus for u in units), units=units)
+                    microbatches=batch // (llm_dp * microbatch_size), gpus_used=sum(u.gpus for u in units),
+                    zero_stage=0 if run.file.train.zero_stage == 0 else 1, units=units)
     layout.check_slots("llm")
     return Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout,
                 predicted=Prediction(iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0,

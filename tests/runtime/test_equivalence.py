@@ -49,6 +49,11 @@ def _layouts(run: Run) -> dict[str, tuple[list[UnitPlan], int]]:
                              unit("gen", [GENERATOR], [g])), 1),
         "pp2-2-pp2": (three(unit("enc", [ENCODER], [1, e - 1]), unit("llm", [LLM], [m], 2),
                             unit("gen", [GENERATOR], [3, g - 3])), 1),
+        "tp2-tp2-tp2": (three(unit("enc", [ENCODER], [e], tp=2), unit("llm", [LLM], [m], tp=2),
+                              unit("gen", [GENERATOR], [g], tp=2)), 1),
+        "1-tp2dp2-1": (three(unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], 2, tp=2),
+                             unit("gen", [GENERATOR], [g])), 1),
+        "monolithic-tp2pp3": ([unit("all", everything, [e + 1, m + 1, g - 2], tp=2)], 1),
         "monolithic-pp3dp2": ([unit("all", everything, [e + 1, m + 1, g - 2], 2)], 1),
         "monolithic-pp6": ([unit("all", everything, [2, e, m - 1, 2, 2, total - e - m - 5])], 1),
         "monolithic-dp6": ([unit("all", everything, [total], 6)], 1),
@@ -69,9 +74,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for each in (run, zero, bf16, *ordered):
         build_index(each, describe(each), silent)
     cases = [(name, run, *layout) for name, layout in _layouts(run).items()]
-    cases += [(f"zero1-{name}", zero, *_layouts(zero)[name]) for name in ("3-2-1", "monolithic-pp3dp2")]
+    cases += [(f"zero1-{name}", zero, *_layouts(zero)[name]) for name in ZERO]
     cases += [("faulty", run, *_layouts(run)["3-2-1"])]
-    cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in ("1-2-3",)]
+    cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in BF16]
     cases += [(f"{each.file.name}-3-2-1", each, *_layouts(each)["3-2-1"]) for each in ordered]
     payload = {"cases": [
         {"name": name, "run": str(each.path.resolve()), "plan": plan_of(each, units, m).model_dump(mode="json"),
@@ -90,12 +95,14 @@ def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[s
     out: Path = runs["folder"] / name
     folder = checkpoint_folder.latest(out / "checkpoints")
     assert folder is not None
-    layers = [layer for listed in checkpoint_folder.describe(folder)["files"].values() for layer in listed]
-    return json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder, layers, ("weight",))
+    return json.loads((out / "history.json").read_text()), checkpoint.read_tensors(folder)
 
 
-FP32 = ["3-2-1", "1-2-3", "2-pp2-2", "1-pp2dp2-1", "pp2-2-pp2", "monolithic-pp3dp2", "monolithic-pp6",
-        "monolithic-dp6", "zero1-3-2-1", "zero1-monolithic-pp3dp2", "paper-3-2-1", "best-3-2-1"]
+ZERO = ("3-2-1", "1-tp2dp2-1", "monolithic-pp3dp2")
+BF16 = ("1-2-3", "1-tp2dp2-1")
+FP32 = ["3-2-1", "1-2-3", "2-pp2-2", "1-pp2dp2-1", "pp2-2-pp2", "tp2-tp2-tp2", "1-tp2dp2-1",
+        "monolithic-pp3dp2", "monolithic-pp6", "monolithic-dp6", "monolithic-tp2pp3",
+        *(f"zero1-{name}" for name in ZERO), "paper-3-2-1", "best-3-2-1"]
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -107,8 +114,9 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
         assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
 
 
-def test_bf16_follows_the_reference(runs: dict[str, Any]) -> None:
-    history, _ = _trained(runs, "bf16-1-2-3")
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_follows_the_reference(runs: dict[str, Any], name: str) -> None:
+    history, _ = _trained(runs, f"bf16-{name}")
     assert torch.allclose(torch.tensor(history), torch.tensor(runs["history"]), rtol=0.05)
 
 

@@ -37,7 +37,8 @@ def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
         launch(1, "tests.runtime.launch_worker:fail", {"rank": "none"}, tmp_path, timeout_s=1.0)
 
 
-def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) -> None:
     pid = tmp_path / "pid"
 
     def kill_the_launcher_of_the_rank() -> None:
@@ -45,7 +46,7 @@ def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path) -> None:
             psutil.Process(int(pid.read_text())).parents()[1].kill()
 
     with pytest.raises(RankFailedError, match="killed by SIGKILL"):
-        launch(1, "tests.runtime.launch_worker:launcher", {"folder": str(tmp_path)}, tmp_path,
+        launch(1, "tests.runtime.launch_worker:launcher", {"folder": str(tmp_path), "stopped": stopped}, tmp_path,
                on_poll=kill_the_launcher_of_the_rank)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid.read_text())).wait(timeout=20)

@@ -9,9 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError, SpecError
+from disttrain_cli.runtime.checkpoint import read_tensors
+from disttrain_cli.runtime.checkpoint_folder import all_of
 from disttrain_cli.runtime.train import train
 from disttrain_cli.spec.trace import OPERATIONS, STEP_COLUMNS, TRACE_COLUMNS, read_job
 from tests.runtime.factory import make_job
@@ -33,7 +36,8 @@ def _losses(steps: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
 def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data: Path) -> None:
     import pyarrow.parquet as pq
 
-    changes = {"zero_stage": 1, "ordering": "paper"}
+    changes = {"zero_stage": 1, "ordering": "paper", "held_out": 0.3, "evaluation": {"every_steps": 2, "sequences": 6},
+               "ema": {"decay": 0.5, "modules": ["image_generator"]}, "checkpoint": {"every_steps": 1, "keep": 2}}
     whole = train(*make_job(tmp_path / "whole", data, **changes), steps=4)
     assert [step["step"] for step in whole.steps] == [0, 1, 2, 3]
     assert len(whole.images) == 8 and all(Path(path).stat().st_size > 100 for path in whole.images)
@@ -43,6 +47,13 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
     second = train(*job, steps=4, resume=True)
     assert (first.resumed_from_step, second.resumed_from_step) == (None, 2)
     assert _losses(first.steps) + _losses(second.steps) == _losses(whole.steps)
+    evaluated = [step.get("evaluation") for step in whole.steps]
+    assert [step.get("evaluation") for step in (*first.steps, *second.steps)] == evaluated
+    assert [sorted(own) if own else None for own in evaluated] == [None, ["image", "text"]] * 2
+    groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
+    ends = [read_tensors(Path(result.checkpoint), groups=groups) for result in (whole, second)]
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    assert [path.name for path in all_of(Path(second.checkpoint).parent)] == ["step-000003", "step-000004"]
 
     traces = Path(second.trace)
     assert read_job(traces / "job.json").layout == job[1].plan

@@ -22,7 +22,8 @@ from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]"}
+_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]",
+          "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
 #: Views made from `queries/view_NAME.sql`, in the order in which they need each other.
 _VIEWS = ("windows", "operations", "idle")
 
@@ -78,6 +79,7 @@ def open_database(paths: list[Path]) -> Database:
         run = _choose_starts(connection, files.job, files.warnings)
         stages = known_stages(files.job, files.warnings) if files.job is not None else []
         _make_layout(connection, files.job, stages)
+        _make_cuts(connection, stages)
         for view in _VIEWS:
             connection.execute(query_text(f"view_{view}"))
         connection.execute(f"SET allowed_paths = {_literals(files.all, str, _no_glob)}")
@@ -205,6 +207,17 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     if repeated:
         warnings.append(f"{repeated} step(s) were repeated after resuming; the last time is analysed")
     return last
+
+
+def _make_cuts(connection: DuckDBPyConnection, stages: list[Stage]) -> None:
+    """Table `cuts`: the stages, by their depth in the pipeline, on both sides of every cut; in a line if not known."""
+    connection.execute("CREATE TABLE cuts (before INTEGER, after INTEGER)")
+    if len(stages) > 1:
+        connection.executemany("INSERT INTO cuts VALUES (?, ?)",
+                               [[depth, stage.after] for depth, stage in enumerate(stages[:-1])])
+    elif not stages:
+        connection.execute(
+            "INSERT INTO cuts SELECT range, range + 1 FROM range(0, (SELECT sum(pp)::BIGINT FROM units) - 1)")
 
 
 def _make_layout(connection: DuckDBPyConnection, job: Job | None, stages: list[Stage]) -> None:

@@ -152,7 +152,8 @@ def build_graph(database: Database) -> Graph | None:
         )
     }
     columns = {name: np.asarray(values)[first] for name, values in columns.items()}
-    order = _order(columns, backward[first], table)
+    after = {row["before"]: row["after"] for row in database.sql("SELECT before, after FROM cuts")}
+    order = _order(columns, backward[first], table, after)
     if order is None:
         database.warnings.append(
             "the recorded order of passes contradicts itself (clocks apart?): steps cannot be replayed"
@@ -201,33 +202,34 @@ def build_graph(database: Database) -> Graph | None:
 
 
 def _order(
-    columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats]
+    columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats], after: dict[int, int]
 ) -> tuple[Ints, Ints, list[Ints], list[Level]] | None:
     """Order of the passes by level, and in that order the previous one on each rank, the sources and the levels.
 
-    Passes of a neighbouring unit feed all replicas, unless the record contradicts: what ended after a pass had
-    started did not feed it.
+    `after` says by depth which stage takes a stage's output. Passes of a neighbouring unit feed all replicas, unless
+    the record contradicts: what ended after a pass had started did not feed it.
     """
     start, count = table["start_s"], len(backward)
     end = start + table["duration_s"]
     previous = np.full(count, -1, dtype=np.int64)
     by_rank = np.lexsort((end[:, 0], start[:, 0], columns["rank"]))
-    for before, after in itertools.pairwise(by_rank):
-        if columns["rank"][before] == columns["rank"][after]:
-            previous[after] = before
+    for one, following in itertools.pairwise(by_rank):
+        if columns["rank"][one] == columns["rank"][following]:
+            previous[following] = one
     gathered: dict[tuple[bool, int, int], list[int]] = {}
     for index in range(count):
         gathered.setdefault(
             (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
         ).append(index)
     at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    nobody = np.array([], dtype=np.int64)
+    before: dict[int, list[int]] = {}
+    for depth, taker in after.items():
+        before.setdefault(taker, []).append(depth)
     sources: list[Ints] = []
     for index in range(count):
-        back = bool(backward[index])
-        near = at.get(
-            (back, int(columns["slot"][index]), int(columns["depth"][index]) + (1 if back else -1)), nobody
-        )
+        back, slot, depth = bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])
+        depths = ([after[depth]] if depth in after else []) if back else before.get(depth, [])
+        near = np.concatenate([np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)])
         if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
             near = near[columns["replica"][near] == columns["replica"][index]]
         sources.append(near[(end[near] <= start[index] + 1e-9).all(axis=1)])

@@ -48,6 +48,10 @@ def run(
         with console.progress() as progress:
             progress("writing sample data", 0, 0)
             sources = write_sample_data(folder / "data", seed=0)
+            if "path: data/tones" in content:
+                from disttrain_cli.data.sample_audio import write_sample_audio
+
+                sources += write_sample_audio(folder / "data", seed=0)
     data = [str(folder / "data" / name) for name in sources]
     console.result({"path": str(path), "preset": preset, "data": data}, path)
     console.say(f"Wrote {short_path(path)} (preset {preset})")

@@ -156,7 +156,8 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         console.say(f"         {data.scaled_down:,} scaled down to the budget of {profile.inputs.image.max_pixels:,} "
                     "pixels (data.max_image_pixels)")
     if data.clips:
-        console.say(f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence)")
+        console.say(f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence), "
+                    f"{profile.preprocess.clips_per_s_per_core:,.0f}/s and core made into features")
     console.say(f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "
                 f"{profile.preprocess.sequences_per_s_per_core:,.0f} sequences/s per core")
     links = [("inside a node", profile.links.of(True))]

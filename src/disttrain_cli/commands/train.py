@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +19,11 @@ from disttrain_cli.commands.common import (
     percent,
     short_path,
 )
+from disttrain_cli.commands.launching import Emit, show_ranks
+from disttrain_cli.commands.launching import emit as write_scripts
+from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.console import Console
+from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
@@ -31,10 +36,14 @@ EPILOG = """Examples:
 
 $ disttrain train
 $ disttrain train --dry-run
+$ disttrain train --preflight
+$ disttrain train --emit slurm
+$ disttrain train --emit torchrun --out scripts
 $ disttrain train --rehearse
 $ disttrain train --steps 200 --resume
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
+SIGTERM or Ctrl-C finishes the step, writes a checkpoint and ends with exit code 143 or 130; a second one ends at once.
 Exit code 4 means that a rank failed; the message names it and its log.
 """
 
@@ -53,7 +62,16 @@ def run(
     rehearse: Annotated[bool, typer.Option(
         "--rehearse", help="Run the plan on emulated devices: real processes, messages and schedule, computing is "
         "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show ranks, groups and memory; start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Show ranks, groups, hosts, memory and commands; start nothing.")] = False,
+    emit: Annotated[Emit | None, typer.Option(
+        help="Write scripts that start the ranks on the cluster's hosts, instead of starting "
+        "them here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for what --emit writes, instead of one in the run's.")
+    ] = None,
+    preflight: Annotated[bool, typer.Option(
+        "--preflight", help="Let the ranks meet, compare files and data, try out their groups, and end.")] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -64,21 +82,32 @@ def run(
     from disttrain_cli.spec.plan import read_plan
     from disttrain_cli.spec.profile import read_profile
 
+    if out is not None and emit is None:
+        raise UsageError("--out names a folder for what --emit writes", "given: no --emit", "disttrain train --help")
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
     check(chosen, opened.file, profile)
     if dry_run:
-        _show_ranks(console, chosen, profile)
+        show_ranks(console, opened, chosen, profile, emit, plan or opened.dir.plan)
         if rehearse:
             _show_rehearsal(console, chosen, opened.file)
         for reason in not_run(chosen, opened.file, profile):
             console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
-        console.hint(next_command("train", run_file, plan=plan, steps=steps) + (" --rehearse" if rehearse else ""))
+        elsewhere = opened.file.cluster.nodes > 1 and emit is None and not rehearse
+        console.hint(next_command("train", run_file, plan=plan, steps=steps, emit="slurm" if elsewhere else emit)
+                     + (" --rehearse" if rehearse else ""))
         return
     refuse_not_run(chosen, opened.file, profile, rehearsing=rehearse)
     if rehearse:
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
         run_rehearsal(console, opened, chosen, profile, steps, resume)
+        return
+    if emit is not None:
+        write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
+                      resume=resume, preflight=preflight)
+        return
+    if preflight:
+        try_out(console, opened, chosen, profile)
         return
     from disttrain_cli.runtime.train import train
 
@@ -87,6 +116,11 @@ def run(
         result = train(opened, chosen, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live)
     console.result(result, result.run_dir)
     _render(console, result, chosen, profile)
+    if result.stopped_by is not None:
+        done = result.steps[-1]["step"] + 1 if result.steps else 0
+        console.note(f"Stopped by {result.stopped_by} after step {done}.")
+        console.hint(next_command("train", run_file, plan=plan, steps=steps) + " --resume")
+        raise SystemExit(128 + signal.Signals[result.stopped_by])
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
                  else f"disttrain analyze {short_path(opened.dir.root)}")
 
@@ -97,13 +131,17 @@ class LiveStep:
     def __init__(self, progress: Progress, learns: bool = True) -> None:
         self._progress, self._learns = progress, learns  # a rehearsal has no losses
         self._figures = ""
+        self._held_out: list[str] = []
         self._first: tuple[float, int] | None = None
 
     def on_step(self, step: dict[str, Any]) -> None:
         """Take in one finished step."""
-        learned = [f"loss {step['loss']:.4f} ({_losses(step)})"] if self._learns else []
-        parts = [*learned, f"{step['iteration_s']:.3f} s per step", f"{step['sequences_per_s']:.2f} sequences/s",
-                 f"MFU {percent(step['mfu'])}", f"data wait {1000 * step['data_wait_s']:.0f} ms",
+        learned = [f"loss {step['loss']:.4f} ({_losses(step['losses'])})"] if self._learns else []
+        if "evaluation" in step:
+            self._held_out = [f"held out {_losses(step['evaluation'])} after step {step['step']}"]
+        parts = [*learned, *self._held_out, f"{step['iteration_s']:.3f} s per step",
+                 f"{step['sequences_per_s']:.2f} sequences/s", f"MFU {percent(step['mfu'])}", *_speeds(step),
+                 f"data wait {1000 * step['data_wait_s']:.0f} ms",
                  *([f"grad norm {_number(step['grad_norm'], '.3g')}"] if self._learns else [])]
         self._figures = "  ".join(parts)
 
@@ -122,8 +160,14 @@ class LiveStep:
         return f"{left_s // 60}:{left_s % 60:02d} left"
 
 
-def _losses(step: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in step["losses"].items() if value is not None)
+def _speeds(step: dict[str, Any]) -> list[str]:
+    """Further figures, where a step has them."""
+    words = {"tokens_per_s": "{:.0f} tokens/s", "images_per_s": "{:.1f} images/s", "memory_gib": "{:.2f} GiB"}
+    return [words[name].format(step[name]) for name in words if step.get(name) is not None]
+
+
+def _losses(losses: dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)
 
 
 def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profile) -> None:
@@ -136,12 +180,16 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
         [[step["step"], f"{step['loss']:.4f}", *(_number(value, ".4f") for value in step["losses"].values()),
           _number(step["grad_norm"], ".3g"), f"{step['iteration_s']:.3f}", f"{step['sequences_per_s']:.2f}",
           percent(step["mfu"]), f"{1000 * step['data_wait_s']:.1f}"] for step in shown])
+    for step in [step for step in steps if "evaluation" in step][-TABLE_STEPS:]:
+        console.say(f"Held out, after step {step['step']}: {_losses(step['evaluation'])}")
     if steps:
         median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
         console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")
     for name, value in result.reference_losses.items():
         console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
     say_drift(console, profile, chosen, steps, Path(result.run_dir))
+    for why in result.restarts:
+        console.say(f"Started again: {why}")
     if result.resumed_from_step is not None:
         console.say(f"Resumed from step {result.resumed_from_step}")
     for sample in result.skipped_samples[:3]:
@@ -170,34 +218,9 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _show_ranks(console: Console, chosen: Plan, profile: Profile) -> None:
-    """Who would run what: one row per stage."""
-    from disttrain_cli.runtime.topology import build_topology
-
-    layer_modules = [name for name, module in profile.modules.items() for _ in module.layers]
-    topology = build_topology(chosen.plan, layer_modules)
-    memory = {(stage.unit, stage.stage): stage for stage in chosen.predicted.memory}
-    stages: list[dict[str, Any]] = [
-        {"stage": stage.number, "unit": stage.unit.name, "unit_stage": stage.index, "ranks": list(stage.ranks),
-         "layers": [stage.layers.start, stage.layers.stop - 1],
-         "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None)}
-        for stage in topology.stages]
-    console.result({"plan": chosen.plan.model_dump(mode="json"), "ranks": topology.world_size, "stages": stages})
-    console.say(f"{topology.world_size} ranks, {chosen.plan.microbatches} slots per step. Nothing was started.")
-    console.table("Stages; the ranks of one stage are its data-parallel group",
-                  ["stage", "unit", "stage of unit", "ranks", "layers", "peak GiB"],
-                  [[stage["stage"], stage["unit"], stage["unit_stage"], _span(stage["ranks"]), _span(stage["layers"]),
-                    _number(stage["peak_gib"], ".3f")] for stage in stages])
-
-
 def _show_rehearsal(console: Console, chosen: Plan, run: RunFile) -> None:
     from disttrain_cli.runtime.rehearsal.setting import setting_of
 
     setting = setting_of(run, chosen)
     console.say(f"A rehearsal starts {setting.processes} processes, each for at most {setting.gpus_per_process} GPUs "
                 f"of a stage, at {setting.time_scale:g} s here per second of the cluster.")
-
-
-def _span(numbers: list[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    return str(first) if first == last else f"{first}–{last}"

@@ -1,7 +1,7 @@
 """Time to prepare the data that a stage loads: images decoded, sequences put together, at the profile's rates.
 
-A stage loads for the modules whose first layer it holds. The profile's time of a sequence includes its images, so
-that the text's own share is what a mean sequence leaves beside them. Audio clips count as nothing: no rate is measured.
+A stage loads for the modules whose first layer it holds. The profile's time of a sequence includes its images
+and its audio clips, so that the text's own share is what a mean sequence leaves beside them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ def item_s(profile: Profile, module: str) -> float:
     inputs, rates, data = profile.inputs, profile.preprocess, profile.data
     cached = inputs.target is not None and inputs.target.cached_latents  # nothing to decode
     image_s, sequence_s = _each_s(rates.images_per_s_per_core), _each_s(rates.sequences_per_s_per_core)
+    clip_s = _each_s(rates.clips_per_s_per_core)
     item = inputs.item(module)
     if item == "sequence":
-        text_s = sequence_s - image_s * (data.images + (0 if cached else data.targets)) / data.sequences
+        decoded_s = image_s * (data.images + (0 if cached else data.targets)) + clip_s * data.clips
+        text_s = sequence_s - decoded_s / data.sequences
         return text_s if text_s > ROUNDING * sequence_s else 0.0
-    return 0.0 if item == "audio" or (item == "target" and cached) else image_s
+    if item == "audio":
+        return clip_s
+    return 0.0 if item == "target" and cached else image_s
 
 
 def prepare_s(profile: Profile, stage: Stage, loads: Mapping[str, Floats], workers: int) -> Floats:

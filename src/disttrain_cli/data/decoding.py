@@ -28,6 +28,9 @@ from disttrain_cli.spec.inputs import ImageInput, TargetInput
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
+#: Of an image whose colours are not split before they are normalised.
+FEW_PIXELS = 128 * 128
+
 #: A progressive JPEG has about ten scans, each of which goes over the whole image: more would be there to stall.
 MAX_SCANS = 64
 
@@ -52,7 +55,9 @@ def decode_target(data: bytes, target: TargetInput, out: Floats | None = None) -
     height, width = pixels.shape[:2]
     square = min(height, width)
     top, left = (height - square) // 2, (width - square) // 2
-    return _normalised(_resized(pixels[top : top + square, left : left + square], side, side), 0.5, 0.5, out)
+    middle = _resized(pixels[top : top + square, left : left + square], side, side)
+    halves = (0.5,) * target.channels
+    return _normalised(middle, halves, halves, out)
 
 
 @functools.cache
@@ -155,10 +160,23 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
     return out if out.ndim == 3 else out[:, :, None]
 
 
-def _normalised(pixels: Bytes, mean: float, std: float, out: Floats | None) -> Floats:
-    """[H, W, BGR] bytes to [RGB, H, W] floats: (x / 255 - mean) / std."""
+def _normalised(pixels: Bytes, means: tuple[float, ...], stds: tuple[float, ...], out: Floats | None) -> Floats:
+    """[H, W, BGR] bytes to [RGB, H, W] floats: (x / 255 - mean) / std, with a mean and a std for each of RGB."""
     planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.float32) if out is None else out
-    for plane, own in zip(planes, reversed(_cv2().split(pixels)), strict=True):
-        np.multiply(own, np.float32(1 / (255 * std)), out=plane)
-        plane -= np.float32(mean / std)
+    scales_C11, shifts_C11 = _affine(means, stds)
+    if pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS:  # one pass with strides costs less than splitting the colours
+        np.multiply(pixels.transpose(2, 0, 1)[::-1], scales_C11, out=planes)
+        planes -= shifts_C11
+        return planes
+    for plane, own, scale, shift in zip(planes, reversed(_cv2().split(pixels)), scales_C11, shifts_C11, strict=True):
+        np.multiply(own, scale, out=plane)
+        plane -= shift
     return planes
+
+
+@functools.cache
+def _affine(means: tuple[float, ...], stds: tuple[float, ...]) -> tuple[Floats, Floats]:
+    """Scales and shifts [C, 1, 1] of x * scale - shift = (x / 255 - mean) / std."""
+    std_C = np.array(stds)
+    scales, shifts = 1 / (255 * std_C), np.array(means) / std_C
+    return scales.astype(np.float32).reshape(-1, 1, 1), shifts.astype(np.float32).reshape(-1, 1, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import draw
+from disttrain_cli.data.held_out import chosen
 from disttrain_cli.data.index_checks import (
     check_bad,
     check_files,
@@ -81,6 +82,7 @@ class Index:
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
     scaled_down: int | None = None  # images read that have more pixels than the model's budget; of files only
+    drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -209,13 +211,15 @@ def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -
 
 
 def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int, Shard]]) -> Index:
-    """Read the rows of an index whose shards are the same as those on disk."""
+    """Read the rows of an index whose shards are the same as those on disk; those of training are drawn."""
     rows = stored.rows()
+    fraction = run.file.data.held_out
     counts = [indexed.rows for indexed in stored.files]
     kinds, widths, heights = (flat(rows, name) for name in ("kinds", "widths", "heights"))
     budget = inputs.image.max_pixels if inputs.image else 0
     return Index(
-        fingerprint=stored.fingerprint,
+        fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16] if fraction
+        else stored.fingerprint,
         inputs=inputs,
         weights=[source.weight for source in run.file.data.sources],
         shards=[shard for _, shard in shards],
@@ -231,7 +235,21 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         sizes=flat(rows, "sizes"),
         grids=_grids(inputs, kinds, widths, heights),
         scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
+        drawn=~chosen(rows.column("key"), fraction) if fraction else None,
     )
+
+
+def held_out(index: Index) -> Index:
+    """The same data, of which the samples are drawn that training leaves out (`data.held_out`).
+
+    Raises:
+        DataError: there is none.
+    """
+    kept = np.zeros(len(index), dtype=bool) if index.drawn is None else ~index.drawn
+    if not kept.any():
+        raise DataError("No sample is held out for the evaluation", f"samples: {len(index)}",
+                        "Raise data.held_out, or leave train.evaluation out.")
+    return replace(index, drawn=kept)
 
 
 def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:

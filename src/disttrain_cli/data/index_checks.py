@@ -165,7 +165,7 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
         raise DataError(
             "The dataset has no usable sample",
             named or "its shards are empty",
-            "A tar holds KEY.jpg with KEY.txt or KEY.json, or KEY.json with `segments` and its images; "
+            "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its files; "
             "an example: disttrain init DIR --sample-data",
         )
     shards = ", ".join(f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4))

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.index_file import schema
+from disttrain_cli.data.log_mel import FRAME_MS
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Sample, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import COLUMNS, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.index import AUDIO, COLUMNS, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def shard_rows(found: Iterator[Sample | Skipped], label: str, inputs: ModelInput
                tokenizer: Tokenizer) -> tuple[pa.Table, list[Skipped]]:
     """(rows of a shard: key and segments; what is left out of it).
 
-    Left out are broken samples, those of which this model reads nothing, and those longer than a sequence. Images
-    that the model has no module for are no segments.
+    Left out are broken samples, those of which this model reads nothing, those longer than a sequence, and those with
+    a clip longer than the model hears. Images and clips that the model has no module for are no segments.
     """
     import pyarrow as pa
 
@@ -82,9 +83,9 @@ def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: To
            skipped: list[Skipped]) -> pa.RecordBatch:
     import pyarrow as pa
 
-    present = {TEXT} | ({IMAGE} if inputs.image else set()) | ({TARGET} if inputs.target else set())
-    own = [sample.segments if len(present) == 3 else [one for one in sample.segments if one.kind in present]
-           for sample in samples]
+    heads = {IMAGE: inputs.image, TARGET: inputs.target, AUDIO: inputs.audio}
+    present = {TEXT} | {kind for kind, head in heads.items() if head}
+    own = [[one for one in sample.segments if one.kind in present] for sample in samples]
     counts = np.array([len(segments) for segments in own], dtype=np.int64)
     kinds, places, texts, widths, heights, trained = zip(*(s for segments in own for s in segments),
                                                          strict=True) if counts.any() else [()] * 6
@@ -95,10 +96,18 @@ def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: To
     columns["tokens"] = _tokens(columns, texts, inputs, tokenizer)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + SAMPLE_SPECIALS
-    keep = (counts > 0) & (lengths <= inputs.sequence_length)
+    longest_ms = inputs.audio.frames * FRAME_MS if inputs.audio else 0
+    too_long = ((columns["kinds"] == AUDIO) & (columns["widths"] > longest_ms)).astype(np.int64)
+    unheard = np.diff(starts_of(too_long)[starts_of(counts)]) > 0
+    keep = (counts > 0) & (lengths <= inputs.sequence_length) & ~unheard
     for place in np.flatnonzero(~keep).tolist():
-        reason = (f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens" if counts[place]
-                  else "nothing in it that this model reads")
+        if not counts[place]:
+            reason = "nothing in it that this model reads"
+        elif unheard[place]:
+            longest = max(one.width_px for one in own[place] if one.kind == AUDIO)
+            reason = f"a clip of {longest / 1e3:.1f} s, longer than the {longest_ms / 1e3:g} s that the model hears"
+        else:
+            reason = f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens"
         skipped.append(Skipped(label, samples[place].key, reason))
     inside = np.repeat(keep, counts)
     offsets = pa.array(starts_of(counts[keep]), pa.int32())
@@ -118,6 +127,8 @@ def _tokens(columns: dict[str, NDArray], texts: tuple[str, ...], inputs: ModelIn
     if inputs.image is not None and len(images):
         sizes = np.stack([columns["widths"][images], columns["heights"][images]], axis=1)
         tokens[images] = inputs.image.grids(sizes).prod(axis=1) // inputs.image.merge**2
+    if inputs.audio is not None:
+        tokens[kinds == AUDIO] = inputs.audio.tokens
     if inputs.target is not None:
         tokens[kinds == TARGET] = inputs.target.context_tokens
     return tokens

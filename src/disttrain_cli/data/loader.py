@@ -39,9 +39,9 @@ class Source(Protocol):
 class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
-    `fields` are keys of `models.layer.FIELDS`: pixels, tokens, layout, context, labels, targets, weights. An image to
-    read that cannot be decoded becomes a blank one, an image to generate gets weight 0; both are named in `skipped`,
-    once each. Without `source` the data are prepared in this process.
+    `fields` are keys of `models.layer.FIELDS`: pixels, audio, tokens, layout, context, labels, targets, weights. An
+    image to read that cannot be decoded becomes a blank one, a clip silence, an image to generate gets weight 0; all
+    are named in `skipped`, once each. Without `source` the data are prepared in this process.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class Loader:
         """Inputs of this replica for one slot.
 
         Raises:
-            DataError: a shard is gone or changed, or more images are broken than `data.max_bad_fraction` allows.
+            DataError: a shard is gone or changed, or more images and clips are broken than
+                `data.max_bad_fraction` allows.
             DisttrainError: whatever else the source raises.
         """
         at = self._number(step, slot)
@@ -123,7 +124,7 @@ class Loader:
         if len(self._broken) > self._bad_limit:
             named = "\n".join(f"  {s.shard}/{s.key}: {s.reason}" for s in self.skipped[:8])
             raise DataError(
-                f"{len(self._broken)} images cannot be decoded, more than data.max_bad_fraction = "
+                f"{len(self._broken)} images or clips cannot be decoded, more than data.max_bad_fraction = "
                 f"{self._run.data.max_bad_fraction} allows",
                 named,
                 "Repair the shards, or raise data.max_bad_fraction.",

@@ -42,10 +42,16 @@ class Packing:
     image_grid: Ints  # [images, 2] patches (rows, columns)
     target_start: Ints  # [Q + 1]
     target_segment: Ints
-    clips: Ints  # [Q] audio clips
+    clip_start: Ints  # [Q + 1]
+    clip_segment: Ints
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def clips(self) -> Ints:
+        """[Q] audio clips."""
+        return np.diff(self.clip_start)
 
     @property
     def fill_fraction(self) -> float:
@@ -116,7 +122,8 @@ def _draw(index: Index, seed: int, epoch: int) -> Ints:
     """Rows of an epoch in shuffled order: weight 2.5 draws every sample twice and half of them once more."""
     rows, copies = [], []
     for source, weight in enumerate(index.weights):
-        own = np.flatnonzero(index.source == source)
+        own = np.flatnonzero(index.source == source if index.drawn is None else
+                             (index.source == source) & index.drawn)
         again = round((weight - int(weight)) * len(own))
         by_chance = own[np.argsort(mix(seed, epoch, DRAW, own), kind="stable")[:again]]
         for copy, part in enumerate([*[own] * int(weight), by_chance]):
@@ -127,7 +134,7 @@ def _draw(index: Index, seed: int, epoch: int) -> Ints:
         raise DataError(
             "The weights of data.sources draw no sample",
             f"weights: {index.weights}",
-            "Raise the weight of at least one source.",
+            "Raise the weight of at least one source, or lower data.held_out.",
         )
     return drawn[np.argsort(mix(seed, epoch, ORDER, drawn, copy_number), kind="stable")]
 
@@ -179,5 +186,6 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
         image_grid=index.grids[segments[images]],
         target_start=starts_of(np.bincount(sequence[targets], minlength=len(ids))),
         target_segment=segments[targets],
-        clips=np.bincount(sequence[clips], minlength=len(ids)),
+        clip_start=starts_of(np.bincount(sequence[clips], minlength=len(ids))),
+        clip_segment=segments[clips],
     )

@@ -17,16 +17,18 @@ import numpy as np
 from disttrain_cli.data.arrays import mix, ranges
 from disttrain_cli.data.decoding import decode_image, decode_target
 from disttrain_cli.data.index_checks import shard_label
+from disttrain_cli.data.log_mel import SILENCE, decode_features
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
-from disttrain_cli.data.slots import Ints, Slot, SlotBatch
+from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, SlotBatch
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
-from disttrain_cli.spec.index import IMAGE, TARGET
+from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
 from disttrain_cli.spec.runfile import Run
 
-READ = frozenset({"pixels", "tokens", "labels", "targets", "weights"})  # fields that are read from the data's files
+#: Fields that are read from the data's files.
+READ = frozenset({"pixels", "audio", "tokens", "labels", "targets", "weights"})
 
 
 class Request(NamedTuple):
@@ -40,7 +42,8 @@ class Request(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """An image that could not be decoded: a blank one stands in its place, of weight 0 where it is to be generated."""
+    """An image or clip that could not be decoded: a blank one, of weight 0 where it is to be generated, or silence
+    stands in its place."""
 
     segment: int
     what: Skipped
@@ -108,15 +111,23 @@ class Preparer:
         slot = order.slots[request.slot]
         own = slot.replicas[request.unit][request.replica]
         work = Preparation({"image_grids": slot.image_grid[own.images]})
+        if self._inputs.audio is not None:
+            work.fields["clips"] = np.array(len(own.clips), np.int64)
         chosen = slot.sequences - batch.ids[0]
         if "pixels" in request.fields:
             self._begin_pixels(work, slot, own.images, _members(batch.image_segment, batch.image_start, chosen))
+        if "audio" in request.fields:
+            self._begin_clips(work, _members(batch.clip_segment, batch.clip_start, chosen)[own.clips])
         if request.fields & {"targets", "weights"}:
             segments = _members(batch.target_segment, batch.target_start, chosen)[own.targets]
             self._begin_targets(work, segments, request)
+        if "dropout" in request.fields:
+            for item, numbers in (("image", own.images), ("clip", own.clips), ("target", own.targets)):
+                segments = _members(getattr(batch, f"{item}_segment"), getattr(batch, f"{item}_start"), chosen)
+                work.fields[f"{item}_seeds"] = self._seeds(request.step, segments[numbers])
         if request.fields & {"tokens", "layout", "context", "labels"}:
             plans = [SequencePlan(batch, int(chosen[sequence])) for sequence in own.sequences]
-            self._begin_sequences(work, plans, own.images, own.targets, request.fields)
+            self._begin_sequences(work, plans, own, request.fields)
         return work
 
     def _begin_pixels(self, work: Preparation, slot: Slot, images: Ints, segments: Ints) -> None:
@@ -137,6 +148,14 @@ class Preparer:
             first = last
         work.fields["pixels"] = arrays
 
+    def _begin_clips(self, work: Preparation, segments: Ints) -> None:
+        spec = self._inputs.audio
+        assert spec is not None
+        features = np.full((len(segments), spec.mel_bins, spec.frames), SILENCE, np.float32)
+        for place, segment in enumerate(segments.tolist()):
+            self._decode(work, segment, features[place], partial(decode_features, audio=spec))
+        work.fields["audio_features"] = features
+
     def _begin_targets(self, work: Preparation, segments: Ints, request: Request) -> None:
         """Weights need the decoding too, which says whether there is an image; its pixels are kept where wanted."""
         spec = self._inputs.target
@@ -146,24 +165,23 @@ class Preparer:
         decode = partial(decode_target, target=spec)
         for place, segment in enumerate(segments.tolist()):
             self._decode(work, segment, pixels[place], decode, weights[place : place + 1])
-        sample = self._sample_of(segments)
-        numbers = segments - self._index.segment_start[sample]
-        seeds = mix(self._run.file.train.seed, request.step, sample, numbers) >> np.uint64(1)
-        work.fields.update(target_weights=weights, noise_seeds=seeds.astype(np.int64)[: len(segments)])
+        work.fields.update(target_weights=weights, noise_seeds=self._seeds(request.step, segments))
         if "targets" in request.fields:
             work.fields["target_pixels"] = pixels
 
     def _begin_sequences(
-        self, work: Preparation, plans: list[SequencePlan], images: Ints, targets: Ints, wanted: frozenset[str]
+        self, work: Preparation, plans: list[SequencePlan], own: ReplicaItems, wanted: frozenset[str]
     ) -> None:
         length, fields = self._inputs.sequence_length, work.fields
         if "layout" in wanted:
             layouts = [plan.layout() for plan in plans]
             fields["positions"], fields["documents"] = (np.stack(part) for part in zip(*layouts, strict=True))
         if "tokens" in wanted:
-            fields["image_rows"] = _in_order(plans, IMAGE, images, length)
+            fields["image_rows"] = _in_order(plans, IMAGE, own.images, length)
+            if self._inputs.audio is not None:
+                fields["audio_rows"] = _in_order(plans, AUDIO, own.clips, length)
         if "context" in wanted:
-            fields["context_rows"] = _in_order(plans, TARGET, targets, length)
+            fields["context_rows"] = _in_order(plans, TARGET, own.targets, length)
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
             for place, plan in enumerate(plans):
@@ -179,12 +197,12 @@ class Preparer:
     def _decode(
         self, work: Preparation, segment: int, out: Any, decode: Callable[..., Any], weight: Any = None
     ) -> None:
-        """Queue one image; where it cannot be decoded, `out` stays blank and `weight` becomes 0."""
+        """Queue one image or clip; where it cannot be decoded, `out` stays blank and `weight` becomes 0."""
         sample = int(self._sample_of(segment))
 
         def task() -> Broken | None:
             try:
-                decode(self._reader.image(sample, segment), out=out)
+                decode(self._reader.file(sample, segment), out=out)
             except ValueError as error:
                 if weight is not None:
                     weight[:] = 0
@@ -194,6 +212,12 @@ class Preparer:
             return None
 
         work.tasks.append(self._threads.submit(task))
+
+    def _seeds(self, step: int, segments: Ints) -> Ints:
+        """A number for each segment from (seed, step, sample, place in the sample), not negative."""
+        sample = self._sample_of(segments)
+        seeds = mix(self._run.file.train.seed, step, sample, segments - self._index.segment_start[sample])
+        return (seeds >> np.uint64(1)).astype(np.int64)[: len(segments)]
 
     def _sample_of(self, segment: Any) -> Any:
         """Row of the sample that a segment belongs to."""

@@ -1,4 +1,4 @@
-"""Reads what the index points at: bytes of images and tokens of texts, in any order, from any thread."""
+"""Reads what the index points at: bytes of images and sounds, and tokens of texts, in any order, from any thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from disttrain_cli.data.index_checks import REINDEX
 from disttrain_cli.data.sources import OpenShard, Place, RowGroups, open_shard, printable, shown
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import TEXT
+from disttrain_cli.spec.index import AUDIO, TEXT
 
 OPEN_SHARDS = 64
 NO_RECORD = Place(-1, 0)
@@ -26,8 +26,8 @@ class ShardReader:
         self._row_groups = RowGroups()
         self._lock = threading.Lock()
 
-    def image(self, sample: int, segment: int) -> bytes:
-        """The image file of a segment.
+    def file(self, sample: int, segment: int) -> bytes:
+        """The image or sound file of a segment.
 
         Raises:
             DataError: the shard is gone, cut, or not the one that was indexed.
@@ -35,7 +35,9 @@ class ShardReader:
         texts = self._texts_of(sample)
         record = self._place(texts[0]) if texts else NO_RECORD
         try:
-            return self._shard(sample).image(self._place(segment), record)
+            shard = self._shard(sample)
+            read = shard.clip if self._index.kinds[segment] == AUDIO else shard.image
+            return read(self._place(segment), record)
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
         except OSError as error:

@@ -56,8 +56,8 @@ def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
     captions = [_caption(number, *next(scans), random) for number in range(CAPTIONS)]
     interleaved = list(_interleaved(scans, random))
     for shard in range(INTERLEAVED_SHARDS):
-        _write_tar(folder / "interleaved" / f"{shard:05d}.tar", interleaved[shard::INTERLEAVED_SHARDS])
-    _write_tar(folder / "captions" / "00000.tar", captions)
+        write_shard(folder / "interleaved" / f"{shard:05d}.tar", interleaved[shard::INTERLEAVED_SHARDS])
+    write_shard(folder / "captions" / "00000.tar", captions)
     return ["interleaved", "captions"]
 
 
@@ -154,7 +154,7 @@ def _tokens(width: int, height: int) -> int:
     return min(IMAGE_TOKENS, -(-width // TOKEN_PX) * -(-height // TOKEN_PX))
 
 
-def _write_tar(path: Path, samples: list[Files]) -> None:
+def write_shard(path: Path, samples: list[Files]) -> None:
     """Write the samples' files without times and owners, so that equal data is equal bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:

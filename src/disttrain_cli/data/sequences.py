@@ -1,8 +1,9 @@
 """Token arrays of packed sequences: ids, labels, positions, and the places of images and conditioning tokens.
 
-A sample is BOS, its segments in order, EOS. Images are rows of IMAGE placeholders, images to be generated rows of
-CONTEXT placeholders. A label is the next token of the same sample, only where that is a token of a trained text, or EOS
-of a sample whose last text is trained (or that has none): `Index.label_tokens` counts them.
+A sample is BOS, its segments in order, EOS. Images and audio clips are rows of IMAGE placeholders (an encoder's output
+replaces both), images to be generated rows of CONTEXT placeholders. A label is the next token of the same sample, only
+where that is a token of a trained text, or EOS of a sample whose last text is trained (or that has none):
+`Index.label_tokens` counts them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from disttrain_cli.data.arrays import ranges, starts_of
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.index import AUDIO, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
 
 NOT_TRAINED = -100
 PADDING_DOCUMENT = -1
@@ -44,7 +45,7 @@ class SequencePlan:
         self.segment_at = starts_of(self.tokens)[:-1] + SAMPLE_SPECIALS * samples_before + 1
 
     def rows(self, kind: int) -> list[Ints]:
-        """Places of the tokens of each image (IMAGE) or of each image to be generated (TARGET)."""
+        """Places of the tokens of each image (IMAGE), clip (AUDIO) or image to be generated (TARGET)."""
         chosen = np.flatnonzero(self.kinds == kind)
         return [np.arange(self.segment_at[s], self.segment_at[s] + self.tokens[s]) for s in chosen]
 
@@ -63,7 +64,7 @@ class SequencePlan:
         trained = np.zeros(self.length, dtype=bool)
         ends = self.sample_at + self.sample_tokens - 1
         ids[self.sample_at], ids[ends], trained[ends] = tokenizer.bos, tokenizer.eos, self.end_trained
-        for kind, placeholder in ((IMAGE, tokenizer.image), (TARGET, tokenizer.context)):
+        for kind, placeholder in ((IMAGE, tokenizer.image), (AUDIO, tokenizer.image), (TARGET, tokenizer.context)):
             for place in self.rows(kind):
                 ids[place] = placeholder
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]

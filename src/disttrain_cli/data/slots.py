@@ -1,21 +1,26 @@
 """What an ordering decides: for every slot of a step, which replica of which unit works on which items.
 
-Items of a slot are numbered in canonical order: sequences as the ordering lists them, images and targets by
+Items of a slot are numbered in canonical order: sequences as the ordering lists them, images, clips and targets by
 (sequence, place in the sequence). Replicas refer to them by these numbers, so routes between units can be
 derived on every rank without a message.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.inputs import Item, ModelInputs
 from disttrain_cli.spec.work import Work
 
 Ints = NDArray[np.int64]
+
+
+def no_items() -> Ints:
+    """The numbers of no item."""
+    return np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class ReplicaItems:
     sequences: Ints  # empty for units without the LLM
     images: Ints  # images of equal grid adjacent: sorted by (grid rows, grid columns, number)
     targets: Ints
+    clips: Ints = field(default_factory=no_items)
 
 
 @dataclass(frozen=True)
@@ -47,17 +53,22 @@ class Slot:
     image_grid: Ints  # [N images, 2] patches (rows, columns)
     target_sequence: Ints  # [N targets] position in `sequences`
     replicas: dict[str, list[ReplicaItems]]  # unit name → its replicas
+    clip_sequence: Ints = field(default_factory=no_items)  # [N clips] position in `sequences`
 
     def rows(self, item: str, column: str) -> Ints:
         """Rows that each item contributes to a state tensor (`models.layer.TensorSpec.rows`)."""
         patches = self.image_grid[:, 0] * self.image_grid[:, 1]
-        image, target = self.inputs.image, self.inputs.target
+        image, audio, target = self.inputs.image, self.inputs.audio, self.inputs.target
         if (item, column) == ("image", "patches"):
             assert image is not None
             return patches + image.extra_tokens
         if (item, column) == ("image", "tokens"):
             assert image is not None
             return patches // (image.merge * image.merge)
+        if item == "audio":
+            assert audio is not None
+            of_clip = {"positions": audio.positions, "tokens": audio.tokens}[column]
+            return np.full(len(self.clip_sequence), of_clip, dtype=np.int64)
         if (item, column) == ("sequence", "tokens"):
             return np.full(len(self.sequences), self.inputs.sequence_length, dtype=np.int64)
         if (item, column) == ("target", "one"):
@@ -70,14 +81,17 @@ class Slot:
     def items(self, unit: str, replica: int, item: str) -> Ints:
         """Canonical numbers of one replica's items, in its own order."""
         own = self.replicas[unit][replica]
-        return {"image": own.images, "sequence": own.sequences, "target": own.targets}[item]
+        return {"image": own.images, "audio": own.clips, "sequence": own.sequences, "target": own.targets}[item]
 
-    def work(self, kind: str, items: ReplicaItems) -> Work:
-        """Work that these items bring to a module of a kind."""
-        if kind == "encoder":
+    def work(self, item: Item, items: ReplicaItems) -> Work:
+        """Work that these items bring to a module that works on `item`."""
+        if item == "image":
             patches = (self.image_grid[items.images, 0] * self.image_grid[items.images, 1]).astype(float)
             return Work(len(items.images), float(patches.sum()), float((patches**2).sum()))
-        if kind == "llm":
+        if item == "audio":
+            assert self.inputs.audio is not None
+            return self.inputs.audio.work(float(len(items.clips)))
+        if item == "sequence":
             return Work(len(items.sequences), float(self.sequence_tokens[items.sequences].sum()),
                         float(self.sequence_length_sq[items.sequences].sum()))
         assert self.inputs.target is not None
@@ -102,13 +116,19 @@ class SlotBatch:
     """
 
     image_grids: Ints
+    clips: Ints | None = None  # [] how many; of models that hear, always
     pixels: list[NDArray[np.float32]] | None = None
+    audio_features: NDArray[np.float32] | None = None
     token_ids: Ints | None = None
     positions: Ints | None = None
     documents: Ints | None = None
     image_rows: Ints | None = None
+    audio_rows: Ints | None = None
     context_rows: Ints | None = None
     labels: Ints | None = None
     target_pixels: NDArray[np.float32] | None = None
     target_weights: NDArray[np.float32] | None = None
     noise_seeds: Ints | None = None
+    image_seeds: Ints | None = None
+    clip_seeds: Ints | None = None
+    target_seeds: Ints | None = None

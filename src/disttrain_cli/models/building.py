@@ -18,10 +18,12 @@ class LayerMaker:
     """How to construct one layer, and how its weights start.
 
     `std` is the deviation of normal weights (biases zero, norms one), or None for each class's own defaults.
+    `drawn_as` names a layer whose normal weights these are a copy of (a head's, of the embedding), if not its own.
     """
 
     construct: Callable[[], PipelineLayer]
     std: float | None
+    drawn_as: str | None = None
 
     def on_meta(self) -> PipelineLayer:
         """The layer without memory for its weights."""
@@ -29,21 +31,29 @@ class LayerMaker:
             return self.construct()
 
     def build(
-        self, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, tp: int = 1
+        self,
+        seed: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        tp: int = 1,
+        tp_rank: int | None = None,
     ) -> PipelineLayer:
         """The layer with its initial weights, drawn on the CPU in float32 on any device.
 
-        With `tp` one rank's part of it, drawn for itself: of the right shapes, but no part of the whole's weights.
+        With `tp` one rank's part of it. With `tp_rank` that rank's part of the very weights that the whole layer
+        has, which is in the CPU's memory meanwhile; else drawn for itself: of the right shapes, for measuring.
         """
-        layer = shard(self.on_meta(), tp)
+        layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp)
         if torch.device(device).type == "meta":
             return layer.to(dtype)
         assert not list(layer.buffers()), "a buffer's value would be lost on the meta device"
         layer.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
-            digest = hashlib.sha256(f"{seed}/{layer.name}".encode()).digest()
+            digest = hashlib.sha256(f"{seed}/{self.drawn_as or layer.name}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             _initialise(layer, self.std)
+        if tp_rank is not None:
+            shard(layer, tp, tp_rank)
         return layer.to(device=device, dtype=dtype)
 
 

@@ -90,7 +90,7 @@ def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
     """Probe sizes that tell the features of `Work` apart."""
     if item == "image":
         assert inputs.image is not None
-        m = inputs.image.merge
+        m = inputs.image.probe_step
         return [
             {"grids": [(rows * m, columns * m)] * images}
             for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))

@@ -7,15 +7,16 @@ is crossed by `live_tensors(table, i)`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from disttrain_cli.models import llama, unet, vae, vit, whisper
+from disttrain_cli.models.architectures import ARCHITECTURES, Joined, read_configs
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs import ModuleConfig, read_configs
+from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.inputs import AudioInput, ImageInput, ModelInputs, TargetInput
+from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 
 
@@ -37,46 +38,14 @@ class LayerInfo:
 def describe(run: Run) -> ModelInputs:
     """What the model asks of its data, from the configurations alone; raises SpecError where they are wrong."""
     configs = read_configs(run)
-    by_architecture = {config.architecture: config for config in configs.values()}
-    llm, generator = by_architecture["llama"], by_architecture.get("unet2d_condition")
-    image = audio = target = None
-    if (eye := by_architecture.get("vit")) is not None:
-        image = ImageInput(
-            module=eye.name,
-            patch_px=eye.config.patch_size,
-            merge=run.file.model.modules[eye.name].merge,
-            channels=eye.config.num_channels,
-            mean=0.5,
-            std=0.5,
-            extra_tokens=1,
-            max_pixels=run.file.data.max_image_pixels,
-        )
-    if (ear := by_architecture.get("whisper")) is not None:
-        audio = AudioInput(
-            module=ear.name,
-            mel_bins=ear.config.num_mel_bins,
-            frames=ear.config.max_source_positions * whisper.FRAMES_PER_POSITION,
-            merge=run.file.model.modules[ear.name].merge,
-        )
-    if generator is not None:
-        spec = run.file.model.modules[generator.name]
-        assert spec.image_size is not None
-        target = TargetInput(
-            module=generator.name,
-            size_px=spec.image_size,
-            channels=generator.config["in_channels"] if spec.cached_latents else 3,
-            context_tokens=spec.context_tokens,
-            latent_pixels=generator.config["sample_size"] ** 2,
-            cached_latents=spec.cached_latents,
-        )
+    llm = next(config for config in configs.values() if config.kind == "llm")
+    heads: dict[str, Any] = {}
+    for module in configs.values():
+        entry = ARCHITECTURES[module.architecture]
+        if entry.inputs is not None:
+            heads[entry.item] = entry.inputs(run, module)
     return ModelInputs(
-        llm=llm.name,
-        vocabulary=llm.config.vocab_size,
-        sequence_length=run.file.data.sequence_length,
-        image=image,
-        audio=audio,
-        target=target,
-    )
+        llm=llm.name, vocabulary=llm.config.vocab_size, sequence_length=run.file.data.sequence_length, **heads)
 
 
 _makers: dict[str, list[LayerMaker]] = {}
@@ -96,16 +65,23 @@ def layer_table(run: Run) -> list[LayerInfo]:
 
 
 def build_layers(
-    run: Run, start: int, stop: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, tp: int = 1
+    run: Run,
+    start: int,
+    stop: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    tp: int = 1,
+    tp_rank: int | None = None,
 ) -> list[PipelineLayer]:
     """Layers `start` to `stop` (exclusive) of the model with their initial weights, and no others.
 
-    A layer's initial weights depend on `train.seed` and its name only: they are the same on every layout. With `tp`
-    each is one rank's part of a TP group, compute only (`division.shard`); the whole layer is never in memory.
+    A layer's initial weights depend on `train.seed` and its name only: they are the same on every layout. With
+    `tp_rank` each is that rank's part of them, cut from one whole layer after the other. With `tp` alone it is of a
+    part's shapes, compute only, and the whole layer is never in memory.
     """
     makers = _makers[_remember_makers(run)]
     assert 0 <= start <= stop <= len(makers)
-    return [maker.build(run.file.train.seed, device, dtype, tp) for maker in makers[start:stop]]
+    return [maker.build(run.file.train.seed, device, dtype, tp, tp_rank) for maker in makers[start:stop]]
 
 
 def live_tensors(table: list[LayerInfo], cut: int) -> list[TensorSpec]:
@@ -136,7 +112,8 @@ def _remember_makers(run: Run) -> str:
     """The key of the model's makers, which are made once per process: a U-Net is put together only once."""
     configs = read_configs(run)
     plain = {n: c.config if isinstance(c.config, dict) else c.config.to_dict() for n, c in configs.items()}
-    key = fingerprint({"configs": plain, "model": run.file.model.model_dump(mode="json")})
+    of_folders = {name: [module.vae, str(module.noise)] for name, module in configs.items()}
+    key = fingerprint({"configs": plain, "more": of_folders, "model": run.file.model.model_dump(mode="json")})
     if key not in _makers:
         _makers[key] = _make(run, configs)
     return key
@@ -145,27 +122,16 @@ def _remember_makers(run: Run) -> str:
 def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
     model = run.file.model
     llm = next(config for config in configs.values() if config.kind == "llm")
-    generator = next((config for config in configs.values() if config.kind == "generator"), None)
-    width = llm.config.hidden_size
-    hidden = model.projector_hidden or width
+    embeds = {"image": "image_embeds", "audio": "audio_embeds"}
+    reads = tuple(embeds[ARCHITECTURES[c.architecture].item] for c in configs.values() if c.kind == "encoder")
     makers: list[LayerMaker] = []
-    reads: list[str] = []
-    for encoder in (config for config in configs.values() if config.kind == "encoder"):
-        make, embeds = {"vit": (vit.makers, "image_embeds"), "whisper": (whisper.makers, "audio_embeds")}[
-            encoder.architecture
-        ]
-        makers += make(encoder.name, encoder.config, model.modules[encoder.name].merge, hidden, width)
-        reads.append(embeds)
-    makers += llama.makers(llm.name, llm.config, tuple(reads), generator is not None, model.loss_weights.text)
-    if generator is not None:
-        spec = model.modules[generator.name]
-        encodes = generator.vae is not None and not spec.cached_latents
-        if generator.vae is not None and encodes:
-            assert spec.image_size is not None
-            makers += vae.makers(generator.name, generator.vae, spec.image_size)
-        makers += unet.makers(
-            generator.name, generator.config, spec.context_tokens, hidden, width, model.loss_weights.image, encodes
-        )
+    for name, module in configs.items():
+        joined = Joined(
+            module, model.modules[name], reads, llm_width=llm.config.hidden_size,
+            projector_hidden=model.projector_hidden or llm.config.hidden_size,
+            feeds_generator=any(config.kind == "generator" for config in configs.values()),
+            loss_weights=model.loss_weights)
+        makers += ARCHITECTURES[module.architecture].make(joined)
     return makers
 
 

@@ -11,13 +11,18 @@ Shape letters used in this room:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.division import Division
 from disttrain_cli.spec.inputs import Item
+
+if TYPE_CHECKING:
+    from disttrain_cli.models.parallel import Group
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,15 @@ class TensorSpec:
     `rows` names a column of the slot's item table (`data.slots.Slot.rows`):
     image: "patches" (with extra tokens), "tokens"; audio: "positions", "tokens"; sequence: "tokens";
     target: "one", "context".
+
+    Over a tensor-parallel group every rank has the whole tensor, or with `split` its own rows (`division.own_rows`).
     """
 
     name: str
     item: Item
     rows: str
     shape: tuple[int, ...]
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Batch:
     """
 
     image_grids: list[tuple[int, int]]  # patches (rows, columns) of each image; equal grids are adjacent
+    clips: int = 0  # audio clips; always comes
     pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
     audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
     token_ids: Tensor | None = None  # [M, L] int64
@@ -55,6 +64,9 @@ class Batch:
     target_pixels: Tensor | None = None  # [N, C, H, W] in -1..1, or latents that were prepared beforehand
     target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
     noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
+    image_seeds: Tensor | None = None  # [N] int64, the same of the images read
+    clip_seeds: Tensor | None = None  # [N] int64, of the audio clips
+    target_seeds: Tensor | None = None  # [N] int64, of the images to generate
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
     cache: dict[str, Tensor] = field(default_factory=dict)  # per batch, shared by the layers of a stage (masks)
@@ -70,6 +82,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "labels": ("labels",),
     "targets": ("target_pixels", "target_weights", "noise_seeds"),
     "weights": ("target_weights", "noise_seeds"),
+    "dropout": ("image_seeds", "clip_seeds", "target_seeds"),
 }
 
 #: State names with this prefix are summed losses (scalars), already weighted and normalised by global counts.
@@ -91,8 +104,14 @@ class PipelineLayer(nn.Module):
     needs: tuple[str, ...] = ()  # keys of FIELDS
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
+    trained: bool = True  # whether this run trains its weights; set when a stage is put together, as is the next
+    passes: bool = True  # whether gradients of its inputs are asked for
     division: Division = Division()  # over a tensor-parallel group
+    by_rows: bool = False  # over a TP group it works on own rows of its tensors, else on whole tensors (`parallel`)
+    group: Group | None = None  # its TP group, if it shares its computation with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
+    published: Mapping[str, str] = {}  # prefixes of its parameters' paths → prefixes in the published model's weights
+    weights_of: Literal["module", "vae"] = "module"  # the published model that `published` speaks of
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Map the tensors named in `reads` to those in `writes` (plus `loss/NAME`)."""
@@ -110,3 +129,25 @@ class PipelineLayer(nn.Module):
         dtype = torch.float32 if reference is None else reference.dtype
         device = None if reference is None else reference.device
         return {spec.name: torch.zeros((0, *spec.shape), dtype=dtype, device=device) for spec in self.writes}
+
+    def published_name(self, path: str) -> str | None:
+        """What the published model calls a parameter; None where the parameter is ours alone (projectors)."""
+        for own, theirs in self.published.items():
+            if path == own or path.startswith(f"{own}."):
+                return theirs + path[len(own) :]
+        return None
+
+    def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors by the paths of this layer's parameters → tensors by the published model's names.
+
+        Parameters that are ours alone are left out. A class that splits or fuses tensors says so here and in
+        `from_published`.
+        """
+        named = ((self.published_name(path), tensor) for path, tensor in tensors.items())
+        return {name: tensor for name, tensor in named if name is not None}
+
+    def from_published(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The inverse: (path, whole tensor) of every published parameter, read one at a time by the published name."""
+        for path, _ in self.named_parameters():
+            if (name := self.published_name(path)) is not None:
+                yield path, read(name)

@@ -139,12 +139,16 @@ def _batch(
             torch.randn(sum(1 for _ in run), image.channels, rows * side, columns * side, generator=generator)
             for (rows, columns), run in groupby(grids)
         ]
+        fields["image_seeds"] = torch.arange(len(grids))
     if audio is not None:
+        fields["clips"] = clips
+        fields["clip_seeds"] = torch.arange(clips)
         fields["audio_features"] = torch.randn(clips, audio.mel_bins, audio.frames, generator=generator)
     if target is not None:
         fields["target_pixels"] = torch.rand((targets, *target.shape), generator=generator) * 2 - 1
         fields["target_weights"] = torch.ones(targets)
         fields["noise_seeds"] = torch.randint(2**31, (targets,), generator=generator)
+        fields["target_seeds"] = fields["noise_seeds"]
         fields["targets"] = float(max(1, targets))
     if documents:
         fields |= _tokens(inputs, grids, clips, documents, targets, length, generator)

@@ -1,4 +1,4 @@
-"""Generating images: encoder and LLM once, then DDIM (Song et al. 2021) through the generator's layers."""
+"""Generating images: encoder and LLM once, then the generator's layers from noise to an image, step by step."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from disttrain_cli.errors import SpecError
-from disttrain_cli.models import unet
+from disttrain_cli.models.generator import Finish, Start
 from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.vae import VaeDecoder
 from disttrain_cli.spec.inputs import ModelInputs
 
 
 @torch.no_grad()
 def generate(
-    layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, denoising_steps: int, seed: int
+    layers: Sequence[PipelineLayer],
+    batch: Batch,
+    inputs: ModelInputs,
+    denoising_steps: int,
+    seed: int,
+    decoder: VaeDecoder | None = None,
 ) -> NDArray[np.uint8]:
     """Images [N, H, W, C] for the context tokens of a batch, N = rows of `batch.context_rows` / context tokens.
 
-    `layers` is the whole model on one device; the batch's labels and target pixels are not used. Image i starts
-    from noise drawn from (seed, i), the same on any device.
-
-    Raises:
-        SpecError: the generator denoises latents; the model holds no decoder for them.
+    `layers` is the whole model on one device, of which a VAE's encoder is left out; `decoder` makes images of the
+    latents of a generator that denoises such. The batch's labels and target pixels are not used. Image i starts from
+    noise drawn from (seed, i), the same on any device.
     """
-    from diffusers import DDIMScheduler
-
     target = inputs.target
     assert target is not None and batch.context_rows is not None
-    if target.cached_latents or any(layer.frozen for layer in layers):
-        what = f"{target.module} denoises a VAE's latents, and the model has no decoder that makes images of them"
-        raise SpecError(what, "only the VAE's encoder is trained with", "Set samples.images: 0 in the run file.")
+    layers = [layer for layer in layers if layer.weights_of != "vae"]
     count = len(batch.context_rows) // target.context_tokens
     if not count:
-        return np.zeros((0, target.size_px, target.size_px, target.channels), dtype=np.uint8)
+        return np.zeros((0, target.size_px, target.size_px, 3), dtype=np.uint8)
     split = next(i for i, layer in enumerate(layers) if layer.module == target.module)
     state: dict[str, Tensor] = {}
     for layer in layers[: split + 1]:  # the generator's first layer is its projector
         state.update(layer(state, batch))
-    projector, start, *inner, out = layers[split:]
-    assert isinstance(projector, unet.Projector) and isinstance(start, unet.In) and isinstance(out, unet.Out)
+    start, *inner, out = layers[split + 1 :]
+    assert isinstance(start, Start) and isinstance(out, Finish)
 
-    device = state["conditioning"].device
-    shape = (target.channels, target.size_px, target.size_px)
+    canvas, device = start.canvas, state["conditioning"].device
     draws = [
-        torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed * 1_000_003 + i)) for i in range(count)
+        torch.randn(canvas.shape, generator=torch.Generator("cpu").manual_seed(seed * 1_000_003 + i))
+        for i in range(count)
     ]
     sample = torch.stack(draws).to(device)
-    scheduler = DDIMScheduler(num_train_timesteps=unet.TRAIN_TIMESTEPS, timestep_spacing="trailing")
+    scheduler = canvas.noise.sampler(bounded=decoder is None)
     scheduler.set_timesteps(denoising_steps)
-    for timestep in scheduler.timesteps:
-        features = {"conditioning": state["conditioning"], **start.start(sample, timestep.to(device).expand(count))}
+    for time in scheduler.timesteps:
+        features = {**state, **start.start(state, sample, time.to(device).expand(count))}
         for layer in inner:
             features.update(layer(features, batch))
-        sample = scheduler.step(out.predict(features), timestep, sample).prev_sample
-    pixels = ((sample.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        sample = scheduler.step(out.predict(features), time, sample).prev_sample
+    pixels = sample if decoder is None else decoder.decode(sample)
+    pixels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).cpu().numpy()

@@ -1,4 +1,5 @@
-"""diffusers' AutoencoderKL as one frozen pipeline layer: target pixels → latents that a generator learns to denoise.
+"""diffusers' AutoencoderKL, frozen: its encoder as a pipeline layer, target pixels → latents that a generator learns to
+denoise; its decoder, which no stage has, for making images of generated latents.
 
 Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior − shift). The sample is
 drawn from the image's own seed on the CPU, so it does not depend on rank or device.
@@ -27,10 +28,12 @@ class VaeEncoder(PipelineLayer):
     kind = "vae_encoder"
     needs = ("targets",)
     frozen = True
+    weights_of = "vae"
 
     def __init__(self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int) -> None:
         super().__init__()
         self.name, self.module = f"{module}.vae_encoder", module
+        self.published = {name: name for name in ("encoder", "quant_conv")}
         side = latent_side(config, image_size)
         self.shape = (config["latent_channels"], side, side)
         self.writes = (TensorSpec("latents", "target", "one", self.shape),)
@@ -66,15 +69,45 @@ class VaeEncoder(PipelineLayer):
             )
 
 
-def makers(module: str, config: dict[str, Any], image_size: int) -> list[LayerMaker]:
-    """The VAE's one layer; weights start as diffusers starts them.
+class VaeDecoder(PipelineLayer):
+    """post_quant_conv and decoder of an AutoencoderKL, without gradients."""
+
+    kind = "vae_decoder"
+    frozen = True
+    weights_of = "vae"
+
+    def __init__(self, module: str, config: dict[str, Any], whole: nn.Module) -> None:
+        super().__init__()
+        self.name, self.module = f"{module}.vae_decoder", module
+        self.published = {name: name for name in ("decoder", "post_quant_conv")}
+        self.scaling, self.shift = config["scaling_factor"], config["shift_factor"] or 0.0
+        self.decoder, self.post_quant_conv = copy.deepcopy(whole.decoder), copy.deepcopy(whole.post_quant_conv)
+        self.requires_grad_(False)
+
+    @torch.no_grad()
+    def decode(self, latents_NCHW: Tensor) -> Tensor:
+        """Images [N, 3, H, W] of about −1..1, made one by one to bound memory."""
+        latents_NCHW = (latents_NCHW / self.scaling + self.shift).to(self.decoder.conv_in.weight.dtype)
+        images = []
+        for latent in latents_NCHW.split(1):
+            images.append(self.decoder(latent if self.post_quant_conv is None else self.post_quant_conv(latent)))
+        return torch.cat(images).float()
+
+
+def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
+    """The VAE's decoder; it stands in no pipeline."""
+    return LayerMaker(lambda: VaeDecoder(module, config, _whole(module, config)), None)
+
+
+def encoder_maker(module: str, config: dict[str, Any], image_size: int) -> LayerMaker:
+    """The VAE's encoder, a generator's first layer; weights start as diffusers starts them.
 
     Raises:
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(_whole, module, config))
     whole()
-    return [LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size), None)]
+    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size), None)
 
 
 def _whole(module: str, config: dict[str, Any]) -> Any:

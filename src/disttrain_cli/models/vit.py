@@ -1,14 +1,11 @@
 """transformers' ViT as pipeline layers: embed, block × n, projector into the LLM's width.
 
-Images keep their own grid: position embeddings are interpolated to it, and images of equal grid (which are
-adjacent) run as one batch. Rows of an image: the class token, then its patches in raster order.
+Images keep their own grid (`towers`). Rows of an image: the class token, then its patches in raster order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,33 +13,13 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
-from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.dropout import begin, seeded
+from disttrain_cli.models.layer import Batch, TensorSpec
+from disttrain_cli.models.parallel import across, split
+from disttrain_cli.models.towers import ImageLayer, Projector, by_grid, count, positions, rows_of
 
 
-def runs(grids: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Runs of equal grids as (images, patch rows, patch columns)."""
-    for (rows, columns), group in groupby(grids):
-        yield sum(1 for _ in group), rows, columns
-
-
-def by_grid(rows_RD: Tensor, grids: list[tuple[int, int]], extra: int) -> Iterator[Tensor]:
-    """Views [N, P + extra, D] of rows [R, D], one per run of equal grids."""
-    start = 0
-    for images, rows, columns in runs(grids):
-        length = rows * columns + extra
-        yield rows_RD[start : start + images * length].unflatten(0, (images, length))
-        start += images * length
-    assert start == len(rows_RD), "rows do not match the grids"
-
-
-class VitLayer(PipelineLayer):
-    """A layer whose items are the images read."""
-
-    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        return not batch.image_grids
-
-
-class Embed(VitLayer):
+class Embed(ImageLayer):
     """Pixels → patches with class token and interpolated positions (Dosovitskiy et al. 2021, section 3.1)."""
 
     kind = "embed"
@@ -53,19 +30,28 @@ class Embed(VitLayer):
 
         super().__init__()
         self.name, self.module = f"{module}.embed", module
-        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,)),)
+        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
         self.embeddings = ViTEmbeddings(config)
+        self.dropout, self.embeddings.dropout = self.embeddings.dropout, nn.Identity()  # over the rows of all images
+        self.dropouts = seeded(self)
+        self.published = {"embeddings": "embeddings"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.pixels is not None
-        dtype = self.embeddings.cls_token.dtype
-        hidden = [
-            self.embeddings(pixels.to(dtype), interpolate_pos_encoding=True).flatten(0, 1) for pixels in batch.pixels
-        ]
-        return {"image_hidden": torch.cat(hidden)}
+        hidden = [self._embed(pixels).flatten(0, 1) for pixels in batch.pixels]
+        begin(self, self.dropouts, batch.image_seeds, rows_of(batch.image_grids, extra=1))
+        return {"image_hidden": split(self.dropout(torch.cat(hidden)), self.group)}
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """[N, P + 1, D]."""
+        table_PD, side = self.embeddings.position_embeddings.squeeze(0), self.embeddings.patch_size
+        patches_NPD = self.embeddings.patch_embeddings(pixels.to(table_PD.dtype))
+        first = (self.embeddings.cls_token + table_PD[0]).expand(len(pixels), -1, -1)
+        own = positions(table_PD[1:], pixels.shape[2] // side, pixels.shape[3] // side)
+        return torch.cat([first, patches_NPD + own], dim=1)
 
 
-class Block(VitLayer):
+class Block(ImageLayer):
     """One transformers ViTLayer."""
 
     kind = "block"
@@ -77,45 +63,35 @@ class Block(VitLayer):
 
         super().__init__()
         self.name, self.module = f"{module}.block.{number}", module
-        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,)),)
+        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
         self.layer = ViTLayer(config)
+        self.dropouts = seeded(self)
+        self.published = {"layer": f"layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        views = by_grid(state["image_hidden"], batch.image_grids, extra=1)
-        return {"image_hidden": torch.cat([self.layer(view).flatten(0, 1) for view in views])}
+        layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, extra=1)
+        begin(self, self.dropouts, batch.image_seeds, rows_of(batch.image_grids, extra=1))
+
+        def attend(normed_RD: Tensor) -> Tensor:
+            views = by_grid(normed_RD, batch.image_grids, extra=1)
+            return layer.dropout(torch.cat([layer.attention(view)[0].flatten(0, 1) for view in views]))
+
+        def feed(normed_RD: Tensor) -> Tensor:
+            return layer.dropout(layer.mlp(normed_RD))
+
+        hidden = hidden + across(attend, layer.layernorm_before(hidden), rows, self.group)
+        hidden = hidden + across(feed, layer.layernorm_after(hidden), rows, self.group)
+        return {"image_hidden": hidden}
 
 
-class Projector(VitLayer):
-    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the LLM's width."""
-
-    kind = "projector"
-    reads = ("image_hidden",)
-    division = Division(column=("mlp.0",), row=("mlp.2",))
-
-    def __init__(self, module: str, config: Any, merge: int, hidden: int, width: int) -> None:
-        super().__init__()
-        self.name, self.module, self.merge = f"{module}.projector", module, merge
-        self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,)),)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mlp = nn.Sequential(
-            nn.Linear(merge * merge * config.hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width)
-        )
-
-    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        m = self.merge
-        blocks = []
-        views = by_grid(state["image_hidden"], batch.image_grids, extra=1)
-        for view, (_, rows, columns) in zip(views, runs(batch.image_grids), strict=True):
-            grid = self.norm(view[:, 1:]).unflatten(1, (rows // m, m, columns // m, m))  # [N, h, m, w, m, D]
-            blocks.append(grid.transpose(2, 3).flatten(3, 5).flatten(0, 2))  # [N·h·w, m·m·D]
-        return {"image_embeds": self.mlp(torch.cat(blocks))}
-
-
-def makers(module: str, config: Any, merge: int, projector_hidden: int, llm_width: int) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order."""
+def makers(
+    module: str, config: Any, merge: int, projector_hidden: int, llm_width: int, final_norm: bool = True
+) -> list[LayerMaker]:
+    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block as it is."""
     std = config.initializer_range
+    norm = "layernorm" if final_norm else None
     return [
         LayerMaker(partial(Embed, module, config), std),
         *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.num_hidden_layers)),
-        LayerMaker(partial(Projector, module, config, merge, projector_hidden, llm_width), std),
+        LayerMaker(partial(Projector, module, config, norm, 1, merge, projector_hidden, llm_width), std),
     ]

@@ -6,6 +6,7 @@ sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are no wei
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.parallel import across, split
 
 #: Log-mel frames that one position stands for: the stride of the second convolution.
 FRAMES_PER_POSITION = 2
@@ -24,11 +26,10 @@ FRAMES_PER_POSITION = 2
 class WhisperLayer(PipelineLayer):
     """A layer whose items are audio clips."""
 
+    by_rows = True
+
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        if self.reads:
-            return len(state[self.reads[0]]) == 0
-        assert batch.audio_features is not None
-        return len(batch.audio_features) == 0
+        return batch.clips == 0
 
 
 class Embed(WhisperLayer):
@@ -40,7 +41,8 @@ class Embed(WhisperLayer):
     def __init__(self, module: str, config: Any) -> None:
         super().__init__()
         self.name, self.module = f"{module}.embed", module
-        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,)),)
+        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),)
+        self.published, self.positions = {"conv1": "conv1", "conv2": "conv2"}, config.max_source_positions
         self.conv1 = nn.Conv1d(config.num_mel_bins, config.d_model, kernel_size=3, padding=1)
         self.conv2 = nn.Conv1d(
             config.d_model, config.d_model, kernel_size=3, stride=FRAMES_PER_POSITION, padding=1
@@ -50,7 +52,16 @@ class Embed(WhisperLayer):
         assert batch.audio_features is not None
         hidden = functional.gelu(self.conv1(batch.audio_features.to(self.conv1.weight.dtype)))
         hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
-        return {"audio_hidden": (hidden_NPD + self._positions(hidden_NPD, batch)).flatten(0, 1)}
+        hidden_RD = (hidden_NPD + self._positions(hidden_NPD, batch)).flatten(0, 1)
+        return {"audio_hidden": split(hidden_RD, self.group)}
+
+    def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Also the sinusoids, which the published model keeps with its weights."""
+        from transformers.models.whisper.modeling_whisper import sinusoids
+
+        with torch.device("cpu"):
+            positions = sinusoids(self.positions, self.conv1.out_channels)
+        return super().to_published(tensors) | {"embed_positions.weight": positions}
 
     def _positions(self, hidden_NPD: Tensor, batch: Batch) -> Tensor:
         """Sinusoids [P, D]."""
@@ -75,12 +86,22 @@ class Block(WhisperLayer):
 
         super().__init__()
         self.name, self.module, self.positions = f"{module}.block.{number}", module, config.max_source_positions
-        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,)),)
+        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),)
         self.layer = WhisperEncoderLayer(config)
+        self.published = {"layer": f"layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        hidden_NPD = state["audio_hidden"].unflatten(0, (-1, self.positions))
-        return {"audio_hidden": self.layer(hidden_NPD, attention_mask=None).flatten(0, 1)}
+        layer, hidden, rows = self.layer, state["audio_hidden"], batch.clips * self.positions
+
+        def attend(normed_RD: Tensor) -> Tensor:
+            return layer.self_attn(normed_RD.unflatten(0, (batch.clips, self.positions)), attention_mask=None)[0]
+
+        def feed(normed_RD: Tensor) -> Tensor:
+            return layer.fc2(layer.activation_fn(layer.fc1(normed_RD)))
+
+        hidden = hidden + across(attend, layer.self_attn_layer_norm(hidden), rows, self.group)
+        hidden = hidden + across(feed, layer.final_layer_norm(hidden), rows, self.group)
+        return {"audio_hidden": hidden}
 
 
 class Projector(WhisperLayer):
@@ -93,13 +114,19 @@ class Projector(WhisperLayer):
     def __init__(self, module: str, config: Any, merge: int, hidden: int, width: int) -> None:
         super().__init__()
         self.name, self.module, self.merge = f"{module}.projector", module, merge
-        self.writes = (TensorSpec("audio_embeds", "audio", "tokens", (width,)),)
+        self.positions = config.max_source_positions
+        self.writes = (TensorSpec("audio_embeds", "audio", "tokens", (width,), split=True),)
         self.norm = nn.LayerNorm(config.d_model)
+        self.published = {"norm": "layer_norm"}
         self.mlp = nn.Sequential(nn.Linear(merge * config.d_model, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        # A clip's positions are whole groups of m, so that no group has rows of two clips.
-        return {"audio_embeds": self.mlp(self.norm(state["audio_hidden"]).unflatten(0, (-1, self.merge)).flatten(1))}
+        def project(normed_RD: Tensor) -> Tensor:
+            # A clip's positions are whole groups of m, so that no group has rows of two clips.
+            return self.mlp(normed_RD.unflatten(0, (-1, self.merge)).flatten(1))
+
+        rows = batch.clips * self.positions
+        return {"audio_embeds": across(project, self.norm(state["audio_hidden"]), rows, self.group)}
 
 
 def makers(module: str, config: Any, merge: int, projector_hidden: int, llm_width: int) -> list[LayerMaker]:

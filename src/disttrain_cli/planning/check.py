@@ -33,6 +33,7 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
                                 "Plan again: disttrain plan")
     check_layout(plan, run, profile)
     _check_choices(plan, run)
+    _check_trained(run, profile)
 
 
 def check_layout(plan: Plan, run: RunFile, profile: Profile) -> None:
@@ -63,7 +64,7 @@ def check_device(run: RunFile, profile: Profile) -> None:
 class NotRun(NamedTuple):
     """Something that a plan asks for and that training does not do yet."""
 
-    what: str  # a noun: "tensor parallelism"
+    what: str  # a noun: "audio"
     why: str
     next_step: str
     rehearsed: bool = True  # whether emulated devices can do it
@@ -72,27 +73,6 @@ class NotRun(NamedTuple):
 def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
     """What of a plan `disttrain train` does not run yet; nothing where it runs all of it."""
     found: list[NotRun] = []
-    layout = plan.plan
-    sharded = [f"{unit.name} (tp {unit.tp})" for unit in layout.units if unit.tp > 1]
-    if sharded:
-        found.append(NotRun("tensor parallelism", f"units {', '.join(sharded)}",
-                            "edit plan.yaml to tp: 1, with more dp or pp"))
-    recomputed = [unit.name for unit in layout.units if unit.checkpointing]
-    if recomputed:
-        found.append(NotRun("activation checkpointing", f"units {', '.join(recomputed)}",
-                            "set train.activation_checkpointing: none and plan again"))
-    frozen = frozen_parts(profile, layout.trained)
-    if frozen:
-        found.append(NotRun("frozen modules", f"model.trained leaves out {', '.join(frozen)}",
-                            "remove model.trained and plan again"))
-    encoded = [name for name, module in run.model.modules.items() if module.vae is not None]
-    if encoded:
-        found.append(NotRun("a VAE in front of a generator", f"model.modules.{encoded[0]}.vae",
-                            f"give {encoded[0]} no vae, so that it denoises pixels, and profile again"))
-    if profile.inputs.audio is not None:
-        audio = profile.inputs.audio.module
-        found.append(NotRun("audio", f"model.modules.{audio}", f"remove {audio} from model.modules and profile again",
-                            rehearsed=False))
     if run.data.distribution is not None:
         found.append(NotRun("sizes without data", f"data.distribution: {run.data.distribution.name}",
                             "name a dataset in data.sources and profile again"))
@@ -100,14 +80,6 @@ def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
         found.append(NotRun("a device that is not here", f"the profile is computed for {profile.device.name}",
                             "set cluster.device: auto on the machines that train and profile there"))
     return found
-
-
-def frozen_parts(profile: Profile, trained: list[str] | None) -> list[str]:
-    """Modules, and "projectors", whose weights are not trained."""
-    if trained is None:
-        return []
-    parts = [*profile.modules, *([PROJECTORS] if any(m.projector for m in profile.modules.values()) else [])]
-    return [part for part in parts if part not in trained]
 
 
 def refuse_not_run(plan: Plan, run: RunFile, profile: Profile, rehearsing: bool = False) -> None:
@@ -143,6 +115,13 @@ def _check_choices(plan: Plan, run: RunFile) -> None:
     for field, planned, stated in differing:
         raise MismatchError(f"The plan was made for another {field}", f"plan: {planned}; run file: {stated}",
                             "Plan again: disttrain plan")
+
+
+def _check_trained(run: RunFile, profile: Profile) -> None:
+    """Projectors alone can be trained only where there are some."""
+    if run.model.trained == [PROJECTORS] and not any(module.projector for module in profile.modules.values()):
+        raise SpecError("Nothing of the model is trained", "model.trained: projectors; modules that have one: none",
+                        f"Name modules in model.trained: {', '.join(profile.modules)}.")
 
 
 def _as_set(names: list[str] | None) -> set[str] | None:

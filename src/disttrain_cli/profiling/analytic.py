@@ -124,7 +124,7 @@ def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
     """As many probe sizes as there are amounts that costs depend on."""
     if item == "image":
         assert inputs.image is not None
-        m = inputs.image.merge
+        m = inputs.image.probe_step
         return [{"grids": [(rows * m, columns * m)] * images}
                 for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))]
     if item == "sequence":

@@ -65,7 +65,7 @@ def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:
     """Refuse data that leaves a module without any work: there would be nothing to measure and nothing to plan."""
     if inputs.audio and not epoch.clips.any():
         source = ("raise data.distribution.clips_per_sequence" if run.file.data.distribution
-                  else "plan with data.distribution: this version reads no audio from datasets")
+                  else "add a source with clips to data.sources")
         raise DataError(f"The data has no audio clip for {inputs.audio.module}",
                         f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with a clip",
                         f"Remove model.modules.{inputs.audio.module}, or {source}.")

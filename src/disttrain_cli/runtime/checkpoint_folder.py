@@ -5,41 +5,99 @@ Apart from `checkpoint.py`, which reads and writes the tensors, so that the laun
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.runfile import RunFile
+
+VERSION = 2
+DESCRIPTION, TENSORS = "checkpoint.json", "tensors.json"
+
+
+def all_of(checkpoints: Path) -> list[Path]:
+    """Folders of the checkpoints, the newest last, damaged ones too."""
+    return sorted((path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()),
+                  key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """Folder of the newest complete checkpoint."""
-    found = sorted(path for path in checkpoints.glob("step-*") if (path / "checkpoint.json").exists())
-    return found[-1] if found else None
+    """Folder of the newest checkpoint. One that is being written has another name until all of it is there."""
+    return found[-1] if (found := all_of(checkpoints)) else None
+
+
+def partial(folder: Path) -> Path:
+    """Where a checkpoint is written before it takes its name."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Remove what a crash left half-written."""
+    for pattern in (".step-*.partial", ".step-*.replaced"):
+        for left in checkpoints.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What to do about a checkpoint that cannot be used."""
+    earlier = [other for other in all_of(folder.parent) if _step(other) < _step(folder)]
+    return (f"Move {folder} away to go on from {earlier[-1].name}, or start without --resume." if earlier
+            else "There is none before it: start without --resume.")
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """The description of a checkpoint; raises SpecError."""
-    value = parse_json(folder / "checkpoint.json", "checkpoint",
-                       f"Move {folder} away to go on from the checkpoint before it, or start without --resume.")
-    if not isinstance(value, dict) or not {"step", "model", "files"} <= value.keys():
-        raise SpecError(f"The checkpoint {folder} is damaged", "checkpoint.json lacks step, model or files")
+    value = parse_json(folder / DESCRIPTION, "checkpoint", how_to_go_on(folder))
+    if not isinstance(value, dict) or not {"version", "step", "model", "files"} <= value.keys():
+        raise SpecError(f"The checkpoint {folder} is damaged", f"{DESCRIPTION} lacks version, step, model or files",
+                        how_to_go_on(folder))
+    if value["version"] != VERSION:
+        raise SpecError(f"The checkpoint {folder} has version {value['version']}", f"this disttrain reads {VERSION}",
+                        "Go on with the disttrain that wrote it, or start without --resume.")
     return value
 
 
-def check_belongs(folder: Path, model_fingerprint: str, data_fingerprint: str) -> int:
-    """The step of a checkpoint that was made from this model and data.
+def made_from(run: RunFile, data_fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint must have been made from for a run to go on from it: model, data, and its place in them."""
+    return {"model": run.model_fingerprint(), "dataset": data_fingerprint, "seed": run.train.seed,
+            "global_batch_size": run.train.global_batch_size}
+
+
+REMEDIES = {
+    "model": ("another model", "restore the model section of the run file"),
+    "dataset": ("another dataset", "bring the data back as it was"),
+    "seed": ("another seed", "give train.seed its old value"),
+    "global_batch_size": ("another global batch size", "give train.global_batch_size its old value"),
+}
+
+
+def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
+    """The step of a checkpoint that was made from the same as `here` (`made_from`).
 
     Raises:
-        MismatchError: it was made from others; both fingerprints are named.
+        MismatchError: it was made from something else; both are named.
         SpecError: its description cannot be read.
     """
     described = describe(folder)
-    for what, here, remedy in (("model", model_fingerprint, "restore the model section of the run file"),
-                               ("dataset", data_fingerprint, "bring the data back as it was")):
-        theirs = described.get(what, here)
-        if theirs != here:
-            raise MismatchError(f"The checkpoint {folder} was made from another {what}",
-                                f"{what} of the checkpoint: {theirs}; here: {here}",
+    for what, own in here.items():
+        theirs = described.get(what, own)
+        if theirs != own:
+            other, remedy = REMEDIES[what]
+            raise MismatchError(f"The checkpoint {folder} was made from {other}",
+                                f"{what} of the checkpoint: {theirs}; here: {own}",
                                 f"Start without --resume, or {remedy}.")
     return int(described["step"])
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

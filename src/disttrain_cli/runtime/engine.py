@@ -2,14 +2,16 @@
 
 What is kept of DeepSpeed: its schedule, ZeRO-1 and bf16 optimizers, gradient reduction, accelerator handling.
 What is replaced: how a slot is loaded, computed and moved (`StageRunner`, `Broker`), and how the gradient norm is
-taken (once over all units: replicas hold equal gradients, so each rank counts its own partition or share).
+taken and clipped to (once over all units: each rank counts its own partition or share). A stage of which nothing is
+trained has no optimizer, but stays in that reduction (deepspeed traps 7, 19, 33).
 The numbers in the comments are the traps listed in docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,19 @@ from torch import Tensor, nn
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.layer import Batch, PipelineLayer
-from disttrain_cli.runtime.broker import Broker
+from disttrain_cli.models.parallel import sum_over
+from disttrain_cli.runtime.broker import Broker, Brokers
+from disttrain_cli.runtime.faults import MOST_SKIPPED, not_finite, out_of_memory
 from disttrain_cli.runtime.grid import UnitGrid
+from disttrain_cli.runtime.optimizer import drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
 from disttrain_cli.runtime.stage import StageRunner
 from disttrain_cli.runtime.topology import Place
 from disttrain_cli.runtime.tracing import Tracer
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.runfile import TrainSpec
+
+#: Names of the losses that a model may have.
+LOSSES = ("text", "image")
 
 
 class StageModule(PipelineModule):
@@ -56,18 +66,26 @@ class UnitEngine(PipelineEngine):
 
     _starting = True
 
-    def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer, config: dict[str, Any],
-                 runner: StageRunner, upstream: Broker | None, downstream: Broker | None, place: Place,
-                 tracer: Tracer, module_kinds: Mapping[str, str]) -> None:
+    def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any],
+                 runner: StageRunner, upstream: Broker | Brokers | None, downstream: Broker | Brokers | None,
+                 place: Place, tracer: Tracer, layout: Layout, train_spec: TrainSpec) -> None:
         super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
                          config_class=DeepSpeedConfig(config, module.mpu()))
         self._starting = False
         self.runner, self.upstream, self.downstream = runner, upstream, downstream
-        self.place, self.tracer, self.module_kinds = place, tracer, module_kinds
+        self.place, self.tracer = place, tracer
+        self.layout, self.train_spec = layout, train_spec
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
+        self._state: dict[int, dict[str, Tensor]] = {}  # slot → tensors waiting between two instructions
+        self._amounts: dict[tuple[int, str], dict[str, int]] = {}  # of this step, by slot and module
         self.data_wait_ns = 0
-        self._patch_norm()
+        self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
+        self._norm = math.nan
+        if self.using_bf16_optimizer:  # its own norm asks other ranks than ours; trap 8 forbids a subclass
+            nothing = torch.zeros(1, device=self.device)
+            self.optimizer.get_grads_for_norm = lambda for_clipping=False: ([nothing], {})
+            self.optimizer.mpu = None
 
     # ---- DeepSpeed's questions -------------------------------------------------------------------------------
     def is_first_stage(self) -> bool:
@@ -77,47 +95,59 @@ class UnitEngine(PipelineEngine):
     def is_last_stage(self) -> bool:
         return self._starting or super().is_last_stage()
 
-    def _patch_norm(self) -> None:
-        """One norm over all units, and every replica's gradients counted once (traps 5-8, 30, 33)."""
-        optimizer = self.optimizer
-        if hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bf16, ZeRO-1
-            def partitions(for_clipping: bool = False) -> Any:
-                if for_clipping:
-                    return optimizer.fp32_groups_gradients_flat
-                return optimizer.fp32_groups_gradient_flat_partition, {}
-            optimizer.get_grads_for_norm = partitions
-        elif hasattr(optimizer, "scaled_global_norm"):  # fp32, ZeRO-1
-            optimizer.scaled_global_norm = lambda norm_type=2: _world_norm(
-                [g for group in optimizer.averaged_gradients.values() for g in group], 1.0, self.device)
-
-    def clip_fp32_gradients(self) -> None:
-        """Clip without ZeRO: every replica holds the whole gradient, so each counts 1 / DP of it."""
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        self._global_grad_norm = _world_norm(gradients, 1.0 / self.place.unit.dp, self.device)
-        scale = self.gradient_clipping() / (float(self._global_grad_norm) + 1e-6)
-        if scale < 1.0:
-            torch._foreach_mul_(gradients, scale)
-
     # ---- one step --------------------------------------------------------------------------------------------
     def get_ready(self) -> None:
         """Called before the clock of a step starts: a rank begins as soon as it can."""
 
-    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch], learning_rate: float) -> None:
-        """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot."""
-        self.order, self.fetch, self.data_wait_ns = order, fetch, 0
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
+        """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot.
+
+        Raises:
+            NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` says to stop.
+            OutOfMemoryError: the device has no memory left.
+        """
+        self.order, self.fetch, self.data_wait_ns, self._amounts = order, fetch, 0, {}
+        self.runner.losses.clear()
+        if self.runner.sums is not None:
+            self.runner.sums.clear()
         self.module.train()
-        self._exec_schedule(schedule.TrainSchedule(micro_batches=len(order.slots), stages=self.num_stages,
-                                                   stage_id=self.stage_id))
+        for broker in (self.upstream, self.downstream):
+            if broker is not None:
+                broker.expect(order.slots)
+        self._exec_schedule(schedule.TrainSchedule(micro_batches=len(order.slots), stages=self.place.stage.line,
+                                                   stage_id=self.place.stage.position))
+
+    def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
+        """The forward half of a step, of which only the losses stay (`runner.take_losses`); no row tells of it.
+
+        DeepSpeed's schedule for inference loads before it receives (deepspeed trap 17). At most one slot is under way
+        to the next stage, so that a fast stage does not fill the memory of a slow one.
+        """
+        self.order, self.fetch, self._state = order, fetch, {}
+        self.module.eval()
+        self.tracer.silent = True
+        try:
+            with torch.no_grad():
+                for slot in range(len(order.slots)):
+                    if self.upstream is not None:
+                        self._receive_activation(slot)
+                    self._forward(slot)
+                    self.runner.in_flight.pop(slot)
+                    if self.downstream is not None:
+                        self.downstream.drain()
+                        self._send_activation(slot)
+            if self.downstream is not None:
+                self.downstream.drain()
+        finally:
+            self.tracer.silent = False
 
     def grad_norm(self) -> float:
         """Global gradient norm of the last step, before clipping."""
-        return math.nan if self._global_grad_norm is None else float(self._global_grad_norm)
+        return self._norm
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
         """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction here needs."""
-        self._state: dict[int, dict[str, Tensor]] = {}  # slot → tensors waiting between two instructions
+        self._state = {}
         forwards, backwards = 0, 0
         for commands in pipe_schedule:
             for command in sorted(commands, key=self._late):
@@ -132,6 +162,7 @@ class UnitEngine(PipelineEngine):
                     slot = backwards - 1
                 else:
                     slot = -1
+                self.tracer.begin(self._INSTRUCTION_MAP[kind].removeprefix("_"), slot)
                 getattr(self, self._INSTRUCTION_MAP[kind])(slot)
                 forwards += kind is schedule.ForwardPass
                 backwards += kind is schedule.BackwardPass
@@ -149,9 +180,12 @@ class UnitEngine(PipelineEngine):
 
     def _forward(self, slot: int) -> None:
         start = self.tracer.now()
+        self.tracer.begin("load", slot)
         batch = self.fetch(slot)
         self.data_wait_ns += self.tracer.record("load", start, slot=slot)
-        self._state[slot] = self.runner.forward(slot, self._state.pop(slot, {}), batch, self._timed("forward", slot))
+        with self._memory("forward", slot):
+            self._state[slot] = self.runner.forward(slot, self._state.pop(slot, {}), batch,
+                                                    self._timed("forward", slot))
 
     def _send_activation(self, slot: int) -> None:
         assert self.downstream is not None
@@ -161,6 +195,8 @@ class UnitEngine(PipelineEngine):
 
     def _receive_gradient(self, slot: int) -> None:
         assert self.downstream is not None
+        if not self.runner.segments[-1].returning:
+            return
         start = self.tracer.now()
         gradients, size, peer = self.downstream.receive(self.order.slots[slot])
         self._state[slot] = gradients
@@ -168,17 +204,20 @@ class UnitEngine(PipelineEngine):
 
     def _backward(self, slot: int) -> None:
         if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads()
+            self.optimizer.clear_lp_grads(set_to_none=True)
         self._running_engine_backward = True  # trap 28
-        gradients = self.runner.backward(slot, self._state.pop(slot, {}), self._timed("backward", slot))
+        with self._memory("backward", slot):
+            gradients = self.runner.backward(slot, self._state.pop(slot, {}), self._timed("backward", slot))
         self._running_engine_backward = False
         if self.using_bf16_optimizer:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
-        if self.upstream is not None:
+        if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
 
     def _send_gradient(self, slot: int) -> None:
         assert self.upstream is not None
+        if not self.runner.segments[0].carrying:
+            return
         start = self.tracer.now()
         size, peer = self.upstream.send(self.order.slots[slot], self._state.pop(slot))
         self.tracer.record("send_gradient", start, slot=slot, bytes=size, peer=peer)
@@ -193,33 +232,84 @@ class UnitEngine(PipelineEngine):
             for parameter in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+        self._sum_partial_gradients()
         self._reduce_gradients()
-        self.tracer.record("reduce", start, bytes=sum(p.numel() * p.element_size() for p in self.module.parameters())
-                           if self.place.unit.dp > 1 else 0)
+        reduced = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        self.tracer.record("reduce", start, bytes=reduced if self.place.unit.dp > 1 else 0)
 
     def _step(self, slot: int) -> None:
         start = self.tracer.now()
-        self._update()
+        with self._memory("optimizer step", slot):
+            self._update()
         self.tracer.record("step", start)
 
+    def _sum_partial_gradients(self) -> None:
+        """Over the TP group: gradients of undivided weights, of which each rank has a part (`parallel.join`)."""
+        group = self.module.mpu().tp
+        if group is not None:
+            sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
+
     def _reduce_gradients(self) -> None:
-        super()._exec_reduce_grads()
+        if self.optimizer is not None and self.place.unit.dp > 1:  # stock DeepSpeed copies its gradients even alone
+            super()._exec_reduce_grads()
 
     def _update(self) -> None:
+        """Take the world's gradient norm, clip to it and step; leave everything as it was where it is not finite."""
+        gradients = reduced_gradients(self.optimizer, self.place.unit.dp, self.place.unit.tp)
+        losses = [torch.isfinite(loss).double() for loss in self.runner.losses.values()]
+        world = torch.stack([sum_of_squares(gradients, self.device),
+                             sum((1.0 - finite for finite in losses), torch.zeros((), device=self.device)).double()])
+        dist.all_reduce(world)
+        squared, bad_losses = world.tolist()
+        self._norm = math.sqrt(squared) if squared >= 0 else math.nan
+        if bad_losses or not math.isfinite(squared):
+            self._refuse_step(gradients)
+            return
+        self.skipped_in_a_row = 0
+        if self.optimizer is None:
+            return
+        clipping = self.train_spec.gradient_clipping
+        if clipping and (scale := clipping / (self._norm + 1e-6)) < 1.0:
+            torch._foreach_mul_([tensor for _, tensors, _ in gradients for tensor in tensors], scale)
         self._force_grad_boundary = True
         self._take_model_step(None)
         self._force_grad_boundary = False
 
+    def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
+        """Drop the gradients of a step that is not finite, and stop if that is what the run asks for."""
+        sums = self.runner.sums
+        assert sums is not None
+        for module, tensors, _ in gradients:
+            sums.note("gradients", 0, 0, module, tensors)
+        where = sums.first(self.device)
+        own = {name: float(loss) for name, loss in self.runner.losses.items()}
+        losses = torch.tensor([own.get(name, 0.0) for name in LOSSES], dtype=torch.float64, device=self.device)
+        dist.all_reduce(losses)
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        skipping = self.train_spec.on_bad_loss == "skip"
+        error = not_finite(self.order.step, dict(zip(LOSSES, losses.tolist(), strict=True)), self._norm, where,
+                           self.skipped_in_a_row if skipping else 0)
+        if not skipping or self.skipped_in_a_row >= MOST_SKIPPED:
+            raise error
+        print(f"skipped: {error.what} ({error.why})", flush=True)
+        drop_gradients(self.optimizer)
+
+    def _memory(self, operation: str, slot: int) -> AbstractContextManager[None]:
+        return out_of_memory(self.place, self.layout, operation, slot)
+
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Record one trace row per module, with the work that the slot brings to it."""
         def before(module: str) -> Callable[[], None]:
+            self.tracer.begin(operation, slot, module)
             start = self.tracer.now()
 
             def after() -> None:
-                current = self.order.slots[slot]
-                items = current.replicas[self.place.unit.name][self.place.replica]
-                self.tracer.record(operation, start, slot=slot, module=module,
-                                   **amounts(current, self.module_kinds[module], items))
+                if (slot, module) not in self._amounts:  # the backward's are those of the forward
+                    current = self.order.slots[slot]
+                    items = current.replicas[self.place.unit.name][self.place.replica]
+                    self._amounts[slot, module] = amounts(current, module, items)
+                self.tracer.record(operation, start, slot=slot, module=module, **self._amounts[slot, module])
             return after
         return before
 
@@ -241,19 +331,10 @@ class UnitEngine(PipelineEngine):
     }
 
 
-def amounts(slot: Slot, kind: str, items: ReplicaItems) -> dict[str, int]:
-    """What a trace row says of the work that some items of a slot bring to a module of a kind."""
-    work = slot.work(kind, items)
-    images = {"encoder": len(items.images), "generator": len(items.targets),
-              "llm": int(np.isin(slot.image_sequence, items.sequences).sum())}[kind]
+def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:
+    """What a trace row says of the work that some items of a slot bring to a module."""
+    item = slot.inputs.item(module)
+    work = slot.work(item, items)
+    images = int(np.isin(slot.image_sequence, items.sequences).sum()) if item == "sequence" else int(work.items)
     return {"tokens": int(work.tokens), "images": images, "sequences": len(items.sequences),
             "sum_length_sq": int(work.sum_length_sq)}
-
-
-def _world_norm(tensors: Sequence[Tensor], weight: float, device: torch.device) -> Tensor:
-    """Square root of the world's sum of `weight` · Σ tensor²."""
-    squared = torch.zeros((), device=device)
-    if tensors:
-        squared = weight * torch.stack(torch._foreach_norm(list(tensors))).float().square().sum()
-    dist.all_reduce(squared)
-    return squared.sqrt()

@@ -47,7 +47,7 @@ def fetcher(loader: Slots, device: torch.device, dtype: torch.dtype) -> Callable
 
 
 def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Prepared arrays as tensors on the device; pixels take the model's precision.
+    """Prepared arrays as tensors on the device; pixels and sound take the model's precision.
 
     From page-locked memory the copies are asynchronous, and torch keeps that memory until they are done.
     """
@@ -56,11 +56,15 @@ def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: t
 
     return Batch(
         image_grids=[(int(rows), int(columns)) for rows, columns in arrays.image_grids],
+        clips=0 if arrays.clips is None else int(arrays.clips),
+        audio_features=tensor(arrays.audio_features, dtype), audio_rows=tensor(arrays.audio_rows),
         pixels=None if arrays.pixels is None else [tensor(group, dtype) for group in arrays.pixels],
         token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions), documents=tensor(arrays.documents),
         image_rows=tensor(arrays.image_rows), context_rows=tensor(arrays.context_rows), labels=tensor(arrays.labels),
         target_pixels=tensor(arrays.target_pixels, dtype), target_weights=tensor(arrays.target_weights),
         noise_seeds=None if arrays.noise_seeds is None else as_tensor(arrays.noise_seeds),
+        image_seeds=tensor(arrays.image_seeds), clip_seeds=tensor(arrays.clip_seeds),
+        target_seeds=tensor(arrays.target_seeds),
         label_tokens=float(max(1, order.label_tokens)), targets=float(max(1, order.targets)))
 
 
@@ -89,12 +93,12 @@ class PinnedAhead:
 
 
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
-    """The same in page-locked memory: tensors, pixels in the model's precision; grids and seeds stay arrays."""
-    kept = {"image_grids", "noise_seeds"}
+    """The same in page-locked memory: tensors, pixels and sound in the model's precision; grids and seeds stay."""
+    kept = {"image_grids", "clips", "noise_seeds"}
     copies: dict[str, Any] = {}
     for name, value in vars(arrays).items():
         if value is not None and name not in kept:
-            kind = dtype if name in ("pixels", "target_pixels") else None
+            kind = dtype if name in ("pixels", "audio_features", "target_pixels") else None
             copies[name] = [page_locked(one, kind) for one in value] if isinstance(value, list) \
                 else page_locked(value, kind)
     return replace(arrays, **copies)

@@ -9,7 +9,8 @@ the starter is gone, and the starter when the launcher is.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import ctypes
 import io
 import json
 import os
@@ -20,13 +21,12 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import DisttrainError, RankFailedError
-from disttrain_cli.spec.files import write_whole
+from disttrain_cli.errors import RankFailedError, RankLostError
+from disttrain_cli.runtime.rank import error_file, live, resolve
 from disttrain_cli.spec.rundir import rank_log
 
 LOOPBACK = "127.0.0.1"
@@ -34,6 +34,7 @@ LOOPBACK = "127.0.0.1"
 LISTENER = "DISTTRAIN_LISTENER"
 POLL_S = 0.05
 GRACE_S = 5.0
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 #: What a rank says when it fails only because another one went away.
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out")
 
@@ -54,10 +55,11 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     for rank in range(world_size):
-        _error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
+        error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
         rank_log(log_dir, rank).write_bytes(b"")
     environment = os.environ | {
-        "WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "PYTHONUNBUFFERED": "1",
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK,
+        "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
     }
@@ -97,28 +99,24 @@ def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, lo
             raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}")
         if deadline is not None and time.monotonic() > deadline:
             waiting = [rank for rank in range(world_size) if rank not in codes]
-            raise RankFailedError(f"Rank {waiting[0]} did not finish in time",
-                                  f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}")
+            raise RankLostError(f"Rank {waiting[0]} did not finish in time",
+                                f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}")
         time.sleep(POLL_S)
 
 
 def _failure(codes: dict[int, int], log_dir: Path) -> RankFailedError:
-    """Describe the rank that failed by itself rather than because a peer went away."""
+    """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why."""
     cause = next((rank for rank, code in codes.items() if code < 0), None)
     if cause is None:
         cause = next((rank for rank in codes if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)),
                      next(iter(codes)))
     log, code = rank_log(log_dir, cause), codes[cause]
-    if (told := _error_file(log)).exists():
+    if (told := error_file(log)).exists():
         error = json.loads(told.read_text())
         return RankFailedError(f"Rank {cause} stopped: {error['what']}", f"{error['why']}\nlog: {log}".strip(),
                                error["next_step"])
     ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return RankFailedError(f"Rank {cause} {ending}", f"{_last_line(log)}\nlog: {log}".strip())
-
-
-def _error_file(log: Path) -> Path:
-    return log.with_suffix(".error.json")
+    return RankLostError(f"Rank {cause} {ending}", f"{_last_line(log)}\nlog: {log}".strip())
 
 
 def _tail(path: Path, limit: int = 8192) -> str:
@@ -133,15 +131,12 @@ def _last_line(path: Path) -> str:
 
 
 def _end(starter: subprocess.Popen[bytes]) -> None:
-    """End the starter and every rank, which share its process group: politely first, then for good."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(starter.pid, how)
-        except ProcessLookupError:
-            break
-        deadline = time.monotonic() + GRACE_S
-        while _group_lives(starter) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+    """End the starter and every rank, which share its process group; asking would make them finish their step."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(starter.pid, signal.SIGKILL)
+    deadline = time.monotonic() + GRACE_S
+    while _group_lives(starter) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     starter.wait()
 
 
@@ -163,9 +158,7 @@ def main(arguments: list[str]) -> None:
     """Entry of the starter: TARGET PAYLOAD_FILE LOG_DIR PIPE. Forks the ranks and tells how each ends."""
     target, file, log_dir, tell = arguments
     _end_with_parent()
-    where, _, name = target.partition(":")
-    module = importlib.import_module(where)
-    function, payload = getattr(module, name), json.loads(Path(file).read_text())
+    (module, function), payload = resolve(target), json.loads(Path(file).read_text())
     if hasattr(module, "before_fork"):
         module.before_fork(payload)
     listener = socket.create_server((LOOPBACK, 0))
@@ -174,7 +167,9 @@ def main(arguments: list[str]) -> None:
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
         if pid == 0:
-            _run_rank(rank, function, payload, rank_log(Path(log_dir), rank))
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            _end_with_parent()
+            live(rank, function, payload, rank_log(Path(log_dir), rank))
         ranks[pid] = rank
     listener.close()
     while ranks:
@@ -182,33 +177,11 @@ def main(arguments: list[str]) -> None:
         os.write(int(tell), json.dumps([ranks.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")
 
 
-def _run_rank(rank: int, function: Callable[[dict[str, Any]], None], payload: dict[str, Any], log: Path) -> None:
-    """A rank's whole life; an error meant for the user goes beside its log."""
-    code = 1
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        _end_with_parent()
-        print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}")
-        function(payload)
-        code = 0
-    except DisttrainError as error:
-        write_whole(_error_file(log), json.dumps(
-            {"what": error.what, "why": error.why, "next_step": error.next_step}))
-        traceback.print_exc()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
 def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, however it went."""
+    """End this process when the one that started it is gone, however it went; on Linux also if it is stopped itself."""
     parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == parent:

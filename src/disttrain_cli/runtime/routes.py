@@ -1,25 +1,39 @@
-"""The transfer index: which rows travel between two replicas at a cut, derived on every rank from the ordering.
+"""The transfer index: which rows travel between two ranks at a cut, derived on every rank from the ordering.
 
 Nothing about shapes is ever sent. Items that both sides of a cut work on travel in canonical order; a route lists
 where their rows lie on this side. The same route, read in the other direction, carries the gradients
-(mission.md's broker rule: any two DP sizes, samples in order).
+(mission.md's broker rule: any two DP sizes, samples in order). Of a replica's rows every TP rank sends and receives
+its own part (`division.own_rows`) and no other, whatever the TP sizes of both sides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from disttrain_cli.data.slots import Slot
+from disttrain_cli.data.slots import Ints, Slot
+from disttrain_cli.models.division import own_rows
+
+
+@dataclass(frozen=True)
+class End:
+    """One side of a cut: a unit, its TP size, and for this side who asks."""
+
+    unit: str
+    tp: int = 1
+    replica: int = 0
+    tp_rank: int = 0
 
 
 @dataclass(frozen=True)
 class Route:
-    """Rows of one state tensor shared with one replica of the other side of a cut."""
+    """Rows of one state tensor shared with one rank of the other side of a cut."""
 
     replica: int  # of the other side
-    runs: tuple[tuple[int, int], ...]  # (start, length) in this side's tensor, merged, in canonical item order
+    tp_rank: int  # of the other side
+    runs: tuple[tuple[int, int], ...]  # (start, length) in this rank's own rows, merged, in canonical item order
     rows: int
 
 
@@ -28,30 +42,49 @@ def local_rows(slot: Slot, item: str, column: str, unit: str, replica: int) -> i
     return int(slot.rows(item, column)[slot.items(unit, replica, item)].sum())
 
 
-def routes(slot: Slot, item: str, column: str, here: tuple[str, int], there: str) -> list[Route]:
-    """Routes between replica `here` (unit, replica) and all replicas of unit `there`; pairs without rows are left out.
+def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Route]:
+    """Routes between a rank `here` and all ranks of the unit `there`; pairs without rows are left out.
 
-    Inside one unit a replica exchanges everything with its own namesake, in its own order.
+    Inside one unit a rank exchanges everything with its own namesake, in its own order.
     """
-    unit, replica = here
-    mine = slot.items(unit, replica, item)
     counts = slot.rows(item, column)
-    if unit == there:
-        rows = int(counts[mine].sum())
-        return [Route(replica, ((0, rows),), rows)] if rows else []
-    starts = np.concatenate(([0], np.cumsum(counts[mine])))[:-1]
-    start_of = np.full(len(counts), -1, dtype=np.int64)
-    start_of[mine] = starts
+    mine = slot.items(here.unit, here.replica, item)
+    first, last = own_rows(int(counts[mine].sum()), here.tp, here.tp_rank)
+    if here.unit == there.unit:
+        whole = ((0, last - first),)
+        return [Route(here.replica, here.tp_rank, whole, last - first)] if last > first else []
+    start_of = _starts(mine, counts)
     found = []
-    for other in range(len(slot.replicas[there])):
-        theirs = np.sort(slot.items(there, other, item))
-        shared = theirs[start_of[theirs] >= 0]
-        if len(shared) and (rows := int(counts[shared].sum())):
-            found.append(Route(other, _merge(start_of[shared], counts[shared]), rows))
+    for replica in range(len(slot.replicas[there.unit])):
+        theirs = slot.items(there.unit, replica, item)
+        shared = np.sort(theirs[start_of[theirs] >= 0])
+        if len(shared):
+            own, lengths = start_of[shared], counts[shared]
+            other = _starts(theirs, counts)[shared]
+            total = int(counts[theirs].sum())
+            for tp_rank, (low, high) in _parts(total, there.tp):
+                # Rows of each item that lie in this rank's part here and in that rank's part there.
+                begin = np.maximum(0, np.maximum(first - own, low - other))
+                end = np.minimum(lengths, np.minimum(last - own, high - other))
+                some = end > begin
+                if some.any():
+                    runs = _merge((own + begin - first)[some], (end - begin)[some])
+                    found.append(Route(replica, tp_rank, runs, sum(length for _, length in runs)))
     return found
 
 
-def _merge(starts: np.ndarray, lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
+def _parts(rows: int, tp: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    return ((rank, own_rows(rows, tp, rank)) for rank in range(tp))
+
+
+def _starts(items: Ints, counts: Ints) -> Ints:
+    """By item, where its rows start in a replica's tensor; -1 for those of others."""
+    starts = np.full(len(counts), -1, dtype=np.int64)
+    starts[items] = np.cumsum(counts[items]) - counts[items]
+    return starts
+
+
+def _merge(starts: Ints, lengths: Ints) -> tuple[tuple[int, int], ...]:
     """Join runs that follow each other without a gap."""
     ends = starts + lengths
     breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1

@@ -6,48 +6,78 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import build_layers, layer_table
-from disttrain_cli.models.layer import FIELDS
+from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.sampling import generate
+from disttrain_cli.models.vae import VaeDecoder, decoder_maker
+from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime import checkpoint
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.runfile import Run, read_run
 
 MOST_STEPS = 16  # global batches searched for images to generate
+_OF_TRAINING = {"labels", "targets", "weights", "dropout"}  # fields of the batch that are not asked for
 
 
 def main(payload: dict[str, Any]) -> None:
     """Generate `samples.images` images from the checkpoint in `payload["checkpoint"]`."""
     import cv2
-    import torch
 
     run, profile = read_run(Path(payload["run"])), Profile.model_validate(payload["profile"])
     folder, device = Path(payload["checkpoint"]), torch.device(profile.device.kind)
-    layers = build_layers(run, 0, len(layer_table(run)), device=device)
-    tensors = checkpoint.read_tensors(folder, [layer.name for layer in layers], ("weight",))
-    with torch.no_grad():
-        for name, parameter in checkpoint.named_parameters(layers):
-            parameter.copy_(tensors[f"weight/{name}"])
-    units = [UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])]
+    table = layer_table(run)
+    layers, decoder = _trained(run, folder, device), _decoder(run, device)
+    units = [UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(table)])]
     slots = run.file.train.global_batch_size
     layout = Layout(global_batch_size=slots, microbatch_size=1, microbatches=slots, gpus_used=1, units=units)
     out, written, wanted = Path(payload["images"]), 0, run.file.samples.images
     orders = Orders(run.file, layout, read_index(run, profile.inputs), profile)
-    with Loader(run, orders, unit="all", replica=0, fields=set(FIELDS)) as loader:
+    fields = {field for layer in layers for field in layer.needs} - _OF_TRAINING
+    with Loader(run, orders, unit="all", replica=0, fields=fields) as loader:
         for step, slot in product(range(MOST_STEPS), range(slots)):
             order = loader.order(step)
             if written >= wanted or not len(order.slots[slot].target_sequence):
                 continue
             batch = to_batch(loader.fetch(step, slot), order, device, torch.float32)
             images = generate(layers, batch, profile.inputs, run.file.samples.denoising_steps,
-                              seed=run.file.train.seed + step * slots + slot)
+                              run.file.train.seed + step * slots + slot, decoder)
             for image in images[:wanted - written]:
                 _, png = cv2.imencode(".png", image[:, :, ::-1])
                 write_whole(out / f"{written:02d}.png", png.tobytes())
                 written += 1
+
+
+def _trained(run: Run, folder: Path, device: torch.device) -> list[PipelineLayer]:
+    """All layers but a VAE's, with a checkpoint's weights, averages of them where it has such."""
+    table = layer_table(run)
+    layers = [layer for place, info in enumerate(table) if not info.frozen
+              for layer in build_layers(run, place, place + 1, device=device)]
+    opened = checkpoint.Opened(folder, [layer.name for layer in layers])
+    averaged = opened.layers("ema")
+    with torch.no_grad():
+        for layer in layers:
+            group = "ema" if layer.name in averaged else "weight"
+            tensors = opened.read([layer.name], (group,))
+            for path, parameter in layer.named_parameters():
+                parameter.copy_(tensors[f"{group}/{layer.name}/{path}"])
+    return layers
+
+
+def _decoder(run: Run, device: torch.device) -> VaeDecoder | None:
+    """The decoder of the generator's VAE, if it has one: from the VAE's folder, or drawn from the seed."""
+    vae = next((module for module in read_configs(run).values() if module.vae is not None), None)
+    if vae is None or vae.vae is None:
+        return None
+    decoder = decoder_maker(vae.name, vae.vae).build(run.file.train.seed, device)
+    assert isinstance(decoder, VaeDecoder)
+    load_into([decoder], run)
+    return decoder

@@ -13,37 +13,52 @@ from typing import Any
 
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime import launch as launching
-from disttrain_cli.runtime.checkpoint_folder import check_belongs, latest
+from disttrain_cli.runtime.checkpoint_folder import check_belongs, latest, made_from
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
-from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.rundir import RunDir, pulses, stop_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job, Rehearsed
 
 
 def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: dict[str, Any], *, steps: int,
-              resume: bool, on_step: Callable[[dict[str, Any]], None] | None, progress: Progress) -> Reports:
+              resume: bool, on_step: Callable[[dict[str, Any]], None] | None, progress: Progress,
+              watch: Callable[[], None] = lambda: None) -> Reports:
     """Start the processes of a job and follow them to the end; the job and the payload get the start's name.
 
-    A fresh start moves what an earlier one left to `earlier/`.
+    A fresh start moves what an earlier one left to `earlier/`. `watch` is called about every 50 ms.
 
     Raises:
         RankFailedError: a rank failed.
     """
+    name, reports = begin_start(folder, job, resume)
+    reader = Reports(name, reports, on_step, progress, steps)
+    progress("starting ranks", 0, 0)
+
+    def poll() -> None:
+        reader.poll()
+        watch()
+
+    launching.launch(processes, target, payload | {"name": name, "steps": steps, "resume": resume, "logs":
+                                                   str(folder.logs), "steps_file": str(reports)}, folder.logs,
+                     on_poll=poll)
+    return reader
+
+
+def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path]:
+    """Prepare the run's folder for a start; returns its name and the file for its reports."""
     if not resume:
         move_aside(folder.root)
+    shutil.rmtree(pulses(folder.logs), ignore_errors=True)
+    stop_file(folder.logs).unlink(missing_ok=True)
     name = next_start(folder)
     write_whole(folder.traces / "job.json", job.model_copy(update={"run": name}).model_dump_json(indent=1))
     reports = folder.logs / f"{name}-steps.jsonl"
     reports.parent.mkdir(parents=True, exist_ok=True)
     reports.touch()
-    reader = Reports(name, reports, on_step, progress, steps)
-    progress("starting ranks", 0, 0)
-    launching.launch(processes, target, payload | {"name": name, "steps": steps, "resume": resume,
-                                                   "steps_file": str(reports)}, folder.logs, on_poll=reader.poll)
-    return reader
+    return name, reports
 
 
 def job_of(run: Run, plan: Plan, profile: Profile, rehearsed: Rehearsed | None = None) -> Job:
@@ -66,7 +81,7 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
                         f"an earlier start left some: {earlier[-1]}" if earlier else "",
                         f"Move {earlier[-1] / 'checkpoints'} there, or start without --resume." if earlier
                         else "Start without --resume.")
-    step = check_belongs(newest, run.file.model_fingerprint(), profile.fingerprints.data)
+    step = check_belongs(newest, made_from(run.file, profile.fingerprints.data))
     if step >= total:
         raise SpecError(f"The newest checkpoint is of step {step}, and the run ends at step {total}",
                         next_step=f"Give more steps: disttrain train --resume --steps {step + total}")
@@ -93,6 +108,10 @@ def alone(root: RunDir) -> Iterator[None]:
         yield
 
 
+#: Figures of a step besides those that every step has.
+FIGURES = ("tokens_per_s", "images_per_s", "unit_mfu", "memory_gib", "learning_rate")
+
+
 class Reports:
     """Follows the file to which rank 0 appends one line per step, and any rank a note."""
 
@@ -115,7 +134,10 @@ class Reports:
             step = {"step": row["step"], "loss": row["loss"],
                     "losses": {"text": row["loss_text"], "image": row["loss_image"]},
                     **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu",
-                                                 "data_wait_s", "tokens", "images", "targets")}}
+                                                 "data_wait_s", "tokens", "images", "targets")},
+                    **{key: row[key] for key in FIGURES if key in row}}
+            if "evaluation_loss" in row:
+                step["evaluation"] = {"text": row["evaluation_loss_text"], "image": row["evaluation_loss_image"]}
             self.steps.append(step)
             if self._on_step is not None:
                 self._on_step(step)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.runtime.pulse import Pulse
 from disttrain_cli.runtime.topology import Place
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
@@ -36,7 +37,7 @@ class SegmentWriter:
         import pyarrow.parquet as pq
 
         kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-                 "list<int64>": pa.list_(pa.int64())}
+                 "list<int64>": pa.list_(pa.int64()), "map<string,float64>": pa.map_(pa.string(), pa.float64())}
         schema = pa.schema([(name, kinds[kind]) for name, kind in self.columns.items()])
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(self.rows, schema=schema), sink, compression="zstd")
@@ -48,17 +49,27 @@ class SegmentWriter:
 class Tracer:
     """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic counter."""
 
+    pulse: Pulse | None = None
+    silent = False  # rows are dropped
+
     def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int]) -> None:
         self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run)
         self.now = clock
         self.step = 0
         self._place: dict[str, Any] = {"run": run, "unit": place.unit.name, "stage": place.stage.index,
-                                       "replica": place.replica, "tp_rank": 0, "rank": place.rank,
+                                       "replica": place.replica, "tp_rank": place.tp_rank, "rank": place.rank,
                                        "host": socket.gethostname()}
+
+    def begin(self, operation: str, slot: int = -1, module: str = "") -> None:
+        """Say what the rank turns to, for whoever looks for a job that hangs."""
+        if self.pulse is not None:
+            self.pulse.begin(operation, self.step, slot, module)
 
     def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
         """Add a row, which ends now unless told otherwise; returns its duration in ns."""
         end_ns = self.now() if end_ns is None else end_ns
+        if self.silent:
+            return end_ns - start_ns
         self._writer.rows.append(self._place | _NOTHING | amounts | {
             "step": self.step, "operation": operation, "start_ns": start_ns, "end_ns": end_ns})
         return end_ns - start_ns

@@ -11,9 +11,12 @@ from pydantic import BaseModel
 
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.statistics import unigram_entropy
-from disttrain_cli.errors import MismatchError
+from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.runtime import launch as launching
-from disttrain_cli.runtime.starts import alone, job_of, run_ranks, step_to_resume
+from disttrain_cli.runtime.checkpoint_folder import latest
+from disttrain_cli.runtime.starts import Reports, alone, job_of, run_ranks, step_to_resume
+from disttrain_cli.runtime.supervise import merged, stop_request, supervised
+from disttrain_cli.runtime.topology import Topology, build_topology
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
@@ -31,11 +34,20 @@ class TrainResult(BaseModel):
     trace: str
     images: list[str]
     reference_losses: dict[str, float]
+    restarts: list[str] = []  # why ranks were started again
+    stopped_by: str | None = None  # the signal that ended the run before its last step
+
+
+#: What the ranks run.
+TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
 
 
 def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
           on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample images.
+
+    SIGTERM and SIGINT end it after the step under way, with a checkpoint; a rank that dies or hangs starts it again,
+    `train.restarts` times.
 
     The plan must have been checked against the run and profile (`planning.check`). A fresh start moves what an
     earlier one left to `earlier/`; `resume` goes on from the newest checkpoint.
@@ -47,6 +59,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
             this run.
         RankFailedError: a rank failed.
     """
+    _check_one_host(run, plan, profile)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
@@ -54,16 +67,69 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         from disttrain_cli.data.serving.client import check_workers
 
         check_workers(run, plan.plan, index, profile, progress)
+    rows: list[dict[str, Any]] = []
+
+    def take(step: dict[str, Any]) -> None:
+        rows.append(step)
+        if on_step is not None:
+            on_step(step)
+
+    def start(resume: bool, watch: Callable[[], None]) -> Reports:
+        return run_ranks(root, job_of(run, plan, profile), TRAIN, plan.plan.gpus_used, payload_of(run, plan, profile),
+                         steps=total, resume=resume, on_step=take, progress=progress, watch=watch)
+
     with alone(root):
-        payload = {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
-                   "profile": profile.model_dump(mode="json"), "skipped_dir": str(root.logs)}
-        reader = run_ranks(root, job_of(run, plan, profile), "disttrain_cli.runtime.worker:main", plan.plan.gpus_used,
-                           payload, steps=total, resume=resume, on_step=on_step, progress=progress)
-        newest = root.checkpoints / f"step-{total:06d}"
+        with stop_request() as request:
+            _, losses = supervised(run, topology_of(plan, profile), resume, request, progress, start)
+        stopped = request.signal if not rows or rows[-1]["step"] + 1 < total else None
+        newest = latest(root.checkpoints)
         return TrainResult(
-            run_dir=str(root.root), steps=reader.steps, skipped_samples=_skipped(run, index),
-            resumed_from_step=resumed, checkpoint=str(newest), trace=str(root.traces),
-            images=_generate(run, profile, newest, progress), reference_losses=_references(run, index))
+            run_dir=str(root.root), steps=merged(rows), skipped_samples=_skipped(run, index),
+            resumed_from_step=resumed, checkpoint=str(newest) if newest else None, trace=str(root.traces),
+            images=[] if stopped or newest is None else _generate(run, profile, newest, progress),
+            reference_losses=_references(run, index), restarts=losses, stopped_by=stopped.name if stopped else None)
+
+
+def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:
+    """Start the ranks, let them meet and try out their groups, and end; returns what rank 0 told.
+
+    Raises:
+        MismatchError: the dataset is not the one of the profile.
+        RankFailedError: something does not work; the rank says what.
+    """
+    _checked_index(run, profile)
+    told: list[str] = []
+
+    def hear(what: str, done: int, total: int) -> None:
+        told.append(what)
+        progress(what, done, total)
+
+    folder = run.dir.preflight
+    with alone(folder):
+        run_ranks(folder, job_of(run, plan, profile), PREFLIGHT, plan.plan.gpus_used, payload_of(run, plan, profile),
+                  steps=0, resume=True, on_step=None, progress=hear)
+    return told[1:]  # the first is the launcher's own
+
+
+def payload_of(run: Run, plan: Plan, profile: Profile) -> dict[str, Any]:
+    """What a rank must know, besides its start."""
+    return {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
+            "profile": profile.model_dump(mode="json")}
+
+
+def topology_of(plan: Plan, profile: Profile) -> Topology:
+    """Who is who, without building the model: which module of its unit a layer belongs to does not matter here."""
+    modules = [unit.modules[0] for unit in plan.plan.units for _ in range(sum(unit.layers_per_stage))]
+    return build_topology(plan.plan, modules, profile.inputs.llm)
+
+
+def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
+    """SpecError where ranks with devices of their own belong on several hosts: they are not started from here."""
+    cluster = run.file.cluster
+    if profile.device.kind == "cuda" and cluster.nodes > 1 and plan.plan.gpus_used > cluster.gpus_per_node:
+        raise SpecError(f"The plan's {plan.plan.gpus_used} ranks belong on several hosts",
+                        f"cluster.nodes: {cluster.nodes}, cluster.gpus_per_node: {cluster.gpus_per_node}",
+                        "Write scripts that start them there: disttrain train --emit slurm, or --emit torchrun")
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:

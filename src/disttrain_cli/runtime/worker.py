@@ -1,46 +1,45 @@
 """One rank of a training job: builds its stage, joins the others, and runs the steps.
 
-Called by `launch` with the payload that `train.py` writes: `run` (path of the run file), `plan`, `profile`
-(their JSON), `name` (of this start, used in trace files), `steps` (the last one), `resume`.
+Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes: `run` (path of the
+run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a folder), and of this start `name` (used in
+trace files), `resume` and `steps_file`, or `start_file`, which holds these.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from disttrain_cli.costs.flops import mfu
-from disttrain_cli.costs.layout import amount, stages_of
-from disttrain_cli.data.index import Index, read_index
+from disttrain_cli.data.index import Index
 from disttrain_cli.data.loader import Loader
-from disttrain_cli.data.ordering.loads import order_loads
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import READ
-from disttrain_cli.data.sizes import Sizes
-from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.graph import layer_table
-from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime import checkpoint
 from disttrain_cli.runtime.assemble import build_engine, message_dtype
-from disttrain_cli.runtime.checkpoint_folder import latest
-from disttrain_cli.runtime.engine import UnitEngine
+from disttrain_cli.runtime.averaging import Average
+from disttrain_cli.runtime.checkpoint_folder import made_from
+from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher
-from disttrain_cli.runtime.process import joined
-from disttrain_cli.runtime.topology import Place, build_topology
-from disttrain_cli.runtime.tracing import Tracer, size_writer, step_writer, wall_clock
-from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.runtime.grid import UnitGrid
+from disttrain_cli.runtime.join import join
+from disttrain_cli.runtime.meeting import check_groups
+from disttrain_cli.runtime.steps import Task, publish, run_steps
+from disttrain_cli.runtime.topology import Place
+from disttrain_cli.runtime.tracing import Tracer, wall_clock
+from disttrain_cli.runtime.trackers import trackers_of
+from disttrain_cli.runtime.watch import Watch
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import RunDir
-from disttrain_cli.spec.runfile import OptimizerSpec, Run, read_run
-from disttrain_cli.spec.trace import SIZES_PER_STEP
+from disttrain_cli.spec.rundir import stop_file
+from disttrain_cli.spec.runfile import Run, read_run
+
+PREFLIGHT_S = 60.0  # longest time of one small all-reduce
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -50,29 +49,57 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
-    run = read_run(Path(payload["run"]))
-    plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
-    table = layer_table(run)
-    topology = build_topology(plan.plan, [info.module for info in table])
-    place = topology.place(int(os.environ["RANK"]))
-    stage_layers = table[place.stage.layers.start:place.stage.layers.stop]
-    fields = {field for info in stage_layers for field in info.needs}
     with ExitStack() as stack:
-        device = stack.enter_context(joined(profile.device.kind, run.file.train.timeout_s))
-        tracer = Tracer(run.dir.traces, payload["name"], place,
-                        wall_clock(torch.cuda.synchronize if device.type == "cuda" else None))
+        job = join(payload, stack)
+        run, place, told = job.run, job.place, job.told
+        rank0, reports = place.rank == 0, Path(told["steps_file"])
+        own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
+        fields = {field for info in own for field in info.needs}
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            publish(reports, {"note": text, "done": 0, "total": 0})
+
+        watch = Watch(trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
+                      stop_file(Path(payload["logs"])) if rank0 else None)
+        stack.callback(watch.close)
+        tracer = Tracer(run.dir.traces, told["name"], place,
+                        wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None))
+        tracer.pulse = job.pulse
         stack.callback(tracer.close)
-        engine = build_engine(run, plan, topology, place, device, tracer)
-        index = read_index(run, profile.inputs)
-        first = resume(run, run.dir, index.fingerprint, engine) if payload["resume"] else 0
+        tracer.begin("building")
+        engine = build_engine(run, job.plan, job.topology, place, job.device, tracer)
+        dist.barrier()  # some stages take longer to build
+        tracer.begin("preflight")
+        check_groups(engine.module.mpu(), place, job.device, min(PREFLIGHT_S, run.file.train.timeout_s))
+        tracer.begin("building")
+        average = Average(engine, run.file.train.ema) if run.file.train.ema else None
+        first = checkpoint.resume(run.dir.checkpoints, made_from(run.file, job.index.fingerprint), engine, average) \
+            if told["resume"] else 0
+        evaluation = Evaluation(run, run.file.train.evaluation, job.plan.plan, job.index, place, fields,
+                                message_dtype(run.file.train)) if run.file.train.evaluation else None
         loader = stack.enter_context(open_loader(
-            run, plan.plan, profile, index, place, fields, first, Path(payload["steps_file"])))
-        run_steps(run, plan.plan, profile, Task(run.dir, payload["name"], first, int(payload["steps"]),
-                                                Path(payload["steps_file"])),
-                  engine, loader, fetcher(loader, device, message_dtype(run.file.train)))
+            run, job.plan.plan, job.profile, job.index, place, fields, first, reports))
+        run_steps(run, job.plan.plan, job.profile,
+                  Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average, evaluation),
+                  engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
         if loader.skipped:
-            Path(payload["skipped_dir"], f"skipped-rank-{place.rank:05d}.json").write_text(
+            Path(payload["logs"], f"skipped-rank-{place.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))
+
+
+def preflight(payload: dict[str, Any]) -> None:
+    """Meet the other ranks, make the process groups, try them out, and end; rank 0 tells how long each took."""
+    with ExitStack() as stack:
+        job = join(payload, stack)
+        job.pulse.begin("preflight")
+        took_s = check_groups(UnitGrid(job.topology, job.place), job.place, job.device,
+                              min(PREFLIGHT_S, job.run.file.train.timeout_s))
+        if job.place.rank == 0:
+            took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
+            publish(Path(job.told["steps_file"]), {"note": f"rank 0's groups over {dist.get_backend()}: {took}",
+                                                   "done": 0, "total": 0})
+        dist.barrier()
 
 
 def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place: Place, fields: set[str], first: int,
@@ -90,119 +117,9 @@ def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place:
 
     def say(what: str, done: int, total: int) -> None:
         print(f"{what} {done}/{total}" if total else what, flush=True)
-        _publish(reports, {"note": what, "done": done, "total": total})
+        publish(reports, {"note": what, "done": done, "total": total})
 
     workers = Workers(run, layout, index, profile, say)
     orders = PulledOrders(run.file, layout, index, profile, workers) if searches else \
         Orders(run.file, layout, index, profile)
     return Loader(run, orders, source=workers, **known)
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a start has to do, and where it leaves its artefacts."""
-
-    dir: RunDir
-    name: str
-    first: int  # step
-    last: int
-    steps_file: Path  # to which rank 0 appends a line per step, and any rank what it waits for
-
-
-class Data(Protocol):
-    """What the steps take their orders from."""
-
-    def order(self, step: int) -> StepOrder:
-        """What every replica of every unit does in a step."""
-        ...
-
-    def sizes(self, step: int) -> Sizes:
-        """Sizes of the sequences of a step's global batch, in the order of the data."""
-        ...
-
-
-def resume(run: Run, folder: RunDir, data_fingerprint: str, engine: UnitEngine) -> int:
-    """Load the newest checkpoint, if there is one; returns its step."""
-    newest = latest(folder.checkpoints)
-    return checkpoint.load(newest, run.file.model_fingerprint(), data_fingerprint, engine) if newest else 0
-
-
-def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: UnitEngine, data: Data,
-              fetch_of: Callable[[StepOrder], Callable[[int], Batch]]) -> None:
-    """The step loop: train, report, checkpoint."""
-    train, rank0, tracer = run.file.train, engine.place.rank == 0, engine.tracer
-    writers = steps, sizes = step_writer(task.dir.traces, task.name), size_writer(task.dir.traces, task.name)
-    for step in range(task.first, task.last):
-        tracer.step = step
-        order = data.order(step)
-        engine.get_ready()
-        start_ns, rate = tracer.now(), learning_rate(train.optimizer, step)
-        engine.run_step(order, fetch_of(order), rate)
-        losses = _world_losses(run, engine)
-        end_ns = tracer.now()
-        if rank0:
-            row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
-            row |= {"run": task.name, "grad_norm": engine.grad_norm(), "learning_rate": rate}
-            steps.rows.append(row | {"end_ns": end_ns})
-            sizes.rows += [{"run": task.name, "step": step} | own for own in _some_sizes(data.sizes(step))]
-            _publish(task.steps_file, row)
-        every = train.checkpoint.every_steps
-        if step + 1 == task.last or (every and (step + 1) % every == 0):
-            begun = tracer.now()
-            checkpoint.save(task.dir.checkpoints, step + 1, run.file.model_fingerprint(),
-                            profile.fingerprints.data, engine, train.checkpoint.keep)
-            tracer.record("checkpoint", begun)
-            for writer in writers:
-                writer.flush()
-        tracer.end_step()
-
-
-def learning_rate(optimizer: OptimizerSpec, step: int) -> float:
-    """Rate of a step: linear warm-up, then constant."""
-    return optimizer.lr * min(1.0, (step + 1) / max(1, optimizer.warmup_steps))
-
-
-def _world_losses(run: Run, engine: UnitEngine) -> dict[str, float]:
-    """Losses of the global batch (sums over ranks, unweighted) and the longest data wait in seconds."""
-    weights = run.file.model.loss_weights
-    own = engine.runner.take_losses()
-    sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64, device=engine.device)
-    longest = torch.tensor([engine.data_wait_ns / 1e9], dtype=torch.float64, device=engine.device)
-    dist.all_reduce(sums)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    text, image = sums.tolist()
-    return {"loss": text + image, "loss_text": text / weights.text if weights.text else 0.0,
-            "loss_image": image / weights.image if weights.image else 0.0, "data_wait_s": float(longest)}
-
-
-def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, float],
-              iteration_s: float) -> dict[str, Any]:
-    """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed."""
-    flops = step_flops(profile, layout, order)
-    return {"step": order.step, **losses, "iteration_s": iteration_s,
-            "sequences_per_s": run.file.train.global_batch_size / iteration_s,
-            "mfu": mfu(flops, iteration_s, profile.device, layout.gpus_used),
-            "tokens": int(sum(slot.sequence_tokens.sum() for slot in order.slots)),
-            "images": sum(len(slot.image_sequence) for slot in order.slots),
-            "targets": order.targets, "model_flops": flops}
-
-
-def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
-    for number in range(min(SIZES_PER_STEP, len(sizes))):
-        images = sizes.patches[sizes.image_start[number]:sizes.image_start[number + 1]]
-        yield {"tokens": int(sizes.tokens[number]), "length_sq": int(sizes.length_sq[number]),
-               "images": images.tolist(), "targets": int(sizes.targets[number]), "clips": int(sizes.clips[number])}
-
-
-def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> float:
-    """Model FLOPs of a global batch, forward and backward, from the counted models."""
-    loads = order_loads(order, layout, {name: module.kind for name, module in profile.modules.items()})
-    return sum(float(amount(cost.flops, loads[cost.module]).sum()) for stage in stages_of(profile, layout)
-               for cost in stage.costs)
-
-
-def _publish(path: Path, row: dict[str, Any]) -> None:
-    """Append a step or a note to the file that the launcher reads, in one write."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")

@@ -9,8 +9,8 @@ shard are one row group:
   kinds        list<int8>   per segment: 0 text, 1 image read, 2 image generated, 3 audio clip
   tokens       list<int32>  per segment: LLM tokens it takes (text, image tokens, context tokens, audio tokens)
   trained      list<bool>   per segment: a text whose tokens are labels
-  widths       list<int32>  pixels from the image's header; 0 for text
-  heights      list<int32>
+  widths       list<int32>  pixels from the image's header; duration of a clip in ms, rounded up; 0 for text
+  heights      list<int32>  and samples per second of a clip
   offsets      list<int64>  where the segment lies in the shard: two numbers whose meaning is the form's own
   sizes        list<int64>
 Tars: byte offset and length of the member's content (text: of the json / txt). Conversations: of the record in the

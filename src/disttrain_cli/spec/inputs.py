@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, fingerprint
 from disttrain_cli.spec.work import Work
@@ -24,10 +24,27 @@ class ImageInput(Strict):
     patch_px: int = Field(ge=1, description="Side of a patch in pixels.")
     merge: int = Field(1, ge=1, description="Patches per side that one LLM token stands for.")
     channels: int = 3
-    mean: float = Field(0.5, description="Subtracted from pixel values scaled to 0..1.")
-    std: float = Field(0.5, gt=0)
+    mean: tuple[float, ...] = Field(
+        (0.5, 0.5, 0.5), description="Of each channel: subtracted from pixel values scaled to 0..1.")
+    std: tuple[float, ...] = Field((0.5, 0.5, 0.5), description="Of each channel: what the rest is divided by.")
     max_pixels: int = Field(description="Pixel budget of one image.")
     extra_tokens: int = Field(1, ge=0, description="Rows the encoder adds to every image (a class token).")
+    window: int = Field(
+        1, ge=1, description="Patches per side of the squares that most blocks' attention stays inside, whole merge "
+        "blocks; 1 = none: all attend the whole image.")
+
+    @model_validator(mode="after")
+    def _values_per_channel(self) -> ImageInput:
+        if not len(self.mean) == len(self.std) == self.channels:
+            raise ValueError(f"mean and std need a value for each of {self.channels} channels")
+        if min(self.std) <= 0:
+            raise ValueError("std must be positive")
+        return self
+
+    @property
+    def probe_step(self) -> int:
+        """Patches per side in which probes of an image's costs grow: whole merge blocks and whole windows."""
+        return math.lcm(self.merge, self.window)
 
     def grid(self, width_px: int, height_px: int) -> tuple[int, int]:
         """Patches (rows, columns) of an image after resizing: whole merge blocks, within the pixel budget.

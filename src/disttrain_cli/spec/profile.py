@@ -184,6 +184,7 @@ class DataProfile(Strict):
 
 class PreprocessProfile(Strict):
     images_per_s_per_core: float
+    clips_per_s_per_core: float = Field(0.0, description="Audio clips made into features; 0 where there are none.")
     sequences_per_s_per_core: float
 
 

@@ -49,6 +49,11 @@ class RunDir:
         return RunDir(self.root / "rehearsal")
 
     @property
+    def preflight(self) -> RunDir:
+        """Folder of the same form for what `train --preflight` leaves: logs."""
+        return RunDir(self.root / "preflight")
+
+    @property
     def report(self) -> Path:
         return self.root / "report.html"
 
@@ -56,3 +61,13 @@ class RunDir:
 def rank_log(logs: Path, rank: int) -> Path:
     """Log file of one rank."""
     return logs / f"rank-{rank:05d}.log"
+
+
+def pulses(logs: Path) -> Path:
+    """Folder in which the ranks of a start tell what they do."""
+    return logs / "pulse"
+
+
+def stop_file(logs: Path) -> Path:
+    """File whose appearance asks the ranks to stop after their step."""
+    return logs / "stop"

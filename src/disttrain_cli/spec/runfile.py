@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.rundir import RunDir
 
 Kind = Literal["encoder", "llm", "generator"]
 PROJECTORS = "projectors"
+#: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take apart.
+SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
+#: Fields of `cluster` that say how ranks are started, and not what they run on.
+LAUNCHING = frozenset({"cpu_nodes", "hostfile", "port", "interface", "slurm"})
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
+
+
+class NoiseSpec(Strict):
+    """How an image becomes noise while training, and what the generator predicts; none = as the folder says.
+
+    Without a folder: 1,000 timesteps, beta linear from 0.0001 to 0.02, the noise is predicted (DDPM).
+    """
+
+    prediction: Literal["epsilon", "v_prediction", "flow"] | None = Field(
+        None, description="What is predicted: the noise, the velocity, or the rectified flow from image to noise.")
+    betas: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] | None = Field(
+        None, description="Schedule of the noise's variance (diffusers' beta_schedule); flow: does not matter.")
+    beta_start: float | None = Field(None, gt=0, lt=1)
+    beta_end: float | None = Field(None, gt=0, lt=1)
+    timesteps: int | None = Field(None, ge=1, description="Timesteps from image to noise.")
 
 
 class ModuleSpec(Strict):
     """One module of the model."""
 
     kind: Kind = Field(description="Where the module stands: before the LLM, the LLM, or after it.")
-    architecture: str | None = Field(None, description="Architecture by name: vit, whisper, llama, unet2d_condition.")
-    folder: str | None = Field(None, description="Local folder with a Hugging Face config.json, instead of a name.")
+    architecture: str | None = Field(
+        None, description="Architecture by name, as in the model_type of a config.json: vit, clip_vision_model, "
+        "siglip_vision_model, qwen2_5_vl_vision, whisper; llama, mistral, qwen2, qwen3; unet2d_condition, pixart.")
+    folder: str | None = Field(
+        None, description="Local folder with a Hugging Face config.json, instead of a name; where it holds weights "
+        "(safetensors), training starts from them.")
+    pretrained: bool = Field(
+        True, description="Whether training starts from the weights that the folders hold; if not, from random ones.")
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class.")
     merge: int = Field(
         1, ge=1, description="Encoders: what one LLM token stands for: patches per side of a square of the image, or "
         "positions of the audio.")
+    feature_layer: int | None = Field(
+        None, le=-1, description="Image encoders: the block whose output the LLM reads, from the end (-2: the last but "
+        "one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built. None: the last, normed.")
     image_size: int | None = Field(None, ge=8, description="Generators: side of a generated image in pixels.")
     context_tokens: int = Field(8, ge=1, description="Generators: LLM positions that condition one generated image.")
     vae: dict[str, Any] | None = Field(
         None, description="Generators: fields of diffusers' AutoencoderKL, in whose latent space images are denoised; "
         "it is frozen and encodes target images on the generator's first stage.")
+    vae_folder: str | None = Field(
+        None, description="Generators: local folder of a diffusers AutoencoderKL with its weights; fields of vae are "
+        "put over those of its config.json.")
+    noise: NoiseSpec | None = Field(
+        None, description="Generators: how images are made noisy, over what a scheduler_config.json in the folder, or "
+        "in a folder scheduler beside it, says.")
     cached_latents: bool = Field(
         False, description="Generators with a vae: latents were prepared beforehand, so that the vae does not run.")
 
@@ -40,9 +74,12 @@ class ModuleSpec(Strict):
             raise ValueError("give either architecture (a name) or folder (with config.json), not both")
         if (self.kind == "generator") != (self.image_size is not None):
             raise ValueError("image_size belongs to generators, and every generator needs it")
-        if self.vae is not None and self.kind != "generator":
-            raise ValueError("vae belongs to generators")
-        if self.cached_latents and self.vae is None:
+        if self.feature_layer is not None and self.kind != "encoder":
+            raise ValueError("feature_layer belongs to image encoders")
+        for field in ("vae", "vae_folder", "noise"):
+            if getattr(self, field) is not None and self.kind != "generator":
+                raise ValueError(f"{field} belongs to generators")
+        if self.cached_latents and self.vae is None and self.vae_folder is None:
             raise ValueError("cached_latents needs a vae, whose latents they are")
         return self
 
@@ -128,6 +165,9 @@ class DataSpec(Strict):
     sequence_length: int = Field(8192, ge=16, description="Tokens of one packed sequence.")
     max_image_pixels: int = Field(
         1048576, ge=64, description="Pixels of one image read; larger ones are scaled down to it.")
+    held_out: float = Field(
+        0.0, ge=0, lt=1, description="Share of the samples that are never trained on, for train.evaluation; chosen by "
+        "their keys.")
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="Share of samples that may be broken before the run stops.")
 
@@ -135,6 +175,8 @@ class DataSpec(Strict):
     def _one_origin(self) -> DataSpec:
         if bool(self.sources) == (self.distribution is not None):
             raise ValueError("give either sources (a dataset) or distribution (sizes that stand in for one)")
+        if self.held_out and self.distribution is not None:
+            raise ValueError("held_out belongs to sources: a distribution has no samples to evaluate on")
         return self
 
 
@@ -144,6 +186,25 @@ class LinkSpec(Strict):
     intra_node_gbps: float | None = Field(None, gt=0, description="NVLink or the like; the catalogue's if not given.")
     inter_node_gbps: float = Field(
         100.0, gt=0, description="Network of one GPU: a node's network bandwidth over its GPUs.")
+
+
+class SlurmSpec(Strict):
+    """What `disttrain train --emit slurm` asks Slurm for."""
+
+    partition: str | None = Field(None, pattern=SLURM_WORD, description="Partition of the GPU nodes.")
+    cpu_partition: str | None = Field(
+        None, pattern=SLURM_WORD, description="Partition of the preprocessing nodes; that of the GPU nodes if not "
+        "given.")
+    account: str | None = Field(None, pattern=SLURM_WORD, description="Account that pays.")
+    qos: str | None = Field(None, pattern=SLURM_WORD, description="Quality of service.")
+    time: str | None = Field(
+        None, pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", description="Time limit as Slurm reads it, such as 1-12:00:00.")
+    signal_s: int = Field(
+        300, ge=10, description="Seconds before the time limit at which the job saves, ends and is queued again.")
+    options: list[Annotated[str, Field(pattern=rf"^--[a-z][a-z-]*(={SLURM_WORD[1:-1]})?$")]] = Field(
+        default_factory=list, description="More options of sbatch for the GPU nodes, such as --exclusive.")
+    setup: str | None = Field(
+        None, description="Shell script, relative to the run file, that is sourced first: modules, environments.")
 
 
 class ClusterSpec(Strict):
@@ -159,6 +220,16 @@ class ClusterSpec(Strict):
         None, gt=0, description="Dense peak of one device; needed when the device is not in the catalogue.")
     links: LinkSpec = Field(default_factory=LinkSpec)
     cpu_node_cores: int = Field(64, ge=1, description="Cores of one preprocessing node.")
+    cpu_nodes: int = Field(0, ge=0, description="Preprocessing nodes that --emit slurm asks for.")
+    hostfile: str | None = Field(
+        None, description="DeepSpeed hostfile (lines such as 'worker-1 slots=8'), relative to the run file: the hosts "
+        "of --emit torchrun.")
+    port: int = Field(29500, ge=1, le=65535, description="Port on the first host at which the ranks of several find "
+                      "each other.")
+    interface: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9_.=^,-]+$", description="Network interface of NCCL and gloo between hosts; they "
+        "choose one themselves if not given.")
+    slurm: SlurmSpec = Field(default_factory=SlurmSpec)
 
     @property
     def gpus(self) -> int:
@@ -166,14 +237,36 @@ class ClusterSpec(Strict):
         return self.nodes * self.gpus_per_node
 
 
-class OptimizerSpec(Strict):
-    """AdamW."""
+class ModuleOptimizerSpec(Strict):
+    """What the optimizer does differently for one module; fields not given are those of the whole model."""
 
-    lr: float = Field(1e-3, gt=0)
+    lr: float | None = Field(None, ge=0)
+    weight_decay: float | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(None, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] | None = None
+    min_lr_fraction: float | None = Field(None, ge=0, le=1)
+
+
+class OptimizerSpec(Strict):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(1e-3, gt=0, description="Learning rate after the warm-up.")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up; the rate is constant after them.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Decoupled decay of matrices, kernels and embeddings; biases, norms and other single "
+        "vectors do not decay.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, before the schedule begins.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="The rate after the warm-up: constant, or falling to min_lr_fraction at train.steps.")
+    min_lr_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end, as a share of lr.")
+    modules: dict[str, ModuleOptimizerSpec] = Field(
+        default_factory=dict, description="Other values by module, and 'projectors' for the layers that join modules.")
+
+    def of(self, module: str) -> OptimizerSpec:
+        """The values of one module, or of the projectors."""
+        own = self.modules.get(module)
+        return self if own is None else self.model_copy(update=own.model_dump(exclude_none=True))
 
 
 class CheckpointSpec(Strict):
@@ -181,6 +274,20 @@ class CheckpointSpec(Strict):
 
     every_steps: int = Field(0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
     keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+
+
+class EvaluationSpec(Strict):
+    """Losses on data that are never trained on (`data.held_out`)."""
+
+    every_steps: int = Field(ge=1, description="Steps between evaluations.")
+    sequences: int = Field(ge=1, description="Packed sequences evaluated, rounded up to whole global batches.")
+
+
+class EmaSpec(Strict):
+    """Exponential moving averages of weights, which images are generated with and `disttrain export` writes."""
+
+    decay: float = Field(0.9999, gt=0, lt=1, description="Share of the average that stays at each step.")
+    modules: list[str] = Field(min_length=1, description="Modules whose weights are averaged, such as the generator.")
 
 
 class TrainSpec(Strict):
@@ -195,12 +302,36 @@ class TrainSpec(Strict):
         "auto", description="Recompute activations in the backward: never, in every unit, or where the plan needs it.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     gradient_clipping: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no clipping.")
+    on_bad_loss: Literal["stop", "skip"] = Field(
+        "stop", description="When a loss or the gradient norm is not finite: stop and name the module, or skip the "
+        "step (weights stay as they were), and stop after ten such steps in a row.")
     checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    evaluation: EvaluationSpec | None = Field(None, description="Losses on held-out data; none if not given.")
+    ema: EmaSpec | None = Field(None, description="Moving averages of weights; none if not given.")
     ordering: Literal["none", "paper", "best"] = Field(
         "paper", description="How samples are ordered in a global batch: as packed, by the paper's two rules, or by "
         "a search that the simulator drives.")
     seed: int = Field(0, ge=0)
     timeout_s: float = Field(600.0, gt=0, description="Longest wait of a rank for another one.")
+    hang_s: float | None = Field(
+        None, gt=0, description="Longest time without progress of any rank, after which the job ends and names the "
+        "rank that the others wait for; three quarters of timeout_s if not given.")
+    restarts: int = Field(
+        0, ge=0, description="How often the job is started again from its newest checkpoint when a rank dies or hangs.")
+    track: list[Literal["tensorboard", "wandb"]] = Field(
+        default_factory=list, description="Where every step's figures go besides the console and the traces.")
+
+    @property
+    def longest_hang_s(self) -> float:
+        """`hang_s`, or what stands for it."""
+        return self.hang_s if self.hang_s is not None else 0.75 * self.timeout_s
+
+    @model_validator(mode="after")
+    def _hang_before_timeout(self) -> TrainSpec:
+        if self.longest_hang_s >= self.timeout_s:
+            raise ValueError(f"hang_s must be shorter than timeout_s, after which waits fail by themselves; given: "
+                             f"{self.hang_s:g} and {self.timeout_s:g}")
+        return self
 
     @model_validator(mode="after")
     def _precision_and_zero(self) -> TrainSpec:
@@ -221,6 +352,10 @@ class PreprocessSpec(Strict):
         None, description="File of the certificate (PEM) that those of the workers must be signed by.")
     token_file: str | None = Field(
         None, description="File of the secret that ranks and workers share; needed for workers beyond loopback.")
+    tls_cert: str | None = Field(
+        None, description="Certificate (PEM) of the preprocessing nodes that --emit slurm starts; {host} stands for "
+        "the node's name.")
+    tls_key: str | None = Field(None, description="Its private key (PEM); {host} stands for the node's name.")
     wait_s: float = Field(
         300.0, gt=0, description="Longest wait for a worker when none answers, before training stops.")
 
@@ -282,17 +417,40 @@ class RunFile(Strict):
     samples: SampleSpec = Field(default_factory=SampleSpec)
     rehearse: RehearseSpec = Field(default_factory=RehearseSpec)
 
+    @model_validator(mode="after")
+    def _known_optimizer_modules(self) -> RunFile:
+        allowed = [*self.model.modules, PROJECTORS]
+        unknown = [name for name in self.train.optimizer.modules if name not in allowed]
+        if unknown:
+            raise ValueError(
+                f"train.optimizer.modules: no such module: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        return self
+
+    @model_validator(mode="after")
+    def _averaged_and_evaluated(self) -> RunFile:
+        unknown = [name for name in self.train.ema.modules if name not in self.model.modules] if self.train.ema else []
+        if unknown:
+            raise ValueError(f"train.ema.modules: no such module: {', '.join(unknown)}; allowed: "
+                             f"{', '.join(self.model.modules)}")
+        if self.train.evaluation and not self.data.held_out:
+            raise ValueError("train.evaluation needs data.held_out: the share of the samples to evaluate on")
+        return self
+
+    #: Sizes in bytes of the weight files that modules start from, by module and file; set where the file is read.
+    _weights: dict[str, dict[str, int]] = PrivateAttr(default_factory=dict)
+
     def model_fingerprint(self) -> str:
-        """Changes when a checkpoint or a profile of the model would no longer fit."""
+        """Changes when a checkpoint or a profile of the model would no longer fit, or it starts from other weights."""
         return fingerprint({"modules": {n: m.model_dump(mode="json") for n, m in self.model.modules.items()},
+                            **({"weights": self._weights} if self._weights else {}),
                             "projector_hidden": self.model.projector_hidden,
                             "sequence_length": self.data.sequence_length,
                             "max_image_pixels": self.data.max_image_pixels,
                             "precision": self.train.precision})
 
     def cluster_fingerprint(self) -> str:
-        """Changes when a plan was made for other machines."""
-        return fingerprint(self.cluster)
+        """Changes when a plan was made for other machines; how ranks are started there does not matter."""
+        return fingerprint(self.cluster.model_dump(mode="json", exclude=set(LAUNCHING)))
 
 
 class Run(Strict):
@@ -323,4 +481,18 @@ def read_run(path: Path) -> Run:
         SpecError: it is missing, not YAML, or has wrong fields (each named by its path).
     """
     value = parse_yaml(path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data")
-    return Run(path=path, file=validate(RunFile, value, path, "run file"))
+    run = Run(path=path, file=validate(RunFile, value, path, "run file"))
+    run.file._weights.update(_weight_files(run))
+    return run
+
+
+def _weight_files(run: Run) -> dict[str, dict[str, int]]:
+    """Names and sizes of the weight files that modules start from."""
+    found = {}
+    for name, spec in run.file.model.modules.items():
+        folders = [run.resolve(given) for given in (spec.folder, spec.vae_folder) if given and spec.pretrained]
+        files = {f"{folder.name}/{path.name}": path.stat().st_size
+                 for folder in folders for path in sorted(folder.glob("*.safetensors"))}
+        if files:
+            found[name] = files
+    return found

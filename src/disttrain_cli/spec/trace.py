@@ -24,7 +24,7 @@ from disttrain_cli.spec.runfile import FaultSpec
 # earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage.
 COMPUTE = ("forward", "backward")
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
-OPERATIONS = ("load", *COMPUTE, *TRANSFERS, "wait", "reduce", "step", "checkpoint")
+OPERATIONS = ("load", *COMPUTE, *TRANSFERS, "wait", "reduce", "step", "evaluation", "checkpoint")
 
 # Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the unit;
 # tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items for encoder and
@@ -38,9 +38,11 @@ TRACE_COLUMNS: dict[str, str] = {
 
 STEP_COLUMNS: dict[str, str] = {
     "run": "string", "step": "int32", "loss": "float64", "loss_text": "float64", "loss_image": "float64",
-    "grad_norm": "float64", "learning_rate": "float64", "iteration_s": "float64", "sequences_per_s": "float64",
-    "mfu": "float64", "data_wait_s": "float64", "tokens": "int64", "images": "int64", "targets": "int64",
-    "model_flops": "float64", "end_ns": "int64",
+    "grad_norm": "float64", "learning_rate": "float64", "learning_rates": "map<string,float64>",
+    "iteration_s": "float64", "sequences_per_s": "float64", "mfu": "float64", "data_wait_s": "float64",
+    "tokens": "int64", "images": "int64", "targets": "int64", "model_flops": "float64", "end_ns": "int64",
+    "skipped_steps": "int32",  # up to this one, since the start
+    "evaluation_loss": "float64", "evaluation_loss_text": "float64", "evaluation_loss_image": "float64",  # or null
 }
 
 

@@ -35,7 +35,7 @@ def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
     (schema("texts", "images"), "images", "texts"),  # no lists: a pair of columns
 ])
 def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: str) -> None:
-    assert find_columns(columns, "x") == (image, text, False)
+    assert find_columns(columns, "x") == (image, text, False, None)
 
 
 @pytest.mark.parametrize(("columns", "words"), [

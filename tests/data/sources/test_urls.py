@@ -145,7 +145,7 @@ def test_a_tar_is_streamed_once_then_read_by_ranges(tmp_path: Path, server: tupl
     assert sum(handler.sent) < 1.2 * size
     handler.sent.clear()
     reader = ShardReader(index, ByteTokenizer())
-    assert reader.image(7, 14) == pictures[7] and reader.texts(7) == [[ord("w")]]
+    assert reader.file(7, 14) == pictures[7] and reader.texts(7) == [[ord("w")]]
     assert handler.sent == [len(pictures[7]), 1]
 
 

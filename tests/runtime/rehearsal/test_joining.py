@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.runtime.rehearsal.joining import joined_layout, joined_order, replicas_of
-from disttrain_cli.runtime.routes import local_rows, routes
+from disttrain_cli.runtime.routes import End, local_rows, routes
 from disttrain_cli.simulation.grouping import unit_shares
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -47,7 +47,8 @@ def test_items_stay_with_their_process_and_all_rows_travel(eye: int, llm: int, p
             assert own.images.tolist() == [item for items in theirs for item in items.images.tolist()]
             assert own.sequences.tolist() == [item for items in theirs for item in items.sequences.tolist()]
     for process in range(len(shares["llm"])):
-        arriving = sum(route.rows for route in routes(joined, "image", "tokens", ("llm", process), "eye"))
+        here, there = End("llm", replica=process), End("eye")
+        arriving = sum(route.rows for route in routes(joined, "image", "tokens", here, there))
         assert arriving == local_rows(joined, "image", "tokens", "llm", process)
 
 
@@ -55,8 +56,8 @@ def test_the_joined_layout_has_processes_as_replicas() -> None:
     plan = layout(6, 5, tp=2)
     shares = dict(zip(["eye", "llm"], unit_shares(plan, 4), strict=True))
     joined = joined_layout(plan, shares)
-    assert [(unit.dp, unit.tp, unit.gpus) for unit in joined.units] == [(2, 1, 2), (3, 2, 12)]
-    assert joined.gpus_used == 14 and shares == {"eye": [3, 3], "llm": [2, 2, 1]}
+    assert [(unit.dp, unit.tp, unit.gpus) for unit in joined.units] == [(2, 1, 2), (3, 1, 6)]  # each of whole TP groups
+    assert joined.gpus_used == 8 and shares == {"eye": [3, 3], "llm": [2, 2, 1]}
     assert [list(replicas_of(shares["llm"], process)) for process in range(3)] == [[0, 1], [2, 3], [4]]
     assert plan.units[0].dp == 6
 

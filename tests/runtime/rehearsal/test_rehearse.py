@@ -82,12 +82,11 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     # the simulator's own pipeline of the same steps, before replicas are joined, holds the expected times
     stages = launcher.stages_of(profile, plan.plan)
     orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs))
-    kinds = {name: module.kind for name, module in profile.modules.items()}
     for number, stage in enumerate(stages):
         forward, backward = (rows(result.trace, part, stage.unit.name, stage.index) for part in ("forward", "backward"))
         assert set(forward) == set(backward) == set(range(stage.unit.dp))
         for step in (0, 1):
-            loads = launcher.order_loads(orders.of(step)[0], plan.plan, kinds)
+            loads = launcher.order_loads(orders.of(step)[0], plan.plan)
             pipeline = launcher.inject(launcher.pipeline_of(profile, plan.plan, stages, loads, 8), stages,
                                        run.file.rehearse.faults)
             for recorded, times in ((forward, pipeline.forward_s), (backward, pipeline.backward_s)):
@@ -134,7 +133,7 @@ def test_replicas_of_a_monolithic_stage_keep_their_own_times(tmp_path: Path) -> 
     result = rehearse(run, plan, profile, steps=1)
     assert (result.processes, result.gpus) == (1, 2)
     order, _ = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs)).of(0)
-    loads = launcher.order_loads(order, plan.plan, {name: module.kind for name, module in profile.modules.items()})
+    loads = launcher.order_loads(order, plan.plan)
     recorded = [row for folder in Path(result.trace).glob("rank-*") for row in pq.read_table(folder).to_pylist()]
     for cost in launcher.stages_of(profile, plan.plan)[0].costs:
         for part in ("forward", "backward"):

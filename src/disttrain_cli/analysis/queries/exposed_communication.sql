@@ -2,16 +2,16 @@
 -- for devices. Waiting for a peer is not counted:
 -- a receive counts from the latest start of the sends that feed it, a reduction from its last member's arrival.
 -- Which sends feed a receive: those of its peer where one is recorded, else of its replica in the same unit, else of
--- the whole neighbouring stage.
+-- all of the neighbouring stages.
 WITH moving AS (
     SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer, pp, devices_per_rank AS devices,
            if(operation LIKE '%activation', 'activation', 'gradient') AS kind
     FROM operations JOIN units USING (unit, pp)
     WHERE measured AND (operation LIKE 'send%' OR operation LIKE 'receive%')
 ), received AS (
-    SELECT *, depth + if(kind = 'activation', -1, 1) AS source,
+    SELECT moving.*, if(kind = 'activation', before, after) AS source,
            stage = if(kind = 'activation', 0, pp - 1) AS crosses
-    FROM moving WHERE operation LIKE 'receive%'
+    FROM moving JOIN cuts ON depth = if(kind = 'activation', after, before) WHERE operation LIKE 'receive%'
 ), sent AS (
     SELECT step, slot, kind, depth, replica, rank, start_ns FROM moving WHERE operation LIKE 'send%'
 ), by_replica AS (
@@ -20,15 +20,15 @@ WITH moving AS (
     SELECT step, slot, kind, depth, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
 ), fed AS (
     SELECT r.devices, r.start_ns, r.end_ns, p.start_ns AS sent_ns FROM received r JOIN sent p ON r.peer = p.rank
-        AND r.step = p.step AND r.slot = p.slot AND r.kind = p.kind
+        AND r.step = p.step AND r.slot = p.slot AND r.kind = p.kind AND r.source = p.depth
     UNION ALL
     SELECT r.devices, r.start_ns, r.end_ns, b.sent_ns FROM received r JOIN by_replica b ON r.step = b.step AND r.slot = b.slot
         AND r.kind = b.kind AND r.source = b.depth AND r.replica = b.replica
     WHERE r.peer < 0 AND NOT r.crosses
     UNION ALL
-    SELECT r.devices, r.start_ns, r.end_ns, s.sent_ns FROM received r JOIN by_stage s ON r.step = s.step AND r.slot = s.slot
+    SELECT any_value(r.devices), r.start_ns, r.end_ns, max(s.sent_ns) FROM received r JOIN by_stage s ON r.step = s.step AND r.slot = s.slot
         AND r.kind = s.kind AND r.source = s.depth
-    WHERE r.peer < 0 AND r.crosses
+    WHERE r.peer < 0 AND r.crosses GROUP BY r.step, r.slot, r.kind, r.rank, r.start_ns, r.end_ns
 ), reductions AS (
     SELECT step, rank, end_ns - least(end_ns, max(start_ns) OVER (PARTITION BY step, unit, stage, tp_rank, place)) AS ns,
            devices

@@ -10,7 +10,7 @@ passes AS (
     GROUP BY o.step, o.rank, o.slot, o.operation
 ), others AS (
     SELECT o.step, o.rank, o.operation, o.start_ns, o.end_ns FROM operations o JOIN chosen USING (step)
-    WHERE o.operation NOT IN ('forward', 'backward', 'checkpoint')
+    WHERE o.operation NOT IN ('forward', 'backward', 'evaluation', 'checkpoint')
 ), preceding AS (
     SELECT p.step, p.rank, p.slot, p.operation,
            sum(o.end_ns - o.start_ns) AS covered_ns,

@@ -23,7 +23,7 @@ WITH edges AS (
         WHEN o.operation = 'receive_gradient' THEN if(o.stage = o.pp - 1, 'other_unit', 'other_stage')
         ELSE 'transfer' END AS part
     FROM operations o JOIN edges e USING (step, rank)
-    WHERE o.operation <> 'checkpoint'
+    WHERE o.operation NOT IN ('evaluation', 'checkpoint')
 ), sums AS (
     SELECT step, rank,
            coalesce(sum(duration_ns) FILTER (part = 'compute'), 0) AS compute,

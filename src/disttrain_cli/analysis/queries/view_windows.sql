@@ -1,4 +1,4 @@
--- One row per step: when it began and ended over all ranks (checkpoints left out), and whether it is measured.
+-- One row per step: when it began and ended over all ranks (evaluations and checkpoints left out), and whether it is measured.
 -- A step is measured unless it is warm-up (the first of every start of the job; the first two where at least six
 -- were recorded) or incomplete (fewer ranks computed, or fewer operations were recorded, than usual).
 -- Columns: step, run, start_ns, end_ns, compute_end_ns, window_s, ranks, warmup, complete, measured
@@ -9,7 +9,7 @@ WITH spans AS (
            max(end_ns) FILTER (operation IN ('forward', 'backward')) AS compute_end_ns,
            count(DISTINCT rank) FILTER (operation IN ('forward', 'backward')) AS ranks,
            count(*) FILTER (operation IN ('forward', 'backward')) AS computed
-    FROM trace WHERE operation <> 'checkpoint' AND step >= 0
+    FROM trace WHERE operation NOT IN ('evaluation', 'checkpoint') AND step >= 0
     GROUP BY step, run
     HAVING compute_end_ns IS NOT NULL
 ), placed AS (

@@ -1,4 +1,4 @@
-"""Which sequences, images and targets every replica gets in every slot of a step: pure functions.
+"""Which sequences, images, clips and targets every replica gets in every slot of a step: pure functions.
 
 Policy `none` keeps the packed order. Policy `paper` levels the sequences of the global batch over the LLM's
 replicas (each still gets n * M), levels each replica's microbatches, puts the k-th largest of every replica into
@@ -21,7 +21,7 @@ from disttrain_cli.data.ordering.levelling import image_owners, item_shares, lev
 from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder
-from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.inputs import Item, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 
 #: Integer cost of each sequence of a batch, by module name.
@@ -66,47 +66,50 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
 def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
     """Order one global batch: the sequences step · BS … (step + 1) · BS - 1 of the stream.
 
-    Depends on nothing but its arguments. The set of sequences never changes, and every image and target is given to
-    exactly one replica of each unit that works on it.
+    Depends on nothing but its arguments. The set of sequences never changes, and every image, clip and target is
+    given to exactly one replica of each unit that works on it.
     """
     assert len(batch) == layout.global_batch_size
-    images, targets = _owners(batch, layout, assignment)
+    owners = _owners(batch, layout, assignment)
     return StepOrder(
         step=step,
-        slots=[_slot(batch, layout, members, {unit: own[slot] for unit, own in images.items()},
-                     {unit: own[slot] for unit, own in targets.items()})
+        slots=[_slot(batch, layout, members, {key: own[slot] for key, own in owners.items()})
                for slot, members in enumerate(assignment.places)],
         label_tokens=int(batch.label_tokens.sum()),
         targets=len(batch.target_segment),
     )
 
 
-def _owners(batch: Packing, layout: Layout,
-            assignment: Assignment) -> tuple[dict[str, list[Ints]], dict[str, list[Ints]]]:
-    """By unit, for every slot: the replica of each of its images, and of each of its targets, in canonical order."""
+def _owners(batch: Packing, layout: Layout, assignment: Assignment) -> dict[tuple[str, Item], list[Ints]]:
+    """By unit and item, for every slot: the replica of each of its images, clips and targets, in canonical order.
+
+    Only of units that work on them.
+    """
     inputs, places, carry = batch.index.inputs, assignment.places, assignment.carry
     slots, dp, m = places.shape
-    images: dict[str, list[Ints]] = {}
-    targets: dict[str, list[Ints]] = {}
-    image_counts, target_counts = (np.diff(start)[places].reshape(slots, -1)
-                                   for start in (batch.image_start, batch.target_start))
-    for unit in layout.units:
-        if inputs.llm in unit.modules:
-            own = np.arange(dp * m) // m
-            images[unit.name] = [np.repeat(own, counts) for counts in image_counts]
-            targets[unit.name] = [np.repeat(own, counts) for counts in target_counts]
-            continue
-        if inputs.image is not None and inputs.image.module in unit.modules:
-            of_slot = image_counts.sum(axis=1)
-            chosen = places.reshape(-1)
-            listed = ranges(batch.image_start[chosen], image_counts.reshape(-1))
-            owner = image_owners(batch.image_grid[listed].prod(axis=1), of_slot, unit.dp, carry)
-            images[unit.name] = np.split(owner, np.cumsum(of_slot)[:-1])
-        if inputs.target is not None and inputs.target.module in unit.modules:
-            # All targets cost the same: neighbours stay together, for fewer transfers.
-            shares = item_shares(target_counts.sum(axis=1), unit.dp, carry)
-            targets[unit.name] = [np.repeat(np.arange(unit.dp), own) for own in shares]
-    return images, targets
+    found: dict[tuple[str, Item], list[Ints]] = {}
+    for item, start in _starts(batch).items():
+        counts = np.diff(start)[places].reshape(slots, -1)
+        of_slot = counts.sum(axis=1)
+        for unit in layout.units:
+            if inputs.llm in unit.modules:
+                own = np.arange(dp * m) // m
+                found[unit.name, item] = [np.repeat(own, of_sequences) for of_sequences in counts]
+            elif item not in map(inputs.item, unit.modules):
+                continue
+            elif item == "image":
+                listed = ranges(start[places.reshape(-1)], counts.reshape(-1))
+                owner = image_owners(batch.image_grid[listed].prod(axis=1), of_slot, unit.dp, carry)
+                found[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
+            else:  # all clips cost the same, as do targets: neighbours stay together, for fewer transfers
+                shares = item_shares(of_slot, unit.dp, carry)
+                found[unit.name, item] = [np.repeat(np.arange(unit.dp), own) for own in shares]
+    return found
+
+
+def _starts(batch: Packing) -> dict[Item, Ints]:
+    """By item, where the members of each sequence start."""
+    return {"image": batch.image_start, "audio": batch.clip_start, "target": batch.target_start}
 
 
 def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
@@ -135,29 +138,30 @@ def _unit_costs(unit: UnitPlan, costs: Costs) -> Ints:
     return sum((costs[module] for module in unit.modules if module in costs), np.zeros(len(some), dtype=np.int64))
 
 
-def _slot(batch: Packing, layout: Layout, members: Ints, images: Mapping[str, Ints],
-          targets: Mapping[str, Ints]) -> Slot:
-    """One slot from the places of its sequences [LLM replicas, M] and, by unit, the replicas of images and targets."""
+def _slot(batch: Packing, layout: Layout, members: Ints, owners: Mapping[tuple[str, Item], Ints]) -> Slot:
+    """One slot from the places of its sequences [LLM replicas, M] and, by unit and item, the replica of every item."""
     inputs, chosen = batch.index.inputs, members.reshape(-1)
-    image_count, target_count = np.diff(batch.image_start)[chosen], np.diff(batch.target_start)[chosen]
-    grid = batch.image_grid[ranges(batch.image_start[chosen], image_count)]
-    nothing = [NO_ITEMS]
+    counts = {item: np.diff(start)[chosen] for item, start in _starts(batch).items()}
+    grid = batch.image_grid[ranges(batch.image_start[chosen], counts["image"])]
+    sequence = {item: np.repeat(np.arange(len(chosen)), own) for item, own in counts.items()}
     replicas = {}
     for unit in layout.units:
+        own = {item: _by_owner(owners[unit.name, item], unit.dp, grid if item == "image" else None)
+               if (unit.name, item) in owners else [NO_ITEMS] * unit.dp for item in counts}
         sequences = list(np.arange(len(chosen)).reshape(members.shape)) if inputs.llm in unit.modules \
-            else nothing * unit.dp
-        own_images = _by_owner(images[unit.name], unit.dp, grid) if unit.name in images else nothing * unit.dp
-        own_targets = _by_owner(targets[unit.name], unit.dp) if unit.name in targets else nothing * unit.dp
-        replicas[unit.name] = [ReplicaItems(*items) for items in zip(sequences, own_images, own_targets, strict=True)]
+            else [NO_ITEMS] * unit.dp
+        replicas[unit.name] = [ReplicaItems(*items) for items in zip(
+            sequences, own["image"], own["target"], own["audio"], strict=True)]
     return Slot(
         inputs=inputs,
         sequences=batch.ids[chosen],
         sequence_tokens=batch.tokens[chosen],
         sequence_length_sq=batch.length_sq[chosen],
-        image_sequence=np.repeat(np.arange(len(chosen)), image_count),
+        image_sequence=sequence["image"],
         image_grid=grid,
-        target_sequence=np.repeat(np.arange(len(chosen)), target_count),
+        target_sequence=sequence["target"],
         replicas=replicas,
+        clip_sequence=sequence["audio"],
     )
 
 

@@ -5,7 +5,7 @@ The same amounts as `Slot.work` gives for the slots of `order_step`, without bui
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,17 +44,17 @@ def replica_loads(sizes: Sizes, inputs: ModelInputs, layout: Layout,
     return loads
 
 
-def order_loads(order: StepOrder, layout: Layout, kinds: Mapping[str, str]) -> dict[str, Floats]:
-    """The same from the order of a step; `kinds` of the modules by name."""
+def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:
+    """The same from the order of a step."""
     return {module: loads for unit in layout.units for module, loads in unit_loads(
-        order, unit.name, range(len(order.slots[0].replicas[unit.name])),
-        {module: kinds[module] for module in unit.modules}).items()}
+        order, unit.name, range(len(order.slots[0].replicas[unit.name])), unit.modules).items()}
 
 
-def unit_loads(order: StepOrder, unit: str, replicas: Iterable[int], kinds: Mapping[str, str]) -> dict[str, Floats]:
+def unit_loads(order: StepOrder, unit: str, replicas: Iterable[int], modules: Iterable[str]) -> dict[str, Floats]:
     """[n slots, replicas, 3] of some modules of a unit, on some of its replicas."""
-    return {module: np.array([[slot.work(kind, slot.replicas[unit][replica]) for replica in replicas]
-                              for slot in order.slots]) for module, kind in kinds.items()}
+    inputs, replicas = order.slots[0].inputs, list(replicas)
+    return {module: np.array([[slot.work(inputs.item(module), slot.replicas[unit][replica]) for replica in replicas]
+                              for slot in order.slots]) for module in modules}
 
 
 def _levelled_images(sizes: Sizes, places: Ints, dp: int, carry: bool) -> Floats:

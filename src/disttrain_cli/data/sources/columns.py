@@ -1,9 +1,9 @@
-"""Which columns of a Parquet or Arrow file hold images and texts, and what a row of them says.
+"""Which columns of a Parquet or Arrow file hold images, sounds and texts, and what a row of them says.
 
-Two forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) and one of texts; where there
-are several of a type, the usual names decide. Interleaved (OBELICS): lists `images` and `texts` of equal length, at
-each position exactly one of the two is not null. The place of a segment is its row in the file and its position in
-the row.
+Two forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) or of sounds (the same, by its
+name), or one of each, and one of texts; where there are several of a type, the usual names decide. Interleaved
+(OBELICS): lists `images` and `texts` of equal length, at each position exactly one of the two is not null. The place of
+a segment is its row in the file and its position in the row.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from disttrain_cli.data.sources.samples import MAX_TEXT_BYTES, Place, Sample, Segment, Skipped, read_size
+from disttrain_cli.data.sources.samples import MAX_TEXT_BYTES, Place, Sample, Segment, Skipped, read_duration, read_size
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.index import IMAGE, TEXT
+from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img")
+AUDIO_NAMES = ("audio", "wav", "flac", "ogg", "mp3", "sound", "speech")
 TEXT_NAMES = ("text", "caption", "txt")
+SPOKEN_NAMES = ("transcription", "transcript", "sentence", "normalized_text")  # where there is none of the others
 LISTS = ("images", "texts")
 BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 
@@ -29,9 +31,15 @@ BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 class Columns(NamedTuple):
     """Names of the columns that are read."""
 
-    image: str
+    image: str | None
     text: str
     interleaved: bool
+    audio: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Those that there are."""
+        return [name for name in (self.image, self.audio, self.text) if name is not None]
 
 
 def find_columns(schema: pa.Schema, label: str) -> Columns:
@@ -47,8 +55,13 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
         if kinds["images"] == "list of text":
             raise _refused(label, schema, "`images` holds URLs or paths instead of image bytes",
                            "Download them first, e.g. with img2dataset, and write their bytes into `images`.")
-    image = _one(kinds, "image", IMAGE_NAMES, label, schema)
-    return Columns(image, _one(kinds, "text", TEXT_NAMES, label, schema), interleaved=False)
+    sounds = {name: own for name, own in kinds.items() if own == "image" and name.lower() in AUDIO_NAMES}
+    others = {name: own for name, own in kinds.items() if name not in sounds}
+    audio = _one(sounds, "image", AUDIO_NAMES, label, schema) if sounds else None
+    image = _one(others, "image", IMAGE_NAMES, label, schema) if "image" in others.values() or not sounds else None
+    usual = any(own == "text" and name.lower() in TEXT_NAMES for name, own in kinds.items())
+    text = _one(kinds, "text", SPOKEN_NAMES if sounds and not usual else TEXT_NAMES, label, schema)
+    return Columns(image, text, interleaved=False, audio=audio)
 
 
 def read_rows(batch: pa.RecordBatch, columns: Columns, first: int, label: str) -> Iterator[Sample | Skipped]:
@@ -62,13 +75,13 @@ def read_rows(batch: pa.RecordBatch, columns: Columns, first: int, label: str) -
             yield Skipped(label, key, str(error))
 
 
-def image_at(column: pa.Array, place: Place) -> bytes:
-    """The image at a place of a column whose only row is the place's; ValueError where there is none."""
+def file_at(column: pa.Array, place: Place) -> bytes:
+    """The image or sound file at a place of a column whose only row is the place's; ValueError where there is none."""
     values, _ = _flat(column)
-    image = _views(values)[place.size]
-    if image is None:
-        raise ValueError("there is no image")
-    return bytes(image)
+    data = _views(values)[place.size]
+    if data is None:
+        raise ValueError("there is no file")
+    return bytes(data)
 
 
 def texts_at(column: pa.Array) -> list[str]:
@@ -77,16 +90,18 @@ def texts_at(column: pa.Array) -> list[str]:
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
-    images, texts = (_views(batch.column(name)) for name in columns[:2])
-    for image, text in zip(images, texts, strict=True):
-        if image is None or text is None:
-            yield f"the {'text' if image else 'image'} is missing"
+    wanted = [(kind, what, name) for kind, what, name in (
+        (IMAGE, "image", columns.image), (AUDIO, "sound", columns.audio), (TEXT, "text", columns.text)) if name]
+    for cells in zip(*(_views(batch.column(name)) for _, _, name in wanted), strict=True):
+        missing = [what for (_, what, _), cell in zip(wanted, cells, strict=True) if cell is None]
+        if missing:
+            yield f"the {missing[0]} is missing"
         else:
-            yield [(IMAGE, 0, image), (TEXT, 0, text)]
+            yield [(kind, 0, cell) for (kind, _, _), cell in zip(wanted, cells, strict=True)]
 
 
 def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
-    (image_values, image_counts), (text_values, text_counts) = (_flat(batch.column(name)) for name in columns[:2])
+    (image_values, image_counts), (text_values, text_counts) = (_flat(batch.column(name)) for name in LISTS)
     images, texts = iter(_views(image_values)), iter(_views(text_values))
     for image_count, text_count in zip(image_counts, text_counts, strict=True):
         own_images, own_texts = ([next(values) for _ in range(count or 0)]
@@ -114,8 +129,8 @@ def _segments(row: int, cells: Any) -> Iterator[Segment]:
             except UnicodeDecodeError:
                 raise ValueError("text is not UTF-8") from None
         else:
-            header = read_size(partial(_part, value), len(value))
-            yield Segment(IMAGE, Place(row, at), "", header.width_px, header.height_px)
+            header = (read_duration if kind == AUDIO else read_size)(partial(_part, value), len(value))
+            yield Segment(kind, Place(row, at), "", *(header[:2] if kind == AUDIO else header[1:3]))
 
 
 def _part(data: memoryview, offset: int, size: int) -> bytes:

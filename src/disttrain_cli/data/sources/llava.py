@@ -65,6 +65,9 @@ class LlavaShard:
             raise ValueError(f"{name} is cut")
         return data
 
+    def clip(self, place: Place, record: Place) -> bytes:
+        raise ValueError("conversations have no clips")
+
     def texts(self, record: Place) -> list[str]:
         return [part.value for part in conversation(self._record(record)) if part.kind == TEXT]
 

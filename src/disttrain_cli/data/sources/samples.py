@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
+from disttrain_cli.data.clips import ClipHeader, read_clip_header
 from disttrain_cli.data.headers import ImageHeader, Read, read_header
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
-MAX_IMAGE_BYTES = 256 * 1024 * 1024  # a larger image file is none
+MAX_IMAGE_BYTES = 256 * 1024 * 1024  # a larger image or sound file is none
 HEAD_BYTES = 4096  # of an image that are read at once; most headers end before
 MOST_SHOWN = 200  # characters of a name in a message
 
@@ -29,7 +30,10 @@ class Place(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A piece of a sample. `trained`: the tokens of this text are labels."""
+    """A piece of a sample. `trained`: the tokens of this text are labels.
+
+    A clip has its duration in ms in the place of the width, its samples per second in that of the height.
+    """
 
     kind: int
     place: Place
@@ -47,7 +51,7 @@ class Sample(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A segment as a sample's json says it: a text, or the name of an image file."""
+    """A segment as a sample's json says it: a text, or the name of an image or sound file."""
 
     kind: int
     value: str
@@ -66,13 +70,16 @@ class Shard(NamedTuple):
 class OpenShard(Protocol):
     """A shard whose samples are read again in any order, by any thread.
 
-    `record` is the place of a sample's first text, (-1, 0) where it has none. Both methods raise OSError (DataError for
+    `record` is the place of a sample's first text, (-1, 0) where it has none. All methods raise OSError (DataError for
     a URL) where the file cannot be read, ValueError or IndexError where what lies there is not what was indexed, and
     pyarrow's own errors (ValueErrors, OSErrors).
     """
 
     def image(self, place: Place, record: Place) -> bytes:
         """The image file at `place`."""
+
+    def clip(self, place: Place, record: Place) -> bytes:
+        """The sound file at `place`."""
 
     def texts(self, record: Place) -> list[str]:
         """All texts of a sample, in order."""
@@ -88,6 +95,13 @@ def read_size(read: Read, file_bytes: int) -> ImageHeader:
         return head[offset : offset + size] if offset + size <= len(head) else read(offset, size)
 
     return read_header(part)
+
+
+def read_duration(read: Read, file_bytes: int) -> ClipHeader:
+    """Duration of a sound file of so many bytes; ValueError with the reason where it is none."""
+    if file_bytes > MAX_IMAGE_BYTES:
+        raise ValueError(f"oversized sound file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read")
+    return read_clip_header(read, file_bytes)
 
 
 def clean(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.data.sources.columns import BATCH_ROWS, find_columns, image_at, read_rows, texts_at
+from disttrain_cli.data.sources.columns import BATCH_ROWS, file_at, find_columns, read_rows, texts_at
 from disttrain_cli.data.sources.files import is_url, open_file
 from disttrain_cli.data.sources.samples import Place, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
@@ -59,12 +59,17 @@ class ParquetShard:
         self._lock = threading.Lock()  # a Parquet reader is not for two threads
 
     def image(self, place: Place, record: Place) -> bytes:
-        return image_at(self._row(self._columns.image, place.offset), place)
+        return file_at(self._row(self._columns.image, place.offset), place)
+
+    def clip(self, place: Place, record: Place) -> bytes:
+        return file_at(self._row(self._columns.audio, place.offset), place)
 
     def texts(self, record: Place) -> list[str]:
         return texts_at(self._row(self._columns.text, record.offset))
 
-    def _row(self, column: str, row: int) -> pa.Array:
+    def _row(self, column: str | None, row: int) -> pa.Array:
+        if column is None:
+            raise ValueError("the shard has no column of such files")
         group = bisect_right(self._ends, row)
         if group == len(self._ends):
             raise ValueError("the shard has fewer rows")
@@ -93,7 +98,10 @@ class ArrowShard:
         self._columns = find_columns(self._batches[0].schema, shard.name) if self._batches else None
 
     def image(self, place: Place, record: Place) -> bytes:
-        return image_at(self._row("image", place.offset), place)
+        return file_at(self._row("image", place.offset), place)
+
+    def clip(self, place: Place, record: Place) -> bytes:
+        return file_at(self._row("audio", place.offset), place)
 
     def texts(self, record: Place) -> list[str]:
         return texts_at(self._row("text", record.offset))
@@ -103,7 +111,10 @@ class ArrowShard:
         if number == len(self._ends):
             raise ValueError("the shard has fewer rows")
         first = self._ends[number - 1] if number else 0
-        return self._batches[number].column(getattr(self._columns, which)).slice(row - first, 1)
+        name = getattr(self._columns, which)
+        if name is None:
+            raise ValueError("the shard has no column of such files")
+        return self._batches[number].column(name).slice(row - first, 1)
 
 
 def read_parquet(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
@@ -123,7 +134,7 @@ def read_parquet(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
     for group in range(file.num_row_groups):
         row, first = first, first + file.metadata.row_group(group).num_rows
         try:
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(columns[:2])):
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns.names):
                 yield from read_rows(batch, columns, row, label)
                 row += len(batch)
         except (pa.ArrowException, OSError) as error:

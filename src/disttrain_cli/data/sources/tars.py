@@ -1,7 +1,8 @@
-"""Tar shards, two forms: pictures with captions, as img2dataset writes them, and interleaved samples.
+"""Tar shards, two forms: pictures or sounds with captions, as img2dataset writes them, and interleaved samples.
 
-img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`. Interleaved: `KEY.json` with
-`segments` of texts (`loss: false` = not trained) and of image files anywhere in the same tar. Places are the byte
+img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; `KEY.flac` with its transcript (or
+caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss: false` = not trained), and of image
+and sound files anywhere in the same tar. Places are the byte
 offset and length of a member's content. Names inside a tar are only ever looked up among the names of that tar;
 nothing is extracted.
 """
@@ -13,6 +14,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from disttrain_cli.data.clips import ClipHeader
 from disttrain_cli.data.headers import ImageHeader
 from disttrain_cli.data.sources.files import File, LocalFile, open_file
 from disttrain_cli.data.sources.samples import (
@@ -24,19 +26,21 @@ from disttrain_cli.data.sources.samples import (
     Shard,
     Skipped,
     clean,
+    read_duration,
     read_size,
 )
-from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
+from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET, TEXT
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+CLIP_SUFFIXES = ("wav", "flac", "ogg", "mp3")
 
 
 class Member(NamedTuple):
-    """A file inside a tar: where its content lies; what a text says or an image's header, or what is wrong with it."""
+    """A file inside a tar: where its content lies; what a text says or a file's header, or what is wrong with it."""
 
     name: str
     place: Place
-    content: bytes | ImageHeader | str
+    content: bytes | ImageHeader | ClipHeader | str
 
 
 class TarShard:
@@ -46,6 +50,9 @@ class TarShard:
         self._file = open_file(shard.path)
 
     def image(self, place: Place, record: Place) -> bytes:
+        return self._read(place)
+
+    def clip(self, place: Place, record: Place) -> bytes:
         return self._read(place)
 
     def texts(self, record: Place) -> list[str]:
@@ -60,10 +67,10 @@ class TarShard:
 
 
 def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
-    """Samples of one tar, in the order of their json, txt or image members; it is read once, from end to end.
+    """Samples of one tar, in the order of their json, txt, image or sound members; it is read once, from end to end.
 
-    Of images only headers are read. The texts of one tar are in memory together. A damaged tar yields what is whole
-    before the damage.
+    Of images and sounds only headers are read. The texts of one tar are in memory together. A damaged tar yields what
+    is whole before the damage.
     """
     try:
         file = open_file(shard.path)
@@ -85,7 +92,7 @@ def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
     captions = any("txt" in group for group in by_key.values())
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
-            continue  # a picture that interleaved samples refer to
+            continue  # a picture or sound that interleaved samples refer to
         try:
             if key in twice:
                 raise ValueError("a file of this sample is in the shard twice")
@@ -142,8 +149,8 @@ def _members(file: File) -> Iterator[Member | str]:
         yield f"damaged tar: no valid header at byte {end}"
 
 
-def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | ImageHeader | str:
-    """A text, an image's header, or the reason why it is neither."""
+def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | ImageHeader | ClipHeader | str:
+    """A text, an image's or sound's header, or the reason why it is none of them."""
 
     def read(offset: int, length: int) -> bytes:
         length = max(0, min(length, place.size - offset))
@@ -157,28 +164,33 @@ def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | I
             return f"{name} has {place.size} bytes, at most {MAX_TEXT_BYTES} are read"
         return read(0, place.size)
     try:
-        return read_size(read, place.size)
+        return (read_duration if name.lower().rpartition(".")[2] in CLIP_SUFFIXES else read_size)(read, place.size)
     except ValueError as error:
         return f"{name}: {error}"
 
 
 def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segment]:
-    """Segments of one sample: interleaved where its json says so, else an image with its caption."""
-    image = next((group[suffix] for suffix in IMAGE_SUFFIXES if suffix in group), None)
+    """Segments of one sample: interleaved where its json says so, else an image or clip with its caption."""
+    media = [(kind, group[suffix]) for kind, suffixes in ((IMAGE, IMAGE_SUFFIXES), (AUDIO, CLIP_SUFFIXES))
+             for suffix in suffixes if suffix in group]
     described = group.get("txt") or group.get("json")
     if described is None:
-        raise ValueError("an image without a caption (KEY.txt or KEY.json)")
+        what = "an image" if not media or media[0][0] == IMAGE else "a clip"
+        raise ValueError(f"{what} without a caption (KEY.txt or KEY.json)")
     if not isinstance(described.content, bytes):
         raise ValueError(described.content)
     parts = parse_parts(described.content) if "txt" in group else _parse_json(described.content)
     if isinstance(parts, str):
-        if image is None:
-            raise ValueError("a caption without its image (KEY.jpg, .png or .webp)")
-        return [_image(IMAGE, image), Segment(TEXT, described.place, parts, trained=True)]
+        if not media:
+            raise ValueError("a caption without its image (KEY.jpg, .png or .webp) or clip (KEY.wav, .flac, .ogg or "
+                             ".mp3)")
+        first = dict(reversed(media))
+        return [*(_file(kind, first[kind]) for kind in (IMAGE, AUDIO) if kind in first),
+                Segment(TEXT, described.place, parts, trained=True)]
     return [
         Segment(TEXT, described.place, part.value, trained=part.trained)
         if part.kind == TEXT
-        else _image(part.kind, _find(part.value, described.name, by_name))
+        else _file(part.kind, _find(part, described.name, by_name))
         for part in parts
     ]
 
@@ -207,8 +219,10 @@ def _parts(segments: Any) -> list[Part]:
         elif kind == "image" and isinstance(value := segment.get("file"), str):
             generated = "generate" in segment and _flag(segment, place, "generate")
             parts.append(Part(TARGET if generated else IMAGE, value))
+        elif kind == "audio" and isinstance(value := segment.get("file"), str):
+            parts.append(Part(AUDIO, value))
         else:
-            raise ValueError(f"segments[{place}] must be a text with `value` or an image with `file`")
+            raise ValueError(f"segments[{place}] must be a text with `value` or an image or audio with `file`")
     return parts
 
 
@@ -218,17 +232,20 @@ def _flag(segment: dict[str, Any], place: int, name: str) -> bool:
     return bool(segment[name])
 
 
-def _find(file: str, beside: str, by_name: dict[str, Member]) -> Member:
+def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
     folder, slash, _ = beside.rpartition("/")
-    member = by_name.get(folder + slash + file) or by_name.get(file)
+    member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
     if member is None:
-        raise ValueError(f"the image {file} is missing from the shard")
+        raise ValueError(f"the {'clip' if part.kind == AUDIO else 'image'} {part.value} is missing from the shard")
     return member
 
 
-def _image(kind: int, member: Member) -> Segment:
+def _file(kind: int, member: Member) -> Segment:
+    """The segment of an image or sound file."""
     if isinstance(member.content, str):
         raise ValueError(member.content)
-    if isinstance(member.content, bytes):
-        raise ValueError(f"{member.name} is no image")
+    if kind == AUDIO and isinstance(member.content, ClipHeader):
+        return Segment(AUDIO, member.place, "", *member.content)
+    if kind == AUDIO or not isinstance(member.content, ImageHeader):
+        raise ValueError(f"{member.name} is no {'sound' if kind == AUDIO else 'image'}")
     return Segment(kind, member.place, "", member.content.width_px, member.content.height_px)

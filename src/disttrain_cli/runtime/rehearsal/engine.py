@@ -66,9 +66,9 @@ class EmulatedEngine(UnitEngine):
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         self.clock.begin(float(latest) + MARGIN_S)
 
-    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch], learning_rate: float) -> None:
+    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
         """One optimizer step."""
-        super().run_step(order, fetch, learning_rate)
+        super().run_step(order, fetch)
         self.clock.end()
 
     def _reduce_gradients(self) -> None:
@@ -101,7 +101,7 @@ class EmulatedEngine(UnitEngine):
                 for place, (tracer, those) in enumerate(zip(tracers, items, strict=True)):
                     end = starts[place] + int(1e9 * work.seconds[operation][module][slot, place])
                     tracer.record(operation, starts[place], end, slot=slot, module=module,
-                                  **amounts(current, self.module_kinds[module], those))
+                                  **amounts(current, module, those))
                     starts[place] = end
             return after
         return before

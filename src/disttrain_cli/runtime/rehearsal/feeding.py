@@ -112,8 +112,8 @@ class Feeder:
 
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)
-        kinds = {cost.module: self._profile.modules[cost.module].kind for cost in self._stage.costs}
-        loads = unit_loads(order, self._place.unit.name, self.replicas, kinds)
+        loads = unit_loads(order, self._place.unit.name, self.replicas,
+                           [cost.module for cost in self._stage.costs])
         noise = _noise(self._run, step, self._place.rank, (2, len(order.slots), len(self.replicas)))
         parts = {"forward": noise[0], "backward": noise[1]}
         seconds = {part: {cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs}

@@ -20,8 +20,8 @@ Shares = Mapping[str, Sequence[int]]
 
 
 def joined_layout(layout: Layout, shares: Shares) -> Layout:
-    """The layout with a unit's processes as its replicas."""
-    units = [unit.model_copy(update={"dp": len(shares[unit.name]), "gpus": unit.tp * len(shares[unit.name]) * unit.pp})
+    """The layout with a unit's processes as its replicas; a process stands for whole TP groups."""
+    units = [unit.model_copy(update={"tp": 1, "dp": len(shares[unit.name]), "gpus": len(shares[unit.name]) * unit.pp})
              for unit in layout.units]
     return layout.model_copy(update={"units": units, "gpus_used": sum(unit.gpus for unit in units)})
 
@@ -43,4 +43,4 @@ def _joined(replicas: Sequence[ReplicaItems], shares: Sequence[int]) -> list[Rep
     ends = list(itertools.accumulate(shares))
     groups = [replicas[end - count:end] for end, count in zip(ends, shares, strict=True)]
     return [ReplicaItems(*(np.concatenate([getattr(items, name) for items in group])
-                           for name in ("sequences", "images", "targets"))) for group in groups]
+                           for name in ("sequences", "images", "targets", "clips"))) for group in groups]

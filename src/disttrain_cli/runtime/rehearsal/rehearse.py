@@ -120,10 +120,9 @@ def simulated(run: Run, layout: Layout, profile: Profile, index: Index, setting:
     """The simulator's time for these very steps: the same orders, processes, data and faults, without noise."""
     stages, orders, pipelines = stages_of(profile, layout), Orders(run.file, layout, index, profile, known), []
     spec = run.file.preprocess
-    kinds = {name: module.kind for name, module in profile.modules.items()}
     shares = [setting.shares[stage.unit.name] for stage in stages]
     for step in steps:
-        loads = order_loads(orders.of(step)[0], layout, kinds)
+        loads = order_loads(orders.of(step)[0], layout)
         pipeline = pipeline_of(profile, layout, stages, loads, run.file.cluster.gpus_per_node)
         pipeline = fed(pipeline, profile, stages, loads, spec.workers, spec.prefetch_slots)
         pipelines.append(grouped(inject(pipeline, stages, run.file.rehearse.faults), shares))

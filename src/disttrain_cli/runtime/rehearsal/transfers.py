@@ -7,7 +7,7 @@ when it has really come, where that is later still.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,34 +27,37 @@ class EmulatedBroker(Broker):
 
     clock: Device
     transfer_s: float
-    full_specs: Sequence[TensorSpec]  # as the model has them: what the trace says was sent
+    full: Mapping[str, TensorSpec]  # as the model has them, by name: what the trace says was sent
+
+    def expect(self, slots: Sequence[Slot]) -> None:
+        """Nothing is received ahead: the time of arrival follows the rows of its slot."""
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
         """Start sending; returns (bytes of the model's own tensors, the peer's rank)."""
         _, peer = super().send(slot, tensors)
         stamp = torch.tensor([self.clock.free_s], dtype=torch.float64)
-        for rank in self._peers(slot):
+        for rank in self._peers(slot, self.sends):
             self.pending.append(([dist.isend(stamp, rank)], [stamp]))
-        return self._full_bytes(slot), peer
+        return self._full_bytes(slot, self.sends), peer
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
         """Wait for the rows and for the time at which they arrive."""
         called_s = time.monotonic()
         tensors, _, peer = super().receive(slot)
-        stamps = [(rank, torch.empty(1, dtype=torch.float64)) for rank in self._peers(slot)]
+        stamps = [(rank, torch.empty(1, dtype=torch.float64)) for rank in self._peers(slot, self.receives)]
         for work in [dist.irecv(stamp, rank) for rank, stamp in stamps]:
             work.wait()
         if stamps:
             arrival_s = max(float(stamp) for _, stamp in stamps) + self.transfer_s * self.clock.time_scale
             self.clock.arrive(arrival_s + max(0.0, time.monotonic() - max(called_s, arrival_s)))
-        return tensors, self._full_bytes(slot), peer
+        return tensors, self._full_bytes(slot, self.receives), peer
 
-    def _peers(self, slot: Slot) -> list[int]:
-        """Ranks with which any row is exchanged."""
-        replicas = {route.replica for spec in self.specs for route in self._routes(slot, spec)}
-        return [self.neighbour.ranks[replica] for replica in sorted(replicas)]
+    def _peers(self, slot: Slot, specs: Sequence[TensorSpec]) -> list[int]:
+        """Ranks with which any row of these tensors is exchanged."""
+        replicas = {route.replica for spec in specs for route in self._routes(slot, spec)}
+        return [self.neighbour.rank(replica) for replica in sorted(replicas)]
 
-    def _full_bytes(self, slot: Slot) -> int:
-        values = sum(route.rows * int(np.prod(spec.shape)) for spec in self.full_specs
+    def _full_bytes(self, slot: Slot, specs: Sequence[TensorSpec]) -> int:
+        values = sum(route.rows * int(np.prod(self.full[spec.name].shape)) for spec in specs
                      for route in self._routes(slot, spec))
         return values * self.dtype.itemsize

@@ -20,10 +20,13 @@ import numpy as np
 from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of, transfers_s
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
-from disttrain_cli.models.graph import LayerInfo, layer_table, live_tensors
+from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.assemble import brokers, engine_parts, message_dtype
-from disttrain_cli.runtime.broker import Broker
+from disttrain_cli.runtime import checkpoint
+from disttrain_cli.runtime.assemble import brokers, engine_parts, live_at, message_dtype
+from disttrain_cli.runtime.broker import Broker, Brokers, together
+from disttrain_cli.runtime.checkpoint_folder import made_from
+from disttrain_cli.runtime.grid import UnitGrid
 from disttrain_cli.runtime.process import joined
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.engine import EmulatedEngine, NodeTracer
@@ -32,9 +35,9 @@ from disttrain_cli.runtime.rehearsal.joining import joined_layout
 from disttrain_cli.runtime.rehearsal.layers import EmulatedLayer, EmulatedModule, message_specs
 from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
 from disttrain_cli.runtime.stage import StageRunner, build_segments
+from disttrain_cli.runtime.steps import Task, run_steps
 from disttrain_cli.runtime.topology import Place, build_topology
 from disttrain_cli.runtime.tracing import Tracer
-from disttrain_cli.runtime.worker import Task, resume, run_steps
 from disttrain_cli.simulation.faults import slowdown
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, Plan
@@ -54,7 +57,7 @@ def main(payload: dict[str, Any]) -> None:
     layout, profile = Plan.model_validate(payload["plan"]).plan, Profile.model_validate(payload["profile"])
     table, shares, folder = layer_table(run), payload["shares"], RunDir(Path(payload["folder"]))
     modules = [info.module for info in table]
-    topology = build_topology(joined_layout(layout, shares), modules)
+    topology = build_topology(joined_layout(layout, shares), modules, profile.inputs.llm)
     place = topology.place(int(os.environ["RANK"]))
     stages = stages_of(profile, layout)
     stage, own = stages[place.stage.number], table[place.stage.layers.start:place.stage.layers.stop]
@@ -65,21 +68,22 @@ def main(payload: dict[str, Any]) -> None:
         known = {int(step): Assignment(np.array(places), carry)
                  for step, (places, carry) in payload["assignments"].items()}
         feeder = Feeder(run.file, profile, shares, Orders(run.file, layout, index, profile, known), stage, place, clock)
-        ranks = build_topology(layout, modules).stages[place.stage.number].ranks
+        whole = build_topology(layout, modules, profile.inputs.llm).stages[place.stage.number]
         tracer = NodeTracer([
-            Tracer(folder.traces, payload["name"], Place(ranks[replica], place.stage, replica),
+            Tracer(folder.traces, payload["name"], Place(whole.rank(replica), place.stage, replica),
                    cluster_clock(clock, payload["began_ns"])) for replica in feeder.replicas])
         stack.callback(tracer.close)
         links = brokers(topology, place, table, message_dtype(run.file.train), device)
         upstream, downstream = emulated_brokers(run, profile, layout, stages, place, clock, links,
                                                 payload["gpus_per_node"])
         engine = EmulatedEngine(
-            **engine_parts(run, layout, topology, place, [EmulatedLayer(info) for info in own]),
+            **engine_parts(run, layout, UnitGrid(topology, place), place, [EmulatedLayer(info) for info in own]),
             runner=emulated_runner(run, table, place, clock), upstream=upstream, downstream=downstream, tracer=tracer)
         engine.clock, engine.feeder = clock, feeder
         engine.reduce_s = reduce_s(profile, stage, payload["gpus_per_node"])
         engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
-        first = resume(run, folder, profile.fingerprints.data, engine) if payload["resume"] else 0
+        first = checkpoint.resume(folder.checkpoints, made_from(run.file, profile.fingerprints.data), engine) \
+            if payload["resume"] else 0
         cpu_s = time.process_time()
 
         def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
@@ -93,7 +97,8 @@ def emulated_runner(run: Run, table: list[LayerInfo], place: Place, clock: Devic
     """The stage's computation, a wait for each module."""
     first, own = place.stage.layers.start, table[place.stage.layers.start:place.stage.layers.stop]
     dtype, scaled = message_dtype(run.file.train), run.file.rehearse.messages == "scaled"
-    segments = build_segments([EmulatedLayer(info) for info in own], first, lambda cut: live_tensors(table, cut))
+    segments = build_segments([EmulatedLayer(info) for info in own], first,
+                              lambda cut: live_at(table, place.stage, cut))
     for segment in segments:
         layers = [info for info in own if info.module == segment.module]
         segment.layers = [EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled)]
@@ -101,19 +106,20 @@ def emulated_runner(run: Run, table: list[LayerInfo], place: Place, clock: Devic
 
 
 def emulated_brokers(run: Run, profile: Profile, layout: Layout, stages: list[Stage], place: Place, clock: Device,
-             links: tuple[Broker | None, Broker | None], gpus_per_node: int) -> list[EmulatedBroker | None]:
+                     links: tuple[list[Broker], list[Broker]],
+                     gpus_per_node: int) -> list[Broker | Brokers | None]:
     """The brokers over emulated links: to the stages before and after."""
     scaled, number = run.file.rehearse.messages == "scaled", place.stage.number
     times_s = transfers_s(profile, layout, stages, gpus_per_node)
-    made: list[EmulatedBroker | None] = []
-    for link, cut in zip(links, (number - 1, number), strict=True):
-        if link is None:
-            made.append(None)
-            continue
+
+    def emulated(link: Broker) -> EmulatedBroker:
+        cut = min(number, link.neighbour.number)  # the one that sends activations
         slow = slowdown(run.file.rehearse.faults, "link", stages[cut].unit.name, stages[cut].index)
-        made.append(EmulatedBroker(place, link.neighbour, message_specs(link.specs, scaled), link.dtype, link.device,
-                                   clock=clock, transfer_s=float(times_s[cut]) * slow, full_specs=link.specs))
-    return made
+        sends, receives = (message_specs(specs, scaled) for specs in (link.sends, link.receives))
+        return EmulatedBroker(place, link.neighbour, sends, receives, link.dtype, link.device, clock=clock,
+                              transfer_s=float(times_s[cut]) * slow,
+                              full={spec.name: spec for spec in (*link.sends, *link.receives)})
+    return [together([emulated(link) for link in side]) for side in links]
 
 
 def cluster_clock(device: Device, began_ns: int) -> Callable[[], int]:

@@ -1,0 +1,56 @@
+"""`disttrain export`: a checkpoint as Hugging Face folders."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from disttrain_cli.commands.common import (
+    DEFAULT_RUN_FILE,
+    JsonFlag,
+    QuietFlag,
+    RunFileArgument,
+    open_run,
+    short_path,
+)
+from disttrain_cli.console import Console
+
+EPILOG = """Examples:
+
+$ disttrain export --to my-model
+$ disttrain export demo/disttrain.yaml --to my-model --checkpoint 100
+$ disttrain export --to my-model --ema
+
+Each module becomes a folder that transformers or diffusers load with from_pretrained; projectors.safetensors holds
+what joins them, and README.md says how. Nothing that exists is written over.
+"""
+
+
+def run(
+    to: Annotated[Path, typer.Option("--to", "--out", metavar="DIR", help="New folder to write.")],
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    checkpoint: Annotated[
+        int | None, typer.Option(min=0, metavar="STEP", help="Step of the checkpoint, instead of the newest.")
+    ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="Moving averages instead of the last weights, where a module has them.")
+    ] = False,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Write a checkpoint as Hugging Face folders (safetensors)."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    opened = open_run(run_file)
+    from disttrain_cli.runtime.export import export
+
+    with console.progress() as progress:
+        exported = export(opened, to, step=checkpoint, ema=ema, progress=progress)
+    console.result(exported, exported.path)
+    console.table(
+        f"Step {exported.step} in {short_path(to)}", ["folder", "loads with", "parameters", "averaged"],
+        [[module.folder, module.loads_with, f"{module.parameters:,}", "yes" if module.averaged else "–"]
+         for module in exported.modules.values()])
+    console.hint(shlex.join(["cat", short_path(to / "README.md")]))

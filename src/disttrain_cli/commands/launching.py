@@ -1,0 +1,149 @@
+"""What `disttrain train` shows and writes instead of training: `--dry-run`, `--emit`, `--preflight`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from disttrain_cli.commands.common import short_path
+from disttrain_cli.console import Console
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.emit.hosts import Node
+    from disttrain_cli.runtime.emit.scripts import Emitted
+    from disttrain_cli.runtime.topology import Topology
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.runfile import Run
+
+Emit = Literal["torchrun", "slurm"]
+MOST_HOSTS = 12  # shown; --json has all
+MOST_GROUPS = 3
+
+
+def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, plan: Path) -> None:
+    """Who would run what, where, with whom, and how it would be started; nothing is started or written."""
+    from disttrain_cli.runtime.emit.hosts import hosts_of, place_ranks
+    from disttrain_cli.runtime.train import topology_of
+
+    topology = topology_of(chosen, profile)
+    nodes = place_ranks(topology, hosts_of(run))
+    stages = _stages(chosen, topology, nodes)
+    commands = _commands(run, nodes, kind, plan)
+    console.result({
+        "plan": chosen.plan.model_dump(mode="json"), "ranks": topology.world_size, "stages": stages,
+        "groups": {"tp": _groups(topology, "tp"), "dp": _groups(topology, "dp")},
+        "hosts": [{"host": node.host, "ranks": list(node.ranks)} for node in nodes], "commands": commands})
+    console.say(f"{topology.world_size} ranks on {len(nodes)} host(s), {chosen.plan.microbatches} slots per step. "
+                "Nothing was started.")
+    console.table("Stages; ranks of equal TP rank are a data-parallel group",
+                  ["stage", "unit", "stage of unit", "TP", "DP", "ranks", "hosts", "layers", "peak GiB"],
+                  [[stage["stage"], stage["unit"], stage["unit_stage"], stage["tp"], stage["dp"], span(stage["ranks"]),
+                    stage["hosts"][0] if len(stage["hosts"]) == 1 else f"{stage['hosts'][0]} … {stage['hosts'][-1]}",
+                    span(stage["layers"]), "–" if stage["peak_gib"] is None else f"{stage['peak_gib']:.3f}"]
+                   for stage in stages])
+    for what, name in (("tp", "Tensor-parallel"), ("dp", "Data-parallel")):
+        groups = [group for group in _groups(topology, what) if len(group) > 1]
+        if groups:
+            shown = ", ".join(_listed(group) for group in groups[:MOST_GROUPS])
+            more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
+            console.say(f"{name} groups: {shown}{more}")
+    if len(nodes) > 1:
+        console.table("Hosts", ["host", "ranks"], [[node.host, span(node.ranks)] for node in nodes[:MOST_HOSTS]])
+        if len(nodes) > MOST_HOSTS:
+            console.say(f"and {len(nodes) - MOST_HOSTS} more")
+    console.say("\nTo start them:")
+    for command in commands[:MOST_HOSTS]:
+        console.say(f"  {command}")
+    if len(commands) > MOST_HOSTS:
+        console.say(f"  and {len(commands) - MOST_HOSTS} more")
+
+
+def _stages(chosen: Plan, topology: Topology, nodes: Sequence[Node]) -> list[dict[str, Any]]:
+    memory = {(stage.unit, stage.stage): stage for stage in chosen.predicted.memory}
+    return [
+        {"stage": stage.number, "unit": stage.unit.name, "unit_stage": stage.index, "tp": stage.tp,
+         "dp": stage.unit.dp, "ranks": list(stage.ranks),
+         "hosts": [node.host for node in nodes
+                   if stage.ranks[0] <= node.ranks[-1] and node.ranks[0] <= stage.ranks[-1]],
+         "layers": [stage.layers.start, stage.layers.stop - 1],
+         "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None)}
+        for stage in topology.stages]
+
+
+def _groups(topology: Topology, what: str) -> list[list[int]]:
+    """All groups of tensor or data parallelism, by stage."""
+    if what == "tp":
+        return [stage.tp_group(replica) for stage in topology.stages for replica in range(stage.unit.dp)]
+    return [stage.dp_group(tp_rank) for stage in topology.stages for tp_rank in range(stage.tp)]
+
+
+def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, plan: Path) -> list[str]:
+    """What to type; scripts have the names that `--emit` would give them."""
+    from disttrain_cli.runtime.emit import slurm, torchrun
+
+    folder = default_folder(run)
+    if kind == "slurm":
+        return slurm.commands(folder)
+    if kind == "torchrun" or (len(nodes) > 1 and run.file.cluster.hostfile is not None):
+        return torchrun.commands(nodes, folder)
+    where = short_path(run.path)
+    if len(nodes) == 1:
+        return [f"disttrain train {where}"]
+    return [f"disttrain train {where} --emit {kind}" for kind in ("slurm", "torchrun   (with cluster.hostfile)")]
+
+
+def default_folder(run: Run) -> Path:
+    """Where scripts go if the user names no folder."""
+    return run.dir.root / "launch"
+
+
+def emit(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit, *, plan: Path, out: Path | None,
+         steps: int | None, resume: bool, preflight: bool) -> None:
+    """Write the scripts and say how to start them."""
+    from disttrain_cli.runtime.emit.slurm import emit_slurm
+    from disttrain_cli.runtime.emit.torchrun import emit_torchrun
+
+    folder, total = out or default_folder(run), steps if steps is not None else run.file.train.steps
+    if kind == "slurm":
+        written = emit_slurm(run, chosen, profile, folder, plan_file=plan, steps=total, resume=resume,
+                             preflight=preflight)
+    else:
+        written = emit_torchrun(run, chosen, profile, folder, steps=total, resume=resume, preflight=preflight)
+    console.result(written, written.scripts[0])
+    _say_written(console, written)
+
+
+def _say_written(console: Console, written: Emitted) -> None:
+    console.say(f"Job file    {short_path(Path(written.job))}")
+    for script in written.scripts:
+        console.say(f"Script      {short_path(Path(script))}")
+    console.say("\nStart it with:" if len(written.commands) == 1 else "\nStart all of them, each on its host:")
+    for command in written.commands:
+        console.say(f"  {command}")
+
+
+def preflight(console: Console, run: Run, chosen: Plan, profile: Profile) -> None:
+    """Start the ranks, let them try out their groups, and say what came of it."""
+    from disttrain_cli.runtime.train import preflight as try_out
+
+    with console.progress() as progress:
+        told = try_out(run, chosen, profile, progress=progress)
+    console.result({"ranks": chosen.plan.gpus_used, "told": told})
+    console.say(f"{chosen.plan.gpus_used} ranks met, have the same program, files and data, and all their groups work.")
+    for line in told:
+        console.say(line)
+
+
+def span(numbers: Sequence[int]) -> str:
+    """3–7, or 3."""
+    first, last = numbers[0], numbers[-1]
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def _listed(group: Sequence[int]) -> str:
+    """Ranks of a group: a span where they are neighbours, else with their distance."""
+    step = group[1] - group[0]
+    return span(group) if step == 1 else f"{group[0]}, {group[1]} … {group[-1]} (every {step}th)" if len(group) > 2 \
+        else f"{group[0]} and {group[1]}"

@@ -1,0 +1,260 @@
+"""The registry of model classes: how each becomes a module here, and a run's modules read through it.
+
+A class of models is one file with its layers, its checks beside its family's in `configs`, and one entry below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models import clip, decoder, pixart, qwen_vision, siglip, unet, vae, vit, whisper
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs import decoders, encoders
+from disttrain_cli.models.configs.checks import ModuleConfig, read_transformer, wrong
+from disttrain_cli.models.configs.generators import read_noise, read_pixart, read_unet, with_folder
+from disttrain_cli.models.configs.images import CLIP, HALVES, image_input
+from disttrain_cli.models.generator import Canvas
+from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.inputs import AudioInput, ImageInput, Item, TargetInput
+from disttrain_cli.spec.runfile import Kind, LossWeights, ModuleSpec, Run
+
+#: Ids of the built-in byte tokenizer: 256 bytes and 5 special tokens.
+BYTE_TOKENS = 261
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A module and what its makers must know of the rest of the model."""
+
+    module: ModuleConfig
+    spec: ModuleSpec
+    reads: tuple[str, ...]  # tensors that the encoders before the LLM leave
+    llm_width: int
+    projector_hidden: int
+    feeds_generator: bool
+    loss_weights: LossWeights
+
+
+Inputs = ImageInput | AudioInput | TargetInput
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a class of transformers or diffusers becomes a module.
+
+    Attributes:
+        item: what the module works on.
+        published: the library's class whose weights `PipelineLayer.published` names, as "MODULE:CLASS".
+        read: the configuration (and a VAE's) of (name, architecture, spec, fields of `config.json`); SpecError.
+        make: the layers in pipeline order.
+        inputs: what it asks of the data; None for an LLM.
+    """
+
+    kind: Kind
+    item: Item
+    published: str
+    read: Callable[[str, str, ModuleSpec, dict[str, Any]], tuple[Any, dict[str, Any] | None]]
+    make: Callable[[Joined], list[LayerMaker]]
+    inputs: Callable[[Run, ModuleConfig], Inputs] | None = None
+
+
+def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
+    def read(name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]) -> tuple[Any, None]:
+        return read_transformer(class_name, check, name, architecture, spec, fields), None
+
+    return read
+
+
+def _tower_config(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
+    """The same of a tower that ends with the block whose output is read."""
+    def read(name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]) -> tuple[Any, None]:
+        config = read_transformer(class_name, check, name, architecture, spec, fields)
+        if spec.feature_layer is not None:
+            config.num_hidden_layers += spec.feature_layer + 1
+        return config, None
+
+    return read
+
+
+def _encoder(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
+    module, spec = joined.module, joined.spec
+    return makers(module.name, module.config, spec.merge, joined.projector_hidden, joined.llm_width)
+
+
+def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
+    module, spec = joined.module, joined.spec
+    return makers(module.name, module.config, spec.merge, joined.projector_hidden, joined.llm_width,
+                  final_norm=spec.feature_layer is None)
+
+
+def _qwen_vision(joined: Joined) -> list[LayerMaker]:
+    return qwen_vision.makers(
+        joined.module.name, joined.module.config, joined.projector_hidden, joined.llm_width)
+
+
+def _decoder(joined: Joined) -> list[LayerMaker]:
+    weight = joined.loss_weights.text
+    return decoder.makers(joined.module.name, joined.module.config, joined.reads, joined.feeds_generator, weight)
+
+
+def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
+    module, spec = joined.module, joined.spec
+    assert spec.image_size is not None and module.noise is not None
+    side, encodes = module.config["sample_size"], module.vae is not None and not spec.cached_latents
+    canvas = Canvas((module.config["in_channels"], side, side), module.noise, spec.image_size, encodes)
+    before = [vae.encoder_maker(module.name, module.vae, spec.image_size)] if module.vae is not None and encodes else []
+    return before + makers(module.name, module.config, canvas, spec.context_tokens, joined.projector_hidden,
+                           joined.llm_width, joined.loss_weights.image)
+
+
+def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig) -> ImageInput:
+    merge = run.file.model.modules[module.name].merge
+    return image_input(
+        run, module.name, normal, patch_px=module.config.patch_size, merge=merge, extra_tokens=extra_tokens)
+
+
+def _qwen_vision_input(run: Run, module: ModuleConfig) -> ImageInput:
+    config = module.config
+    return image_input(run, module.name, CLIP, patch_px=config.patch_size, merge=config.spatial_merge_size,
+                       window=config.window_size // config.patch_size)
+
+
+def _whisper_input(run: Run, module: ModuleConfig) -> AudioInput:
+    return AudioInput(
+        module=module.name,
+        mel_bins=module.config.num_mel_bins,
+        frames=module.config.max_source_positions * whisper.FRAMES_PER_POSITION,
+        merge=run.file.model.modules[module.name].merge,
+    )
+
+
+def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
+    spec = run.file.model.modules[module.name]
+    assert spec.image_size is not None
+    return TargetInput(
+        module=module.name,
+        size_px=spec.image_size,
+        channels=module.config["in_channels"] if spec.cached_latents else 3,
+        context_tokens=spec.context_tokens,
+        latent_pixels=module.config["sample_size"] ** 2,
+        cached_latents=spec.cached_latents,
+    )
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "vit": Architecture(
+        "encoder", "image", "transformers:ViTModel", _tower_config("ViTConfig", encoders.check_vit),
+        partial(_tower, vit.makers), partial(_tower_input, HALVES, 1)),
+    "clip_vision_model": Architecture(
+        "encoder", "image", "transformers:CLIPVisionModel",
+        _tower_config("CLIPVisionConfig", encoders.check_clip_or_siglip), partial(_tower, clip.makers),
+        partial(_tower_input, CLIP, 1)),
+    "siglip_vision_model": Architecture(
+        "encoder", "image", "transformers:SiglipVisionModel",
+        _tower_config("SiglipVisionConfig", encoders.check_clip_or_siglip), partial(_tower, siglip.makers),
+        partial(_tower_input, HALVES, 0)),
+    "qwen2_5_vl_vision": Architecture(
+        "encoder", "image",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
+        _transformer("Qwen2_5_VLVisionConfig", encoders.check_qwen_vision), _qwen_vision, _qwen_vision_input),
+    "whisper": Architecture(
+        "encoder", "audio", "transformers.models.whisper.modeling_whisper:WhisperEncoder",
+        _transformer("WhisperConfig", encoders.check_whisper), partial(_encoder, whisper.makers), _whisper_input),
+    **{name: Architecture(
+        "llm", "sequence", f"transformers:{family}ForCausalLM", _transformer(f"{family}Config", decoders.check_decoder),
+        _decoder) for name, family in decoders.FAMILIES.items()},
+    "unet2d_condition": Architecture(
+        "generator", "target", "diffusers:UNet2DConditionModel", read_unet, partial(_generator, unet.makers),
+        _generator_input),
+    "pixart": Architecture(
+        "generator", "target", "diffusers:PixArtTransformer2DModel", read_pixart, partial(_generator, pixart.makers),
+        _generator_input),
+}
+
+#: What a `config.json` names otherwise: the architecture, and the field of its configuration inside the whole model's.
+_ALIASES: dict[str, tuple[str, str | None]] = {
+    "clip": ("clip_vision_model", "vision_config"),
+    "siglip": ("siglip_vision_model", "vision_config"),
+    "qwen2_5_vl": ("qwen2_5_vl_vision", "vision_config"),
+    "UNet2DConditionModel": ("unet2d_condition", None),
+    "PixArtTransformer2DModel": ("pixart", None),
+}
+
+
+def read_configs(run: Run) -> dict[str, ModuleConfig]:
+    """Configurations of a run's modules in pipeline order.
+
+    Raises:
+        SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two encoders alike.
+    """
+    configs = {name: _read(run, name) for name in run.file.model.order}
+    for item in ("image", "audio"):
+        alike = [name for name, module in configs.items() if ARCHITECTURES[module.architecture].item == item]
+        if len(alike) > 1:
+            what = f"{' and '.join(alike)} are both {item} encoders"
+            next_step = "Remove one of them from model.modules."
+            raise SpecError(what, "this version takes at most one image encoder and one audio encoder", next_step)
+    llm = next(c for c in configs.values() if c.kind == "llm")
+    if run.file.data.tokenizer == "bytes" and llm.config.vocab_size < BYTE_TOKENS:
+        allowed = f"at least {BYTE_TOKENS}, the ids of the tokenizer 'bytes'"
+        raise wrong(llm.name, "vocab_size", llm.config.vocab_size, allowed)
+    return configs
+
+
+def _read(run: Run, name: str) -> ModuleConfig:
+    spec = run.file.model.modules[name]
+    architecture, fields = (spec.architecture, {}) if spec.folder is None else _folder(run, name, spec.folder)
+    if architecture not in ARCHITECTURES:
+        what = f"model.modules.{name}: unknown architecture {architecture!r}"
+        raise SpecError(what, f"known: {', '.join(ARCHITECTURES)}")
+    entry = ARCHITECTURES[architecture]
+    if entry.kind != spec.kind:
+        names = ", ".join(name for name, other in ARCHITECTURES.items() if other.kind == spec.kind)
+        raise SpecError(
+            f"model.modules.{name}: {architecture} is of kind {entry.kind}, not {spec.kind}",
+            f"architectures of kind {spec.kind}: {names}",
+        )
+    if spec.vae_folder is not None:
+        path = run.resolve(spec.vae_folder) / "config.json"
+        spec = with_folder(spec, _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder."))
+    config, own_vae = entry.read(name, architecture, spec, fields)
+    noise = read_noise(name, spec, _scheduler(run, spec)) if entry.kind == "generator" else None
+    return ModuleConfig(name, entry.kind, architecture, config, own_vae, noise)
+
+
+def _scheduler(run: Run, spec: ModuleSpec) -> dict[str, Any]:
+    """Fields of the `scheduler_config.json` in a generator's folder, or in the folder `scheduler` beside it."""
+    folder = run.resolve(spec.folder) if spec.folder is not None else None
+    places = [folder, folder.parent / "scheduler"] if folder is not None else []
+    path = next((p / "scheduler_config.json" for p in places if (p / "scheduler_config.json").exists()), None)
+    return {} if path is None else _mapping(path, "noise schedule", "Download the folder again.")
+
+
+def _mapping(path: Path, what: str, next_step: str) -> dict[str, Any]:
+    fields = parse_json(path, what, next_step)
+    if not isinstance(fields, dict):
+        raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(fields).__name__}", next_step)
+    return fields
+
+
+def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
+    """Architecture and configuration of a folder's `config.json`; no code of a folder is ever run."""
+    path = run.resolve(folder) / "config.json"
+    fields = _mapping(path, "model configuration", f"Correct model.modules.{name}.folder, or give architecture.")
+    if "auto_map" in fields:
+        what = f"model.modules.{name}: {path} asks for code of its own (auto_map: {fields['auto_map']})"
+        why = f"code of a model's folder is never run; known architectures: {', '.join(ARCHITECTURES)}"
+        raise SpecError(what, why, "Remove auto_map from config.json if the model is exactly one of these.")
+    given = str(fields.get("model_type", fields.get("_class_name")))
+    architecture, inside = _ALIASES.get(given, (given, None))
+    if inside is None:
+        return architecture, fields
+    if not isinstance(fields.get(inside), dict):
+        what = f"model.modules.{name}: {path} is of a whole {given} model, of which {inside} is used"
+        raise SpecError(what, f"given: {fields.get(inside)!r}", f"Correct model.modules.{name}.folder.")
+    return architecture, fields[inside]

@@ -1,0 +1,107 @@
+"""A module's configuration, the errors of wrong ones, and checks that all transformers share."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.noise import Noise
+from disttrain_cli.spec.runfile import ModuleSpec
+
+
+@dataclass(frozen=True)
+class ModuleConfig:
+    """A module's checked configuration."""
+
+    name: str
+    kind: str
+    architecture: str
+    config: Any  # of transformers' class; for generators a dict of all arguments of diffusers' class
+    vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
+    noise: Noise | None = None  # how the generator's images become noise
+
+
+def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:
+    """The error of a library's class that does not accept a module's configuration, as one of ours."""
+    return SpecError(f"model.modules.{name}.{section} does not fit {architecture}", " ".join(str(error).split()))
+
+
+def wrong(name: str, field: str, given: Any, allowed: str, section: str = "config") -> SpecError:
+    """The error of a field's value."""
+    what = f"model.modules.{name}.{section}.{field} does not fit"
+    return SpecError(what, f"given: {given!r}; allowed: {allowed}", "Correct it in the run file.")
+
+
+def wrong_field(name: str, field: str, given: Any, allowed: str) -> SpecError:
+    """The error of a value of the module itself, beside its `config`."""
+    what = f"model.modules.{name}.{field} does not fit"
+    return SpecError(what, f"given: {given!r}; allowed: {allowed}", "Correct it in the run file.")
+
+
+def refuse_unknown(name: str, architecture: str, given: Iterable[str], known: Iterable[str], section: str) -> None:
+    """Raise SpecError for the first field that the architecture does not have."""
+    fields = set(known)
+    for field in given:
+        if field not in fields:
+            near = difflib.get_close_matches(field, fields, n=3) or sorted(fields)
+            what = f"model.modules.{name}.{section}.{field}: unknown field of {architecture}"
+            raise SpecError(what, f"known: {', '.join(near)}")
+
+
+def refuse_dropout(name: str, field: str, value: float | None) -> None:
+    """Raise SpecError where a probability of dropout is not zero."""
+    if value:
+        raise wrong(name, field, value, "0: this dropout would depend on the layout")
+
+
+def check_dropout(name: str, field: str, value: float) -> None:
+    """Raise SpecError where a probability of dropout is none."""
+    if not 0.0 <= value < 1.0:
+        raise wrong(name, field, value, "from 0 to below 1")
+
+
+#: Checks a configuration of transformers; raises SpecError.
+Check = Callable[[str, ModuleSpec, Any], None]
+
+
+def read_transformer(
+    class_name: str, check: Check, name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+) -> Any:
+    """The checked configuration of a transformers class, of a `config.json`'s fields and the run file's over them.
+
+    Raises:
+        SpecError: a field of the run file is unknown, or a value is wrong.
+    """
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    made = getattr(transformers, class_name)
+    known = {*inspect.get_annotations(made), *getattr(made, "attribute_map", {})}
+    refuse_unknown(name, architecture, spec.config, known, "config")
+    try:
+        config = made(**{**fields, **spec.config})
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        raise refused(name, architecture, error) from None
+    check(name, spec, config)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def check_widths(
+    name: str, config: Any, width: str, heads: str, activation: str, *counts: str, heads_divide_width: bool = True
+) -> None:
+    """Raise SpecError unless these fields are positive, heads divide the width and the activation is known."""
+    from transformers.activations import ACT2FN
+
+    for field in (width, heads, *counts):
+        value = getattr(config, field)
+        if not isinstance(value, int) or value < 1:
+            raise wrong(name, field, value, "1 or more")
+    if heads_divide_width and getattr(config, width) % getattr(config, heads):
+        raise wrong(name, width, getattr(config, width), f"a multiple of {heads} ({getattr(config, heads)})")
+    if getattr(config, activation) not in ACT2FN:
+        raise wrong(name, activation, getattr(config, activation), ", ".join(sorted(ACT2FN)))

@@ -1,0 +1,195 @@
+"""transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama, Mistral, Qwen2, Qwen3.
+
+Hidden rows are the M·L tokens of the microbatch. Attention is block-causal: a token sees the earlier tokens of
+its own sample only, the nearest ones where the block has a sliding window. Masks and rotary factors are made once per
+stage and batch, in `Batch.cache`.
+
+`tie_word_embeddings` ties nothing: the ends of a pipeline share no weights. The head starts as a copy of the
+embedding, both are trained on their own, and what is exported says tie_word_embeddings: false.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.configs.decoders import FAMILIES, window_of
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.parallel import across, cross_entropy, embed, gather, once, scatter, share
+
+
+def block_causal_mask(documents_ML: Tensor, window: int | None = None) -> Tensor:
+    """Boolean mask [M, 1, L, L], true where attention is allowed: to the last `window` tokens, itself among them.
+
+    Every token sees itself, so that padding (-1) has no empty row and no NaN; nothing else sees padding.
+    """
+    length = documents_ML.shape[1]
+    places = torch.arange(length, device=documents_ML.device)
+    same = documents_ML[:, :, None] == documents_ML[:, None, :]
+    before = places[:, None] - places[None, :]
+    earlier = before > 0 if window is None else (before > 0) & (before < window)
+    real = (documents_ML >= 0)[:, :, None]
+    return ((same & earlier & real) | (before == 0)).unsqueeze(1)
+
+
+def library(config: Any, part: str) -> Any:
+    """A class of the family's file in transformers: "DecoderLayer", "RotaryEmbedding" or "RMSNorm"."""
+    family = config.model_type
+    return getattr(import_module(f"transformers.models.{family}.modeling_{family}"), FAMILIES[family] + part)
+
+
+class DecoderLayer(PipelineLayer):
+    """A layer whose items are packed sequences; a replica of the LLM always has some."""
+
+    by_rows = True
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        return False
+
+
+class Embed(DecoderLayer):
+    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'.
+
+    The tokens that condition an image to be generated have an id of their own, whose embedding is learned.
+    """
+
+    kind = "embed"
+    needs = ("tokens",)
+    division = Division(vocabulary=("embedding",))
+
+    def __init__(self, module: str, config: Any, reads: tuple[str, ...]) -> None:
+        super().__init__()
+        self.name, self.module = f"{module}.embed", module
+        self.reads = reads
+        self.writes = (TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),)
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.published = {"embedding": "model.embed_tokens"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        assert batch.token_ids is not None
+        ids = batch.token_ids.flatten()
+        table = self.embedding.weight
+        hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
+        for name, rows in (("image_embeds", batch.image_rows), ("audio_embeds", batch.audio_rows)):
+            given = state.get(name)
+            if name not in self.reads or given is None or (rows is None and not len(given)):
+                continue
+            assert rows is not None
+            if self.group is not None:  # each rank puts in its own part of them, and the sum below has all of it
+                hidden = hidden.index_fill(0, rows, 0.0)
+                rows = rows[self.group.own(len(rows))]
+            hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
+        return {"hidden": scatter(hidden, self.group)}
+
+
+class Block(DecoderLayer):
+    """One decoder layer of the family."""
+
+    kind = "block"
+    reads = ("hidden",)
+    needs = ("layout",)
+    division = Division(
+        column=("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), row=("o_proj", "down_proj")
+    )
+
+    def __init__(self, module: str, number: int, config: Any) -> None:
+        super().__init__()
+        self.name, self.module = f"{module}.block.{number}", module
+        self.writes = (TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),)
+        self.layer = library(config, "DecoderLayer")(config, number)
+        self.published = {"layer": f"model.layers.{number}"}
+        self.window = window_of(config, number)
+        # Constructed when first used and never registered: a cast to bf16 would spoil its frequencies.
+        self._rotary = cache(partial(library(config, "RotaryEmbedding"), config))
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        assert batch.documents is not None
+        layer, shape, hidden = self.layer, batch.documents.shape, state["hidden"]
+        mask, cos, sin = self._prepared(batch, hidden)
+
+        def attend(normed_RD: Tensor) -> Tensor:
+            normed_MLD = normed_RD.unflatten(0, shape)
+            return layer.self_attn(normed_MLD, attention_mask=mask, position_embeddings=(cos, sin))[0]
+
+        rows = shape.numel()
+        hidden = hidden + across(attend, layer.input_layernorm(hidden), rows, self.group)
+        hidden = hidden + across(layer.mlp, layer.post_attention_layernorm(hidden), rows, self.group)
+        return {"hidden": hidden}
+
+    def _prepared(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert batch.documents is not None and batch.positions is not None
+        cache, mask = batch.cache, "mask" if self.window is None else "window mask"
+        if mask not in cache:
+            cache[mask] = block_causal_mask(batch.documents, self.window)
+        if "cos" not in cache:
+            with torch.device("cpu"):
+                rotary = self._rotary()
+            cache["cos"], cache["sin"] = rotary(like, batch.positions)
+        return cache[mask], cache["cos"], cache["sin"]
+
+
+class Head(DecoderLayer):
+    """Final norm, logits and text loss; hands the rows that condition an image on to the generator.
+
+    loss/text = weight · Σ cross-entropy over trained tokens / label tokens of the global batch. A slot without
+    trained tokens adds zero, still connected to the graph; without labels (generating) there is no loss.
+    """
+
+    kind = "head"
+    reads = ("hidden",)
+    loss = "text"
+    division = Division(vocabulary=("lm_head",))
+
+    def __init__(self, module: str, config: Any, weight: float, feeds_generator: bool) -> None:
+        super().__init__()
+        self.name, self.module, self.weight = f"{module}.head", module, weight
+        self.needs = ("labels", "context") if feeds_generator else ("labels",)
+        if feeds_generator:
+            self.writes = (TensorSpec("context", "target", "context", (config.hidden_size,)),)
+        self.norm = library(config, "RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.published = {"norm": "model.norm", "lm_head": "lm_head"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        rows = batch.labels.numel() if batch.labels is not None else len(state["hidden"])
+        hidden = gather(self.norm(state["hidden"]), rows, self.group)
+        result: dict[str, Tensor] = {}
+        if self.writes:
+            assert batch.context_rows is not None
+            result["context"] = share(hidden.index_select(0, batch.context_rows), self.group)
+        if batch.labels is not None:
+            logits, labels = self.lm_head(hidden).float(), batch.labels.flatten()
+            if self.group is None:
+                total = functional.cross_entropy(logits, self._own(labels), ignore_index=-100, reduction="sum")
+            else:
+                assert self.first_id is not None
+                total = cross_entropy(logits, labels, self.first_id, self.group)
+            result[f"{LOSS_PREFIX}{self.loss}"] = once(self.weight * total / batch.label_tokens, self.group)
+        return result
+
+    def _own(self, labels: Tensor) -> Tensor:
+        if self.first_id is None:
+            return labels
+        local = (labels - self.first_id).clamp(0, len(self.lm_head.weight) - 1)
+        return torch.where(labels < 0, labels, local)
+
+
+def makers(
+    module: str, config: Any, reads: tuple[str, ...], feeds_generator: bool, loss_weight: float
+) -> list[LayerMaker]:
+    """The layers of an LLM in pipeline order; `reads` are the tensors that the encoders before it leave."""
+    std = config.initializer_range
+    return [
+        LayerMaker(partial(Embed, module, config, reads), std),
+        *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.num_hidden_layers)),
+        LayerMaker(
+            partial(Head, module, config, loss_weight, feeds_generator), std,
+            drawn_as=f"{module}.embed" if config.tie_word_embeddings else None),
+    ]

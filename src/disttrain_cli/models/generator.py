@@ -1,0 +1,140 @@
+"""What all image generators share: the projector in front, noisy images in, predictions and the image loss out.
+
+Timestep and noise of an image are drawn from its own seed on the CPU, so they do not depend on rank or device; the
+last layer draws them again instead of receiving them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.noise import Noise, draw_noise
+from disttrain_cli.models.parallel import once
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """What is denoised."""
+
+    shape: tuple[int, int, int]  # channels, height, width: of the image, or of a VAE's latents
+    noise: Noise
+    image_size: int  # pixels
+    reads_latents: bool  # a VAE's layer before the generator leaves them; else they are in the batch
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """State tensors that hold the clean images."""
+        return ("latents",) if self.reads_latents else ()
+
+    @property
+    def needs(self) -> str:
+        """Field of the batch that the layers which see clean images need."""
+        return "weights" if self.reads_latents else "targets"
+
+    def clean(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
+        """Images or latents without noise [N, C, H, W]; no gradients flow into them."""
+        images = state["latents"].detach() if self.reads_latents else batch.target_pixels
+        assert images is not None
+        return images
+
+    def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Timesteps and noise of the batch's targets."""
+        return draw_noise(batch, self.shape, self.noise.timesteps)
+
+
+class GeneratorLayer(PipelineLayer):
+    """A layer whose items are the images to be generated."""
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        if self.reads:
+            return len(state[self.reads[0]]) == 0
+        assert batch.target_pixels is not None
+        return len(batch.target_pixels) == 0
+
+
+class Projector(GeneratorLayer):
+    """LLM rows → what the generator's cross-attention reads: two-layer MLP and norm.
+
+    With `pooled` also one vector of that width per image: its rows' mean through a linear layer.
+    """
+
+    kind = "projector"
+    reads = ("context",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
+
+    def __init__(
+        self, module: str, llm_width: int, hidden: int, width: int, context_tokens: int = 1, pooled: int | None = None
+    ) -> None:
+        super().__init__()
+        self.name, self.module, self.context_tokens = f"{module}.projector", module, context_tokens
+        self.writes = (TensorSpec("conditioning", "target", "context", (width,)),)
+        self.mlp = nn.Sequential(nn.Linear(llm_width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.LayerNorm(width))
+        self.pooled = None if pooled is None else nn.Linear(llm_width, pooled)
+        if pooled is not None:
+            self.writes += (TensorSpec("pooled", "target", "one", (pooled,)),)
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        result = {"conditioning": self.mlp(state["context"])}
+        if self.pooled is not None:
+            result["pooled"] = self.pooled(state["context"].unflatten(0, (-1, self.context_tokens)).mean(1))
+        return result
+
+
+class Start(GeneratorLayer):
+    """Noisy images (or latents) and their timesteps → the generator's first tensors."""
+
+    kind = "in"
+
+    def __init__(self, module: str, canvas: Canvas) -> None:
+        super().__init__()
+        self.name, self.module, self.canvas = f"{module}.in", module, canvas
+        self.reads, self.needs = canvas.reads, (canvas.needs,)
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        canvas = self.canvas
+        timesteps, noise = canvas.draw(batch)
+        noisy = canvas.noise.mix(canvas.clean(state, batch), noise, timesteps)
+        return self.start(state, noisy, canvas.noise.times(timesteps))
+
+    def start(self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor) -> dict[str, Tensor]:
+        """First tensors of given noisy images at given times, and of the conditioning in `state`."""
+        raise NotImplementedError
+
+
+class Finish(GeneratorLayer):
+    """The generator's last tensors → its prediction, and the image loss.
+
+    loss/image = weight · Σ_i w_i · mean_i (prediction − goal)² / images to generate of the global batch.
+    """
+
+    kind = "out"
+    loss = "image"
+
+    def __init__(self, module: str, canvas: Canvas, weight: float, reads: tuple[str, ...]) -> None:
+        super().__init__()
+        self.name, self.module, self.canvas, self.weight = f"{module}.out", module, canvas, weight
+        sees_clean = canvas.noise.goal_needs_clean
+        self.reads = (*reads, *(canvas.reads if sees_clean else ()))
+        self.needs = (canvas.needs if sees_clean else "weights",)
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        assert batch.target_weights is not None
+        noise, (timesteps, drawn) = self.canvas.noise, self.canvas.draw(batch)
+        clean = self.canvas.clean(state, batch) if noise.goal_needs_clean else None
+        error_N = (self.predict(state) - noise.goal(clean, drawn, timesteps)).square().mean(dim=(1, 2, 3))
+        loss = self.weight * (batch.target_weights * error_N).sum() / batch.targets
+        return {f"{LOSS_PREFIX}{self.loss}": once(loss, self.group)}
+
+    def predict(self, state: dict[str, Tensor]) -> Tensor:
+        """The prediction [N, C, H, W], float32."""
+        raise NotImplementedError
+
+
+def filled(count: int, values: tuple[float, ...], like: Tensor) -> Tensor:
+    """The same values for each of `count` images [N, V], on the device and with the dtype of `like`."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device).expand(count, -1)

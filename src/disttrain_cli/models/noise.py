@@ -1,0 +1,116 @@
+"""How an image becomes noise while training, what the generator predicts of it, and the way back to an image.
+
+Diffusion (Ho et al. 2020, section 2): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·ε; predicted is ε, or the velocity
+v = √ᾱ_t·ε − √(1 − ᾱ_t)·x_0 (Salimans and Ho 2022, section 4). Rectified flow (Liu et al. 2022, section 2.1):
+x_t = (1 − σ)·x_0 + σ·ε with σ = t/T; predicted is ε − x_0. Schedules are diffusers' own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.models.layer import Batch
+
+Prediction = Literal["epsilon", "v_prediction", "flow"]
+Betas = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A noise schedule; the fields are those of `spec.runfile.NoiseSpec`."""
+
+    prediction: Prediction = "epsilon"
+    betas: Betas = "linear"
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+    timesteps: int = 1000
+
+    def times(self, timesteps_N: Tensor) -> Tensor:
+        """What the generator is told of drawn timesteps 0 … T − 1: a flow's times are 1 … T."""
+        return timesteps_N + 1 if self.prediction == "flow" else timesteps_N
+
+    def mix(self, clean_NCHW: Tensor, noise_NCHW: Tensor, timesteps_N: Tensor) -> Tensor:
+        """Noisy images at drawn timesteps, float32."""
+        clean_NCHW = clean_NCHW.float()
+        if self.prediction == "flow":
+            sigma = (self.times(timesteps_N) / self.timesteps).view(-1, 1, 1, 1)
+            return (1 - sigma) * clean_NCHW + sigma * noise_NCHW
+        signal, noise = self._amplitudes(timesteps_N)
+        return signal * clean_NCHW + noise * noise_NCHW
+
+    @property
+    def goal_needs_clean(self) -> bool:
+        """Whether what is predicted depends on the image and not on the noise alone."""
+        return self.prediction != "epsilon"
+
+    def goal(self, clean_NCHW: Tensor | None, noise_NCHW: Tensor, timesteps_N: Tensor) -> Tensor:
+        """What the generator should predict, float32; `clean_NCHW` may be None where it is the noise."""
+        if self.prediction == "epsilon":
+            return noise_NCHW
+        assert clean_NCHW is not None
+        clean_NCHW = clean_NCHW.float()
+        if self.prediction == "flow":
+            return noise_NCHW - clean_NCHW
+        signal, noise = self._amplitudes(timesteps_N)
+        return signal * noise_NCHW - noise * clean_NCHW
+
+    def _amplitudes(self, timesteps_N: Tensor) -> tuple[Tensor, Tensor]:
+        """√ᾱ_t and √(1 − ᾱ_t), [N, 1, 1, 1]."""
+        alphas = _alphas(self).to(timesteps_N.device)[timesteps_N].view(-1, 1, 1, 1)
+        return alphas**0.5, (1 - alphas) ** 0.5
+
+    def sampler(self, bounded: bool) -> Any:
+        """diffusers' scheduler that leads from noise to images: DDIM (Song et al. 2021), or Euler's steps of a flow.
+
+        `bounded`: images lie in −1..1 (pixels), so that predictions outside are cut off; latents do not.
+        """
+        from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+        if self.prediction == "flow":
+            return FlowMatchEulerDiscreteScheduler(num_train_timesteps=self.timesteps)
+        return DDIMScheduler(prediction_type=self.prediction, timestep_spacing="trailing", clip_sample=bounded,
+                             **_betas(self))
+
+
+@cache
+def _alphas(noise: Noise) -> Tensor:
+    """ᾱ of every timestep, on the CPU."""
+    from diffusers import DDPMScheduler
+
+    with torch.device("cpu"):
+        alphas: Tensor = DDPMScheduler(**_betas(noise)).alphas_cumprod
+        return alphas
+
+
+def _betas(noise: Noise) -> dict[str, Any]:
+    return {"num_train_timesteps": noise.timesteps, "beta_schedule": noise.betas, "beta_start": noise.beta_start,
+            "beta_end": noise.beta_end}
+
+
+def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int) -> tuple[Tensor, Tensor]:
+    """Timesteps [N] int64 below `timesteps` and noise [N, *shape] float32 of a batch's targets, from `noise_seeds`.
+
+    Drawn once per stage and batch. On the meta device there are no seeds to read and the result has no values.
+    """
+    if "noise" not in batch.cache:
+        assert batch.target_weights is not None and batch.noise_seeds is not None
+        device = batch.target_weights.device
+        if device.type == "meta":
+            batch.cache["timesteps"] = batch.noise_seeds
+            batch.cache["noise"] = torch.empty(len(batch.noise_seeds), *shape, device=device)
+        else:
+            draws = [_draw_one(seed, shape, timesteps) for seed in batch.noise_seeds.tolist()]
+            batch.cache["timesteps"] = torch.stack([timestep for timestep, _ in draws]).to(device)
+            batch.cache["noise"] = torch.stack([noise for _, noise in draws]).to(device)
+    return batch.cache["timesteps"], batch.cache["noise"]
+
+
+def _draw_one(seed: int, shape: tuple[int, ...], timesteps: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.device("cpu"):
+        return torch.randint(timesteps, (), generator=generator), torch.randn(shape, generator=generator)

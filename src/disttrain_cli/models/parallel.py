@@ -1,0 +1,309 @@
+"""Tensor parallelism of a layer: what the ranks of a TP group send each other (Megatron-LM, Shoeybi et al. 2019).
+
+Between the divided linears of a block every rank has all rows and its own heads or features; everywhere else it has
+its own rows (`division.own_rows`) and all features, so that norms, residuals and dropout are divided too (sequence
+parallelism, Korthikanti et al. 2022, section 4.2.2). Each function below is one half of a pair whose gradients are
+each other's forwards. Without a group (a TP of 1, or one part measured alone) they give back what they were given.
+
+A layer with `by_rows` takes and leaves its split tensors as own rows, so its undivided weights see a part of the rows
+only: their gradients are partial sums. All other layers take whole tensors, equal on every rank, and leave such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.division import own_rows, parts, shard_of
+from disttrain_cli.models.layer import PipelineLayer
+
+#: Numbers that are summed in one message, at least.
+BUCKET = 1 << 24
+
+
+@dataclass(frozen=True)
+class Group:
+    """A TP group as one of its ranks sees it."""
+
+    ranks: dist.ProcessGroup
+    size: int
+    rank: int  # in the group
+
+    def own(self, rows: int) -> slice:
+        """This rank's rows."""
+        return slice(*own_rows(rows, self.size, self.rank))
+
+    def wire(self, tensor: Tensor) -> torch.device:
+        """Where a tensor has to be to be sent."""
+        return wire(tensor.device, self.ranks)
+
+
+def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
+    """From where a device's tensors are sent: gloo reads a host's memory only."""
+    return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
+
+
+def join(layer: PipelineLayer, group: Group | None) -> None:
+    """Have a layer that was narrowed to this rank's part (`division.shard`) work with the others of its group, if any.
+
+    The bias of a row-parallel linear is added by the first rank, once. Undivided weights get `partial_gradient`: the
+    sum over the group is their gradient. Where all ranks compute the same one, each gives its part of the mean, so
+    that the weights stay equal where kernels are not deterministic.
+    """
+    if group is None:
+        return
+    layer.group = group
+    biases = []
+    for _, linear in parts(layer, layer.division.row):
+        biases.append(linear.bias)
+        if group.rank:
+            linear.__class__ = _WithoutBias
+    for parameter in layer.parameters():
+        partial = shard_of(parameter) is None
+        parameter.__dict__["partial_gradient"] = partial
+        alike = partial and not layer.by_rows and not any(parameter is bias for bias in biases)
+        if alike and parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient / group.size)
+    if not layer.by_rows:
+        _join_whole(layer, group)
+
+
+def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Group | None) -> Tensor:
+    """`f` on the rows of the whole group: own rows in, own rows out.
+
+    `f` maps [rows, D] to a partial sum [..., D'] of any number of rows, as divided linears give it. For the backward
+    the own rows are kept, and gathered again (Korthikanti et al. 2022, section 4.2.2): a group divides what it keeps.
+    """
+    if group is None:
+        return f(own_RD).flatten(0, -2)
+    whole_RD = gather(own_RD, rows, group)
+    with _kept_as(own_RD.detach(), whole_RD, group):
+        partial = f(whole_RD)
+    return scatter(partial.flatten(0, -2), group)
+
+
+def gather(own: Tensor, rows: int, group: Group | None) -> Tensor:
+    """Own rows → all `rows` rows. The gradient of what each rank does with them is summed and divided again."""
+    return own if group is None or not rows else _Gather.apply(own, rows, group)
+
+
+def scatter(partial: Tensor, group: Group | None) -> Tensor:
+    """A partial sum of all rows → own rows of the sum."""
+    return partial if group is None or not len(partial) else _Scatter.apply(partial, group)
+
+
+def reduce(partial: Tensor, group: Group | None) -> Tensor:
+    """A partial sum → the sum, with which every rank does the same: its gradient is whole on every rank."""
+    return partial if group is None else _Reduce.apply(partial, group)
+
+
+def copy(whole: Tensor, group: Group | None) -> Tensor:
+    """A tensor that all ranks have, for use by divided linears: the gradient's partial sums are summed."""
+    return whole if group is None else _Copy.apply(whole, group)
+
+
+def split(whole: Tensor, group: Group | None) -> Tensor:
+    """Own rows of a tensor that all ranks have; only the own rows' gradient flows back."""
+    return whole if group is None else whole[group.own(len(whole))]
+
+
+def share(whole: Tensor, group: Group | None) -> Tensor:
+    """A tensor that all ranks made alike from gathered rows: each answers for its own rows of the whole gradient."""
+    return whole if group is None else _Share.apply(whole, group)
+
+
+def once(loss: Tensor, group: Group | None) -> Tensor:
+    """A loss that all ranks computed alike: its value counts on the first one only, its gradient everywhere."""
+    return loss if group is None or group.rank == 0 else loss - loss.detach()
+
+
+def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
+    """Embeddings of a vocabulary shard that starts at `first_id`; zeros for the ids of other ranks."""
+    local = ids_R - first_id
+    foreign = (local < 0) | (local >= len(weight_VD))
+    return functional.embedding(local.masked_fill(foreign, 0), weight_VD).masked_fill(foreign.unsqueeze(1), 0.0)
+
+
+def cross_entropy(logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group) -> Tensor:
+    """Summed cross-entropy of rows whose label is not negative, from float32 logits of a vocabulary shard.
+
+    Only the largest logit, the sum of exponentials and the label's own logit are exchanged (Shoeybi et al. 2019,
+    section 3); the softmax is kept instead of the logits.
+    """
+    return _CrossEntropy.apply(logits_RV, labels_R, first_id, group)
+
+
+def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace tensors of one type by their sums over the group, small ones in few messages."""
+    bucket: list[Tensor] = []
+    for place, tensor in enumerate(tensors, 1):
+        bucket.append(tensor)
+        if place == len(tensors) or sum(one.numel() for one in bucket) >= BUCKET:
+            flat = _all_reduced(torch.cat([one.flatten() for one in bucket]), group)
+            for one, total in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+                one.copy_(total.view_as(one))
+            bucket.clear()
+
+
+class _WithoutBias(nn.Linear):
+    """A row-parallel linear on all ranks but the first."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return functional.linear(given, self.weight)
+
+
+def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager[Any]:
+    """What autograd keeps of gathered rows: the own ones, of which its nodes have views again in the backward.
+
+    Where a layer is recomputed nothing of it is kept anyway, and the hooks that see to that stay the innermost.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return nullcontext()
+    place, rows, packed, again = whole.untyped_storage().data_ptr(), len(whole), [0], list[Tensor]()
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != place:
+            return tensor.detach()  # an output that its own node keeps would never be freed
+        packed[0] += 1
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if not again:  # the views of all nodes share one message
+            again.extend([_all_gathered(own, rows, group)] * packed[0])
+        return again.pop().as_strided(*kept)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _join_whole(layer: PipelineLayer, group: Group) -> None:
+    """Hooks around the divided linears of a layer whose code is the library's: copy before, reduce after."""
+
+    def before(owner: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(copied, given)), {name: copied(value) for name, value in named.items()}
+
+    def copied(value: Any) -> Any:
+        return copy(value, group) if isinstance(value, Tensor) and value.requires_grad else value
+
+    def after(linear: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
+        return reduce(made, group)
+
+    columns = (*layer.division.column, *layer.division.fused)
+    for owner in dict.fromkeys(owner for owner, _ in parts(layer, columns)):
+        owner.register_forward_pre_hook(before, with_kwargs=True)
+    for _, linear in parts(layer, layer.division.row):
+        linear.register_forward_hook(after)
+
+
+def _all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)  # autograd keeps what it gave
+    dist.all_reduce(total, op=op, group=group.ranks)
+    return total.to(tensor.device)
+
+
+def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:
+    most, wire = -(-rows // group.size), group.wire(own)
+    whole = own.new_empty(group.size * most, *own.shape[1:], device=wire)
+    dist.all_gather_single(whole, _padded(own, most).to(wire), group=group.ranks)
+    return whole[:rows].to(own.device)
+
+
+def _reduce_scattered(partial: Tensor, group: Group) -> Tensor:
+    rows, wire = len(partial), group.wire(partial)
+    own = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
+    dist.reduce_scatter_single(own, _padded(partial, len(own) * group.size).to(wire), group=group.ranks)
+    mine = group.own(rows)
+    return own[: mine.stop - mine.start].to(partial.device)
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    if len(tensor) == rows:
+        return tensor.contiguous()
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rows: int, group: Group) -> Tensor:
+        ctx.group = group
+        return _all_gathered(own, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _reduce_scattered(gradient, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.rows = group, len(partial)
+        return _reduce_scattered(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _all_gathered(gradient, ctx.rows, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        return _all_reduced(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _all_reduced(gradient, ctx.group), None
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
+        ctx.own = group.own(len(whole))
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        own = torch.zeros_like(gradient)
+        own[ctx.own] = gradient[ctx.own]
+        return own, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group) -> Tensor:
+        largest_R = _all_reduced(logits_RV.amax(1), group, dist.ReduceOp.MAX)
+        shifted_RV = logits_RV - largest_R.unsqueeze(1)
+        local_R = labels_R - first_id
+        here_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
+        local_R = local_R.masked_fill(~here_R, 0)
+        own_R = shifted_RV.gather(1, local_R.unsqueeze(1)).squeeze(1).masked_fill(~here_R, 0.0)
+        softmax_RV = shifted_RV.exp_()
+        sums_R, label_R = _all_reduced(torch.stack([softmax_RV.sum(1), own_R]), group)
+        softmax_RV /= sums_R.unsqueeze(1)
+        ctx.save_for_backward(softmax_RV, local_R, here_R, labels_R >= 0)
+        return (sums_R.log() - label_R).masked_fill(labels_R < 0, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        softmax_RV, local_R, here_R, trained_R = ctx.saved_tensors
+        given_RV = softmax_RV.clone()  # a graph may be walked twice
+        given_RV.scatter_add_(1, local_R.unsqueeze(1), -here_R.unsqueeze(1).to(given_RV.dtype))
+        return given_RV * (gradient * trained_R).unsqueeze(1), None, None, None

@@ -1,0 +1,174 @@
+"""Folders of published weights: their tensors by name, read one at a time, whatever the prefix they were saved under.
+
+A folder is laid out as Hugging Face lays it out: one safetensors file, or several with an index. Pickled files are
+never opened. Names are those of the installed library's class; names that older versions wrote are translated by the
+library's own rules, and a model that was saved as a part of a larger one is found by looking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architectures import ARCHITECTURES
+from disttrain_cli.spec.files import parse_json
+
+#: Files that transformers and diffusers write; an index beside the name says that the tensors are in several.
+SINGLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
+
+_VAE = "diffusers:AutoencoderKL"
+# Attention of autoencoders saved by diffusers before 0.16.
+_OLD_VAE = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; none where it holds no weights at all.
+
+    Raises:
+        SpecError: the weights are pickled only, or files that the index names are missing.
+    """
+    for name in SINGLE:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            return _of_index(index)
+    others = sorted(folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    if others:
+        names = ", ".join(path.name for path in others)
+        raise SpecError(f"{folder} holds several weight files and no index", f"given: {names}",
+                        f"Keep one of them, named {SINGLE[0]} or {SINGLE[1]}.")
+    pickled = sorted({path.name for pattern in _PICKLED for path in folder.glob(pattern)})
+    if pickled:
+        raise SpecError(f"The weights in {folder} are pickled, and pickled files are never opened",
+                        f"given: {', '.join(pickled)}; needed: {' or '.join(SINGLE)}",
+                        "Download the safetensors files, convert them with the library's own save_pretrained, or set "
+                        "pretrained: false.")
+    return []
+
+
+def _of_index(index: Path) -> list[Path]:
+    described = parse_json(index, "index of weights", f"Download {index.parent} again.")
+    named = described.get("weight_map") if isinstance(described, dict) else None
+    if not isinstance(named, dict) or not named or any("/" in str(name) for name in named.values()):
+        raise SpecError(f"The index of weights {index} is damaged", "weight_map must name the file of every tensor",
+                        f"Download {index.parent} again.")
+    files = [index.parent / name for name in sorted(set(named.values()))]
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise SpecError(f"Weight files are missing in {index.parent}",
+                        f"{index.name} names {len(files)}, missing: {', '.join(missing)}",
+                        f"Download {index.parent} again.")
+    return files
+
+
+class Weights:
+    """The tensors of some safetensors files by name; a context that closes the files."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._stack = ExitStack()
+        self._file_of: dict[str, tuple[Path, Any]] = {}
+        for path in files:
+            try:
+                opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise SpecError(f"The weight file {path} is damaged", str(error), "Download it again.") from None
+            self._file_of |= dict.fromkeys(opened.keys(), (path, opened))
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._file_of[name][1].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """One tensor."""
+        tensor: Tensor = self._file_of[name][1].get_tensor(name)
+        return tensor
+
+
+@cache
+def published_class(architecture: str) -> Any:
+    """The class of transformers or diffusers that saves and loads an architecture's weights."""
+    module, _, name = (_VAE if architecture == "vae" else ARCHITECTURES[architecture].published).partition(":")
+    return getattr(import_module(module), name)
+
+
+def on_meta(architecture: str, config: Any) -> Any:
+    """A published model without memory for its weights; diffusers' classes take a dict of arguments."""
+    made = published_class(architecture)
+    with torch.device("meta"):
+        return made(**config) if isinstance(config, dict) else made(config)
+
+
+def renaming(architecture: str, config: Any) -> Callable[[str], str]:
+    """How names of the architecture's published tensors are spelt today."""
+    if architecture == "vae":
+        return _renamed_vae
+    if isinstance(config, dict):
+        return lambda name: name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    model = on_meta(architecture, config)
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    known = model.state_dict()
+    return lambda name: rename_source_key(name, rules, [], model.base_model_prefix, known)[0]
+
+
+def _renamed_vae(name: str) -> str:
+    for old, new in _OLD_VAE.items():
+        name = name.replace(old, new)
+    return name
+
+
+def locate(names: Collection[str], wanted: Collection[str], rename: Callable[[str], str]) -> dict[str, str]:
+    """Where each wanted tensor is: from its name in the class to its name in the files, for those that are there.
+
+    A part of a larger model has a prefix there ("language_model.", "vision_tower.vision_model."), which is the one
+    that finds the most; what it does not find (an LLM's head beside its body) is taken from the parts around it.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
+        renamed = {rename(name[len(prefix):]): name for name in names if name.startswith(prefix)}
+        found[prefix] = {name: renamed[name] for name in wanted if name in renamed}
+        if len(found[prefix]) == len(wanted):
+            return found[prefix]
+    best = max(found, key=lambda prefix: len(found[prefix]), default="")
+    place: dict[str, str] = {}
+    for prefix in sorted((prefix for prefix in found if best.startswith(prefix)), key=len):
+        place |= found[prefix]
+    return place
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    """"", "a.", "a.b.", … of "a.b.3.c", up to the first number."""
+    prefix = ""
+    for part in name.split(".")[:-1]:
+        yield prefix
+        if part.isdigit():
+            return
+        prefix += f"{part}."
+    yield prefix

@@ -1,0 +1,222 @@
+"""Qwen2.5-VL's vision tower as pipeline layers: embed, block × n, merger, projector into the LLM's width.
+
+Images have any size in whole merge blocks; nothing is interpolated (Bai et al. 2025, arXiv 2502.13923, section 2.1).
+Rows of an image: its patches, window by window, so that a window is a run of rows, and inside a window m × m patches
+of a merge block after another, so that the merger takes runs too. Most blocks attend inside windows, some (`kind`
+"block.global") over the whole image. The temporal patch of 2 sees the image twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.building import LayerMaker
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import Batch, TensorSpec
+from disttrain_cli.models.parallel import across, split
+from disttrain_cli.models.towers import ImageLayer, count, runs
+
+
+class Layout(NamedTuple):
+    """Where the rows of an image of some grid come from."""
+
+    order: Tensor  # [P] places of the patches in raster order
+    tokens: Tensor  # [P / m²] places of the merge blocks' rows, in raster order of the blocks
+    windows: tuple[int, ...]  # patches of each window
+
+
+@lru_cache(maxsize=4096)
+def layout(rows: int, columns: int, merge: int, window: int) -> Layout:
+    """The layout of an image of `rows` × `columns` patches, in windows of `window` patches per side."""
+    from transformers.vision_utils import get_vision_window_index
+
+    with torch.device("cpu"):
+        grid = torch.tensor([[1, rows, columns]])
+        blocks, bounds = get_vision_window_index(grid, spatial_merge_size=merge, window_size=window, patch_size=1)
+        patches = torch.arange(rows * columns).unflatten(0, (rows // merge, merge, columns // merge, merge))
+        order = patches.transpose(1, 2).flatten(2).flatten(0, 1)[blocks].flatten()
+        return Layout(order, torch.argsort(blocks), tuple(torch.diff(bounds).tolist()))
+
+
+class QwenLayer(ImageLayer):
+    """A layer of the tower."""
+
+    def __init__(self, module: str, name: str, config: Any) -> None:
+        super().__init__()
+        self.name, self.module = f"{module}.{name}", module
+        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
+        self.merge, self.window = config.spatial_merge_size, config.window_size // config.patch_size
+
+    def layout(self, rows: int, columns: int) -> Layout:
+        """The layout of an image."""
+        return layout(rows, columns, self.merge, self.window)
+
+
+class Embed(QwenLayer):
+    """Pixels [N, C, H, W] → a convolution of each patch, in the rows' order."""
+
+    kind = "embed"
+    needs = ("pixels",)
+
+    def __init__(self, module: str, config: Any) -> None:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed
+
+        super().__init__(module, "embed", config)
+        self.patch_embed = Qwen2_5_VisionPatchEmbed(
+            config.patch_size, config.temporal_patch_size, config.in_channels, config.hidden_size)
+        self.published = {"patch_embed": "patch_embed"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        assert batch.pixels is not None
+        kernel = self.patch_embed.proj.weight.sum(2)  # the same image at every time
+        hidden = []
+        for pixels in batch.pixels:
+            grid = functional.conv2d(pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:])  # [N, D, rows, columns]
+            order = self.layout(*grid.shape[2:]).order.to(grid.device)
+            hidden.append(grid.flatten(2).transpose(1, 2).index_select(1, order).flatten(0, 1))
+        return {"image_hidden": split(torch.cat(hidden), self.group)}
+
+
+class Block(QwenLayer):
+    """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows of a size at once."""
+
+    kind = "block"
+    reads = ("image_hidden",)
+    division = Division(thirds=("attn.qkv",), column=("gate_proj", "up_proj"), row=("attn.proj", "down_proj"))
+
+    def __init__(self, module: str, number: int, config: Any) -> None:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+            Qwen2_5_VLVisionBlock,
+            Qwen2_5_VLVisionRotaryEmbedding,
+        )
+
+        super().__init__(module, f"block.{number}", config)
+        self.all = number in config.fullatt_block_indexes
+        if self.all:
+            self.kind = "block.global"
+        self.layer = Qwen2_5_VLVisionBlock(config)
+        self._rotary = partial(Qwen2_5_VLVisionRotaryEmbedding, config)  # never registered: bf16 would spoil it
+        self.published = {"layer": f"blocks.{number}"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, extra=0)
+        hidden = hidden + across(partial(self._attention, batch), layer.norm1(hidden), rows, self.group)
+        hidden = hidden + across(layer.mlp, layer.norm2(hidden), rows, self.group)
+        return {"image_hidden": hidden}
+
+    def _attention(self, batch: Batch, hidden_RD: Tensor) -> Tensor:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+        attention = self.layer.attn
+        query, key, value = attention.qkv(hidden_RD).unflatten(-1, (3, -1, attention.head_dim)).unbind(1)
+        query, key = apply_rotary_pos_emb_vision(query, key, *self._positions(batch, hidden_RD.device))
+        made = self._within(query, key, value, batch)
+        return attention.proj(made.flatten(1))
+
+    def _within(self, query_RHD: Tensor, key_RHD: Tensor, value_RHD: Tensor, batch: Batch) -> Tensor:
+        """Attention inside every window, or every image: [R, heads, head width]."""
+        groups, back = self._segments(batch, query_RHD.device)
+        made = []
+        for places_NL in groups:
+            own = [tensor if back is None else tensor.index_select(0, places_NL.flatten())
+                   for tensor in (query_RHD, key_RHD, value_RHD)]
+            heads = [tensor.unflatten(0, tuple(places_NL.shape)).transpose(1, 2) for tensor in own]  # [N, heads, L, D]
+            made.append(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(0, 1))
+        return made[0] if back is None else torch.cat(made).index_select(0, back)
+
+    def _segments(self, batch: Batch, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+        """Rows [N, L] of all segments of a length, for every length, and where each row went; None: they are one."""
+        prefix = "image segments" if self.all else "window segments"
+        if not any(name.startswith(prefix) for name in batch.cache):
+            groups, back = group([
+                length for count, rows, columns in runs(batch.image_grids)
+                for length in ((rows * columns,) if self.all else self.layout(rows, columns).windows) * count])
+            batch.cache.update({f"{prefix}/{places.shape[1]}": places.to(device) for places in groups})
+            if len(groups) > 1:
+                batch.cache[f"{prefix}, back"] = back.to(device)
+        return ([places for name, places in batch.cache.items() if name.startswith(f"{prefix}/")],
+                batch.cache.get(f"{prefix}, back"))
+
+    def _positions(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [R, head width] of each patch's row and column."""
+        if "image cos" not in batch.cache:
+            with torch.device("cpu"):
+                places = [torch.stack([own.order // columns, own.order % columns], 1).repeat(count, 1)
+                          for count, rows, columns in runs(batch.image_grids)
+                          for own in (self.layout(rows, columns),)]
+                cos, sin = self._rotary()(torch.empty(0), torch.cat(places))
+            batch.cache["image cos"], batch.cache["image sin"] = cos.to(device), sin.to(device)
+        return batch.cache["image cos"], batch.cache["image sin"]
+
+
+def group(lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
+    """Segments of rows that follow each other, gathered by length: rows [N, L] of each, and the way back [R]."""
+    with torch.device("cpu"):
+        sizes = torch.tensor(lengths)
+        starts = sizes.cumsum(0) - sizes
+        groups = [starts[sizes == size][:, None] + torch.arange(int(size)) for size in sizes.unique()]
+        return groups, torch.argsort(torch.cat([places.flatten() for places in groups]))
+
+
+class Merger(QwenLayer):
+    """Qwen2_5_VLPatchMerger: the m × m patches of a merge block become one row, in raster order again."""
+
+    kind = "merger"
+    reads = ("image_hidden",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
+
+    def __init__(self, module: str, config: Any) -> None:
+        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger
+
+        super().__init__(module, "merger", config)
+        self.writes = (TensorSpec("image_merged", "image", "tokens", (config.out_hidden_size,), split=True),)
+        self.merger = Qwen2_5_VLPatchMerger(config.out_hidden_size, config.hidden_size, config.spatial_merge_size)
+        self.published = {"merger": "merger"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        def merge(normed_RD: Tensor) -> Tensor:
+            merged = self.merger.mlp(normed_RD.unflatten(0, (-1, self.merge**2)).flatten(1))
+            start, parts = 0, []
+            for images, rows, columns in runs(batch.image_grids):
+                tokens = self.layout(rows, columns).tokens.to(merged.device)
+                own = merged[start : start + images * len(tokens)].unflatten(0, (images, len(tokens)))
+                parts.append(own.index_select(1, tokens).flatten(0, 1))
+                start += images * len(tokens)
+            return torch.cat(parts)
+
+        rows = count(batch.image_grids, extra=0)
+        return {"image_merged": across(merge, self.merger.ln_q(state["image_hidden"]), rows, self.group)}
+
+
+class Projector(QwenLayer):
+    """Two-layer MLP from the merger's rows to the LLM's width."""
+
+    kind = "projector"
+    reads = ("image_merged",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
+
+    def __init__(self, module: str, config: Any, hidden: int, width: int) -> None:
+        super().__init__(module, "projector", config)
+        self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,), split=True),)
+        self.mlp = nn.Sequential(nn.Linear(config.out_hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        rows = count(batch.image_grids, extra=0) // self.merge**2
+        return {"image_embeds": across(self.mlp, state["image_merged"], rows, self.group)}
+
+
+def makers(module: str, config: Any, projector_hidden: int, llm_width: int) -> list[LayerMaker]:
+    """The layers of an image encoder in pipeline order."""
+    std = config.initializer_range
+    return [
+        LayerMaker(partial(Embed, module, config), std),
+        *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.depth)),
+        LayerMaker(partial(Merger, module, config), std),
+        LayerMaker(partial(Projector, module, config, projector_hidden, llm_width), std),
+    ]

@@ -1,0 +1,187 @@
+"""What image encoders that are plain transformers over square patches share: ViT, CLIP's and SigLIP's vision towers.
+
+Images keep their own grid: position embeddings are interpolated to it, and images of equal grid (which are
+adjacent) run as one batch. Rows of an image: the class token where the class has one, then its patches in raster
+order. Attention goes over the whole image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.division import Division
+from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.parallel import across, split
+
+
+def runs(grids: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Runs of equal grids as (images, patch rows, patch columns)."""
+    for (rows, columns), group in groupby(grids):
+        yield sum(1 for _ in group), rows, columns
+
+
+def by_grid(rows_RD: Tensor, grids: list[tuple[int, int]], extra: int) -> Iterator[Tensor]:
+    """Views [N, P + extra, D] of rows [R, D], one per run of equal grids."""
+    start = 0
+    for images, rows, columns in runs(grids):
+        length = rows * columns + extra
+        yield rows_RD[start : start + images * length].unflatten(0, (images, length))
+        start += images * length
+    assert start == len(rows_RD), "rows do not match the grids"
+
+
+def rows_of(grids: list[tuple[int, int]], extra: int) -> list[int]:
+    """Rows of each image."""
+    return [rows * columns + extra for rows, columns in grids]
+
+
+def count(grids: list[tuple[int, int]], extra: int) -> int:
+    """Rows of all images together."""
+    return sum(rows_of(grids, extra))
+
+
+def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
+    """m × m neighbouring patches side by side, [Σ P / m², m·m·D]; the `extra` first rows of an image are dropped."""
+    blocks = []
+    for view, (_, rows, columns) in zip(by_grid(rows_RD, grids, extra), runs(grids), strict=True):
+        grid = view[:, extra:].unflatten(1, (rows // merge, merge, columns // merge, merge))  # [N, h, m, w, m, D]
+        blocks.append(grid.transpose(2, 3).flatten(3, 5).flatten(0, 2))
+    return torch.cat(blocks)
+
+
+def positions(table_PD: Tensor, rows: int, columns: int) -> Tensor:
+    """Learned position embeddings of a square grid, as they are or interpolated to another: [rows · columns, D].
+
+    Bicubic, as `interpolate_pos_encoding` of transformers' classes; one axis after the other by its four taps, whose
+    backward is deterministic on any device, as that of `interpolate` is not.
+    """
+    side = round(len(table_PD) ** 0.5)
+    if (rows, columns) == (side, side):
+        return table_PD
+    made = table_PD.float().unflatten(0, (side, side))
+    for axis, length in enumerate((rows, columns)):
+        places, weights = (tensor.to(made.device) for tensor in taps(side, length))
+        each = made.index_select(axis, places.flatten()).unflatten(axis, tuple(places.shape))
+        made = (each * weights.view(*weights.shape, *(1,) * (2 - axis))).sum(axis + 1)
+    return made.flatten(0, 1).to(table_PD.dtype)
+
+
+@lru_cache(maxsize=1024)
+def taps(side: int, length: int) -> tuple[Tensor, Tensor]:
+    """Where each of `length` values takes from `side` given ones, and how much of each: [length, 4], 4 or fewer."""
+    with torch.device("cpu"):
+        each = functional.interpolate(
+            torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False)
+    weights = each[0, :, :, 0].T  # [length, side]
+    places = weights.abs().topk(min(4, side)).indices
+    return places, weights.gather(1, places)
+
+
+class ImageLayer(PipelineLayer):
+    """A layer whose items are the images read."""
+
+    by_rows = True
+
+    def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
+        return not batch.image_grids
+
+
+class PatchEmbed(ImageLayer):
+    """Pixels [N, C, H, W] → a convolution of each patch, plus its position: CLIP's and SigLIP's embeddings.
+
+    A class that has a class token begins each image with it and norms the sum (`pre_norm`).
+    """
+
+    kind = "embed"
+    needs = ("pixels",)
+
+    def __init__(self, module: str, config: Any, class_token: bool) -> None:
+        super().__init__()
+        width, side = config.hidden_size, config.image_size // config.patch_size
+        self.name, self.module = f"{module}.embed", module
+        self.writes = (TensorSpec("image_hidden", "image", "patches", (width,), split=True),)
+        self.patch_embedding = nn.Conv2d(config.num_channels, width, config.patch_size, config.patch_size,
+                                         bias=not class_token)
+        self.position_embedding = nn.Embedding(side * side + class_token, width)
+        self.class_embedding = nn.Parameter(torch.empty(width)) if class_token else None
+        self.pre_norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if class_token else nn.Identity()
+        names = ("patch_embedding", "position_embedding", *(("class_embedding",) if class_token else ()))
+        self.published = {**{name: f"embeddings.{name}" for name in names}, "pre_norm": "pre_layrnorm"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        assert batch.pixels is not None
+        hidden = [self._embed(pixels).flatten(0, 1) for pixels in batch.pixels]
+        return {"image_hidden": self.pre_norm(split(torch.cat(hidden), self.group))}
+
+    def _embed(self, pixels: Tensor) -> Tensor:
+        """[N, P + 1, D], or [N, P, D] without a class token."""
+        table = self.position_embedding.weight
+        grid = self.patch_embedding(pixels.to(table.dtype))  # [N, D, rows, columns]
+        hidden_NPD = grid.flatten(2).transpose(1, 2)
+        if self.class_embedding is None:
+            return hidden_NPD + positions(table, *grid.shape[2:])
+        first = (self.class_embedding + table[0]).expand(len(pixels), 1, -1)
+        return torch.cat([first, hidden_NPD + positions(table[1:], *grid.shape[2:])], dim=1)
+
+
+class Block(ImageLayer):
+    """One encoder layer of CLIP or SigLIP."""
+
+    kind = "block"
+    reads = ("image_hidden",)
+    division = Division(column=("q_proj", "k_proj", "v_proj", "fc1"), row=("out_proj", "fc2"))
+
+    def __init__(self, module: str, number: int, config: Any, layer: nn.Module, extra: int) -> None:
+        super().__init__()
+        self.name, self.module, self.extra = f"{module}.block.{number}", module, extra
+        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
+        self.layer = layer
+        self.published = {"layer": f"encoder.layers.{number}"}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, self.extra)
+
+        def attend(normed_RD: Tensor) -> Tensor:
+            views = by_grid(normed_RD, batch.image_grids, self.extra)
+            return torch.cat([layer.self_attn(view)[0].flatten(0, 1) for view in views])
+
+        hidden = hidden + across(attend, layer.layer_norm1(hidden), rows, self.group)
+        hidden = hidden + across(layer.mlp, layer.layer_norm2(hidden), rows, self.group)
+        return {"image_hidden": hidden}
+
+
+class Projector(ImageLayer):
+    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the LLM's width.
+
+    `norm` is the name of the final norm in the published weights; None where an inner block's output is read.
+    """
+
+    kind = "projector"
+    reads = ("image_hidden",)
+    division = Division(column=("mlp.0",), row=("mlp.2",))
+
+    def __init__(
+        self, module: str, config: Any, norm: str | None, extra: int, merge: int, hidden: int, width: int
+    ) -> None:
+        super().__init__()
+        self.name, self.module, self.merge, self.extra = f"{module}.projector", module, merge, extra
+        self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,), split=True),)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if norm else nn.Identity()
+        self.mlp = nn.Sequential(
+            nn.Linear(merge * merge * config.hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width)
+        )
+        self.published = {"norm": norm} if norm else {}
+
+    def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        def project(normed_RD: Tensor) -> Tensor:
+            return self.mlp(merged(normed_RD, batch.image_grids, self.merge, self.extra))
+
+        rows = count(batch.image_grids, self.extra)
+        return {"image_embeds": across(project, self.norm(state["image_hidden"]), rows, self.group)}

@@ -1,0 +1,155 @@
+"""Real weights in: layers take their tensors from the Hugging Face folders that the run file names.
+
+Only the tensors of the given layers are read, one at a time; of a tensor that is divided over a TP group each rank
+keeps its part. Parameters that no published model has (projectors) stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.configs import ModuleConfig
+from disttrain_cli.models.division import piece, shard_of, whole_shape
+from disttrain_cli.models.graph import build_layers, layer_table
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.published import Weights, locate, renaming, weight_files
+from disttrain_cli.spec.runfile import Run
+
+#: Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each starts as a copy of it.
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+#: Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones) start at random.
+_BY_ID = {*TIED, *TIED.values()}
+_SHOWN = 4  # names shown of many
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published model that some layers take their weights from."""
+
+    field: str  # as the user wrote it: "model.modules.llm.folder"
+    folder: Path
+    architecture: str
+    config: Any
+
+
+def load_into(layers: Sequence[PipelineLayer], run: Run) -> list[str]:
+    """Give layers the published weights that the run file names; returns notes on what was done, for the user.
+
+    Layers may be a stage's, of one TP rank, of any dtype, on any device.
+
+    Raises:
+        SpecError: weights are pickled, damaged or incomplete, or a tensor is missing or has another shape.
+    """
+    notes = []
+    for (module, part), group in groupby(layers, key=lambda layer: (layer.module, layer.weights_of)):
+        own = [layer for layer in group if layer.published]
+        source = source_of(run, module, part)
+        if own and source is not None:
+            notes += _load(own, run, module, part, source)
+        elif part == "vae" and run.file.model.modules[module].vae_folder is None:
+            notes.append(f"{module}: vae_folder is not given; its VAE has random weights, and is never trained.")
+    return notes
+
+
+def source_of(run: Run, module: str, part: str) -> Source | None:
+    """Where a module's layers, or those of its VAE, take their weights from; None where it names no folder."""
+    spec, config = run.file.model.modules[module], read_configs(run)[module]
+    folder = spec.folder if part == "module" else spec.vae_folder
+    if folder is None or not spec.pretrained:
+        return None
+    field = f"model.modules.{module}.{'folder' if part == 'module' else 'vae_folder'}"
+    return Source(field, run.resolve(folder), *published_as(config, part))
+
+
+def published_as(config: ModuleConfig, part: str) -> tuple[str, Any]:
+    """Architecture and configuration of the published model that a module is, or of its VAE."""
+    return ("vae", config.vae) if part == "vae" else (config.architecture, config.config)
+
+
+def published_shapes(layers: Iterable[PipelineLayer]) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of the layers' published tensors by the published model's names."""
+    shapes = {}
+    for layer in layers:
+        blank = {path: torch.empty(whole_shape(parameter), device="meta")
+                 for path, parameter in layer.named_parameters()}
+        shapes.update({name: tuple(tensor.shape) for name, tensor in layer.to_published(blank).items()})
+    return shapes
+
+
+def module_layers(run: Run, module: str) -> list[PipelineLayer]:
+    """All layers of a module, without memory for their weights."""
+    places = [place for place, info in enumerate(layer_table(run)) if info.module == module]
+    return build_layers(run, places[0], places[-1] + 1, device="meta")
+
+
+def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source) -> list[str]:
+    files = weight_files(source.folder)
+    if not files:
+        return [f"{source.field}: {source.folder} holds no weights; {module} starts from random ones."]
+    rename = renaming(source.architecture, source.config)
+    of_module = published_shapes(layer for layer in module_layers(run, module) if layer.weights_of == part)
+    of_module |= published_shapes(layers)
+    with Weights(files) as weights:
+        today = {name: rename(name) for name in of_module}
+        tied = {today[head]: rename(body) for head, body in TIED.items() if head in of_module}
+        found = locate(weights.names, {*today.values(), *tied.values()}, rename)
+        found |= {head: found[body] for head, body in tied.items() if head not in found and body in found}
+        place = {name: found[now] for name, now in today.items() if now in found}
+        shapes = published_shapes(layers)
+        new = max(_check(shapes, place, weights, source), default=0)
+        for layer in layers:
+            _fill(layer, lambda name: _grown(weights.read(place[name]), shapes[name]))
+        # Of a VAE the decoder waits until images are generated.
+        unused = sorted(set(weights.names) - set(place.values())) if part == "module" else []
+    said = [f"{module}: weights from {source.folder}."]
+    if new:
+        said.append(f"{module}: {new} token ids are new to {source.folder}; their rows start at random.")
+    if unused:
+        more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+        said.append(f"{module}: not used of {source.folder}: {', '.join(unused[:_SHOWN])}{more}.")
+    return said
+
+
+def _check(shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: Weights,
+           source: Source) -> Iterator[int]:
+    """Raise SpecError for what is missing or has another shape; yields how many rows tensors by token id lack."""
+    missing = [name for name in shapes if name not in place]
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise SpecError(f"{source.field}: the weights in {source.folder} lack tensors",
+                        f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
+                        "Give the folder of a model of this architecture and size, or set pretrained: false.")
+    for name, expected in shapes.items():
+        given = weights.shape(place[name])
+        if name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
+            yield expected[0] - given[0]
+        elif given != expected:
+            raise SpecError(f"{source.field}: a tensor of {source.folder} has another shape",
+                            f"{place[name]}: given {list(given)}, expected {list(expected)}",
+                            "Make the fields of config those of the folder's config.json, or set pretrained: false.")
+
+
+def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The tensor with rows of NaN at its end where it has too few."""
+    rows = shape[0] - len(tensor) if tensor.ndim else 0
+    return torch.cat([tensor, tensor.new_full((rows, *shape[1:]), math.nan)]) if rows else tensor
+
+
+@torch.no_grad()
+def _fill(layer: PipelineLayer, read: Callable[[str], Tensor]) -> None:
+    """Set a layer's published parameters; numbers that are none stay as they were."""
+    parameters = dict(layer.named_parameters())
+    for path, whole in layer.from_published(read):
+        parameter = parameters[path]
+        own = piece(whole, shard_of(parameter)).to(parameter)
+        parameter.copy_(torch.where(own.isnan(), parameter, own) if layer.published_name(path) in _BY_ID else own)

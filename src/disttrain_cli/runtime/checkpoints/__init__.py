@@ -1,0 +1,1 @@
+"""Parts of `runtime.checkpoint`: boxes of tensors, what a rank keeps of the state, and files."""

@@ -1,0 +1,181 @@
+"""What a rank keeps of the training state for a checkpoint, and what it needs of one.
+
+Every value of the model is kept by exactly one rank: of parameters that ZeRO partitions by the owner of the
+partition, of others (no ZeRO, frozen) in equal shares by the replicas of their stage. Tensor-parallel ranks that have
+a whole parameter alike share it likewise. So all ranks write at once, nothing is gathered, and nothing is written
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from disttrain_cli.models.division import shard_of, whole_shape
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.runtime.checkpoints.boxes import Pieces, flat_boxes, spread
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.engine import UnitEngine
+
+WEIGHT = "weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "ema"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements start .. stop - 1 of a rank's parameter (flat, row-major), kept by this rank for all copies."""
+
+    name: str  # LAYER/PARAMETER
+    module: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    def pieces(self, values: Tensor) -> Pieces:
+        """`values` [stop - start] as boxes of the whole parameter."""
+        shape = self.parameter.shape
+        return Pieces(torch.Size(whole_shape(self.parameter)), values.dtype,
+                      flat_boxes(values, self.start, shape, shard_of(self.parameter)))
+
+
+def named_parameters(layers: Iterable[PipelineLayer]) -> list[tuple[str, nn.Parameter]]:
+    """(LAYER/PARAMETER, parameter) of every parameter."""
+    return [(f"{layer.name}/{name}", p) for layer in layers for name, p in layer.named_parameters()]
+
+
+def parts_of(engine: UnitEngine) -> list[Part]:
+    """What this rank keeps of its stage's parameters."""
+    place = engine.place
+    modules = {id(p): layer.module for layer in engine.module.layers for p in layer.parameters()}
+    named = [(name, p) for name, p in named_parameters(engine.module.layers) if p.numel()]
+    tp, tp_rank, dp = place.unit.tp, place.tp_rank, place.unit.dp
+    found = []
+    for sharded in (True, False):
+        alike = [(name, p) for name, p in named if (shard_of(p) is not None) == sharded]
+        copies, own = (1, 0) if sharded else (tp, tp_rank)  # over the tensor-parallel ranks
+        plain = [(name, p) for name, p in alike if not _partitioned(p)]
+        ranges = [(*one, 0, one[1].numel()) for one in plain]
+        found += shares(ranges, dp * copies, place.replica * copies + own)
+        fragments = [(name, p, *_fragment(p)) for name, p in alike if _partitioned(p)]
+        found += shares(fragments, copies, own)
+    return [Part(name, modules[id(p)], p, start, stop) for name, p, start, stop in found]
+
+
+Range = tuple[str, nn.Parameter, int, int]  # name, parameter, start, stop
+
+
+def shares(ranges: Sequence[Range], copies: int, own: int) -> list[Range]:
+    """What the copy `own` of `copies` keeps of ranges that all of them have: an equal part, one after another."""
+    total = sum(stop - start for *_, start, stop in ranges)
+    low, high = total * own // copies, total * (own + 1) // copies
+    kept, at = [], 0
+    for name, parameter, start, stop in ranges:
+        first, last = max(start, start + low - at), min(stop, start + high - at)
+        if first < last:
+            kept.append((name, parameter, first, last))
+        at += stop - start
+    return kept
+
+
+def _partitioned(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "_hp_mapping")
+
+
+def _fragment(parameter: nn.Parameter) -> tuple[int, int]:
+    """The range of a parameter that lies in this rank's ZeRO partition."""
+    mapping: Any = parameter._hp_mapping
+    if mapping is None:
+        return 0, 0
+    return mapping.lp_fragment_address.start, mapping.lp_fragment_address.start + mapping.lp_fragment_address.numel
+
+
+def weights(part: Part) -> Tensor:
+    """[stop - start] view of a part's weights: of the fp32 masters where there are any."""
+    if _partitioned(part.parameter):
+        return _of_partition(part, part.parameter._hp_mapping.hp_fragment)
+    return part.parameter.detach().view(-1)[part.start:part.stop]
+
+
+def state_of(engine: UnitEngine, part: Part) -> dict[str, Tensor]:
+    """Views [stop - start] of a part's weights and, where it is trained, its moments."""
+    values = {WEIGHT: weights(part)}
+    if _partitioned(part.parameter):
+        values |= {moment: _of_partition(part, _moment(engine, part.parameter, moment)) for moment in MOMENTS}
+    elif part.parameter.requires_grad:
+        state = engine.basic_optimizer.state[part.parameter]
+        values |= {moment: state[moment].view(-1)[part.start:part.stop] for moment in MOMENTS}
+    return values
+
+
+def _of_partition(part: Part, fragment: Tensor) -> Tensor:
+    first, _ = _fragment(part.parameter)
+    return fragment.view(-1)[part.start - first:part.stop - first]
+
+
+def _moment(engine: UnitEngine, parameter: nn.Parameter, moment: str) -> Tensor:
+    """A parameter's share of this rank's partition of a moment.
+
+    Taken from the optimizer itself: where there are several parameter groups, DeepSpeed links moments to parameters
+    when the first group has made its first step, so that those of the others stay unknown (deepspeed trap 34).
+    """
+    mapping: Any = parameter._hp_mapping
+    partition = engine.basic_optimizer.param_groups[mapping.param_group_index]["params"][0]
+    address, values = mapping.hp_fragment_address, engine.basic_optimizer.state[partition][moment]
+    return values[address.start:address.start + address.numel]
+
+
+def allocate_moments(engine: UnitEngine, updates: int | None = None) -> None:
+    """Give the optimizer its moments where no step has done so yet, and the number of updates it has made, if known."""
+    base: Any = getattr(engine, "basic_optimizer", None)  # a stage that trains nothing has none
+    for group in base.param_groups if base is not None else ():
+        for parameter in group["params"]:
+            state = base.state[parameter]
+            for moment in MOMENTS:
+                state.setdefault(moment, torch.zeros_like(parameter))
+            if updates is not None or "step" not in state:
+                on_device = group.get("fused") or group.get("capturable")
+                state["step"] = torch.tensor(float(updates or 0), device=parameter.device if on_device else "cpu")
+
+
+def wanted(engine: UnitEngine) -> dict[str, Pieces]:
+    """What this rank reads of a checkpoint, to be filled in place: all of its weights, and its moments.
+
+    Where ZeRO partitions a parameter: the partition's masters and moments, and the whole weight in its own precision.
+    """
+    found: dict[str, Pieces] = {}
+    for name, parameter in named_parameters(engine.module.layers):
+        shape, shard = parameter.shape, shard_of(parameter)
+        whole = torch.Size(whole_shape(parameter))
+
+        def add(group: str, boxes: list[Any], key: str = name, whole: torch.Size = whole) -> None:
+            if whole.numel():
+                pieces = found.setdefault(f"{group}/{key}", Pieces(whole, torch.float32, []))
+                pieces.boxes += boxes
+
+        def everything(values: Tensor, part: nn.Parameter = parameter, shard: Any = shard) -> list[Any]:
+            return list(spread((0,) * part.ndim, values, part.shape, shard))
+        add(WEIGHT, everything(parameter.detach()))
+        if _partitioned(parameter):
+            start, stop = _fragment(parameter)
+            mapping: Any = parameter._hp_mapping
+            if start < stop:
+                add(WEIGHT, flat_boxes(mapping.hp_fragment, start, shape, shard))
+                for moment in MOMENTS:
+                    add(moment, flat_boxes(_moment(engine, parameter, moment), start, shape, shard))
+        elif parameter.requires_grad:
+            for moment in MOMENTS:
+                add(moment, everything(engine.basic_optimizer.state[parameter][moment]))
+    return found
+
+
+def staged(engine: UnitEngine) -> Iterator[tuple[str, Part, Tensor]]:
+    """(key, part, values) of everything that this rank keeps."""
+    for part in parts_of(engine):
+        for group, values in state_of(engine, part).items():
+            yield f"{group}/{part.name}", part, values

@@ -1,0 +1,172 @@
+"""The step loop of a rank: train, report, checkpoint, until the last step or until it is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from disttrain_cli.costs.flops import mfu
+from disttrain_cli.costs.layout import amount, stages_of
+from disttrain_cli.data.ordering.loads import order_loads
+from disttrain_cli.data.sizes import Sizes
+from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.averaging import Average
+from disttrain_cli.runtime.checkpoint import Saver
+from disttrain_cli.runtime.checkpoint_folder import made_from
+from disttrain_cli.runtime.engine import UnitEngine
+from disttrain_cli.runtime.evaluation import Evaluation, world_losses
+from disttrain_cli.runtime.optimizer import learning_rate, rates, set_rates
+from disttrain_cli.runtime.tracing import size_writer, step_writer
+from disttrain_cli.runtime.watch import Watch
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.trace import SIZES_PER_STEP
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a start has to do, and where it leaves its artefacts."""
+
+    dir: RunDir
+    name: str
+    first: int  # step
+    last: int
+    steps_file: Path  # to which rank 0 appends a line per step, and any rank what it waits for
+    watch: Watch | None = None
+    average: Average | None = None
+    evaluation: Evaluation | None = None
+
+
+class Data(Protocol):
+    """What the steps take their orders from."""
+
+    def order(self, step: int) -> StepOrder:
+        """What every replica of every unit does in a step."""
+        ...
+
+    def sizes(self, step: int) -> Sizes:
+        """Sizes of the sequences of a step's global batch, in the order of the data."""
+        ...
+
+
+def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: UnitEngine, data: Data,
+              fetch_of: Callable[[StepOrder], Callable[[int], Batch]]) -> int:
+    """Train from `task.first` to `task.last`, or until a rank's `task.watch` is asked to stop.
+
+    The last thing done is a checkpoint. Returns the step that it is of.
+
+    Raises:
+        NotFiniteError, OutOfMemoryError: what `UnitEngine.run_step` raises; then nothing is saved.
+        DisttrainError: a checkpoint could not be written.
+    """
+    every, rank0, tracer = run.file.train.checkpoint.every_steps, engine.place.rank == 0, engine.tracer
+    writers = steps, sizes = step_writer(task.dir.traces, task.name), size_writer(task.dir.traces, task.name)
+    step, stopped = task.first, False
+    with Saver(task.dir.checkpoints, made_from(run.file, profile.fingerprints.data), engine,
+               run.file.train.checkpoint.keep, task.average) as saver:
+        while step < task.last and not stopped:
+            tracer.step = step
+            tracer.begin("order")
+            order = data.order(step)
+            engine.get_ready()
+            start_ns = tracer.now()
+            set_rates(engine, step)
+            skipped = engine.skipped_steps
+            engine.run_step(order, fetch_of(order))
+            if task.average is not None and engine.skipped_steps == skipped:
+                task.average.update()
+            tracer.begin("losses")
+            losses, stopped = _agreed(run, engine, task.watch)
+            end_ns = tracer.now()
+            evaluated = task.evaluation.losses(engine) if task.evaluation and task.evaluation.due(step) else {}
+            if rank0:
+                row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
+                row |= {"run": task.name, "grad_norm": engine.grad_norm(), "learning_rates": rates(run, step),
+                        "learning_rate": learning_rate(run.file.train, "", step),
+                        "skipped_steps": engine.skipped_steps, **evaluated}
+                steps.rows.append(row | {"end_ns": end_ns})
+                sizes.rows += [{"run": task.name, "step": step} | own for own in _some_sizes(data.sizes(step))]
+                publish(task.steps_file, row)
+                if task.watch is not None:
+                    task.watch.step(row)
+            step += 1
+            saver.check()
+            if stopped or step == task.last or (every and step % every == 0):
+                begun = tracer.now()
+                tracer.begin("checkpoint")
+                saver.save(step)
+                tracer.record("checkpoint", begun)
+                for writer in writers:
+                    writer.flush()
+            tracer.end_step()
+    return step
+
+
+def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str, float], bool]:
+    """What all ranks say of a step: `world_losses`, the longest data wait, the most memory, whether one was asked to
+    stop.
+    """
+    stop = watch is not None and watch.stop_requested()
+    most = torch.tensor([engine.data_wait_ns / 1e9, peak_gib(engine.device), float(stop)], dtype=torch.float64,
+                        device=engine.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    data_wait_s, memory_gib, stopped = most.tolist()
+    losses = world_losses(engine, run.file.model.loss_weights)
+    return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, bool(stopped)
+
+
+def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, float],
+              iteration_s: float) -> dict[str, Any]:
+    """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed, and some figures more for the console."""
+    flops = step_flops(profile, layout, order)
+    tokens, images = int(sum(slot.sequence_tokens.sum() for slot in order.slots)), \
+        sum(len(slot.image_sequence) for slot in order.slots)
+    return {"step": order.step, **losses, "iteration_s": iteration_s,
+            "sequences_per_s": run.file.train.global_batch_size / iteration_s,
+            "mfu": mfu(sum(flops.values()), iteration_s, profile.device, layout.gpus_used),
+            "tokens": tokens, "images": images, "targets": order.targets, "model_flops": sum(flops.values()),
+            "tokens_per_s": tokens / iteration_s, "images_per_s": (images + order.targets) / iteration_s,
+            "unit_mfu": {unit.name: mfu(flops[unit.name], iteration_s, profile.device, unit.gpus)
+                         for unit in layout.units}}
+
+
+def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
+    for number in range(min(SIZES_PER_STEP, len(sizes))):
+        images = sizes.patches[sizes.image_start[number]:sizes.image_start[number + 1]]
+        yield {"tokens": int(sizes.tokens[number]), "length_sq": int(sizes.length_sq[number]),
+               "images": images.tolist(), "targets": int(sizes.targets[number]), "clips": int(sizes.clips[number])}
+
+
+def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> dict[str, float]:
+    """Model FLOPs of a global batch by unit, forward and backward, from the counted models."""
+    loads = order_loads(order, layout)
+    flops = dict.fromkeys([unit.name for unit in layout.units], 0.0)
+    for stage in stages_of(profile, layout):
+        flops[stage.unit.name] += sum(float(amount(cost.flops, loads[cost.module]).sum()) for cost in stage.costs)
+    return flops
+
+
+def peak_gib(device: torch.device) -> float:
+    """Most memory that this rank has held: on its device, or of its process where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def publish(path: Path, row: dict[str, Any]) -> None:
+    """Append a step or a note to the file that the launcher reads, in one write."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")

@@ -1,0 +1,103 @@
+"""Where every step's figures may go besides the console: TensorBoard, Weights & Biases.
+
+A tracker never stops training: what goes wrong is said once, and it is left out from then on.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.spec.runfile import Run
+
+#: Figures of a step's row under the names that trackers group by.
+FIGURES = {
+    "loss": "loss/total", "loss_text": "loss/text", "loss_image": "loss/image", "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate", "iteration_s": "speed/iteration_s", "mfu": "speed/mfu",
+    "sequences_per_s": "speed/sequences_per_s", "tokens_per_s": "speed/tokens_per_s",
+    "images_per_s": "speed/images_per_s", "data_wait_s": "speed/data_wait_s", "memory_gib": "memory/peak_gib",
+}
+NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # extra of the package, by tracker
+
+Write = Callable[[int, Mapping[str, float]], None]
+
+
+class Tracker:
+    """One tracker. `connect` gives what writes a step's figures, and what ends it."""
+
+    def __init__(self, name: str, connect: Callable[[], tuple[Write, Callable[[], None]]],
+                 say: Callable[[str], None]) -> None:
+        self._name, self._say = name, say
+        self._write: Write | None = None
+        self._end: Callable[[], None] = lambda: None
+        try:
+            self._write, self._end = connect()
+        except Exception as error:
+            self._give_up(error)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Write a step's figures."""
+        if self._write is None:
+            return
+        try:
+            self._write(int(row["step"]), figures(row))
+        except Exception as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._write is None:
+            return
+        try:
+            self._end()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._write = None
+        hint = f"; install it: pip install 'disttrain[{NEEDS[self._name]}]'" if isinstance(error, ImportError) else ""
+        self._say(f"warning: {self._name} gets no figures ({type(error).__name__}: {error}{hint})")
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a step's row that are numbers, by the name that trackers show."""
+    known = {FIGURES[key]: float(value) for key, value in row.items()
+             if key in FIGURES and value is not None and math.isfinite(value)}
+    return known | {f"mfu/{unit}": float(value) for unit, value in (row.get("unit_mfu") or {}).items()}
+
+
+def trackers_of(run: Run, name: str, resume: bool, say: Callable[[str], None]) -> list[Tracker]:
+    """The trackers that the run file asks for, in the run's folder; `name` is the start's."""
+    connects = {"tensorboard": lambda: _tensorboard(run.dir.root / "tensorboard" / name),
+                "wandb": lambda: _wandb(run, resume)}
+    return [Tracker(kind, connects[kind], say) for kind in dict.fromkeys(run.file.train.track)]
+
+
+def _tensorboard(folder: Path) -> tuple[Write, Callable[[], None]]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder))
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+    return write, writer.close
+
+
+def _wandb(run: Run, resume: bool) -> tuple[Write, Callable[[], None]]:
+    import wandb
+
+    folder = run.dir.root / "wandb"
+    folder.mkdir(parents=True, exist_ok=True)
+    known = folder / "id"  # so that a run that goes on is one there, too
+    number = known.read_text() if resume and known.exists() else uuid.uuid4().hex[:12]
+    known.write_text(number)
+    started = wandb.init(project="disttrain", name=run.file.name, id=number, resume="allow", dir=str(run.dir.root),
+                         config=run.file.model_dump(mode="json"))
+
+    def write(step: int, values: Mapping[str, float]) -> None:
+        started.log(dict(values), step=step)
+    return write, started.finish

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Ranks @{span} of the run @{name} on its host @{node} of @{nodes}; written by: disttrain train --emit torchrun
+set -euo pipefail
+
+@{setup}
+@{exports}
+job=@{job}
+stop=@{stop}
+child=''
+
+@{follow}
+
+attempt=0
+while true; do
+  port=$((@{port} + attempt))
+  @{begin}
+  @{python} torch.distributed.run --nnodes=@{nodes} --node-rank=@{node} --nproc-per-node=@{ranks} \
+    --master-addr=@{master} --master-port="$port" --max-restarts=0 --shutdown-timeout=20 \
+    -m disttrain_cli.runtime.rank "$job" &
+  child=$!
+  code=0
+  follow "$child" || code=$?
+  if [[ "$code" -eq 0 || -n "$stopping" || "$attempt" -ge @{restarts} ]]; then exit "$code"; fi
+  attempt=$((attempt + 1))
+  echo "Ranks of this host failed (exit code $code); starting again, attempt $attempt of @{restarts}" >&2
+done

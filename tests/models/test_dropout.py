@@ -1,0 +1,91 @@
+"""Masks follow the sample, whatever the layout: other items beside it, parts of the features, or a second forward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from disttrain_cli.models.dropout import SeededDropout, begin, row_hashes, seeded
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.probe import probe_batch, state_at
+
+P = 0.25
+
+
+def _dropout(seeds: list[int], counts: list[int], tp: int = 1, rank: int = 0, key: int = 7) -> SeededDropout:
+    made = SeededDropout(P, key, divided=tp > 1)
+    made.begin(row_hashes(torch.tensor(seeds), counts), tp, rank)
+    return made
+
+
+def test_about_the_given_share_is_dropped_and_the_rest_scaled() -> None:
+    kept = _dropout(list(range(64)), [16] * 64)(torch.ones(64 * 16, 40))
+    assert kept.unique().tolist() == [0.0, pytest.approx(1 / (1 - P))]
+    assert float((kept == 0).float().mean()) == pytest.approx(P, abs=0.01)
+    assert float(((kept == 0).float().mean(0) - P).abs().max()) < 0.06
+    assert float(((kept == 0).float().mean(1) - P).abs().mean()) < 0.08
+
+
+def test_an_items_mask_does_not_depend_on_the_items_beside_it() -> None:
+    together = _dropout([11, 22, 33], [2, 5, 3])(torch.ones(10, 8))
+    alone = _dropout([22], [5])(torch.ones(5, 8))
+    assert torch.equal(together[2:7], alone)
+    assert not torch.equal(together[:2], alone[:2])
+
+
+def test_calls_and_layers_have_masks_of_their_own() -> None:
+    dropout, ones = _dropout([5], [6]), torch.ones(6, 16)
+    first, second = dropout(ones), dropout(ones)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, _dropout([5], [6], key=8)(ones))
+    dropout.begin(row_hashes(torch.tensor([5]), [6]), 1, 0)
+    assert torch.equal(dropout(ones), first)
+
+
+def test_parts_of_the_features_have_parts_of_the_mask() -> None:
+    whole = _dropout([1, 2], [3, 4])(torch.ones(7, 5, 12))
+    parts = [_dropout([1, 2], [3, 4], 3, rank)(torch.ones(7, 5, 4)) for rank in range(3)]
+    assert torch.equal(torch.cat(parts, dim=-1), whole)
+
+
+def test_nothing_is_dropped_without_training() -> None:
+    dropout, ones = _dropout([1], [3]), torch.ones(3, 4)
+    dropout.eval()
+    assert torch.equal(dropout(ones), ones)
+    dropout.train()
+    dropout.begin(None, 1, 0)
+    assert torch.equal(dropout(ones), ones)
+
+
+def test_layers_that_drop_ask_for_seeds_and_frozen_ones_drop_nothing() -> None:
+    class Layer(PipelineLayer):
+        def __init__(self, p: float) -> None:
+            super().__init__()
+            self.name, self.inner = "layer", nn.Sequential(nn.Linear(4, 4), nn.Dropout(p))
+            self.dropouts = seeded(self)
+
+    assert Layer(0.0).needs == () and Layer(0.0).dropouts == []
+    layer = Layer(0.5)
+    assert layer.needs == ("dropout",) and isinstance(layer.inner[1], SeededDropout)
+    layer.trained = False
+    begin(layer, layer.dropouts, torch.tensor([1]), [3])
+    assert layer.dropouts[0].rows is None
+
+
+def test_a_vits_block_drops_the_same_of_an_image_alone_and_among_others(make_run) -> None:
+    run = make_run(image_encoder={"config": {"hidden_dropout_prob": 0.5}})
+    table, inputs = layer_table(run), describe(run)
+    place = next(i for i, layer in enumerate(table) if layer.kind == "block")
+    assert table[place].needs == ("dropout",)
+    (block,) = build_layers(run, place, place + 1)
+    merge = inputs.image.merge
+    both = probe_batch(inputs, grids=[(merge, merge), (merge, 2 * merge)])
+    state = state_at(table, place, inputs, both, "cpu")
+    rows = merge * merge + 1
+    second = replace(both, image_grids=both.image_grids[1:], image_seeds=both.image_seeds[1:], cache={})
+    whole = block(state, both)["image_hidden"]
+    alone = block({"image_hidden": state["image_hidden"][rows:]}, second)["image_hidden"]
+    torch.testing.assert_close(whole[rows:], alone)
+    assert not torch.allclose(block.eval()(state, both)["image_hidden"], whole)

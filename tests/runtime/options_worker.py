@@ -1,0 +1,105 @@
+"""Ranks of the tests of training options: several runs and layouts, one after the other, in the same processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from disttrain_cli.data.index import read_index
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine import UnitEngine
+from disttrain_cli.runtime.faults import NotFiniteError
+from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.optimizer import set_rates
+from disttrain_cli.runtime.process import joined
+from disttrain_cli.runtime.topology import build_topology
+from disttrain_cli.runtime.tracing import Tracer, wall_clock
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.runfile import read_run
+
+
+class CountingTracer(Tracer):
+    """Keeps how often every operation was recorded, and the bytes it moved."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.counts: Counter[str] = Counter()
+
+    def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
+        self.counts[operation] += 1
+        return super().record(operation, start_ns, end_ns, **amounts)
+
+
+def before_fork(payload: dict[str, Any]) -> None:
+    for case in payload["cases"]:
+        layer_table(read_run(Path(case["run"])))
+
+
+def ranks(payload: dict[str, Any]) -> None:
+    """Train every case; rank 0 writes losses and norms, the first replica of every stage its weights, all a summary."""
+    with joined("cpu", 120.0) as device:
+        for case in payload["cases"]:
+            _train(case, device)
+
+
+def _train(case: dict[str, Any], device: torch.device) -> None:
+    run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
+    table = layer_table(run)
+    topology = build_topology(plan.plan, [info.module for info in table])
+    place = topology.place(int(os.environ["RANK"]))
+    own = table[place.stage.layers.start:place.stage.layers.stop]
+    tracer = CountingTracer(out / "traces", "test", place, wall_clock())
+    engine = build_engine(run, plan, topology, place, device, tracer)
+    history, stopped = [], ""
+    with Loader(run, Orders(run.file, plan.plan, read_index(run, describe(run))), unit=place.unit.name,
+                replica=place.replica, fields={field for info in own for field in info.needs}) as loader:
+        fetch_of = fetcher(loader, device, message_dtype(run.file.train))
+        for step in range(case["steps"]):
+            order = loader.order(step)
+            set_rates(engine, step)
+            fetch = fetch_of(order)
+            try:
+                engine.run_step(order, (lambda slot, f=fetch: _spoilt(f(slot))) if step == case["spoilt"] else fetch)
+            except NotFiniteError as error:
+                stopped = str(error)
+                break
+            losses = engine.runner.take_losses()
+            sums = torch.tensor([losses.get("text", 0.0), losses.get("image", 0.0)], dtype=torch.float64)
+            torch.distributed.all_reduce(sums)
+            history.append([*sums.tolist(), engine.grad_norm()])
+    out.mkdir(parents=True, exist_ok=True)
+    if place.rank == 0:
+        (out / "history.json").write_text(json.dumps(history))
+    if place.replica == 0 and place.tp_rank == 0:
+        save_file({f"{layer.name}/{name}": p.detach().clone() for layer in engine.module.layers
+                   for name, p in layer.named_parameters()}, out / f"stage-{place.stage.number}.safetensors")
+    summary = {"unit": place.unit.name, "counts": tracer.counts, "stopped": stopped, "skipped": engine.skipped_steps,
+               **_held(engine)}
+    (out / f"rank-{place.rank}.json").write_text(json.dumps(summary))
+    tracer.close()
+    engine.destroy()
+
+
+def _held(engine: UnitEngine) -> dict[str, Any]:
+    """What a rank holds beside its weights."""
+    states = engine.basic_optimizer.state.values() if engine.basic_optimizer else []
+    moments = [moment for state in states for key, moment in state.items() if key != "step"]
+    return {"moments": sum(moment.numel() for moment in moments),
+            "gradients": sum(p.grad is not None for p in engine.module.parameters()),
+            "frozen": sum(not p.requires_grad for p in engine.module.parameters())}
+
+
+def _spoilt(batch: Batch) -> Batch:
+    """Pixels that are no numbers."""
+    return batch if batch.pixels is None else replace(batch, pixels=[p * torch.nan for p in batch.pixels])

@@ -1,0 +1,107 @@
+"""Held-out losses: those of a direct forward pass, the same every time, and of the steps that ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from disttrain_cli.data.index import Index, build_index, held_out
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.layer import LOSS_PREFIX
+from disttrain_cli.runtime.evaluation import Evaluation
+from disttrain_cli.runtime.feeding import to_batch
+from disttrain_cli.runtime.topology import Place, build_topology
+from disttrain_cli.spec.runfile import EvaluationSpec, Run
+from tests.runtime.checkpoint_parts import alone
+from tests.runtime.factory import plan_of, unit, write_run
+
+SEQUENCES = 8  # two global batches of 6
+
+
+class OneProcess:
+    """An engine as far as an evaluation looks at it: all layers, one after the other."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, run: Run) -> None:
+        self.layers = build_layers(run, 0, len(layer_table(run)))
+        self.losses: dict[str, float] = {}
+        self.rows: list[str] = []
+        self.tracer = SimpleNamespace(now=lambda: 0, begin=lambda *_: None,
+                                      record=lambda operation, *_: self.rows.append(operation))
+        self.runner = SimpleNamespace(take_losses=self._take)
+
+    def evaluate(self, order: Any, fetch: Any) -> None:
+        for slot in range(len(order.slots)):
+            for name, value in losses_of(self.layers, fetch(slot)).items():
+                self.losses[name] = self.losses.get(name, 0.0) + value
+
+    def _take(self) -> dict[str, float]:
+        taken, self.losses = self.losses, {}
+        return taken
+
+
+def losses_of(layers: list[Any], batch: Any) -> dict[str, float]:
+    """Weighted losses of a batch by name."""
+    state: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for layer in layers:
+            state.update(layer(state, batch))
+    return {name.removeprefix(LOSS_PREFIX): float(loss) for name, loss in state.items()
+            if name.startswith(LOSS_PREFIX)}
+
+
+def mean_losses(run: Run, layers: list[Any], index: Index) -> tuple[float, float]:
+    """Means over tokens and images of the first held-out sequences, a whole global batch at a time."""
+    names = list(dict.fromkeys(info.module for info in layer_table(run)))
+    layout = plan_of(run, [unit("all", names, [len(layers)])], 6).plan
+    text = image = labels = targets = 0.0
+    with Loader(run, Orders(run.file, layout, held_out(index)), unit="all", replica=0,
+                fields=fields_of(run)) as loader:
+        for step in range(-(-SEQUENCES // 6)):
+            order = loader.order(step)
+            batch = to_batch(loader.fetch(step, 0), order, torch.device("cpu"), torch.float32)
+            found = losses_of(layers, batch)
+            text += found["text"] * order.label_tokens / run.file.model.loss_weights.text
+            image += found["image"] * order.targets / run.file.model.loss_weights.image
+            labels, targets = labels + order.label_tokens, targets + order.targets
+    return text / labels, image / targets
+
+
+def fields_of(run: Run) -> set[str]:
+    """What all layers together need of a batch."""
+    return {field for info in layer_table(run) for field in info.needs}
+
+
+def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Path) -> None:
+    write_sample_data(tmp_path / "data")
+    run = write_run(tmp_path, tmp_path / "data", held_out=0.3)
+    index = build_index(run, describe(run))
+    engine: Any = OneProcess(run)
+    modules = [info.module for info in layer_table(run)]
+    layout = plan_of(run, [unit("all", list(dict.fromkeys(modules)), [len(modules)])], 3).plan
+    place = build_topology(layout, modules).place(0)
+    assert isinstance(place, Place)
+    evaluation = Evaluation(run, EvaluationSpec(every_steps=3, sequences=SEQUENCES), layout, index, place,
+                            fields_of(run), torch.float32)
+    assert [step for step in range(9) if evaluation.due(step)] == [2, 5, 8]
+    with alone(tmp_path):
+        first, again = evaluation.losses(engine), evaluation.losses(engine)
+    assert first == again and engine.rows == ["evaluation"] * 2
+    text, image = mean_losses(run, engine.layers, index)
+    assert first["evaluation_loss_text"] == pytest.approx(text, rel=1e-5)
+    assert first["evaluation_loss_image"] == pytest.approx(image, rel=1e-5)
+    assert first["evaluation_loss"] == pytest.approx(text + 0.5 * image, rel=1e-5)
+
+
+def test_an_evaluation_needs_held_out_data(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"train.evaluation needs data.held_out"):
+        write_run(tmp_path, tmp_path, evaluation={"every_steps": 1, "sequences": 6})
