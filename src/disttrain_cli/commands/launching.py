@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from disttrain_cli.commands.common import short_path
+from disttrain_cli.commands.common import next_command, short_path
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, plan: Path) ->
         return slurm.commands(folder)
     if kind == "torchrun" or (len(nodes) > 1 and run.file.cluster.hostfile is not None):
         return torchrun.commands(nodes, folder)
-    where = short_path(run.path)
+    train = next_command("train", Path(short_path(run.path)), plan=None if plan == run.dir.plan else plan)
     if len(nodes) == 1:
-        return [f"disttrain train {where}"]
-    return [f"disttrain train {where} --emit {kind}" for kind in ("slurm", "torchrun   (with cluster.hostfile)")]
+        return [train]
+    return [f"{train} --emit {kind}" for kind in ("slurm", "torchrun   (with cluster.hostfile)")]
 
 
 def default_folder(run: Run) -> Path:
