@@ -131,7 +131,7 @@ def run(
                  f"Wrote {short_path(path)} and {short_path(picture)}")
     if not refused:
         console.hint(next_command("train", run_file, plan=out))
-    elif all(reason.rehearsed for reason in refused):
+    else:
         console.hint(f"{next_command('train', run_file, plan=out)} --rehearse")
 
 

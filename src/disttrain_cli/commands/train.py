@@ -96,12 +96,12 @@ def run(
         console.hint(next_command("train", run_file, plan=plan, steps=steps, emit="slurm" if elsewhere else emit)
                      + (" --rehearse" if rehearse else ""))
         return
-    refuse_not_run(chosen, opened.file, profile, rehearsing=rehearse)
     if rehearse:
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
         run_rehearsal(console, opened, chosen, profile, steps, resume)
         return
+    refuse_not_run(chosen, opened.file, profile)
     if emit is not None:
         write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
                       resume=resume, preflight=preflight)

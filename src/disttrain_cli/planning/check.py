@@ -62,12 +62,11 @@ def check_device(run: RunFile, profile: Profile) -> None:
 
 
 class NotRun(NamedTuple):
-    """Something that a plan asks for and that training does not do yet."""
+    """Something that a plan asks for and that training does not do; a rehearsal does."""
 
-    what: str  # a noun: "audio"
+    what: str  # a noun: "sizes without data"
     why: str
     next_step: str
-    rehearsed: bool = True  # whether emulated devices can do it
 
 
 def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
@@ -82,21 +81,19 @@ def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
     return found
 
 
-def refuse_not_run(plan: Plan, run: RunFile, profile: Profile, rehearsing: bool = False) -> None:
-    """Refuse, by name, a plan that training, or a rehearsal, does not run yet (`not_run`).
+def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
+    """Refuse, by name, a plan that training does not run yet (`not_run`).
 
     Raises:
         SpecError: every reason and a remedy for each.
     """
-    found = [reason for reason in not_run(plan, run, profile) if not (rehearsing and reason.rehearsed)]
+    found = not_run(plan, run, profile)
     if found:
         steps = "; ".join(reason.next_step for reason in found)
-        instead = "" if rehearsing or not all(reason.rehearsed for reason in found) else (
-            " Or try the plan on emulated devices: disttrain train --rehearse")
-        raise SpecError(f"This version does not {'rehearse' if rehearsing else 'train'} with "
-                        + ", nor with ".join(reason.what for reason in found),
+        raise SpecError("This version does not train with " + ", nor with ".join(reason.what for reason in found),
                         "\n".join(f"{reason.what}: {reason.why}" for reason in found),
-                        f"{steps[0].upper()}{steps[1:]}.{instead}")
+                        f"{steps[0].upper()}{steps[1:]}. "
+                        "Or try the plan on emulated devices: disttrain train --rehearse")
 
 
 def _check_choices(plan: Plan, run: RunFile) -> None:

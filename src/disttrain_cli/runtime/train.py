@@ -53,7 +53,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     earlier one left to `earlier/`; `resume` goes on from the newest checkpoint.
 
     Raises:
-        SpecError: the plan asks for what this runtime does not run (TP), or there is nothing to resume from.
+        SpecError: the plan's ranks belong on several hosts, or there is nothing to resume from.
         DisttrainError: another training of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of
             this run.
