@@ -33,7 +33,7 @@ WAYS = ("disttrain", "torch.save", "DeepSpeed")
 
 def measure(small: bool) -> common.Tables:
     """Seconds per GiB, and ratios of paired rounds."""
-    from disttrain_cli.runtime.launch import launch
+    from disttrain_cli.runtime.launching.launch import launch
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -72,9 +72,9 @@ def ranks(payload: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from disttrain_cli.runtime import checkpoint
+    from disttrain_cli.runtime.checkpoints import checkpoint
     from disttrain_cli.runtime.checkpoints.owning import allocate_moments, staged
-    from disttrain_cli.runtime.process import joined
+    from disttrain_cli.runtime.launching.process import joined
 
     rank, folder = int(os.environ["RANK"]), Path(payload["folder"])
     with joined("cpu", 600.0) as device:
@@ -134,9 +134,9 @@ def _write_run(folder: Path, width: int, blocks: int) -> Path:
 
 def _engine(payload: dict[str, Any], device: Any) -> Any:
     from disttrain_cli.models.graph import layer_table
-    from disttrain_cli.runtime.assemble import build_engine
-    from disttrain_cli.runtime.topology import build_topology
-    from disttrain_cli.runtime.tracing import Tracer, wall_clock
+    from disttrain_cli.runtime.engine.assemble import build_engine
+    from disttrain_cli.runtime.units.topology import build_topology
+    from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
     from disttrain_cli.spec.profile import Fingerprints
     from disttrain_cli.spec.runfile import read_run

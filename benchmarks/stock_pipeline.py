@@ -35,7 +35,7 @@ SMALL = (32, 2, 32, 1, 3, 1)
 
 def measure(small: bool) -> common.Tables:
     """Ratios of paired steps by layout."""
-    from disttrain_cli.runtime.launch import launch
+    from disttrain_cli.runtime.launching.launch import launch
 
     rows = []
     for name, (dp, precision, zero) in list(LAYOUTS.items())[:2 if small else None]:
@@ -60,7 +60,7 @@ def ranks(payload: dict[str, Any]) -> None:
     """One rank: both engines, steps in turn."""
     import torch.distributed as dist
 
-    from disttrain_cli.runtime.process import joined
+    from disttrain_cli.runtime.launching.process import joined
     from disttrain_cli.spec.runfile import read_run
 
     run = read_run(Path(payload["run"]))
@@ -116,10 +116,10 @@ def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) ->
     from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder, no_items
     from disttrain_cli.models.graph import describe, layer_table
     from disttrain_cli.models.layer import Batch
-    from disttrain_cli.runtime.assemble import build_engine
-    from disttrain_cli.runtime.optimizer import set_rates
-    from disttrain_cli.runtime.topology import build_topology
-    from disttrain_cli.runtime.tracing import Tracer, wall_clock
+    from disttrain_cli.runtime.engine.assemble import build_engine
+    from disttrain_cli.runtime.engine.optimizer import set_rates
+    from disttrain_cli.runtime.units.topology import build_topology
+    from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
     from disttrain_cli.spec.profile import Fingerprints
 

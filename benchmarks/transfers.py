@@ -28,7 +28,7 @@ def ranks(payload: dict[str, Any]) -> None:
     """Run every way in turns; the second unit's first rank writes the seconds of each (steps, waits)."""
     import torch.distributed as dist
 
-    from disttrain_cli.runtime.process import joined
+    from disttrain_cli.runtime.launching.process import joined
 
     with joined("cpu", 120.0):
         rank = int(os.environ["RANK"])
@@ -50,8 +50,8 @@ def _step(rank: int, ranks_of_group: Any, slots: int, sequences: int, split: boo
 
     from disttrain_cli.models.layer import TensorSpec
     from disttrain_cli.models.parallel import Group
-    from disttrain_cli.runtime.broker import Broker
-    from disttrain_cli.runtime.topology import Place, Stage
+    from disttrain_cli.runtime.units.broker import Broker
+    from disttrain_cli.runtime.units.topology import Place, Stage
     from disttrain_cli.spec.plan import UnitPlan
 
     tp = TP if split else 1
@@ -98,7 +98,7 @@ def _slot(sequences: int) -> Any:
 
 def measure(small: bool) -> Tables:
     """Steps and waits of the second unit, for microbatches of different sizes."""
-    from disttrain_cli.runtime.launch import launch
+    from disttrain_cli.runtime.launching.launch import launch
 
     rows = []
     for sequences in [1] if small else [1, 2, 4]:

@@ -307,7 +307,7 @@ def test_two_trainings_of_one_run(planned, refused):
 
 def test_every_start_has_a_name_of_its_own(tmp_path):
     """Also after one that ended before its first step: its reports must not count as the next one's."""
-    from disttrain_cli.runtime.starts import next_start
+    from disttrain_cli.runtime.launching.starts import next_start
 
     root = RunDir(tmp_path)
     assert next_start(root) == "start-000"

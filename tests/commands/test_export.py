@@ -5,7 +5,7 @@ import json
 import pytest
 
 from disttrain_cli.app import main
-from tests.runtime.test_export import trained, written_run
+from tests.runtime.outputs.test_export import trained, written_run
 
 
 def disttrain(*words):

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from disttrain_cli.runtime.launch import launch
+from disttrain_cli.runtime.launching.launch import launch
 from tests.models.parallel_worker import names
 from tests.models.test_generators import GENERATORS
 from tests.models.test_towers import TOWERS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from disttrain_cli.profiling.links import SIZES_BYTES, fit_link
-from disttrain_cli.runtime.launch import launch
+from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.profile import LinkProfile
 
 
@@ -29,7 +29,7 @@ def test_a_link_whose_times_do_not_grow_has_a_finite_bandwidth() -> None:
 def measure_in_rank(payload: dict[str, Any]) -> None:
     """Target of the test's processes."""
     from disttrain_cli.profiling.links import measure_links
-    from disttrain_cli.runtime.process import joined
+    from disttrain_cli.runtime.launching.process import joined
 
     with joined("cpu", 60.0) as device:
         found = measure_links(device)

@@ -14,15 +14,16 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
-from disttrain_cli.runtime import broker, checkpoint
-from disttrain_cli.runtime.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.gradients import gradient_flow
+from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_rates
 from disttrain_cli.runtime.feeding import fetcher, to_batch
-from disttrain_cli.runtime.gradients import gradient_flow
-from disttrain_cli.runtime.optimizer import learning_rate, parameter_groups, set_rates
-from disttrain_cli.runtime.process import joined
-from disttrain_cli.runtime.routes import Route
-from disttrain_cli.runtime.topology import build_topology
-from disttrain_cli.runtime.tracing import Tracer, wall_clock
+from disttrain_cli.runtime.launching.process import joined
+from disttrain_cli.runtime.units import broker
+from disttrain_cli.runtime.units.routes import Route
+from disttrain_cli.runtime.units.topology import build_topology
+from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.commands.conftest import MODULES, make_profile, module_profile

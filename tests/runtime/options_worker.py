@@ -17,14 +17,14 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.assemble import build_engine, message_dtype
-from disttrain_cli.runtime.engine import UnitEngine
-from disttrain_cli.runtime.faults import NotFiniteError
+from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.faults import NotFiniteError
+from disttrain_cli.runtime.engine.optimizer import set_rates
 from disttrain_cli.runtime.feeding import fetcher
-from disttrain_cli.runtime.optimizer import set_rates
-from disttrain_cli.runtime.process import joined
-from disttrain_cli.runtime.topology import build_topology
-from disttrain_cli.runtime.tracing import Tracer, wall_clock
+from disttrain_cli.runtime.launching.process import joined
+from disttrain_cli.runtime.units.topology import build_topology
+from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
 

@@ -19,8 +19,9 @@ import yaml
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.runtime import checkpoint, checkpoint_folder
-from disttrain_cli.runtime.launch import launch
+from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
+from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run

@@ -18,9 +18,9 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import to_batch
-from disttrain_cli.runtime.topology import Place, build_topology
+from disttrain_cli.runtime.units.topology import Place, build_topology
 from disttrain_cli.spec.runfile import EvaluationSpec, Run
-from tests.runtime.checkpoint_parts import alone
+from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.factory import plan_of, unit, write_run
 
 SEQUENCES = 8  # two global batches of 6

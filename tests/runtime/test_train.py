@@ -13,8 +13,8 @@ import torch
 
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError, SpecError
-from disttrain_cli.runtime.checkpoint import read_tensors
-from disttrain_cli.runtime.checkpoint_folder import all_of
+from disttrain_cli.runtime.checkpoints.checkpoint import read_tensors
+from disttrain_cli.runtime.checkpoints.folder import all_of
 from disttrain_cli.runtime.train import train
 from disttrain_cli.spec.trace import OPERATIONS, STEP_COLUMNS, TRACE_COLUMNS, read_job
 from tests.runtime.factory import make_job

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.runtime.launch import launch
+from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run

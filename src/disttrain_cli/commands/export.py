@@ -44,7 +44,7 @@ def run(
     """Write a checkpoint as Hugging Face folders (safetensors)."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
-    from disttrain_cli.runtime.export import export
+    from disttrain_cli.runtime.outputs.export import export
 
     with console.progress() as progress:
         exported = export(opened, to, step=checkpoint, ema=ema, progress=progress)

@@ -10,9 +10,9 @@ from disttrain_cli.commands.common import next_command, short_path
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
-    from disttrain_cli.runtime.emit.hosts import Node
-    from disttrain_cli.runtime.emit.scripts import Emitted
-    from disttrain_cli.runtime.topology import Topology
+    from disttrain_cli.runtime.launching.emit.hosts import Node
+    from disttrain_cli.runtime.launching.emit.scripts import Emitted
+    from disttrain_cli.runtime.units.topology import Topology
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.runfile import Run
@@ -24,7 +24,7 @@ MOST_GROUPS = 3
 
 def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, plan: Path) -> None:
     """Who would run what, where, with whom, and how it would be started; nothing is started or written."""
-    from disttrain_cli.runtime.emit.hosts import hosts_of, place_ranks
+    from disttrain_cli.runtime.launching.emit.hosts import hosts_of, place_ranks
     from disttrain_cli.runtime.train import topology_of
 
     topology = topology_of(chosen, profile)
@@ -81,7 +81,7 @@ def _groups(topology: Topology, what: str) -> list[list[int]]:
 
 def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, plan: Path) -> list[str]:
     """What to type; scripts have the names that `--emit` would give them."""
-    from disttrain_cli.runtime.emit import slurm, torchrun
+    from disttrain_cli.runtime.launching.emit import slurm, torchrun
 
     folder = default_folder(run)
     if kind == "slurm":
@@ -102,8 +102,8 @@ def default_folder(run: Run) -> Path:
 def emit(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit, *, plan: Path, out: Path | None,
          steps: int | None, resume: bool, preflight: bool) -> None:
     """Write the scripts and say how to start them."""
-    from disttrain_cli.runtime.emit.slurm import emit_slurm
-    from disttrain_cli.runtime.emit.torchrun import emit_torchrun
+    from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
+    from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 
     folder, total = out or default_folder(run), steps if steps is not None else run.file.train.steps
     if kind == "slurm":

@@ -1,4 +1,4 @@
-"""Time of an AdamW step per parameter, with the optimizer that the runtime uses (`runtime.optimizer`)."""
+"""Time of an AdamW step per parameter, with the optimizer that the runtime uses (`runtime.engine.optimizer`)."""
 
 from __future__ import annotations
 

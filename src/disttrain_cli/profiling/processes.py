@@ -13,7 +13,7 @@ import numpy as np
 
 from disttrain_cli.profiling.kept import Records, kept_path, load, save
 from disttrain_cli.profiling.worker import Variant
-from disttrain_cli.runtime.launch import launch
+from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.profile import LinkProfile
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.runfile import Run

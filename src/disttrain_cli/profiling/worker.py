@@ -28,7 +28,7 @@ from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
 from disttrain_cli.profiling.trial import Bench
-from disttrain_cli.runtime.process import rendezvous
+from disttrain_cli.runtime.launching.process import rendezvous
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.runfile import read_run
 

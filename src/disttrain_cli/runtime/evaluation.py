@@ -15,12 +15,12 @@ from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.runtime.feeding import fetcher
-from disttrain_cli.runtime.topology import Place
+from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
 
 if TYPE_CHECKING:
-    from disttrain_cli.runtime.engine import UnitEngine
+    from disttrain_cli.runtime.engine.engine import UnitEngine
 
 
 class Evaluation:

@@ -19,14 +19,14 @@ from disttrain_cli.data.ordering.loads import order_loads
 from disttrain_cli.data.sizes import Sizes
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.averaging import Average
-from disttrain_cli.runtime.checkpoint import Saver
-from disttrain_cli.runtime.checkpoint_folder import made_from
-from disttrain_cli.runtime.engine import UnitEngine
+from disttrain_cli.runtime.checkpoints.averaging import Average
+from disttrain_cli.runtime.checkpoints.checkpoint import Saver
+from disttrain_cli.runtime.checkpoints.folder import made_from
+from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_rates
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
-from disttrain_cli.runtime.optimizer import learning_rate, rates, set_rates
-from disttrain_cli.runtime.tracing import size_writer, step_writer
-from disttrain_cli.runtime.watch import Watch
+from disttrain_cli.runtime.watching.tracing import size_writer, step_writer
+from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir

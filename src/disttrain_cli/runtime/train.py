@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError
-from disttrain_cli.runtime import launch as launching
-from disttrain_cli.runtime.checkpoint_folder import latest
-from disttrain_cli.runtime.starts import Reports, alone, job_of, run_ranks, step_to_resume
-from disttrain_cli.runtime.supervise import merged, stop_request, supervised
-from disttrain_cli.runtime.topology import Topology, build_topology
+from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.launching import launch as launching
+from disttrain_cli.runtime.launching.starts import Reports, alone, job_of, run_ranks, step_to_resume
+from disttrain_cli.runtime.units.topology import Topology, build_topology
+from disttrain_cli.runtime.watching.supervise import merged, stop_request, supervised
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
@@ -156,7 +156,7 @@ def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) 
         return []
     progress("generating images", 0, 0)
     folder = run.dir.images / checkpoint.name
-    launching.launch(1, "disttrain_cli.runtime.sampling:main",
+    launching.launch(1, "disttrain_cli.runtime.outputs.sampling:main",
                      {"run": str(run.path.resolve()), "profile": profile.model_dump(mode="json"),
                       "checkpoint": str(checkpoint), "images": str(folder)}, run.dir.logs / "sampling")
     return [str(path) for path in sorted(folder.glob("*.png"))]

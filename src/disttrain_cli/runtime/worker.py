@@ -20,20 +20,20 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import READ
 from disttrain_cli.models.graph import layer_table
-from disttrain_cli.runtime import checkpoint
-from disttrain_cli.runtime.assemble import build_engine, message_dtype
-from disttrain_cli.runtime.averaging import Average
-from disttrain_cli.runtime.checkpoint_folder import made_from
+from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints.averaging import Average
+from disttrain_cli.runtime.checkpoints.folder import made_from
+from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher
-from disttrain_cli.runtime.grid import UnitGrid
-from disttrain_cli.runtime.join import join
-from disttrain_cli.runtime.meeting import check_groups
+from disttrain_cli.runtime.launching.join import join
+from disttrain_cli.runtime.launching.meeting import check_groups
 from disttrain_cli.runtime.steps import Task, publish, run_steps
-from disttrain_cli.runtime.topology import Place
-from disttrain_cli.runtime.tracing import Tracer, wall_clock
-from disttrain_cli.runtime.trackers import trackers_of
-from disttrain_cli.runtime.watch import Watch
+from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
+from disttrain_cli.runtime.watching.trackers import trackers_of
+from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file

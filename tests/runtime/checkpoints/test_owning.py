@@ -10,7 +10,7 @@ import torch
 
 from disttrain_cli.models.division import piece, shard_of
 from disttrain_cli.runtime.checkpoints.owning import allocate_moments, named_parameters, staged, wanted
-from tests.runtime.checkpoint_parts import SHAPES, engine_of
+from tests.runtime.checkpoints.checkpoint_parts import SHAPES, engine_of
 
 LAYOUTS = [{"dp": 1}, {"dp": 3}, {"dp": 3, "zero": True}, {"dp": 2, "tp": 2}, {"dp": 3, "tp": 2, "zero": True},
            {"dp": 5, "tp": 1, "zero": True}, {"dp": 40}]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.runtime.rehearsal.joining import joined_layout, joined_order, replicas_of
-from disttrain_cli.runtime.routes import End, local_rows, routes
+from disttrain_cli.runtime.units.routes import End, local_rows, routes
 from disttrain_cli.simulation.grouping import unit_shares
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan

@@ -20,7 +20,7 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.runtime.checkpoints.boxes import Pieces, flat_boxes, spread
 
 if TYPE_CHECKING:
-    from disttrain_cli.runtime.engine import UnitEngine
+    from disttrain_cli.runtime.engine.engine import UnitEngine
 
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")

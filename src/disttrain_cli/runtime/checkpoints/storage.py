@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from disttrain_cli.runtime.checkpoint_folder import DESCRIPTION, TENSORS, VERSION, digest_of, partial
 from disttrain_cli.runtime.checkpoints.boxes import Pieces
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, digest_of, partial
 from disttrain_cli.spec.files import parse_json, write_whole
 
 #: Names of safetensors' format.

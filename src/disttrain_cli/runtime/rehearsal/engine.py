@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.engine import UnitEngine, amounts
+from disttrain_cli.runtime.engine.engine import UnitEngine, amounts
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder
-from disttrain_cli.runtime.tracing import Tracer
+from disttrain_cli.runtime.watching.tracing import Tracer
 
 #: Between the last host that is ready and the step, so that all hosts have given their devices the first operation.
 MARGIN_S = 0.1

@@ -25,8 +25,8 @@ from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.joining import Shares, joined_order, replicas_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch
-from disttrain_cli.runtime.routes import local_rows
-from disttrain_cli.runtime.topology import Place
+from disttrain_cli.runtime.units.routes import local_rows
+from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.simulation.faults import slowdown
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile

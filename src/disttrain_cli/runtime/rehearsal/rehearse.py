@@ -17,9 +17,9 @@ from disttrain_cli.data.ordering.loads import order_loads
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.runtime.launching.starts import alone, job_of, run_ranks, step_to_resume
 from disttrain_cli.runtime.rehearsal.feeding import rehearsed_index
 from disttrain_cli.runtime.rehearsal.setting import Setting, setting_of
-from disttrain_cli.runtime.starts import alone, job_of, run_ranks, step_to_resume
 from disttrain_cli.simulation.faults import check_faults, inject
 from disttrain_cli.simulation.grouping import grouped
 from disttrain_cli.simulation.pipeline import simulate_steps

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from disttrain_cli.data.slots import Slot
 from disttrain_cli.models.layer import TensorSpec
-from disttrain_cli.runtime.broker import Broker
 from disttrain_cli.runtime.rehearsal.device import Device
+from disttrain_cli.runtime.units.broker import Broker
 
 
 @dataclass(kw_only=True)

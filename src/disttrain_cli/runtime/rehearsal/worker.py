@@ -22,22 +22,22 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime import checkpoint
-from disttrain_cli.runtime.assemble import brokers, engine_parts, live_at, message_dtype
-from disttrain_cli.runtime.broker import Broker, Brokers, together
-from disttrain_cli.runtime.checkpoint_folder import made_from
-from disttrain_cli.runtime.grid import UnitGrid
-from disttrain_cli.runtime.process import joined
+from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints.folder import made_from
+from disttrain_cli.runtime.engine.assemble import brokers, engine_parts, live_at, message_dtype
+from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
+from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.engine import EmulatedEngine, NodeTracer
 from disttrain_cli.runtime.rehearsal.feeding import Feeder, rehearsed_index
 from disttrain_cli.runtime.rehearsal.joining import joined_layout
 from disttrain_cli.runtime.rehearsal.layers import EmulatedLayer, EmulatedModule, message_specs
 from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
-from disttrain_cli.runtime.stage import StageRunner, build_segments
 from disttrain_cli.runtime.steps import Task, run_steps
-from disttrain_cli.runtime.topology import Place, build_topology
-from disttrain_cli.runtime.tracing import Tracer
+from disttrain_cli.runtime.units.broker import Broker, Brokers, together
+from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.topology import Place, build_topology
+from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.simulation.faults import slowdown
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, Plan

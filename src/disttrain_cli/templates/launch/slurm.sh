@@ -16,9 +16,9 @@ mapfile -t hosts < <(scontrol show hostnames "$@{nodelist}")
 export MASTER_ADDR="${hosts[0]}" MASTER_PORT=@{port}
 @{serve}
 @{uneven}
-@{python} disttrain_cli.runtime.begin "$job" --again "$again"
+@{python} disttrain_cli.runtime.launching.begin "$job" --again "$again"
 srun @{group}--ntasks=@{tasks} --distribution=@{distribution} --kill-on-bad-exit=1 \
-  @{python} disttrain_cli.runtime.rank "$job" &
+  @{python} disttrain_cli.runtime.launching.rank "$job" &
 child=$!
 code=0
 follow "$child" || code=$?

@@ -16,7 +16,7 @@ while true; do
   @{begin}
   @{python} torch.distributed.run --nnodes=@{nodes} --node-rank=@{node} --nproc-per-node=@{ranks} \
     --master-addr=@{master} --master-port="$port" --max-restarts=0 --shutdown-timeout=20 \
-    -m disttrain_cli.runtime.rank "$job" &
+    -m disttrain_cli.runtime.launching.rank "$job" &
   child=$!
   code=0
   follow "$child" || code=$?

@@ -1,0 +1,131 @@
+"""From a plan and a place to a running engine: this rank's layers, brokers, optimizer and DeepSpeed configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
+from disttrain_cli.models.layer import PipelineLayer, TensorSpec
+from disttrain_cli.models.parallel import Group, join
+from disttrain_cli.models.weights import load_into
+from disttrain_cli.runtime.engine.engine import StageModule, UnitEngine
+from disttrain_cli.runtime.engine.faults import Sums, out_of_memory
+from disttrain_cli.runtime.engine.gradients import gradient_flow
+from disttrain_cli.runtime.engine.optimizer import make_optimizer
+from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
+from disttrain_cli.runtime.units.broker import Broker, together
+from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.topology import Place, Stage, Topology
+from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.spec.plan import Layout, Plan
+from disttrain_cli.spec.runfile import PROJECTORS, Run, TrainSpec
+
+
+def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device,
+                 tracer: Tracer) -> UnitEngine:
+    """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around them.
+
+    Raises:
+        SpecError: published weights do not fit the model.
+        OutOfMemoryError: the device has not enough memory for the stage.
+    """
+    with out_of_memory(place, plan.plan, "start", -1):
+        return _build_engine(run, plan, topology, place, device, tracer)
+
+
+def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device,
+                  tracer: Tracer) -> UnitEngine:
+    table, stage, grid = layer_table(run), place.stage, UnitGrid(topology, place)
+    layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device, tp=stage.tp,
+                          tp_rank=place.tp_rank)
+    for note in load_into(layers, run):
+        print(note, flush=True)
+    for layer in layers:
+        join(layer, grid.tp)
+    flow = gradient_flow(table, run.file.model.trained)
+    flow.mark(layers, stage.layers.start)
+    upstream, downstream = brokers(topology, place, table, message_dtype(run.file.train), device,
+                                   flow.carrying.__getitem__, grid.tp)
+    runner = StageRunner(
+        build_segments(layers, stage.layers.start, lambda cut: live_at(table, stage, cut), flow.carrying.__getitem__),
+        recompute=place.unit.checkpointing, sums=Sums([*run.file.model.order, PROJECTORS]))
+    engine = UnitEngine(**engine_parts(run, plan.plan, grid, place, layers), runner=runner, upstream=together(upstream),
+                        downstream=together(downstream), tracer=tracer)
+    if engine.optimizer is None:  # DeepSpeed casts what it optimizes
+        engine.module.to(message_dtype(run.file.train))
+    return engine
+
+
+def message_dtype(train: TrainSpec) -> torch.dtype:
+    """Precision of what ranks send each other."""
+    return torch.bfloat16 if train.precision == "bf16" else torch.float32
+
+
+def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: torch.dtype, device: torch.device,
+            carrying: Callable[[int], frozenset[str]] | None = None,
+            group: Group | None = None) -> tuple[list[Broker], list[Broker]]:
+    """Brokers to the stages before and after a rank's own.
+
+    `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not given).
+    """
+    stage = place.stage
+
+    def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        cut = after.layers.start
+        made = _written(table[before.reach:before.layers.stop])
+        specs = [spec for spec in live_tensors(table, cut) if spec.name in made]
+        return specs, [spec for spec in specs if carrying is None or spec.name in carrying(cut)]
+
+    upstream, downstream = list[Broker](), list[Broker]()
+    for neighbour in (topology.stages[number] for number in stage.before):
+        activations, gradients = crossing(neighbour, stage)
+        upstream.append(Broker(place, neighbour, gradients, activations, dtype, device, group))
+    if stage.after is not None:
+        neighbour = topology.stages[stage.after]
+        activations, gradients = crossing(stage, neighbour)
+        downstream.append(Broker(place, neighbour, activations, gradients, dtype, device, group))
+    return upstream, downstream
+
+
+def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
+    """State tensors that cross a cut inside a stage or at its ends: of those on its own line."""
+    made = _written(table[stage.reach:cut])
+    return [spec for spec in live_tensors(table, cut) if spec.name in made]
+
+
+def _written(layers: Sequence[LayerInfo]) -> set[str]:
+    return {spec.name for layer in layers for spec in layer.writes}
+
+
+def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: Place,
+                 layers: Sequence[PipelineLayer]) -> dict[str, Any]:
+    """What an engine is made of besides its runner, brokers and tracer: module, optimizer, configuration."""
+    train = run.file.train
+    optimizer = make_optimizer(layers, train.optimizer)
+    return {"module": StageModule(layers, grid, place), "optimizer": optimizer,
+            "config": deepspeed_config(train, layout, place.unit.dp, optimizer is not None),
+            "place": place, "layout": layout, "train_spec": train}
+
+
+def deepspeed_config(train: TrainSpec, layout: Layout, dp: int, trains: bool = True) -> dict[str, Any]:
+    """The DeepSpeed configuration of one stage: `template.json` with the numbers of this run filled in.
+
+    micro batch 1 and train batch DP · slots satisfy its assertions for any split of a slot. It neither takes norms
+    nor clips (the engine does), splits nothing where there is one replica (fp32), and optimizes nothing where the
+    stage does not train.
+    """
+    config: dict[str, Any] = json.loads((files("disttrain_cli") / "templates" / "deepspeed.json").read_text())
+    config["train_batch_size"] = dp * layout.microbatches
+    config["gradient_accumulation_steps"] = layout.microbatches
+    if trains and train.precision == "bf16":
+        config["zero_optimization"]["stage"] = 1
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif trains and layout.zero_stage == 1 and dp > 1:
+        config["zero_optimization"] |= {"stage": 1, "compute_grad_norm": False}
+    return config

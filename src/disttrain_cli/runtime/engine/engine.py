@@ -1,0 +1,340 @@
+"""The engine: DeepSpeed's pipeline engine, driven over units of different shape.
+
+What is kept of DeepSpeed: its schedule, ZeRO-1 and bf16 optimizers, gradient reduction, accelerator handling.
+What is replaced: how a slot is loaded, computed and moved (`StageRunner`, `Broker`), and how the gradient norm is
+taken and clipped to (once over all units: each rank counts its own partition or share). A stage of which nothing is
+trained has no optimizer, but stays in that reduction (deepspeed traps 7, 19, 33).
+The numbers in the comments are the traps listed in docs/deepspeed.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor, nn
+
+from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
+from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.parallel import sum_over
+from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
+from disttrain_cli.runtime.engine.optimizer import drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
+from disttrain_cli.runtime.engine.stage import StageRunner
+from disttrain_cli.runtime.units.broker import Broker, Brokers
+from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.runfile import TrainSpec
+
+#: Names of the losses that a model may have.
+LOSSES = ("text", "image")
+
+
+class StageModule(PipelineModule):
+    """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap 2)."""
+
+    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, place: Place) -> None:
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList(layers)
+        self._grid, self._topo = grid, grid.topology()
+        self._local_start, self._local_stop = place.stage.layers.start, place.stage.layers.stop
+        self.stage_id, self.num_stages = grid.stage_id, grid.pipe_parallel_size
+        self.global_rank, self.world_size = place.rank, grid.world_size
+        self.loss_fn, self.tied_modules = None, nn.ModuleDict()
+        self.tied_comms: dict[str, Any] = {}
+        self.activation_checkpoint_interval = 0
+        self.dynamic_shape = True
+        for parameter in self.parameters():
+            parameter.ds_pipe_replicated = False
+
+    def mpu(self) -> UnitGrid:
+        return self._grid
+
+
+class UnitEngine(PipelineEngine):
+    """One rank's engine. `run_step` executes one optimizer step."""
+
+    _starting = True
+
+    def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any],
+                 runner: StageRunner, upstream: Broker | Brokers | None, downstream: Broker | Brokers | None,
+                 place: Place, tracer: Tracer, layout: Layout, train_spec: TrainSpec) -> None:
+        super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
+                         config_class=DeepSpeedConfig(config, module.mpu()))
+        self._starting = False
+        self.runner, self.upstream, self.downstream = runner, upstream, downstream
+        self.place, self.tracer = place, tracer
+        self.layout, self.train_spec = layout, train_spec
+        self.order: StepOrder
+        self.fetch: Callable[[int], Batch]
+        self._state: dict[int, dict[str, Tensor]] = {}  # slot → tensors waiting between two instructions
+        self._amounts: dict[tuple[int, str], dict[str, int]] = {}  # of this step, by slot and module
+        self.data_wait_ns = 0
+        self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
+        self._norm = math.nan
+        if self.using_bf16_optimizer:  # its own norm asks other ranks than ours; trap 8 forbids a subclass
+            nothing = torch.zeros(1, device=self.device)
+            self.optimizer.get_grads_for_norm = lambda for_clipping=False: ([nothing], {})
+            self.optimizer.mpu = None
+
+    # ---- DeepSpeed's questions -------------------------------------------------------------------------------
+    def is_first_stage(self) -> bool:
+        """Both ends while starting: its ping-pong with neighbours assumes equal DP (trap 3)."""
+        return self._starting or super().is_first_stage()
+
+    def is_last_stage(self) -> bool:
+        return self._starting or super().is_last_stage()
+
+    # ---- one step --------------------------------------------------------------------------------------------
+    def get_ready(self) -> None:
+        """Called before the clock of a step starts: a rank begins as soon as it can."""
+
+    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
+        """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot.
+
+        Raises:
+            NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` says to stop.
+            OutOfMemoryError: the device has no memory left.
+        """
+        self.order, self.fetch, self.data_wait_ns, self._amounts = order, fetch, 0, {}
+        self.runner.losses.clear()
+        if self.runner.sums is not None:
+            self.runner.sums.clear()
+        self.module.train()
+        for broker in (self.upstream, self.downstream):
+            if broker is not None:
+                broker.expect(order.slots)
+        self._exec_schedule(schedule.TrainSchedule(micro_batches=len(order.slots), stages=self.place.stage.line,
+                                                   stage_id=self.place.stage.position))
+
+    def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
+        """The forward half of a step, of which only the losses stay (`runner.take_losses`); no row tells of it.
+
+        DeepSpeed's schedule for inference loads before it receives (deepspeed trap 17). At most one slot is under way
+        to the next stage, so that a fast stage does not fill the memory of a slow one.
+        """
+        self.order, self.fetch, self._state = order, fetch, {}
+        self.module.eval()
+        self.tracer.silent = True
+        try:
+            with torch.no_grad():
+                for slot in range(len(order.slots)):
+                    if self.upstream is not None:
+                        self._receive_activation(slot)
+                    self._forward(slot)
+                    self.runner.in_flight.pop(slot)
+                    if self.downstream is not None:
+                        self.downstream.drain()
+                        self._send_activation(slot)
+            if self.downstream is not None:
+                self.downstream.drain()
+        finally:
+            self.tracer.silent = False
+
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        return self._norm
+
+    def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
+        """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction here needs."""
+        self._state = {}
+        forwards, backwards = 0, 0
+        for commands in pipe_schedule:
+            for command in sorted(commands, key=self._late):
+                kind = type(command)
+                if kind in (schedule.RecvActivation, schedule.ForwardPass):
+                    slot = forwards
+                elif kind is schedule.SendActivation:
+                    slot = forwards - 1
+                elif kind in (schedule.RecvGrad, schedule.BackwardPass):
+                    slot = backwards
+                elif kind is schedule.SendGrad:
+                    slot = backwards - 1
+                else:
+                    slot = -1
+                self.tracer.begin(self._INSTRUCTION_MAP[kind].removeprefix("_"), slot)
+                getattr(self, self._INSTRUCTION_MAP[kind])(slot)
+                forwards += kind is schedule.ForwardPass
+                backwards += kind is schedule.BackwardPass
+
+    def _late(self, command: schedule.PipeInstruction) -> bool:
+        """Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs both sides."""
+        return self.device.type == "cpu" and type(command) not in (schedule.SendActivation, schedule.SendGrad)
+
+    def _receive_activation(self, slot: int) -> None:
+        assert self.upstream is not None
+        start = self.tracer.now()
+        tensors, size, peer = self.upstream.receive(self.order.slots[slot])
+        self._state[slot] = tensors
+        self.tracer.record("receive_activation", start, slot=slot, bytes=size, peer=peer)
+
+    def _forward(self, slot: int) -> None:
+        start = self.tracer.now()
+        self.tracer.begin("load", slot)
+        batch = self.fetch(slot)
+        self.data_wait_ns += self.tracer.record("load", start, slot=slot)
+        with self._memory("forward", slot):
+            self._state[slot] = self.runner.forward(slot, self._state.pop(slot, {}), batch,
+                                                    self._timed("forward", slot))
+
+    def _send_activation(self, slot: int) -> None:
+        assert self.downstream is not None
+        start = self.tracer.now()
+        size, peer = self.downstream.send(self.order.slots[slot], self._state.pop(slot))
+        self.tracer.record("send_activation", start, slot=slot, bytes=size, peer=peer)
+
+    def _receive_gradient(self, slot: int) -> None:
+        assert self.downstream is not None
+        if not self.runner.segments[-1].returning:
+            return
+        start = self.tracer.now()
+        gradients, size, peer = self.downstream.receive(self.order.slots[slot])
+        self._state[slot] = gradients
+        self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
+
+    def _backward(self, slot: int) -> None:
+        if self.using_bf16_optimizer:
+            self.optimizer.clear_lp_grads(set_to_none=True)
+        self._running_engine_backward = True  # trap 28
+        with self._memory("backward", slot):
+            gradients = self.runner.backward(slot, self._state.pop(slot, {}), self._timed("backward", slot))
+        self._running_engine_backward = False
+        if self.using_bf16_optimizer:
+            self.optimizer.update_hp_grads(clear_lp_grads=False)
+        if self.upstream is not None and self.runner.segments[0].carrying:
+            self._state[slot] = gradients
+
+    def _send_gradient(self, slot: int) -> None:
+        assert self.upstream is not None
+        if not self.runner.segments[0].carrying:
+            return
+        start = self.tracer.now()
+        size, peer = self.upstream.send(self.order.slots[slot], self._state.pop(slot))
+        self.tracer.record("send_gradient", start, slot=slot, bytes=size, peer=peer)
+
+    def _reduce(self, slot: int) -> None:
+        start = self.tracer.now()
+        waited = [broker.drain() for broker in (self.upstream, self.downstream) if broker is not None]
+        if any(waited):
+            self.tracer.record("wait", start)
+        start = self.tracer.now()
+        if not self.using_bf16_optimizer:
+            for parameter in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        self._sum_partial_gradients()
+        self._reduce_gradients()
+        reduced = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        self.tracer.record("reduce", start, bytes=reduced if self.place.unit.dp > 1 else 0)
+
+    def _step(self, slot: int) -> None:
+        start = self.tracer.now()
+        with self._memory("optimizer step", slot):
+            self._update()
+        self.tracer.record("step", start)
+
+    def _sum_partial_gradients(self) -> None:
+        """Over the TP group: gradients of undivided weights, of which each rank has a part (`parallel.join`)."""
+        group = self.module.mpu().tp
+        if group is not None:
+            sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
+
+    def _reduce_gradients(self) -> None:
+        if self.optimizer is not None and self.place.unit.dp > 1:  # stock DeepSpeed copies its gradients even alone
+            super()._exec_reduce_grads()
+
+    def _update(self) -> None:
+        """Take the world's gradient norm, clip to it and step; leave everything as it was where it is not finite."""
+        gradients = reduced_gradients(self.optimizer, self.place.unit.dp, self.place.unit.tp)
+        losses = [torch.isfinite(loss).double() for loss in self.runner.losses.values()]
+        world = torch.stack([sum_of_squares(gradients, self.device),
+                             sum((1.0 - finite for finite in losses), torch.zeros((), device=self.device)).double()])
+        dist.all_reduce(world)
+        squared, bad_losses = world.tolist()
+        self._norm = math.sqrt(squared) if squared >= 0 else math.nan
+        if bad_losses or not math.isfinite(squared):
+            self._refuse_step(gradients)
+            return
+        self.skipped_in_a_row = 0
+        if self.optimizer is None:
+            return
+        clipping = self.train_spec.gradient_clipping
+        if clipping and (scale := clipping / (self._norm + 1e-6)) < 1.0:
+            torch._foreach_mul_([tensor for _, tensors, _ in gradients for tensor in tensors], scale)
+        self._force_grad_boundary = True
+        self._take_model_step(None)
+        self._force_grad_boundary = False
+
+    def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
+        """Drop the gradients of a step that is not finite, and stop if that is what the run asks for."""
+        sums = self.runner.sums
+        assert sums is not None
+        for module, tensors, _ in gradients:
+            sums.note("gradients", 0, 0, module, tensors)
+        where = sums.first(self.device)
+        own = {name: float(loss) for name, loss in self.runner.losses.items()}
+        losses = torch.tensor([own.get(name, 0.0) for name in LOSSES], dtype=torch.float64, device=self.device)
+        dist.all_reduce(losses)
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        skipping = self.train_spec.on_bad_loss == "skip"
+        error = not_finite(self.order.step, dict(zip(LOSSES, losses.tolist(), strict=True)), self._norm, where,
+                           self.skipped_in_a_row if skipping else 0)
+        if not skipping or self.skipped_in_a_row >= MOST_SKIPPED:
+            raise error
+        print(f"skipped: {error.what} ({error.why})", flush=True)
+        drop_gradients(self.optimizer)
+
+    def _memory(self, operation: str, slot: int) -> AbstractContextManager[None]:
+        return out_of_memory(self.place, self.layout, operation, slot)
+
+    def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
+        """Record one trace row per module, with the work that the slot brings to it."""
+        def before(module: str) -> Callable[[], None]:
+            self.tracer.begin(operation, slot, module)
+            start = self.tracer.now()
+
+            def after() -> None:
+                if (slot, module) not in self._amounts:  # the backward's are those of the forward
+                    current = self.order.slots[slot]
+                    items = current.replicas[self.place.unit.name][self.place.replica]
+                    self._amounts[slot, module] = amounts(current, module, items)
+                self.tracer.record(operation, start, slot=slot, module=module, **self._amounts[slot, module])
+            return after
+        return before
+
+    def _nothing(self, slot: int) -> None:
+        """Tied weights do not exist; every stage loads what its layers need in `_forward`."""
+
+    #: By name, so that subclasses may replace one: the base class's map holds its own functions (trap 4).
+    _INSTRUCTION_MAP = {  # noqa: RUF012
+        schedule.OptimizerStep: "_step",
+        schedule.ReduceGrads: "_reduce",
+        schedule.ReduceTiedGrads: "_nothing",
+        schedule.LoadMicroBatch: "_nothing",
+        schedule.ForwardPass: "_forward",
+        schedule.BackwardPass: "_backward",
+        schedule.SendActivation: "_send_activation",
+        schedule.RecvActivation: "_receive_activation",
+        schedule.SendGrad: "_send_gradient",
+        schedule.RecvGrad: "_receive_gradient",
+    }
+
+
+def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:
+    """What a trace row says of the work that some items of a slot bring to a module."""
+    item = slot.inputs.item(module)
+    work = slot.work(item, items)
+    images = int(np.isin(slot.image_sequence, items.sequences).sum()) if item == "sequence" else int(work.items)
+    return {"tokens": int(work.tokens), "images": images, "sequences": len(items.sequences),
+            "sum_length_sq": int(work.sum_length_sq)}

@@ -1,0 +1,165 @@
+"""One stage's computation: forward and backward of its layers for one slot, module by module.
+
+Every stage is treated alike, first, last or in mid-pipeline: it maps the tensors that cross its entry to those
+that cross its exit, and adds losses where one of its layers has one. Backward is one `autograd.backward` over
+[losses, outputs] per module (deepspeed traps 11, 24). Modules inside a stage are separated by detached tensors,
+so that each has its own forward and backward time whatever the layout.
+
+A layer that is still (`engine.gradients`) runs without a graph, and a module whose layers all are has no backward.
+Where activations are recomputed, a layer keeps only its inputs (Chen et al. 2016, arXiv 1604.06174), by torch's
+non-reentrant checkpoints (deepspeed traps 20, 21, 32). Dropout draws from no generator, so none is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
+from disttrain_cli.runtime.engine.faults import Sums
+
+
+@dataclass
+class Segment:
+    """Consecutive layers of one module on a stage, with the tensors that cross its two ends."""
+
+    module: str
+    layers: list[PipelineLayer]
+    entry: list[str]
+    exit: list[str]
+    carrying: frozenset[str]  # tensors of the entry whose gradients are asked for
+    returning: frozenset[str]  # tensors of the exit whose gradients come back
+    place: int  # of its first layer in the model
+
+    @property
+    def still(self) -> bool:
+        """Whether there is nothing to do in the backward."""
+        return not self.carrying and not any(layer.trained for layer in self.layers)
+
+
+@dataclass
+class _Saved:
+    """What one slot keeps of one segment from forward to backward."""
+
+    inputs: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    losses: list[Tensor]
+
+
+@dataclass
+class StageRunner:
+    """Runs the segments of a stage and remembers the slots in flight."""
+
+    segments: list[Segment]
+    recompute: bool = False
+    sums: Sums | None = None  # where numbers are watched
+    in_flight: dict[int, list[_Saved]] = field(default_factory=dict)
+    losses: dict[str, Tensor] = field(default_factory=dict)  # summed since the last `take_losses`
+
+    @property
+    def still(self) -> bool:
+        """Whether the stage has no backward."""
+        return all(segment.still for segment in self.segments)
+
+    def forward(self, slot: int, state: dict[str, Tensor], batch: Batch,
+                timed: Callable[[str], Callable[[], None]]) -> dict[str, Tensor]:
+        """Run a slot forward; `state` holds the tensors at the entry, the result those at the exit.
+
+        `timed(module)` is called before each module and returns what is called after it.
+        """
+        saved = []
+        for segment in self.segments:
+            done = timed(segment.module)
+            inputs = {name: state[name].detach() for name in segment.entry}
+            carrying = {name: inputs[name].requires_grad_() for name in segment.entry if name in segment.carrying}
+            state = dict(inputs)
+            losses = []
+            for layer in segment.layers:
+                written = self._compute(layer, state, batch)
+                for name in [n for n in written if n.startswith(LOSS_PREFIX)]:
+                    loss = written.pop(name)
+                    losses.append(loss)
+                    self._add_loss(name.removeprefix(LOSS_PREFIX), loss)
+                state.update(written)
+            state = {name: state[name] for name in segment.exit}
+            if not segment.still:
+                outputs = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+                saved.append(_Saved(carrying, outputs, [loss for loss in losses if loss.requires_grad]))
+            if self.sums is not None:
+                self.sums.note("forward", slot, segment.place, segment.module, [*state.values(), *losses])
+            done()
+        self.in_flight[slot] = saved
+        return state
+
+    def backward(self, slot: int, gradients: dict[str, Tensor],
+                 timed: Callable[[str], Callable[[], None]]) -> dict[str, Tensor]:
+        """Run a slot backward; `gradients` are those of the tensors at the exit, the result those at the entry."""
+        saved = self.in_flight.pop(slot)
+        for segment in reversed(self.segments):
+            if segment.still:
+                gradients = {}
+                continue
+            kept = saved.pop()
+            done = timed(segment.module)
+            tensors, seeds = list(kept.losses), [torch.ones_like(loss) for loss in kept.losses]
+            for name, tensor in kept.outputs.items():
+                tensors.append(tensor)
+                seeds.append(gradients[name].to(tensor.dtype))
+            if tensors:
+                torch.autograd.backward(tensors, seeds)
+            gradients = {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                         for name, tensor in kept.inputs.items()}
+            if self.sums is not None:
+                self.sums.note("backward", slot, _LAST_PLACE - segment.place, segment.module, gradients.values())
+            done()
+        return gradients
+
+    def take_losses(self) -> dict[str, float]:
+        """Losses added since the last call, by name."""
+        taken = {name: float(value) for name, value in self.losses.items()}
+        self.losses.clear()
+        return taken
+
+    def _compute(self, layer: PipelineLayer, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        if not layer.trained and not layer.passes:
+            with torch.no_grad():
+                return layer(state, batch)
+        if not self.recompute:
+            return layer(state, batch)
+        own = {name: state[name] for name in layer.reads if name in state}  # what the second forward will find
+        written = checkpoint(layer, own, batch, use_reentrant=False, preserve_rng_state=False)
+        return cast(dict[str, Tensor], written)
+
+    def _add_loss(self, name: str, loss: Tensor) -> None:
+        value = loss.detach().float()
+        self.losses[name] = self.losses[name] + value if name in self.losses else value
+
+
+#: Turns the order of modules around for the backward.
+_LAST_PLACE = (1 << 15) - 1
+
+
+def build_segments(layers: Sequence[PipelineLayer], first: int, live: Callable[[int], list[TensorSpec]],
+                   carrying: Callable[[int], frozenset[str]] | None = None) -> list[Segment]:
+    """Cut the layers of a stage, which start at layer `first` of the model, at module boundaries.
+
+    `live(cut)` gives the tensors that cross before layer `cut`, `carrying(cut)` those of them that carry gradients
+    (all of them if not given).
+    """
+    segments: list[Segment] = []
+    start = 0
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or layers[index].module != layers[start].module:
+            entry, leaving = ([spec.name for spec in live(cut)] for cut in (first + start, first + index))
+            carried, returning = frozenset(entry), frozenset(leaving)
+            if carrying is not None:
+                carried, returning = carried & carrying(first + start), returning & carrying(first + index)
+            segments.append(Segment(layers[start].module, list(layers[start:index]), entry, leaving, carried, returning,
+                                    first + start))
+            start = index
+    return segments

@@ -1,0 +1,72 @@
+"""What comes before the ranks of a job that torchrun or srun starts.
+
+As a program, `python -m disttrain_cli.runtime.launching.begin JOB.json`: run once per start, on the first host: the
+run's folder is prepared as `disttrain train` would, and the start's name left beside the job file for rank 0.
+`--again N`: the job has been started N times before and goes on from its newest checkpoint. `--port P`: check that
+nobody listens there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from pathlib import Path
+
+from disttrain_cli.errors import DisttrainError
+from disttrain_cli.runtime.checkpoints.folder import latest
+from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
+from disttrain_cli.runtime.launching.starts import begin_start, job_of, step_to_resume
+from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.runfile import read_run
+
+
+def begin(job: JobFile, again: int = 0) -> str:
+    """Prepare a start and tell it to rank 0; returns its name.
+
+    Raises:
+        SpecError, MismatchError: there is nothing to resume from that fits.
+    """
+    payload = job.payload
+    run, folder = read_run(Path(payload["run"])), RunDir(Path(payload["logs"]).parent)
+    plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
+    resume = bool(payload["resume"]) or (again > 0 and latest(folder.checkpoints) is not None)
+    if resume and payload["steps"]:
+        step_to_resume(run, profile, folder, payload["steps"])
+    name, reports = begin_start(folder, job_of(run, plan, profile), resume)
+    write_whole(Path(payload["start_file"]), json.dumps({"name": name, "resume": resume, "steps_file": str(reports)}))
+    return name
+
+
+def check_port(port: int) -> None:
+    """DisttrainError where somebody listens on a port of this host."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise DisttrainError(f"Port {port} of {socket.gethostname()} is in use", str(error),
+                             "Set another cluster.port in the run file and write the scripts again, or end what uses "
+                             "it.") from None
+
+
+def main(arguments: list[str]) -> None:
+    """Entry: JOB_FILE [--again N] [--port P]."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--again", type=int, default=0)
+    parser.add_argument("--port", type=int)
+    options = parser.parse_args(arguments)
+    try:
+        if options.port is not None:
+            check_port(options.port)
+        print(begin(read_job_file(options.job), options.again))
+    except DisttrainError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""What `disttrain train --emit` writes: a job file, and the scripts that start its ranks.
+
+The scripts are templates under `templates/launch/`; a value enters one only through `shlex.quote`, as a number, or
+as an option that the run file's schema has checked.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from pydantic import BaseModel
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.runtime.launching.rank import JobFile
+from disttrain_cli.runtime.train import PREFLIGHT, TRAIN, payload_of
+from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import stop_file
+from disttrain_cli.spec.runfile import Run
+
+
+class Emitted(BaseModel):
+    """What was written."""
+
+    job: str
+    scripts: list[str]
+    commands: list[str]  # that start them, one per host, or one in all
+
+
+class _Template(Template):
+    """The shell has the dollar sign."""
+
+    delimiter = "@"
+
+
+def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, steps: int, resume: bool, preflight: bool) -> Path:
+    """Write the job file from which every rank starts."""
+    root = run.dir.preflight if preflight else run.dir
+    payload = payload_of(run, plan, profile) | {
+        "steps": 0 if preflight else steps, "resume": resume or preflight, "logs": str(root.logs.resolve()),
+        "start_file": str((folder / "start.json").resolve())}
+    job = JobFile(target=PREFLIGHT if preflight else TRAIN, payload=payload, logs=str(root.logs.resolve()),
+                  ranks=plan.plan.gpus_used)
+    return write_whole(folder / "job.json", job.model_dump_json(indent=1))
+
+
+def filled(name: str, values: Mapping[str, Any]) -> str:
+    """A template of `templates/launch/` with its values; what waits for a process is part of every one."""
+    room = files("disttrain_cli") / "templates" / "launch"
+    return _Template((room / name).read_text()).substitute({"follow": (room / "follow.sh").read_text().strip()} | {
+        key: value if isinstance(value, str) else str(value) for key, value in values.items()})
+
+
+def common(run: Run, job: Path, logs: Path, restarts: int = 0) -> dict[str, str]:
+    """Values that every script has: paths, the program, what the hosts' network needs."""
+    python = f"{shlex.quote(sys.executable)} -m"
+    setup = run.file.cluster.slurm.setup
+    interface = run.file.cluster.interface
+    exports = [f"export {name}={shlex.quote(interface)}" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+               if interface is not None]
+    return {
+        "name": run.file.name, "job": shlex.quote(str(job.resolve())), "stop": shlex.quote(str(stop_file(logs))),
+        "setup": "" if setup is None else
+                 f"# shellcheck source=/dev/null\nsource {shlex.quote(str(run.resolve(setup)))}",
+        "exports": "\n".join(exports), "python": python, "restarts": str(restarts),
+        "port": str(run.file.cluster.port)}
+
+
+def plain_path(path: Path, what: str) -> str:
+    """A path for an option of sbatch, which takes no quotes apart as a shell does."""
+    text = str(path)
+    if any(sign in text for sign in "\"'\\%\n ") or not text.isprintable():
+        raise SpecError(f"{what} cannot be named in an option of sbatch", f"given: {text!r}",
+                        "Use a path without blanks, quotes and percent signs.")
+    return text

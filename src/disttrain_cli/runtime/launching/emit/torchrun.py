@@ -1,0 +1,63 @@
+"""`--emit torchrun`: one script per host, and the ssh lines that start them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.runtime.launching.emit.hosts import Node, hosts_of, place_ranks
+from disttrain_cli.runtime.launching.emit.scripts import Emitted, common, filled, write_job
+from disttrain_cli.runtime.train import topology_of
+from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run
+
+
+def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps: int, resume: bool = False,
+                  preflight: bool = False) -> Emitted:
+    """Write a job file and one script per host into `folder`, which every host must see under the same name.
+
+    Raises:
+        SpecError: the hosts are not known, or have too few slots.
+    """
+    if run.file.cluster.nodes > 1 and run.file.cluster.hostfile is None:
+        raise SpecError("torchrun must know the hosts by name", f"cluster.nodes: {run.file.cluster.nodes}, "
+                        "cluster.hostfile: none", "Write a hostfile with lines such as 'worker-1 slots=8', and name it "
+                        "in cluster.hostfile.")
+    nodes = place_ranks(topology_of(plan, profile), hosts_of(run))
+    job = write_job(run, plan, profile, folder, steps, resume, preflight)
+    logs = (run.dir.preflight if preflight else run.dir).logs
+    texts = _scripts(run, nodes, job, logs.resolve(), 0 if preflight else run.file.train.restarts)
+    paths = [write_whole(_script(folder, number), text) for number, text in enumerate(texts)]
+    return Emitted(job=str(job), scripts=[str(path) for path in paths], commands=commands(nodes, folder))
+
+
+def _scripts(run: Run, nodes: list[Node], job: Path, logs: Path, restarts: int) -> list[str]:
+    values = common(run, job, logs, restarts) | {"nodes": str(len(nodes)), "master": master(nodes)}
+    if len(nodes) == 1 and run.file.cluster.interface is None:
+        values["exports"] = "export GLOO_SOCKET_IFNAME=lo"
+    begin = f'{values["python"]} disttrain_cli.runtime.launching.begin "$job" --again "$attempt" --port "$port"'
+    return [filled("torchrun.sh", values | {
+        "node": number, "host": shlex.quote(node.host), "ranks": len(node.ranks),
+        "span": f"{node.ranks[0]} to {node.ranks[-1]}", "begin": begin if number == 0 else ":"})
+        for number, node in enumerate(nodes)]
+
+
+def master(nodes: list[Node]) -> str:
+    """Where the ranks meet: on the first host; loopback where it is the only one."""
+    return "127.0.0.1" if len(nodes) == 1 else shlex.quote(nodes[0].host)
+
+
+def commands(nodes: Sequence[Node], folder: Path) -> list[str]:
+    """What to type for each host; nothing is needed there but a shell."""
+    own = [f"bash {shlex.quote(str(_script(folder, number).resolve()))}" for number in range(len(nodes))]
+    if len(nodes) == 1:
+        return own
+    return [shlex.join(["ssh", node.host, command]) for node, command in zip(nodes, own, strict=True)]
+
+
+def _script(folder: Path, node: int) -> Path:
+    return folder / f"node-{node}.sh"

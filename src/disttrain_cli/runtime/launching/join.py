@@ -1,0 +1,105 @@
+"""How a rank of a training job joins it: what it was given is read, compared with the others', and tried out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttrain_cli.data.index import Index, read_index
+from disttrain_cli.data.serving.identity import identity_of
+from disttrain_cli.errors import RankLostError
+from disttrain_cli.models.graph import layer_table
+from disttrain_cli.runtime.launching.launch import LISTENER
+from disttrain_cli.runtime.launching.meeting import meet
+from disttrain_cli.runtime.launching.process import joined, rendezvous
+from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
+from disttrain_cli.runtime.watching.hang import HangWatch
+from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import pulses
+from disttrain_cli.spec.runfile import Run, read_run
+
+#: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
+WORKERS = "DISTTRAIN_WORKERS"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a rank knows when it has met the others."""
+
+    run: Run
+    plan: Plan
+    profile: Profile
+    index: Index
+    topology: Topology
+    place: Place
+    device: torch.device
+    pulse: Pulse
+    told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file
+
+
+def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
+    """Meet the other ranks, compare what each was given, and join the process group until `stack` is left.
+
+    Raises:
+        DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry their messages.
+    """
+    run = read_run(Path(payload["run"]))
+    plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
+    topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
+    place, train = topology.place(int(os.environ["RANK"])), run.file.train
+    pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s).beating())
+    index = read_index(run, profile.inputs)
+    facts = identity_of(run.file, plan.plan, index, profile) | {
+        "run file": fingerprint(run.file), "torch": torch.__version__, "python": platform.python_version()}
+    pulse.begin("joining")
+    store = rendezvous(timedelta(seconds=train.timeout_s))
+    told = meet(store, place.rank, topology.world_size, facts, _start_of(payload) if place.rank == 0 else {},
+                train.timeout_s)
+    if LISTENER not in os.environ and place.rank in (0, topology.world_size - 1):
+        _watch_for_hangs(run, Path(payload["logs"]), topology)
+    device = stack.enter_context(joined(profile.device.kind, train.timeout_s, store=store,
+                                        share=run.file.cluster.device == "cuda"))
+    return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told)
+
+
+def _start_of(payload: dict[str, Any]) -> dict[str, Any]:
+    """What rank 0 tells the others of this start: the launcher's word, or that of `begin`, which ran before."""
+    known = json.loads(Path(payload["start_file"]).read_text()) if "start_file" in payload else payload
+    return {name: known[name] for name in ("name", "resume", "steps_file")}
+
+
+def with_workers(run: Run) -> Run:
+    """The run with the preprocessing workers that the job's script has started, where it has."""
+    addresses = os.environ.get(WORKERS, "").split(",")
+    if not addresses[0]:
+        return run
+    preprocess = run.file.preprocess.model_copy(update={"addresses": addresses})
+    return run.model_copy(update={"file": run.file.model_copy(update={"preprocess": preprocess})})
+
+
+def _watch_for_hangs(run: Run, logs: Path, topology: Topology) -> None:
+    """Look after the job from inside, where no launcher of ours does; two ranks do, as one of them may hang."""
+    def look() -> None:
+        watch = HangWatch(pulses(logs), logs, topology.stages, run.file.train.longest_hang_s)
+        while True:
+            time.sleep(interval_s(run.file.train.longest_hang_s))
+            try:
+                watch.poll()
+            except RankLostError as error:
+                print(error, flush=True)
+                os._exit(error.exit_code)
+
+    threading.Thread(target=look, name="hang", daemon=True).start()

@@ -1,0 +1,196 @@
+"""Starting the ranks of one machine, watching them, and ending all of them when one fails.
+
+`launch` starts one *starter* process, which imports what the ranks need once and forks them: importing torch and
+its friends takes seconds of a core, and six ranks on a laptop would each pay it. The starter tells the launcher
+over a pipe how each rank ended. Payloads are JSON files, nothing is pickled, no shell is involved. The starter
+opens the socket of the rendezvous itself, on loopback: torch's own would listen on every interface. Ranks end when
+the starter is gone, and the starter when the launcher is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.errors import RankFailedError, RankLostError
+from disttrain_cli.runtime.launching.rank import error_file, live, resolve
+from disttrain_cli.spec.rundir import rank_log
+
+LOOPBACK = "127.0.0.1"
+#: Environment variable: the open socket on which rank 0 serves the rendezvous (`process.rendezvous`).
+LISTENER = "DISTTRAIN_LISTENER"
+POLL_S = 0.05
+GRACE_S = 5.0
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+#: What a rank says when it fails only because another one went away.
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out")
+
+
+def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path, *,
+           timeout_s: float | None = None, on_poll: Callable[[], None] | None = None) -> None:
+    """Run `target` ("package.module:function") once per rank and wait for all of them.
+
+    The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT (for `process.rendezvous`) and OMP_NUM_THREADS=1 (unless set) in its environment; its output goes to
+    the rank's log.
+    Where the target's module has a function `before_fork`, it is called with the payload once, before the ranks
+    are forked, to import what they need; it starts no thread and touches no device. `on_poll` is called about
+    every 50 ms.
+
+    Raises:
+        RankFailedError: a rank ended with an error or the time ran out; the others are ended first.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    for rank in range(world_size):
+        error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
+        rank_log(log_dir, rank).write_bytes(b"")
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
+    }
+    with tempfile.TemporaryDirectory(prefix="disttrain-") as folder, (log_dir / "starter.log").open("wb") as log:
+        file = Path(folder) / "payload.json"
+        file.write_text(json.dumps(payload))
+        told, tell = os.pipe()
+        starter = subprocess.Popen(
+            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch", target, str(file), str(log_dir),
+             str(tell)],
+            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            pass_fds=[tell])
+        os.close(tell)
+        with os.fdopen(told, "rb", buffering=0) as ends:
+            try:
+                _wait(starter, ends, world_size, log_dir, timeout_s, on_poll)
+            finally:
+                _end(starter)
+
+
+def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, log_dir: Path, timeout_s: float | None,
+          on_poll: Callable[[], None] | None) -> None:
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    os.set_blocking(ends.fileno(), False)
+    told = b""
+    while True:
+        starter_gone = starter.poll() is not None
+        told += ends.read() or b""
+        codes = dict(json.loads(line) for line in told.split(b"\n")[:-1])
+        if failed := {rank: code for rank, code in codes.items() if code}:
+            raise _failure(failed, log_dir)
+        if on_poll:
+            on_poll()
+        if len(codes) == world_size:
+            return
+        if starter_gone:
+            log = log_dir / "starter.log"
+            raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}")
+        if deadline is not None and time.monotonic() > deadline:
+            waiting = [rank for rank in range(world_size) if rank not in codes]
+            raise RankLostError(f"Rank {waiting[0]} did not finish in time",
+                                f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}")
+        time.sleep(POLL_S)
+
+
+def _failure(codes: dict[int, int], log_dir: Path) -> RankFailedError:
+    """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why."""
+    cause = next((rank for rank, code in codes.items() if code < 0), None)
+    if cause is None:
+        cause = next((rank for rank in codes if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)),
+                     next(iter(codes)))
+    log, code = rank_log(log_dir, cause), codes[cause]
+    if (told := error_file(log)).exists():
+        error = json.loads(told.read_text())
+        return RankFailedError(f"Rank {cause} stopped: {error['what']}", f"{error['why']}\nlog: {log}".strip(),
+                               error["next_step"])
+    ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return RankLostError(f"Rank {cause} {ending}", f"{_last_line(log)}\nlog: {log}".strip())
+
+
+def _tail(path: Path, limit: int = 8192) -> str:
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - limit))
+        return file.read().decode(errors="replace")
+
+
+def _last_line(path: Path) -> str:
+    return next((line for line in reversed(_tail(path).splitlines()) if line.strip()), "")
+
+
+def _end(starter: subprocess.Popen[bytes]) -> None:
+    """End the starter and every rank, which share its process group; asking would make them finish their step."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(starter.pid, signal.SIGKILL)
+    deadline = time.monotonic() + GRACE_S
+    while _group_lives(starter) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    starter.wait()
+
+
+def _group_lives(starter: subprocess.Popen[bytes]) -> bool:
+    starter.poll()  # takes the starter's own end in, so that it does not count as living
+    try:
+        os.killpg(starter.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _loopback_interface() -> str:
+    """Name of the interface on which gloo listens, unless the user names another one."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def main(arguments: list[str]) -> None:
+    """Entry of the starter: TARGET PAYLOAD_FILE LOG_DIR PIPE. Forks the ranks and tells how each ends."""
+    target, file, log_dir, tell = arguments
+    _end_with_parent()
+    (module, function), payload = resolve(target), json.loads(Path(file).read_text())
+    if hasattr(module, "before_fork"):
+        module.before_fork(payload)
+    listener = socket.create_server((LOOPBACK, 0))
+    os.environ |= {"MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(listener.fileno())}
+    ranks: dict[int, int] = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            _end_with_parent()
+            live(rank, function, payload, rank_log(Path(log_dir), rank))
+        ranks[pid] = rank
+    listener.close()
+    while ranks:
+        pid, status = os.wait()
+        os.write(int(tell), json.dumps([ranks.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however it went; on Linux also if it is stopped itself."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

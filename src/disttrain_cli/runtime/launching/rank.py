@@ -1,0 +1,120 @@
+"""The life of one rank's process, whoever starts it: our own starter (`launch`), torchrun, or Slurm's srun.
+
+As a program, `python -m disttrain_cli.runtime.launching.rank JOB.json`, it finds its place in RANK, LOCAL_RANK,
+WORLD_SIZE and MASTER_* (torchrun) or SLURM_* (srun). The job file holds what `launch` is given: target, payload, log
+folder, ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from disttrain_cli.errors import DisttrainError, RankFailedError, SpecError
+from disttrain_cli.spec.files import Strict, parse_json, validate, write_whole
+from disttrain_cli.spec.rundir import rank_log
+
+Target = Callable[[dict[str, Any]], None]
+#: What torchrun calls a place, and what srun does.
+PLACES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+
+
+class JobFile(Strict):
+    """What a rank that others start must know; written by `--emit`."""
+
+    version: Literal[1] = 1
+    target: str
+    payload: dict[str, Any]
+    logs: str
+    ranks: int
+
+
+def read_job_file(path: Path) -> JobFile:
+    """Read and check a job file; raises SpecError."""
+    again = "Write it again: disttrain train --emit torchrun --out DIR"
+    return validate(JobFile, parse_json(path, "job file", again), path, "job file", again)
+
+
+def resolve(target: str) -> tuple[Any, Target]:
+    """The module and the function that "package.module:function" names."""
+    where, _, name = target.partition(":")
+    module = importlib.import_module(where)
+    return module, getattr(module, name)
+
+
+def error_file(log: Path) -> Path:
+    """Where a rank tells an error meant for the user."""
+    return log.with_suffix(".error.json")
+
+
+def live(rank: int, function: Target, payload: dict[str, Any], log: Path) -> NoReturn:
+    """Run the function with its output in the log, and end the process; an error for the user goes beside the log."""
+    said, code = os.dup(2), 1
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}")
+        function(payload)
+        code = 0
+    except DisttrainError as error:
+        code = RankFailedError.exit_code
+        os.write(said, f"rank {rank}: {error.what}\n{error.why}\n{error.next_step}\nlog: {log}\n".encode())
+        write_whole(error_file(log), json.dumps({"what": error.what, "why": error.why, "next_step": error.next_step}))
+        traceback.print_exc()
+    except BaseException as error:
+        os.write(said, f"rank {rank}: {type(error).__name__}: {error}\nlog: {log}\n".encode())
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def place_in_job(job: JobFile) -> int:
+    """This process's rank; the environment says the same under torchrun's names whoever started it.
+
+    Raises:
+        SpecError: it was not started by torchrun or srun, or with another number of ranks than the plan has.
+    """
+    for name, slurm in PLACES.items():
+        if name not in os.environ and slurm in os.environ:
+            os.environ[name] = os.environ[slurm]
+    missing = [name for name in (*PLACES, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise SpecError(f"{', '.join(missing)} not set in a rank's environment", "torchrun and srun set them",
+                        "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm")
+    if int(os.environ["WORLD_SIZE"]) != job.ranks:
+        raise SpecError(f"{os.environ['WORLD_SIZE']} ranks were started for a plan of {job.ranks}",
+                        next_step="Write the scripts again: disttrain train --emit torchrun|slurm")
+    return int(os.environ["RANK"])
+
+
+def main(arguments: list[str]) -> None:
+    """Entry of a rank that torchrun or srun starts: JOB_FILE."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    try:
+        job = read_job_file(Path(arguments[0]))
+        rank = place_in_job(job)
+        log = rank_log(Path(job.logs), rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        error_file(log).unlink(missing_ok=True)
+        module, function = resolve(job.target)
+        if hasattr(module, "before_fork"):
+            module.before_fork(job.payload)
+    except DisttrainError as error:
+        sys.exit(f"{error.what}\n{error.why}\n{error.next_step}")
+    live(rank, function, job.payload, log)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

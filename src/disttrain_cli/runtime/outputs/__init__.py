@@ -1,0 +1,1 @@
+"""What a checkpoint is turned into: Hugging Face folders (`export`) and generated images (`sampling`)."""

@@ -1,0 +1,201 @@
+"""The broker: moves activations and gradients between neighbouring stages, whatever their DP and TP sizes.
+
+It knows nothing of the engine. Sends are asynchronous (their buffers are kept until they have left). Receives are
+posted ahead where that cannot block (gloo), so that the rows of a slot travel while the slot before is computed;
+`receive` returns when they have arrived. Rows travel in canonical item order (`routes`). Of a replica's rows each TP
+rank moves its own part; tensors that its layers need whole are gathered over the group on arrival.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from disttrain_cli.data.slots import Slot
+from disttrain_cli.models.layer import TensorSpec
+from disttrain_cli.models.parallel import Group, gather, wire
+from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
+from disttrain_cli.runtime.units.topology import Place, Stage
+
+#: Slots whose rows are on their way while another is computed.
+AHEAD = 1
+
+
+@dataclass
+class _Arriving:
+    """Receives of one slot that have been posted."""
+
+    works: list[dist.Work]
+    tensors: dict[str, Tensor]  # own rows
+    scattered: list[tuple[Tensor, Route, Tensor]]  # buffers whose rows belong in several places
+    bytes: int
+    peer: int
+
+
+@dataclass
+class Broker:
+    """Transfers of one rank across the cut between its stage and `neighbour`."""
+
+    place: Place
+    neighbour: Stage
+    sends: Sequence[TensorSpec]  # what leaves here: activations downstream, or gradients upstream, in a fixed order
+    receives: Sequence[TensorSpec]  # what comes back
+    dtype: torch.dtype
+    device: torch.device
+    group: Group | None = None  # the rank's TP group
+    pending: list[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=list)
+    known: dict[tuple[int, str, str], list[Route]] = field(default_factory=dict)  # routes of this step
+    expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
+    arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id
+
+    def __post_init__(self) -> None:
+        self.wire = wire(self.device)  # where messages lie
+
+    def expect(self, slots: Sequence[Slot]) -> None:
+        """Post receives ahead for the slots of a step, which will be asked for in this order.
+
+        NCCL's are not posted: the device's streams would wait for rows that have yet to be computed.
+        """
+        if self.receives and self.wire.type == "cpu":
+            self.expected = deque(slots)
+            self._post_ahead()
+
+    def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
+        """Start sending the rows of `sends`; returns (bytes, the peer's rank, or -1 for several or none)."""
+        operations, buffers, peers = [], [], set()
+        for spec in self.sends:
+            tensor = tensors[spec.name].detach()
+            if self.group is not None and not spec.split:
+                tensor = tensor[self.group.own(len(tensor))]
+            for route in self._routes(slot, spec):
+                buffer = _gather(tensor, route).to(self.wire)
+                peer = self.neighbour.rank(route.replica, route.tp_rank)
+                operations.append(dist.P2POp(dist.isend, buffer, peer))
+                buffers.append(buffer)
+                peers.add(peer)
+        if operations:
+            self.pending.append((dist.batch_isend_irecv(operations), buffers))
+        return sum(b.numel() * b.element_size() for b in buffers), _only(peers)
+
+    def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
+        """Wait for the rows of `receives`; returns (tensors in this replica's order, bytes received, peer)."""
+        arriving = self.arriving.pop(id(slot), None) or self._post(slot)
+        self._post_ahead()
+        for work in arriving.works:
+            work.wait()
+        for tensor, route, buffer in arriving.scattered:
+            _scatter(tensor, route, buffer)
+        tensors = {spec.name: arriving.tensors[spec.name] if spec.split
+                   else gather(arriving.tensors[spec.name], self._rows(slot, spec), self.group)
+                   for spec in self.receives}
+        return tensors, arriving.bytes, arriving.peer
+
+    def drain(self) -> bool:
+        """Wait until everything sent has left; returns whether there was anything to wait for."""
+        waited = bool(self.pending)
+        for works, _ in self.pending:
+            for work in works:
+                work.wait()
+        self.pending.clear()
+        self.known.clear()
+        return waited
+
+    def _post_ahead(self) -> None:
+        while self.expected and len(self.arriving) < AHEAD:
+            slot = self.expected.popleft()
+            self.arriving[id(slot)] = self._post(slot)
+
+    def _post(self, slot: Slot) -> _Arriving:
+        operations, scattered, peers = [], [], set()
+        tensors: dict[str, Tensor] = {}
+        for spec in self.receives:
+            rows = self._rows(slot, spec)
+            own = self.group.own(rows) if self.group is not None else slice(0, rows)
+            rows = own.stop - own.start
+            tensor = torch.empty((rows, *spec.shape), dtype=self.dtype, device=self.device)
+            tensors[spec.name] = tensor
+            covered = 0
+            for route in self._routes(slot, spec):
+                covered += route.rows
+                peer = self.neighbour.rank(route.replica, route.tp_rank)
+                if len(route.runs) == 1 and self.wire == self.device:
+                    start, length = route.runs[0]
+                    buffer = tensor[start:start + length]
+                else:
+                    buffer = torch.empty((route.rows, *spec.shape), dtype=self.dtype, device=self.wire)
+                    scattered.append((tensor, route, buffer))
+                operations.append(dist.P2POp(dist.irecv, buffer, peer))
+                peers.add(peer)
+            if covered < rows:  # rows that nobody on the other side works on carry no gradient
+                tensor.zero_()
+        size = sum(op.tensor.numel() * op.tensor.element_size() for op in operations)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Arriving(works, tensors, scattered, size, _only(peers))
+
+    def _rows(self, slot: Slot, spec: TensorSpec) -> int:
+        return local_rows(slot, spec.item, spec.rows, self.place.unit.name, self.place.replica)
+
+    def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
+        """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way back."""
+        key = (id(slot), spec.item, spec.rows)  # the engine holds the slots of a step until it drains
+        if key not in self.known:
+            here = End(self.place.unit.name, self.place.unit.tp, self.place.replica, self.place.tp_rank)
+            there = End(self.neighbour.unit.name, self.neighbour.tp)
+            self.known[key] = routes(slot, spec.item, spec.rows, here, there)
+        return self.known[key]
+
+
+class Brokers:
+    """The brokers of a stage that several stages send to (encoders side by side), as one."""
+
+    def __init__(self, brokers: Sequence[Broker]) -> None:
+        self._brokers = brokers
+
+    def expect(self, slots: Sequence[Slot]) -> None:
+        """As `Broker.expect`."""
+        for broker in self._brokers:
+            broker.expect(slots)
+
+    def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
+        """Start sending to each what it made; returns (bytes, the peer's rank, or -1)."""
+        sent = [broker.send(slot, tensors) for broker in self._brokers]
+        return sum(size for size, _ in sent), _only({peer for size, peer in sent if size})
+
+    def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
+        """Wait for the rows of all; returns (tensors in this replica's order, bytes received, peer)."""
+        found = [broker.receive(slot) for broker in self._brokers]
+        tensors = {name: tensor for own, _, _ in found for name, tensor in own.items()}
+        return tensors, sum(size for _, size, _ in found), _only({peer for _, size, peer in found if size})
+
+    def drain(self) -> bool:
+        """Wait until everything sent has left; returns whether there was anything to wait for."""
+        waited = [broker.drain() for broker in self._brokers]
+        return any(waited)
+
+
+def together(brokers: Sequence[Broker]) -> Broker | Brokers | None:
+    """The brokers of one side of a stage as the engine takes them."""
+    return None if not brokers else brokers[0] if len(brokers) == 1 else Brokers(brokers)
+
+
+def _gather(tensor: Tensor, route: Route) -> Tensor:
+    """Rows of a route as one contiguous buffer."""
+    pieces = [tensor[start:start + length] for start, length in route.runs]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
+
+
+def _scatter(tensor: Tensor, route: Route, buffer: Tensor) -> None:
+    """Put the rows of a route back in their places."""
+    taken = 0
+    for start, length in route.runs:
+        tensor[start:start + length] = buffer[taken:taken + length]
+        taken += length
+
+
+def _only(peers: set[int]) -> int:
+    return next(iter(peers)) if len(peers) == 1 else -1

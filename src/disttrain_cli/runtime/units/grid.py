@@ -1,0 +1,60 @@
+"""DeepSpeed's view of the ranks: a ragged topology and grid in which every unit has its own DP and TP sizes.
+
+DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit. Every rank
+creates every group in the same order. The model-parallel group is the world, whose ranks are counted by stage and TP
+rank so that no two kinds of weights have the same; of TP itself DeepSpeed knows nothing (trap 13).
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
+
+from disttrain_cli.models.parallel import Group
+from disttrain_cli.runtime.units.topology import Place, Topology
+
+
+class RaggedTopology(ProcessTopology):
+    """Coordinates (pipe, data, model) of all ranks; `get_dim('data' | 'model')` answers for the caller's unit."""
+
+    def __init__(self, topology: Topology, place: Place) -> None:
+        super().__init__(axes=["pipe", "data", "model"], dims=[0, 0, 0])
+        self.dims = [len(topology.stages), place.unit.dp, place.unit.tp]
+        self.mapping = {self.ProcessCoord(pipe=stage.number, data=replica, model=tp_rank): stage.rank(replica, tp_rank)
+                        for stage in topology.stages for replica in range(stage.unit.dp) for tp_rank in range(stage.tp)}
+
+
+class UnitGrid(PipelineParallelGrid):
+    """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
+
+    tp: Group | None = None  # the TP group, where there is more than one rank in it
+
+    def __init__(self, topology: Topology, place: Place) -> None:
+        self._topo = RaggedTopology(topology, place)
+        self.global_rank = place.rank
+        self.world_size = topology.world_size
+        self.data_parallel_size = place.unit.dp
+        self.pipe_parallel_size = len(topology.stages)
+        self.model_parallel_size = self.slice_parallel_size = 1
+        self.stage_id = place.stage.number
+        self.data_parallel_id = place.replica
+        self.is_first_stage = self.is_last_stage = True
+        self.ds_model_proc_group = dist.group.WORLD
+        self.ds_model_world_size = sum(stage.tp for stage in topology.stages)
+        self.ds_model_rank = sum(stage.tp for stage in topology.stages[:place.stage.number]) + place.tp_rank
+        self.dp_groups: list[list[int]] = []
+        self.p2p_groups: list[list[int]] = []
+        for stage in topology.stages:
+            for tp_rank in range(stage.tp):
+                ranks = stage.dp_group(tp_rank)
+                self.dp_groups.append(ranks)
+                group = dist.new_group(ranks)
+                if place.rank in ranks:
+                    self.dp_group, self.dp_proc_group = ranks, group
+            for replica in range(stage.unit.dp if stage.tp > 1 else 0):
+                ranks = stage.tp_group(replica)
+                group = dist.new_group(ranks)
+                if place.rank in ranks:
+                    self.tp = Group(group, stage.tp, place.tp_rank)
+        self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
+        self.slice_group, self.slice_proc_group = [place.rank], None

@@ -1,0 +1,171 @@
+"""Finding a job that hangs, and the rank that the others wait for.
+
+A job hangs when no rank has got on for `train.hang_s`. Every rank tells what it does (`pulse`); what it waits for
+follows from the operation and the plan: a transfer waits for the neighbouring stage, a reduction for the other ranks
+of its group. The ranks that are waited for and do not wait themselves are the cause; where there are none, the ranks
+wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from disttrain_cli.errors import RankLostError
+from disttrain_cli.runtime.units.topology import Stage
+from disttrain_cli.runtime.watching.pulse import VERDICT, State, interval_s, read_state
+from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.rundir import rank_log
+from disttrain_cli.spec.trace import COMPUTE
+
+MISSED_BEATS = 5  # after so many a rank counts as one that does not answer
+MOST_NAMED = 4
+UPSTREAM = ("receive_activation", "send_gradient")
+DOWNSTREAM = ("receive_gradient", "send_activation")
+#: Operations in which every rank waits for all others.
+TOGETHER = ("preflight", "losses", "step", "checkpoint", "evaluation")
+#: What comes before the first step; `train.timeout_s` limits it, and a large model takes its time.
+START = ("starting", "joining", "building")
+
+
+class Hang(NamedTuple):
+    """What is known of a job that hangs."""
+
+    causes: list[int]  # ranks that the others wait for; several where it cannot be told, or where they form a circle
+    circle: bool
+    waits: dict[int, list[int]]  # by rank, those that it waits for
+
+
+def diagnose(states: Mapping[int, State], stages: Sequence[Stage], silent: set[int]) -> Hang:
+    """Who is waited for, given what every rank does and which ranks (`silent`) have stopped telling."""
+    waits = {rank: [] if rank in silent else _waits_for(state, states, stages) for rank, state in states.items()}
+    asked = Counter(other for others in waits.values() for other in others)
+    causes = [rank for rank in states if not waits[rank] and (asked[rank] or rank in silent)]
+    if silent & set(causes):
+        causes = sorted(silent & set(causes))
+    if causes:
+        return Hang(sorted(causes, key=lambda rank: (-asked[rank], rank)), False, waits)
+    return Hang(_circle(waits) or sorted(states), True, waits)
+
+
+def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage]) -> list[int]:
+    """The ranks without which a rank cannot finish its operation; none where it works by itself."""
+    stage = next(stage for stage in stages if state.rank in stage.ranks)
+    if state.operation in UPSTREAM + DOWNSTREAM:
+        numbers = stage.before if state.operation in UPSTREAM else () if stage.after is None else (stage.after,)
+        return [rank for number in numbers for rank in stages[number].ranks]
+    if state.operation in TOGETHER:
+        group: Sequence[int] = list(states)
+    elif state.operation == "reduce":
+        group = stage.ranks
+    elif state.operation not in COMPUTE:
+        return []
+    else:  # the ranks that share its layers
+        place = stage.ranks.index(state.rank) // stage.tp * stage.tp
+        group = stage.ranks[place:place + stage.tp]
+    here = (state.step, state.operation, state.slot)
+    return [rank for rank in group if rank in states and rank != state.rank and
+            (states[rank].step, states[rank].operation, states[rank].slot) != here]
+
+
+def _circle(waits: Mapping[int, list[int]]) -> list[int]:
+    """Ranks that wait for each other, each for the next one."""
+    rank, path = min(waits), list[int]()
+    while rank not in path:
+        path.append(rank)
+        if not waits[rank]:
+            return []
+        rank = waits[rank][0]
+    return path[path.index(rank):]
+
+
+class HangWatch:
+    """Looks at the ranks' states now and then; counts from when every rank has told its own."""
+
+    def __init__(self, folder: Path, logs: Path, stages: Sequence[Stage], hang_s: float) -> None:
+        self._folder, self._logs, self._stages, self._hang_s = folder, logs, stages, hang_s
+        self._ranks = [rank for stage in stages for rank in stage.ranks]
+        self._states: dict[int, State] = {}
+        self._beaten_s: dict[int, float] = {}
+        self._moved_s = self._looked_s = time.monotonic()
+
+    def poll(self) -> None:
+        """Look, if it is time.
+
+        Raises:
+            RankLostError: no rank has got on for too long; the ranks write their stacks to their logs and end.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_s < interval_s(self._hang_s):
+            return
+        if now_s - self._looked_s > 3 * interval_s(self._hang_s):  # the watcher itself was stopped
+            self._moved_s = now_s
+        self._looked_s = now_s
+        self._look(now_s)
+        silent = {rank for rank, beaten_s in self._beaten_s.items()
+                  if now_s - beaten_s > MISSED_BEATS * interval_s(self._hang_s)}
+        if any(state.operation in START for rank, state in self._states.items() if rank not in silent):
+            self._moved_s = now_s
+        if len(self._states) < len(self._ranks) or now_s - self._moved_s < self._hang_s:
+            return
+        error = self._error(diagnose(self._states, self._stages, silent), silent)
+        write_whole(self._folder / VERDICT, str(error))
+        time.sleep(2 * interval_s(self._hang_s))  # the ranks look for it as often
+        raise error
+
+    def _look(self, now_s: float) -> None:
+        for rank in self._ranks:
+            state, before = read_state(self._folder, rank), self._states.get(rank)
+            if state is None:
+                continue
+            if before is None or state.beat != before.beat:
+                self._beaten_s[rank] = now_s
+            if before is None or state.moves != before.moves:
+                self._moved_s = now_s
+            self._states[rank] = state
+
+    def _error(self, hang: Hang, silent: set[int]) -> RankLostError:
+        named = hang.causes[:MOST_NAMED]
+        more = f" and {len(hang.causes) - MOST_NAMED} more" if len(hang.causes) > MOST_NAMED else ""
+        if hang.circle:
+            what = f"The job hangs: ranks {', '.join(map(str, hang.causes[:16]))} wait for each other"
+        else:
+            what = "The job hangs: the others wait for " + ", ".join(map(self._place, named)) + more
+        lines = [f"rank {rank} {self._condition(rank, silent)}" for rank in named]
+        waiting = [rank for rank in self._ranks if rank not in named and hang.waits[rank]]
+        lines += [f"rank {rank} {self._condition(rank, silent)}" for rank in waiting[:MOST_NAMED]]
+        if len(waiting) > MOST_NAMED:
+            lines.append(f"and {len(waiting) - MOST_NAMED} more ranks wait")
+        lines.append(f"No rank got on for {self._hang_s:g} s (train.hang_s). What each was doing is at the end of its "
+                     f"log: {rank_log(self._logs, named[0])}")
+        return RankLostError(what, "\n".join(lines), "Go on from the newest checkpoint: disttrain train --resume")
+
+    def _place(self, rank: int) -> str:
+        stage = next(stage for stage in self._stages if rank in stage.ranks)
+        return f"rank {rank} ({stage.unit.name}, stage {stage.index}, host {self._states[rank].host})"
+
+    def _condition(self, rank: int, silent: set[int]) -> str:
+        state = self._states[rank]
+        doing = state.operation.replace("_", " ")
+        details = [f"slot {state.slot}"] * (state.slot >= 0) + [f"step {state.step}"] * (state.step >= 0) + \
+            [state.module] * bool(state.module)
+        where = f"{doing} ({', '.join(details)})" if details else doing
+        if rank in silent:
+            return f"{_absence(state)}, in {where}"
+        return f"is in {where}"
+
+
+def _absence(state: State) -> str:
+    """How a rank that has stopped telling is absent, as far as this host can see."""
+    if state.host != socket.gethostname():
+        return "does not answer"
+    try:
+        letter = Path(f"/proc/{state.process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "does not answer"
+    return f"is stopped ({signal.Signals.SIGSTOP.name})" if letter in "Tt" else "does not answer"

@@ -1,0 +1,56 @@
+"""What the step loop tells besides its artefacts, and hears: figures for trackers, and requests to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.runtime.watching.trackers import Tracker
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Watch:
+    """Made once per rank, by its main thread. Trackers and the stop file belong to rank 0.
+
+    SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, ask to stop after the step; a second
+    SIGTERM or SIGINT ends the rank at once, also where it waits for another one.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker] = (), stop_file: Path | None = None) -> None:
+        self._trackers, self._stop_file = trackers, stop_file
+        self._asked = False
+        heard, tell = os.pipe()
+        os.set_blocking(tell, False)
+        for number in STOPS:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(tell)  # written at once, while Python's handlers wait for the main thread
+        threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Hand a finished step to the trackers (rank 0)."""
+        for tracker in self._trackers:
+            tracker.step(row)
+
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop. One yes counts for all: the step loop adds the ranks' answers up."""
+        return self._asked or (self._stop_file is not None and self._stop_file.exists())
+
+    def close(self) -> None:
+        """Finish the trackers."""
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _listen(self, heard: int) -> None:
+        while True:
+            for number in os.read(heard, 64):
+                if number not in STOPS:
+                    continue
+                if self._asked and number != signal.SIGUSR1:
+                    os._exit(128 + number)
+                self._asked = True
+                print(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint", flush=True)

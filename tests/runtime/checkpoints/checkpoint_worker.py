@@ -1,0 +1,103 @@
+"""Ranks of the tests of checkpoints in other layouts: train, save, load elsewhere and go on, in the same processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disttrain_cli.data.index import read_index
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.checkpoints import checkpoint, storage
+from disttrain_cli.runtime.checkpoints.averaging import Average
+from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.optimizer import set_rates
+from disttrain_cli.runtime.evaluation import Evaluation, world_losses
+from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.launching.process import joined
+from disttrain_cli.runtime.units.topology import build_topology
+from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.runfile import read_run
+
+MADE_FROM = {"model": "test"}
+
+
+def before_fork(payload: dict[str, Any]) -> None:
+    for case in payload.get("cases", []):
+        layer_table(read_run(Path(case["run"])))
+
+
+def ranks(payload: dict[str, Any]) -> None:
+    """Run the cases one after the other; rank 0 writes what came out of each."""
+    with joined("cpu", 120.0) as device:
+        for case in payload["cases"]:
+            _train(case, device)
+
+
+def _train(case: dict[str, Any], device: torch.device) -> None:
+    """Steps `first` .. `last` - 1 from the checkpoint `load`, with one at `save`, if they are given."""
+    run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
+    topology = build_topology(plan.plan, [info.module for info in layer_table(run)])
+    place = topology.place(int(os.environ["RANK"]))
+    own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
+    fields = {field for info in own for field in info.needs}
+    tracer = Tracer(out / "traces", "test", place, wall_clock())
+    engine = build_engine(run, plan, topology, place, device, tracer)
+    index, dtype = read_index(run, describe(run)), message_dtype(run.file.train)
+    spec = run.file.train
+    assert spec.ema and spec.evaluation
+    average = Average(engine, spec.ema)
+    evaluation = Evaluation(run, spec.evaluation, plan.plan, index, place, fields, dtype)
+    first, history = 0, []
+    if case["load"]:
+        first = checkpoint.load(Path(case["load"]), MADE_FROM, engine, average)
+    with checkpoint.Saver(out / "checkpoints", MADE_FROM, engine, 3, average) as saver, Loader(
+            run, Orders(run.file, plan.plan, index), unit=place.unit.name, replica=place.replica, fields=fields,
+            first_step=first) as loader:
+        for step in range(first, case["last"]):
+            order = loader.order(step)
+            set_rates(engine, step)
+            engine.run_step(order, fetcher(loader, device, dtype)(order))
+            average.update()
+            losses = world_losses(engine, run.file.model.loss_weights)
+            history.append([losses["loss_text"], losses["loss_image"], engine.grad_norm(),
+                            *evaluation.losses(engine).values()])
+            if step + 1 in case["save"]:
+                saver.save(step + 1)
+    tracer.close()
+    if place.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "history.json").write_text(json.dumps(history))
+    engine.destroy()
+
+
+def killed(payload: dict[str, Any]) -> None:
+    """Save, and save again with one rank killed at a stage of writing."""
+    from tests.runtime.checkpoints.checkpoint_parts import engine_of
+
+    rank, folder = int(os.environ["RANK"]), Path(payload["folder"])
+    with joined("cpu", 60.0):
+        engine = engine_of(1, dp=2, replica=rank, zero=True)
+        checkpoint.save(folder, 1, MADE_FROM, engine, keep=3)
+        if rank == payload["rank"]:
+            setattr(storage, payload["stage"], lambda *known: os.kill(os.getpid(), signal.SIGKILL))
+        checkpoint.save(folder, 2, MADE_FROM, engine, keep=3)
+
+
+def opened(payload: dict[str, Any]) -> None:
+    """Open the newest checkpoint in another layout than that of `killed`, and clear up."""
+    from tests.runtime.checkpoints.checkpoint_parts import engine_of
+
+    with joined("cpu", 60.0):
+        engine = engine_of(5)
+        assert checkpoint.resume(Path(payload["folder"]), MADE_FROM, engine) == 1
+        with checkpoint.Saver(Path(payload["folder"]), MADE_FROM, engine, 3):
+            pass
+        torch.save([p.detach() for p in engine.module.layers[0].parameters()], Path(payload["folder"]).parent / "got")

@@ -1,0 +1,174 @@
+"""Any layout opens any checkpoint, averages and held-out losses are the same in all, ranks are killed in writing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.errors import RankFailedError
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.runfile import Run, read_run
+from tests.runtime.checkpoints.checkpoint_parts import engine_of
+from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.test_evaluation import SEQUENCES, mean_losses
+
+pytestmark = pytest.mark.slow
+
+ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
+ALL = [ENCODER, LLM, GENERATOR]
+DECAY = 0.8
+
+
+def _run(folder: Path, data: Path, name: str, trained: list[str] | None = None, **train: Any) -> Run:
+    run = write_run(folder / name, data, name=name, held_out=0.3, **train,
+                    ema={"decay": DECAY, "modules": [GENERATOR, LLM]},
+                    evaluation={"every_steps": 1, "sequences": SEQUENCES})
+    if trained is not None:
+        content = yaml.safe_load(run.path.read_text())
+        content["model"]["trained"] = trained
+        run.path.write_text(yaml.safe_dump(content))
+        run = read_run(run.path)
+    build_index(run, describe(run), silent)
+    return run
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four ranks train in one layout, go on in it, and in others from its checkpoint."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    write_sample_data(folder / "data")
+    plain, zero, bf16, frozen = (_run(folder, folder / "data", name, **train) for name, train in {
+        "plain": {}, "zero": {"zero_stage": 1}, "bf16": {"zero_stage": 1, "precision": "bf16"},
+        "frozen": {"trained": [LLM, "projectors"], "zero_stage": 1}}.items())
+    modules = [info.module for info in layer_table(plain)]
+    e, m, g = (modules.count(name) for name in ALL)
+    layouts = {
+        "1-2-1": [unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], 2), unit("gen", [GENERATOR], [g])],
+        "dp4": [unit("all", ALL, [e + m + g], 4)],
+        "pp2dp2": [unit("all", ALL, [e + 2, m + g - 2], 2)],
+        "1-pp2-1": [unit("enc", [ENCODER], [e]), unit("llm", [LLM], [2, m - 2]), unit("gen", [GENERATOR], [g])],
+        "1-tp2-1": [unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], tp=2),
+                    unit("gen", [GENERATOR], [g])],
+        "tp2dp2": [unit("all", ALL, [e + m + g], 2, 2)],
+    }
+    cases: list[dict[str, Any]] = []
+
+    def case(name: str, run: Run, layout: str, last: int, load: str = "", save: tuple[int, ...] = ()) -> None:
+        size = 1 if layout == "dp4" else 3
+        plan = plan_of(run, layouts[layout], 1 if layout == "dp4" else size)
+        cases.append({"name": name, "run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
+                      "last": last, "load": load and str(folder / "out" / load), "save": save,
+                      "out": str(folder / "out" / name)})
+
+    case("whole", plain, "1-2-1", 4, save=(2, 4))
+    from_2 = "whole/checkpoints/step-000002"
+    case("same", plain, "1-2-1", 4, from_2, save=(4,))
+    for layout in ("1-pp2-1", "pp2dp2", "tp2dp2"):
+        case(f"plain {layout}", plain, layout, 4, from_2)
+    for layout in ("1-tp2-1", "pp2dp2", "tp2dp2"):
+        case(f"zero {layout}", zero, layout, 4, from_2, save=(3, 4) if layout == "tp2dp2" else (3,))
+    case("back", plain, "1-2-1", 4, "zero tp2dp2/checkpoints/step-000003")
+    for layout in ("pp2dp2", "1-tp2-1"):
+        case(f"again {layout}", zero, layout, 4, f"zero {layout}/checkpoints/step-000003")
+    case("bf16", bf16, "pp2dp2", 3, save=(2,))
+    case("bf16 same", bf16, "pp2dp2", 3, "bf16/checkpoints/step-000002")
+    case("bf16 other", bf16, "1-tp2-1", 3, "bf16/checkpoints/step-000002")
+    case("frozen", frozen, "1-2-1", 3, save=(2,))
+    case("frozen other", frozen, "tp2dp2", 3, "frozen/checkpoints/step-000002", save=(3,))
+    launch(4, "tests.runtime.checkpoints.checkpoint_worker:ranks", {"cases": cases}, folder / "logs", timeout_s=500)
+    return folder / "out"
+
+
+def _history(out: Path, name: str) -> torch.Tensor:
+    return torch.tensor(json.loads((out / name / "history.json").read_text()), dtype=torch.float64)
+
+
+def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
+    assert torch.equal(_history(out, "same"), _history(out, "whole")[2:])
+    for layout in ("pp2dp2", "1-tp2-1"):
+        assert torch.equal(_history(out, f"again {layout}"), _history(out, f"zero {layout}")[1:])
+    assert torch.equal(_history(out, "bf16 same"), _history(out, "bf16")[2:])
+    groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
+    own, other = (checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
+                  for name in ("same", "whole"))
+    assert own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+
+
+@pytest.mark.parametrize("name", ["plain 1-pp2-1", "plain pp2dp2", "plain tp2dp2", "zero 1-tp2-1", "zero pp2dp2",
+                                  "zero tp2dp2"])
+def test_another_layout_goes_on_with_equal_losses(out: Path, name: str) -> None:
+    assert torch.allclose(_history(out, name), _history(out, "whole")[2:], rtol=1e-5, atol=1e-5)
+
+
+def test_what_another_layout_went_on_to_is_opened_by_the_first(out: Path) -> None:
+    assert torch.allclose(_history(out, "back"), _history(out, "whole")[3:], rtol=1e-5, atol=1e-5)
+
+
+def test_another_layout_of_bf16_goes_on_alike(out: Path) -> None:
+    assert torch.allclose(_history(out, "bf16 other"), _history(out, "bf16")[2:], rtol=0.03)
+
+
+def test_frozen_modules_have_weights_and_no_moments(out: Path) -> None:
+    assert torch.allclose(_history(out, "frozen other"), _history(out, "frozen")[2:], rtol=1e-5, atol=1e-5)
+    groups = ("weight", "exp_avg")
+    before, after = (checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
+                     for name, step in (("frozen", "step-000002"), ("frozen other", "step-000003")))
+    still = [key for key in before if key.startswith(f"weight/{ENCODER}.block")]
+    assert still and before.keys() == after.keys() and not any(key.startswith(f"exp_avg/{ENCODER}.block")
+                                                               for key in before)
+    assert all(torch.equal(before[key], after[key]) for key in still)
+
+
+def test_what_another_layout_saved_is_the_same(out: Path) -> None:
+    groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
+    own, other = (checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
+                  for name in ("zero tp2dp2", "whole"))
+    assert own.keys() == other.keys()
+    for key, values in other.items():
+        assert torch.allclose(own[key], values, rtol=1e-5, atol=1e-5), key
+
+
+def test_averages_are_those_of_one_process(out: Path) -> None:
+    """From step 2 to 4 with the weights that were saved at 3 and 4."""
+    folders = [out / "zero pp2dp2" / "checkpoints" / "step-000003", out / "whole" / "checkpoints" / "step-000002"]
+    after, before = (checkpoint.read_tensors(folder, groups=("weight", "ema")) for folder in folders)
+    averaged = [key for key in after if key.startswith("ema/")]
+    assert 0 < len(averaged) < len(after) // 2
+    for key in averaged:
+        expected = torch.lerp(before[key], after["weight" + key.removeprefix("ema")], 1 - DECAY)
+        assert torch.allclose(after[key], expected, rtol=1e-5, atol=1e-5), key
+
+
+def test_held_out_losses_are_those_of_one_process(out: Path) -> None:
+    run = read_run(out.parent / "plain" / "disttrain.yaml")
+    history = _history(out, "whole")
+    weights = checkpoint.read_tensors(out / "whole" / "checkpoints" / "step-000004")
+    layers = build_layers(run, 0, len(layer_table(run)))
+    with torch.no_grad():
+        for name, parameter in checkpoint.named_parameters(layers):
+            parameter.copy_(weights[f"weight/{name}"])
+    losses = mean_losses(run, layers, read_index(run, describe(run)))
+    assert torch.allclose(history[-1, 4:], torch.tensor(losses, dtype=torch.float64), rtol=1e-5)
+    assert history[-1, 4] < history[0, 4]
+
+
+@pytest.mark.parametrize(("rank", "stage"), [(1, "write_tensors"), (0, "write_tensors"), (0, "replace_folder"),
+                                             (0, "write_whole")])
+def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path, rank: int, stage: str) -> None:
+    payload = {"folder": str(tmp_path / "c"), "rank": rank, "stage": stage}
+    with pytest.raises(RankFailedError, match=f"Rank {rank} was killed by SIGKILL"):
+        launch(2, "tests.runtime.checkpoints.checkpoint_worker:killed", payload, tmp_path / "logs", timeout_s=120)
+    launch(1, "tests.runtime.checkpoints.checkpoint_worker:opened", payload, tmp_path / "logs", timeout_s=120)
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-000001"]
+    for own, other in zip(torch.load(tmp_path / "got"), engine_of(1).module.layers[0].parameters(), strict=True):
+        assert torch.equal(own, other)

@@ -1,0 +1,141 @@
+"""The engine of one rank that holds the whole model: freezing in the trace, memory, steps that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config
+from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, NotFiniteError, OutOfMemoryError
+from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.launching.process import joined
+from disttrain_cli.runtime.units.topology import build_topology
+from disttrain_cli.spec.progress import silent
+from disttrain_cli.spec.runfile import Run
+from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.options_worker import CountingTracer
+
+MODULES = ("image_encoder", "llm")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.device]]:
+    """The data, and the device of the only rank."""
+    folder = tmp_path_factory.mktemp("engine")
+    write_sample_data(folder / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        with joined("cpu", 60.0, store=dist.HashStore()) as device:
+            yield folder, device
+
+
+class Job:
+    """An engine with its data; step by step."""
+
+    def __init__(self, world: tuple[Path, torch.device], name: str, trained: list[str] | None = None,
+                 **train: object) -> None:
+        folder, device = world
+        self.run: Run = write_run(folder / name, folder / "data", name=name, modules=MODULES, global_batch_size=2,
+                                  **train)
+        model = self.run.file.model.model_copy(update={"trained": trained})
+        self.run = self.run.model_copy(update={"file": self.run.file.model_copy(update={"model": model})})
+        build_index(self.run, describe(self.run), silent)
+        table = layer_table(self.run)
+        plan = plan_of(self.run, [unit("all", list(MODULES), [len(table)])], 1)
+        topology = build_topology(plan.plan, [info.module for info in table])
+        place = topology.place(0)
+        self.tracer = CountingTracer(folder / name / "traces", "test", place, lambda: 0)
+        self.engine: UnitEngine = build_engine(self.run, plan, topology, place, device, self.tracer)
+        orders = Orders(self.run.file, plan.plan, read_index(self.run, describe(self.run)))
+        self.loader = Loader(self.run, orders, unit="all", replica=0,
+                             fields={field for info in table for field in info.needs})
+        self.fetch_of = fetcher(self.loader, device, torch.float32)
+
+    def step(self, number: int, spoilt: bool = False) -> None:
+        order = self.loader.order(number)
+        fetch = self.fetch_of(order)
+
+        def given(slot: int) -> Batch:
+            batch = fetch(slot)
+            assert batch.pixels is not None
+            return replace(batch, pixels=[p * torch.nan for p in batch.pixels]) if spoilt else batch
+        self.engine.run_step(order, given)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.engine.module.parameters()]
+
+    def moments(self) -> list[torch.Tensor]:
+        return [value.clone() for state in self.engine.basic_optimizer.state.values() for value in state.values()]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.loader.__exit__(*error)
+        self.engine.destroy()
+
+
+def test_a_frozen_module_has_no_backward_in_the_trace(world: tuple[Path, torch.device]) -> None:
+    with Job(world, "frozen", trained=["llm"]) as job:
+        before = job.weights()
+        job.step(0)
+        slots = 2
+        assert job.tracer.counts["forward"] == 2 * slots and job.tracer.counts["backward"] == slots
+        moved = [not torch.equal(a, b) for a, b in zip(before, job.weights(), strict=True)]
+        assert moved == [p.requires_grad for p in job.engine.module.parameters()]
+
+
+def test_skipped_steps_change_nothing_and_too_many_stop_the_run(world: tuple[Path, torch.device]) -> None:
+    with Job(world, "skip", on_bad_loss="skip") as job:
+        job.step(0)
+        before = job.weights()
+        moments = job.moments()
+        for _ in range(MOST_SKIPPED - 1):
+            job.step(1, spoilt=True)
+        assert all(torch.equal(a, b) for a, b in zip(before, job.weights(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(moments, job.moments(), strict=True))
+        assert job.engine.skipped_steps == job.engine.skipped_in_a_row == MOST_SKIPPED - 1
+        job.step(2)
+        assert job.engine.skipped_in_a_row == 0 and job.engine.grad_norm() > 0
+        for _ in range(MOST_SKIPPED - 1):
+            job.step(3, spoilt=True)
+        with pytest.raises(NotFiniteError, match=f"the last of {MOST_SKIPPED} such steps in a row"):
+            job.step(3, spoilt=True)
+
+
+def test_a_device_without_memory_is_named_with_its_unit(world: tuple[Path, torch.device],
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(world, "memory") as job:
+        layer = job.engine.module.layers[-1]
+
+        def too_much(*arguments: object) -> None:
+            torch.empty(1 << 58, dtype=torch.uint8)
+        monkeypatch.setattr(layer, "compute", too_much)
+        with pytest.raises(OutOfMemoryError, match=r"in the forward of slot 0: unit all, stage 0, replica 0"):
+            job.step(0)
+
+
+def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(world: tuple[Path, torch.device]) -> None:
+    with Job(world, "config", zero_stage=1) as job:
+        layout = job.engine.layout.model_copy(update={"zero_stage": 1})
+        train = job.run.file.train
+        stages = {(dp, trains): deepspeed_config(train, layout, dp, trains)["zero_optimization"]["stage"]
+                  for dp in (1, 2) for trains in (True, False)}
+        assert stages == {(1, True): 0, (2, True): 1, (1, False): 0, (2, False): 0}
+        half = train.model_copy(update={"precision": "bf16"})
+        assert deepspeed_config(half, layout, 1)["zero_optimization"]["stage"] == 1
+        assert "bf16" not in deepspeed_config(half, layout, 1, trains=False)

@@ -1,0 +1,128 @@
+"""Parameter groups, learning rates, and the weights of a world's gradient norm."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from disttrain_cli.models.division import Shard
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.runtime.engine.optimizer import (
+    decays,
+    drop_gradients,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+    reduced_gradients,
+    set_rates,
+    sum_of_squares,
+)
+from disttrain_cli.spec.runfile import OptimizerSpec, TrainSpec
+
+
+class Layer(PipelineLayer):
+    """A linear with a norm, and a class token."""
+
+    def __init__(self, module: str, kind: str = "block") -> None:
+        super().__init__()
+        self.name, self.module, self.kind = f"{module}.{kind}", module, kind
+        self.linear, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.token = nn.Parameter(torch.zeros(1, 1, 6))
+
+
+def _train(**optimizer: object) -> TrainSpec:
+    return TrainSpec.model_validate({"global_batch_size": 1, "steps": 100, "optimizer": {"lr": 1e-2, **optimizer}})
+
+
+def test_only_matrices_and_embeddings_decay() -> None:
+    layer = Layer("llm")
+    assert [name for name, p in layer.named_parameters() if decays(p)] == ["linear.weight"]
+    assert decays(nn.Embedding(3, 4).weight)
+    assert decays(nn.Conv2d(1, 2, 3).weight)
+
+
+def test_one_part_of_a_divided_matrix_decays_like_the_whole() -> None:
+    row = nn.Parameter(torch.zeros(1, 4))
+    assert not decays(row)
+    row.shard = Shard(0, 1, 4, 0)  # type: ignore[attr-defined]
+    assert decays(row)
+
+
+def test_groups_are_of_one_kind_each_and_leave_out_what_is_frozen() -> None:
+    llm, projector, still = Layer("llm"), Layer("image_encoder", "projector"), Layer("image_encoder")
+    still.requires_grad_(False)
+    llm.linear.weight.shard = Shard(0, 1, 2, 1)  # type: ignore[attr-defined]
+    spec = OptimizerSpec.model_validate({"weight_decay": 0.1, "modules": {"projectors": {"lr": 0.5}}})
+    groups = parameter_groups([still, projector, llm], spec)
+    assert [(g["name"], g["module"], g["tp_whole"], g["initial_lr"], g["weight_decay"]) for g in groups] == [
+        ("projectors/plain", "projectors", True, 0.5, 0.0), ("projectors/decay", "projectors", True, 0.5, 0.1),
+        ("llm/plain", "llm", True, 1e-3, 0.0), ("llm/decay/divided", "llm", False, 1e-3, 0.1)]
+    assert sum(len(g["params"]) for g in groups) == len(list(llm.parameters())) + len(list(projector.parameters()))
+    assert make_optimizer([still], spec) is None
+
+
+def test_the_rate_warms_up_and_falls_to_its_end() -> None:
+    train = _train(warmup_steps=10, schedule="cosine", min_lr_fraction=0.1)
+    rates = [learning_rate(train, "llm", step) for step in range(130)]
+    assert rates[0] == pytest.approx(1e-3)
+    assert rates[9] == rates[10] == pytest.approx(1e-2)
+    assert rates[55] == pytest.approx(1e-2 * 0.55)
+    assert rates[100] == rates[129] == pytest.approx(1e-3)
+
+
+@given(warmup=st.integers(0, 50), end=st.floats(0, 1), schedule=st.sampled_from(["constant", "cosine", "linear"]))
+def test_rates_rise_then_never_rise_again(warmup: int, end: float, schedule: str) -> None:
+    train = _train(warmup_steps=warmup, schedule=schedule, min_lr_fraction=end)
+    rates = [learning_rate(train, "llm", step) for step in range(110)]
+    top = max(1, warmup)
+    assert all(a <= b for a, b in pairwise(rates[:top]))
+    assert all(a >= b - 1e-15 for a, b in pairwise(rates[top:]))
+    assert max(rates) == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(1e-2 * (1.0 if schedule == "constant" else end))
+
+
+def test_modules_follow_schedules_of_their_own() -> None:
+    train = _train(warmup_steps=4, modules={"projectors": {"lr": 1.0, "warmup_steps": 0, "schedule": "linear"}})
+    optimizer = make_optimizer([Layer("llm"), Layer("llm", "projector")], train.optimizer)
+    assert optimizer is not None
+    engine = SimpleNamespace(optimizer=optimizer, train_spec=train)
+    set_rates(engine, 1)  # type: ignore[arg-type]
+    assert {group["module"]: group["lr"] for group in optimizer.param_groups} == {
+        "llm": pytest.approx(5e-3), "projectors": pytest.approx(0.99)}
+
+
+def test_shares_of_the_norm_add_up_over_replicas_and_tp_ranks() -> None:
+    """Two replicas of two TP ranks: every whole gradient is held four times, every divided one twice."""
+    total = torch.zeros((), dtype=torch.float64)
+    for _replica in range(2):
+        for rank in range(2):
+            layer = Layer("llm")
+            for parameter in layer.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            layer.linear.weight.shard = Shard(0, 1, 2, rank)  # type: ignore[attr-defined]
+            optimizer = make_optimizer([layer], OptimizerSpec())
+            total += sum_of_squares(reduced_gradients(optimizer, dp=2, tp=2), torch.device("cpu"))
+    whole = 6 + 6 + 6 + 6  # biases, norm, token
+    assert float(total) == pytest.approx(whole + 2 * 24)
+
+
+def test_dropping_gradients_leaves_weights_and_moments() -> None:
+    layer = Layer("llm")
+    optimizer = make_optimizer([layer], OptimizerSpec())
+    assert optimizer is not None
+    for _ in range(2):
+        sum(p.square().sum() for p in layer.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    before = [(p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in layer.parameters()]
+    drop_gradients(optimizer)
+    for parameter, (weight, state) in zip(layer.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert torch.equal(parameter, weight)
+        assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in state.items())
+    drop_gradients(None)

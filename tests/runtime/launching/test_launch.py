@@ -1,0 +1,59 @@
+"""The launcher runs every rank, and names the one that fails."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from disttrain_cli.errors import RankFailedError
+from disttrain_cli.runtime.launching.launch import launch
+
+
+def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
+    launch(3, "tests.runtime.launching.launch_worker:write_rank", {"folder": str(tmp_path)}, tmp_path / "logs")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
+        "0": "3", "1": "3", "2": "3"}
+
+
+def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(3, "tests.runtime.launching.launch_worker:fail", {"rank": "1"}, tmp_path)
+    assert caught.value.exit_code == 4
+    assert "Rank 1 ended with exit code 1" in caught.value.what
+    assert "this rank is broken" in caught.value.why
+    assert str(tmp_path / "rank-00001.log") in caught.value.why
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="Rank 2 was killed by SIGKILL"):
+        launch(3, "tests.runtime.launching.launch_worker:killed", {"rank": "2"}, tmp_path)
+
+
+def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="Rank 0 did not finish in time"):
+        launch(1, "tests.runtime.launching.launch_worker:fail", {"rank": "none"}, tmp_path, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) -> None:
+    pid = tmp_path / "pid"
+
+    def kill_the_launcher_of_the_rank() -> None:
+        if pid.exists() and pid.read_text():
+            psutil.Process(int(pid.read_text())).parents()[1].kill()
+
+    with pytest.raises(RankFailedError, match="killed by SIGKILL"):
+        launch(1, "tests.runtime.launching.launch_worker:launcher", {"folder": str(tmp_path), "stopped": stopped},
+               tmp_path, on_poll=kill_the_launcher_of_the_rank)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid.read_text())).wait(timeout=20)
+
+
+def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
+    launch(2, "tests.runtime.launching.launch_worker:listening", {"folder": str(tmp_path)}, tmp_path / "logs",
+           timeout_s=120)
+    for rank in ("0", "1"):
+        assert set((tmp_path / rank).read_text().split()) == {"127.0.0.1"}

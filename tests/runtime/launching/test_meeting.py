@@ -1,0 +1,139 @@
+"""Ranks that do not belong together, or cannot talk, are named before they train."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
+from disttrain_cli.runtime.launching import process
+from disttrain_cli.runtime.launching.begin import check_port
+from disttrain_cli.runtime.launching.meeting import check_groups, meet
+from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
+from tests.runtime.watching.test_hang import topology
+
+FACTS = {"program": "0.1.0", "plan": "aaaa"}
+ROOT = Path(__file__).parents[3]
+
+
+def meeting(facts: list[dict[str, str]], world_size: int, timeout_s: float = 30.0) -> list[Any]:
+    """What each of the ranks that came is told, or the error that it raises."""
+    store = dist.HashStore()
+
+    def rank(number: int) -> Any:
+        try:
+            told = {"name": "start-003"} if number == 0 else {}
+            return meet(store, number, world_size, facts[number], told, timeout_s)
+        except DisttrainError as error:
+            return error
+
+    with ThreadPoolExecutor(len(facts)) as threads:
+        return list(threads.map(rank, range(len(facts))))
+
+
+def test_equal_ranks_are_told_the_start_by_rank_0() -> None:
+    assert meeting([FACTS] * 3, 3) == [{"name": "start-003"}] * 3
+
+
+def test_a_host_with_another_plan_is_named_on_every_rank() -> None:
+    for error in meeting([FACTS, FACTS, FACTS | {"plan": "bbbb"}], 3):
+        assert isinstance(error, MismatchError) and "not equal" in error.what
+        assert error.why == f"plan: bbbb on {socket.gethostname()}, aaaa on most others"
+
+
+def test_missing_ranks_are_named() -> None:
+    for error in meeting([FACTS] * 2, 4, timeout_s=0.5):
+        assert "2 of 4 ranks did not come, the first of them rank 2" in error.what
+        assert socket.gethostname() in error.why
+
+
+def groups(data: object) -> Any:
+    return SimpleNamespace(get_data_parallel_group=lambda: data, get_slice_parallel_group=lambda: None)
+
+
+def test_groups_that_work_are_timed_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, device = topology().place(1), torch.device("cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert set(check_groups(groups(dist.group.WORLD), place, device, 5.0)) == {"world", "data parallel"}
+
+        def broken(*given: Any, group: object = None, **more: Any) -> None:
+            raise RuntimeError("Connection refused\nmore")
+
+        monkeypatch.setattr(dist, "all_reduce", broken)
+        with pytest.raises(DisttrainError) as caught:
+            check_groups(groups(dist.group.WORLD), place, device, 5.0)
+    finally:
+        dist.destroy_process_group()
+    assert "Rank 1 cannot reach its world group (1 ranks) over gloo" in caught.value.what
+    assert "unit llm, stage 0" in caught.value.why and "Connection refused" in caught.value.why
+    assert "cluster.interface" in caught.value.next_step
+
+
+@pytest.fixture
+def first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of a job that srun has started."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in (process.LISTENER, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("first_rank")
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(DisttrainError, match=f"Port {port} of 127.0.0.1 is in use") as caught:
+            process.rendezvous(timedelta(seconds=5))
+        with pytest.raises(DisttrainError, match=f"Port {port} of"):
+            check_port(port)
+    assert "cluster.port" in caught.value.next_step
+    check_port(port)
+
+
+@pytest.mark.usefixtures("first_rank")
+def test_nobody_at_the_meeting_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(DisttrainError, match=f"No rank 0 answers at 127.0.0.1:{port}"):
+        process.rendezvous(timedelta(seconds=1))
+
+
+def test_a_rank_finds_its_place_under_srun_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobFile(target="a:b", payload={}, logs="logs", ranks=4)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SpecError, match="RANK, LOCAL_RANK, WORLD_SIZE"):
+        place_in_job(job)
+    for name, value in {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_ADDR": "a",
+                        "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what place_in_job sets is taken back
+        monkeypatch.delenv(name)
+    assert place_in_job(job) == 3 and os.environ["LOCAL_RANK"] == "1"
+    with pytest.raises(SpecError, match="4 ranks were started for a plan of 8"):
+        place_in_job(job.model_copy(update={"ranks": 8}))
+
+
+def test_a_rank_that_nobody_started_says_so(tmp_path: Path) -> None:
+    job = JobFile(target="tests.runtime.launching.launch_worker:fail", payload={}, logs=str(tmp_path), ranks=1)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    found = subprocess.run([sys.executable, "-m", "disttrain_cli.runtime.launching.rank", str(tmp_path / "job.json")],
+                           capture_output=True, text=True, cwd=ROOT,
+                           env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")})
+    assert found.returncode == 1 and "disttrain train --emit" in found.stderr and "Traceback" not in found.stderr

@@ -1,0 +1,228 @@
+"""`disttrain export`: folders that the libraries load, with outputs equal to the trained model's."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.probe import probe_batch
+from disttrain_cli.models.published import published_class
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION
+from disttrain_cli.runtime.checkpoints.storage import DTYPES, _box_name, write_tensors
+from disttrain_cli.runtime.outputs.export import export
+from disttrain_cli.spec.runfile import read_run
+from tests.models.conftest import AUDIO, MODULES
+from tests.models.test_vae import GENERATOR
+from tests.models.test_weights import PIXART
+
+UNET = MODULES["image_generator"]["config"]
+GENERATORS = {
+    "unet2d_condition": {"config": UNET | GENERATOR["config"], "vae": GENERATOR["vae"]},
+    "pixart": {"config": PIXART | {"in_channels": 4, "out_channels": 8}, "vae": GENERATOR["vae"]},
+}
+
+
+def written_run(folder, architecture="unet2d_condition", **train):
+    generator = {**MODULES["image_generator"], "architecture": architecture, **GENERATORS[architecture]}
+    modules = MODULES | {"audio_encoder": AUDIO, "image_generator": generator}
+    content = {"name": "tiny", "model": {"modules": modules}, "data": {"sources": [{"path": "data"}],
+               "sequence_length": 48, "max_image_pixels": 4096},
+               "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"} | train}
+    path = folder / "disttrain.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return read_run(path)
+
+
+def trained(run, step=1, averaged=()):
+    """A checkpoint of weights that differ from the initial ones, and the layers that have them."""
+    layers = build_layers(run, 0, len(layer_table(run)))
+    generator, tensors = torch.Generator().manual_seed(step), {}
+    with torch.no_grad():
+        for layer in layers:
+            for path, parameter in layer.named_parameters():
+                if not layer.frozen:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+                tensors[f"weight/{layer.name}/{path}"] = parameter.detach()
+                if layer.module in averaged:
+                    tensors[f"ema/{layer.name}/{path}"] = parameter.detach() * 0.5
+    folder = run.dir.checkpoints / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    one = write_tensors(folder / "rank-00000.safetensors", {
+        _box_name(key, (0,) * value.ndim): value for key, value in tensors.items()})
+    described = json.dumps({"files": [one.name], "tensors": {
+        key: {"dtype": DTYPES[value.dtype], "shape": list(value.shape),
+              "boxes": [[0, [0] * value.ndim, list(value.shape)]]} for key, value in tensors.items()}}).encode()
+    (folder / TENSORS).write_bytes(described)
+    (folder / DESCRIPTION).write_text(json.dumps({
+        "version": VERSION, "step": step, "model": run.file.model_fingerprint(), "skipped_steps": 0, "files": {
+            one.name: {"bytes": one.size_bytes, "sha256": one.sha256},
+            TENSORS: {"bytes": len(described), "sha256": hashlib.sha256(described).hexdigest()}}}))
+    return layers
+
+
+def through(layers, batch):
+    state = {}
+    for layer in layers:
+        state.update(layer(state, batch))
+    return state
+
+
+@pytest.mark.parametrize("architecture", ["unet2d_condition", pytest.param("pixart", marks=pytest.mark.slow)])
+def test_outputs_of_the_loaded_classes_equal_the_trained_models(tmp_path, architecture, monkeypatch):
+    run = written_run(tmp_path, architecture)
+    layers = trained(run)
+    said = export(run, tmp_path / "out")
+    assert said.step == 1 and set(said.modules) == {
+        "image_encoder", "audio_encoder", "llm", "image_generator", "image_generator_vae"}
+    configs, models = read_configs(run), {}
+    for name in said.modules:
+        kind = "vae" if name.endswith("_vae") else configs[name].architecture
+        models[name] = published_class(kind).from_pretrained(tmp_path / "out" / name).eval()
+        assert said.modules[name].loads_with.endswith(type(models[name]).__name__)
+    projectors = load_file(tmp_path / "out" / "projectors.safetensors")
+    by_name = {layer.name: layer for layer in layers}
+    batch = probe_batch(describe(run), grids=[(4, 4), (4, 4)], clips=2, documents=[[40], [48]], targets=2)
+    with torch.no_grad():
+        check_equal(run, by_name, models, projectors, batch)
+    joints = json.loads((tmp_path / "out" / "model.json").read_text())["joints"]
+    assert {f"{layer}.{name}" for layer, own in joints.items() for name in own["weights"]} == set(projectors)
+    text = (tmp_path / "out" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path / "out")
+    made = {}
+    exec(text.split("```python")[1].split("```")[0], made)
+    assert all(type(made[name]) is type(model) for name, model in models.items())
+
+
+def check_equal(run, layers, models, projectors, batch):
+    """Every module by itself, on what the modules before it gave."""
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    config, state = read_configs(run), through(list(layers.values()), batch)
+    patches = torch.cat([models["image_encoder"](pixels, interpolate_pos_encoding=True).last_hidden_state
+                         for pixels in batch.pixels])
+    norm = layers["image_encoder.projector"].norm
+    torch.testing.assert_close(norm(state["image_hidden"]), patches.flatten(0, 1), **close)
+    heard = models["audio_encoder"](batch.audio_features).last_hidden_state
+    torch.testing.assert_close(layers["audio_encoder.projector"].norm(state["audio_hidden"]), heard.flatten(0, 1),
+                               **close)
+    mlp = {name.removeprefix("audio_encoder.projector.mlp."): tensor for name, tensor in projectors.items()
+           if name.startswith("audio_encoder.projector.mlp.")}
+    hidden = torch.nn.functional.gelu(heard.flatten(0, 1).unflatten(0, (-1, 3)).flatten(1) @ mlp["0.weight"].T
+                                      + mlp["0.bias"])
+    torch.testing.assert_close(hidden @ mlp["2.weight"].T + mlp["2.bias"], state["audio_embeds"], **close)
+    tokens = batch.token_ids[1:]  # the second sequence is one sample without padding
+    embeds = layers["llm.embed"](state, batch)["hidden"].unflatten(0, batch.token_ids.shape)[1:]
+    found = models["llm"](inputs_embeds=embeds, output_hidden_states=True)
+    own = state["hidden"].unflatten(0, batch.token_ids.shape)[1:]
+    head = layers["llm.head"]
+    torch.testing.assert_close(head.norm(own), found.hidden_states[-1], **close)
+    torch.testing.assert_close(head.lm_head(head.norm(own)), found.logits, **close)
+    assert tokens.shape == found.logits.shape[:2]
+    vae = config["image_generator"].vae
+    posterior = models["image_generator_vae"].encode(batch.target_pixels).latent_dist
+    encoder = layers["image_generator.vae_encoder"]
+    expected = (posterior.mean + posterior.std * encoder._noise(batch)) * vae["scaling_factor"]
+    torch.testing.assert_close(state["latents"], expected, **close)
+    canvas = layers["image_generator.in"].canvas
+    times, noise = canvas.draw(batch)
+    context = state["context"]
+    conditioning = layers["image_generator.projector"](state, batch)["conditioning"].unflatten(0, (2, -1))
+    assert len(context) == 8
+    made = models["image_generator"](canvas.noise.mix(state["latents"], noise, times), timestep=times,
+                                     encoder_hidden_states=conditioning).sample
+    torch.testing.assert_close(layers["image_generator.out"].predict(state), made[:, :4], **close)
+
+
+def test_averages_bf16_files_beside_and_an_older_checkpoint(tmp_path):
+    run = written_run(tmp_path, precision="bf16")
+    layers = trained(run, 1, averaged=("image_generator",))
+    trained(run, 2)
+    with pytest.raises(SpecError, match="no moving averages"):
+        export(run, tmp_path / "out", ema=True)
+    said = export(run, tmp_path / "out", step=1, ema=True)
+    assert [name for name, module in said.modules.items() if module.averaged] == ["image_generator"]
+    made = load_file(tmp_path / "out" / "image_generator" / "diffusion_pytorch_model.safetensors")
+    out = next(layer for layer in layers if layer.name == "image_generator.out")
+    assert torch.equal(made["conv_out.weight"], (out.conv_out.weight * 0.5).bfloat16())
+    llm = load_file(tmp_path / "out" / "llm" / "model.safetensors")
+    head = next(layer for layer in layers if layer.name == "llm.head")
+    assert torch.equal(llm["lm_head.weight"], head.lm_head.weight.bfloat16())
+    projectors = load_file(tmp_path / "out" / "projectors.safetensors")
+    projector = next(layer for layer in layers if layer.name == "image_generator.projector")
+    assert torch.equal(projectors["image_generator.projector.mlp.0.weight"],
+                       (projector.mlp[0].weight * 0.5).bfloat16())
+    schedule = json.loads((tmp_path / "out" / "image_generator" / "scheduler_config.json").read_text())
+    assert schedule["prediction_type"] == "epsilon" and schedule["clip_sample"] is False
+
+
+@pytest.mark.slow
+def test_an_export_starts_another_run(tmp_path):
+    from disttrain_cli.models.weights import load_into
+
+    run = written_run(tmp_path)
+    layers = trained(run)
+    export(run, tmp_path / "out")
+    (tmp_path / "out" / "llm" / "tokenizer.json").write_text("{}")
+    content = yaml.safe_load(run.path.read_text())
+    for name, spec in content["model"]["modules"].items():
+        plain = {key: value for key, value in spec.items() if key not in ("architecture", "config", "vae")}
+        content["model"]["modules"][name] = plain | {"folder": f"out/{name}"}
+    content["model"]["modules"]["image_generator"]["vae_folder"] = "out/image_generator_vae"
+    (tmp_path / "again").mkdir()
+    run.path.write_text(yaml.safe_dump(content))
+    again = read_run(run.path)
+    assert again.file.model_fingerprint() != run.file.model_fingerprint()
+    others = build_layers(again, 0, len(layer_table(again)))
+    assert len(load_into(others, again)) == 5
+    for own, other in zip(layers, others, strict=True):
+        for (path, a), b in zip(own.named_parameters(), other.parameters(), strict=True):
+            assert own.published_name(path) is None or torch.equal(a, b), path
+    trained(again, 2)
+    export(again, tmp_path / "more")
+    assert (tmp_path / "more" / "llm" / "tokenizer.json").read_text() == "{}"
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path):
+    run = written_run(tmp_path)
+    with pytest.raises(SpecError, match="no checkpoint") as error:
+        export(run, tmp_path / "out")
+    assert "disttrain train" in str(error.value)
+    trained(run)
+    with pytest.raises(SpecError, match="step 7") as error:
+        export(run, tmp_path / "out", step=7)
+    assert "steps there: 1" in str(error.value)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SpecError, match="exists"):
+        export(run, tmp_path / "there")
+    content = yaml.safe_load(run.path.read_text())
+    content["model"]["modules"]["llm"]["config"]["num_hidden_layers"] = 1
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump(content))
+    with pytest.raises(MismatchError, match="another model"):
+        export(read_run(other), tmp_path / "out")
+    file = run.dir.checkpoints / "step-000001" / "rank-00000.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-5] ^= 1
+    file.write_bytes(damaged)
+    with pytest.raises(SpecError, match="damaged"):
+        export(run, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disttrain.yaml", "other.yaml", "runs", "there"]
+
+
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
+    run = written_run(tmp_path)
+    trained(run)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("disttrain_cli.runtime.outputs.export.write_own", full)
+    with pytest.raises(SpecError, match="Cannot write") as error:
+        export(run, tmp_path / "out")
+    assert "No space left" in str(error.value)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))

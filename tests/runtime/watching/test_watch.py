@@ -1,0 +1,184 @@
+"""What the step loop hears and tells: requests to stop, and trackers that never stop training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from disttrain_cli.errors import RankFailedError, RankLostError
+from disttrain_cli.runtime.launching.starts import Reports
+from disttrain_cli.runtime.watching import supervise
+from disttrain_cli.runtime.watching.trackers import Tracker, figures, trackers_of
+from disttrain_cli.spec.progress import silent
+from tests.runtime.factory import write_run
+from tests.runtime.watching.test_hang import topology
+
+ROW = {"step": 3, "loss": 2.5, "loss_text": 2.0, "loss_image": float("nan"), "mfu": 0.25, "tokens": 100,
+       "unit_mfu": {"llm": 0.5}}
+
+#: A rank that says when it listens, and what it heard.
+LISTENS = """
+import sys
+from pathlib import Path
+from disttrain_cli.runtime.watching.watch import Watch
+watch = Watch((), Path(sys.argv[1]))
+print("asked" if watch.stop_requested() else "ready", flush=True)
+for line in sys.stdin:
+    print("asked" if watch.stop_requested() else "not asked", flush=True)
+"""
+
+
+@pytest.fixture
+def listener(tmp_path: Path):
+    """A process that makes a watch."""
+    process = subprocess.Popen([sys.executable, "-c", LISTENS, str(tmp_path / "stop")], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+def heard(process: subprocess.Popen[str]) -> None:
+    """Wait until the process says that it has heard a signal."""
+    assert process.stdout is not None
+    assert "stopping after this step" in process.stdout.readline()
+
+
+def test_a_signal_asks_to_stop_and_a_second_one_ends(listener: subprocess.Popen[str]) -> None:
+    assert answer(listener) == "not asked\n"
+    listener.send_signal(signal.SIGUSR1)
+    heard(listener)
+    assert answer(listener) == "asked\n"
+    listener.send_signal(signal.SIGTERM)
+    assert listener.wait(timeout=60) == 128 + signal.SIGTERM
+
+
+def test_the_stop_file_asks_to_stop(listener: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert answer(listener) == "not asked\n"
+    (tmp_path / "stop").touch()
+    assert answer(listener) == "asked\n"
+
+
+def test_a_tracker_that_fails_says_so_once(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def connect() -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
+        def write(step: int, values: Mapping[str, float]) -> None:
+            raise OSError("the disk is full")
+        return write, lambda: said.append("ended")
+
+    tracker = Tracker("wandb", connect, said.append)
+    for _ in range(3):
+        tracker.step(ROW)
+    tracker.close()
+    assert len(said) == 1 and "wandb gets no figures" in said[0] and "the disk is full" in said[0]
+
+
+def test_a_tracker_that_is_not_installed_names_its_extra() -> None:
+    said: list[str] = []
+
+    def connect() -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
+        raise ImportError("No module named 'tensorboard'")
+
+    Tracker("tensorboard", connect, said.append).step(ROW)
+    assert len(said) == 1 and "pip install 'disttrain[tensorboard]'" in said[0]
+
+
+def test_trackers_get_the_figures_that_are_numbers() -> None:
+    assert figures(ROW) == {"loss/total": 2.5, "loss/text": 2.0, "speed/mfu": 0.25, "mfu/llm": 0.5}
+
+
+class Run:
+    """What `supervised` asks of a run: its folders and how often to start again."""
+
+    def __init__(self, folder: Path, restarts: int) -> None:
+        train = type("Train", (), {"longest_hang_s": 5.0, "restarts": restarts})
+        self.file = type("File", (), {"train": train})
+        self.dir = type("Dir", (), {"logs": folder / "logs", "checkpoints": folder / "checkpoints"})
+
+
+def run_supervised(folder: Path, restarts: int, outcomes: list[object],
+                   request: supervise.StopRequest | None = None) -> tuple[list[bool], list[str]]:
+    """`supervised` over starts with these outcomes; returns which of them resumed, and why others followed."""
+    resumed: list[bool] = []
+
+    def start(resume: bool, watch: Callable[[], None]) -> Reports:
+        resumed.append(resume)
+        outcome = outcomes[len(resumed) - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[return-value]
+
+    _, losses = supervise.supervised(Run(folder, restarts), topology(), False,  # type: ignore[arg-type]
+                                     request or supervise.StopRequest(), silent, start)
+    return resumed, losses
+
+
+def test_a_lost_rank_starts_the_job_again_from_its_checkpoint(tmp_path: Path) -> None:
+    lost = RankLostError("Rank 2 was killed by SIGKILL")
+    assert run_supervised(tmp_path, 1, [lost, "reports"]) == ([False, False], ["Rank 2 was killed by SIGKILL"])
+    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    assert run_supervised(tmp_path, 2, [lost, lost, "reports"])[0] == [False, True, True]
+
+
+def test_restarts_end(tmp_path: Path) -> None:
+    with pytest.raises(RankLostError, match="again"):
+        run_supervised(tmp_path, 1, [RankLostError("once"), RankLostError("again")])
+
+
+def test_a_rank_that_says_why_it_failed_is_not_started_again(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="broken images"):
+        run_supervised(tmp_path, 3, [RankFailedError("too many broken images")])
+
+
+def test_a_stopped_job_is_not_started_again(tmp_path: Path) -> None:
+    request = supervise.StopRequest()
+    request.hear(signal.SIGTERM, None)
+    with pytest.raises(RankLostError):
+        run_supervised(tmp_path, 3, [RankLostError("lost")], request)
+
+
+def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "logs").mkdir()
+    with supervise.stop_request() as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        request.pass_on(tmp_path / "logs", lambda what, done, total: said.append(what))
+        assert (tmp_path / "logs" / "stop").exists() and len(said) == 1 and "SIGTERM" in said[0]
+        with pytest.raises(SystemExit) as left:
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.sigtimedwait([], 0)
+        assert left.value.code == 128 + signal.SIGINT
+
+
+def test_wandb_takes_figures_and_goes_on_under_the_same_name(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids: list[str] = []
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    def init(**options: object) -> SimpleNamespace:
+        ids.append(str(options["id"]))
+        return SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    run = write_run(tmp_path, tmp_path, track=["wandb"])
+    for resume in (False, True, False):
+        [tracker] = trackers_of(run, "start-000", resume, pytest.fail)
+        tracker.step(ROW)
+        tracker.close()
+    assert ids[0] == ids[1] != ids[2] and logged[0] == (3, figures(ROW))
