@@ -14,7 +14,7 @@ from disttrain_cli.models.export import write_model
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.vae import decoder_maker
-from disttrain_cli.models.weights import load_into, module_layers
+from disttrain_cli.models.weights import load_into, module_layers, random_starts
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.models.conftest import AUDIO, LLAMA, UNET
 from tests.models.conftest import VIT as SQUARE
@@ -243,7 +243,9 @@ def test_without_weights_or_by_wish_a_module_starts_at_random(tmp_path):
     (tmp_path / "given" / "model.safetensors").unlink()
     run = make(tmp_path, "vit", folder="given")
     others = layers_of(run)
-    assert "holds no weights; own starts from random ones" in load_into(others, run)[0]
+    assert load_into(others, run) == []
+    assert ["holds no weights; own starts from random ones" in note for note in random_starts(run)] == [True]
+    assert random_starts(unwanted) == []
     for made in (weights_of(layers), weights_of(others)):
         assert all(torch.equal(tensor, plain[key]) for key, tensor in made.items())
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -51,6 +53,18 @@ def test_clips_together_equal_one_by_one(make_run):
              for clip in batch.audio_features]
     assert [tuple(rows.shape) for rows in alone] == [(4, 48)] * 3
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
+
+
+def test_dropout_follows_the_clips_seeds(make_run):
+    run = make_run(audio_encoder={"config": {"dropout": 0.5, "activation_dropout": 0.5}})
+    layers, batch = audio_layers(run)[:-1], probe_batch(describe(run), clips=3)
+    assert [len(layer.dropouts) for layer in layers] == [1, 2, 2]
+    seeds = torch.tensor([5, 6, 7])
+    plain = run_layers(layers, batch)["audio_hidden"]
+    dropped = run_layers(layers, replace(batch, cache={}, clip_seeds=seeds))["audio_hidden"]
+    assert not torch.equal(dropped, plain)
+    some = replace(batch, cache={}, clips=2, audio_features=batch.audio_features[1:], clip_seeds=seeds[1:])
+    torch.testing.assert_close(run_layers(layers, some)["audio_hidden"], dropped[12:], rtol=0, atol=1e-6)
 
 
 def test_merging_takes_neighbours(make_run):

@@ -28,7 +28,7 @@ EYE, EAR, LLM = "image_encoder", "audio_encoder", "llm"
 WHISPER: dict[str, Any] = {
     "kind": "encoder", "architecture": "whisper", "merge": 5,
     "config": {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
-               "num_mel_bins": 16, "max_source_positions": 50}}
+               "num_mel_bins": 16, "max_source_positions": 50, "dropout": 0.2, "activation_dropout": 0.1}}
 
 
 def write_heard(path: Path, samples: int = 60) -> None:

@@ -60,7 +60,7 @@ def seeded(layer: PipelineLayer) -> list[SeededDropout]:
     for path, part in list(layer.named_modules()):
         if isinstance(part, nn.Dropout) and part.p:
             digest = hashlib.sha256(f"{layer.name}/{path}".encode()).digest()
-            divided = any(path.endswith(end) for end in ("ff.net.1", "mlp.dropout"))
+            divided = any(path.endswith(end) for end in ("ff.net.1", "mlp.dropout", "inner_dropout"))
             found.append(SeededDropout(part.p, int.from_bytes(digest[:7], "big"), divided))
             owner, _, name = path.rpartition(".")
             setattr(layer.get_submodule(owner), name, found[-1])

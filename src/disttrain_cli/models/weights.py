@@ -56,8 +56,23 @@ def load_into(layers: Sequence[PipelineLayer], run: Run) -> list[str]:
         source = source_of(run, module, part)
         if own and source is not None:
             notes += _load(own, run, module, part, source)
-        elif part == "vae" and run.file.model.modules[module].vae_folder is None:
-            notes.append(f"{module}: vae_folder is not given; its VAE has random weights, and is never trained.")
+    return notes
+
+
+def random_starts(run: Run) -> list[str]:
+    """What starts from random weights though its user may think otherwise; one sentence each.
+
+    Raises:
+        SpecError: a folder's weights are pickled, or files that its index names are missing.
+    """
+    notes = []
+    for module, config in read_configs(run).items():
+        for part in ("module", *(("vae",) if config.vae is not None else ())):
+            source = source_of(run, module, part)
+            if source is not None and not weight_files(source.folder):
+                notes.append(f"{source.field}: {source.folder} holds no weights; {module} starts from random ones.")
+            elif part == "vae" and run.file.model.modules[module].vae_folder is None:
+                notes.append(f"{module}: vae_folder is not given; its VAE has random weights, and is never trained.")
     return notes
 
 
@@ -94,8 +109,8 @@ def module_layers(run: Run, module: str) -> list[PipelineLayer]:
 
 def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source) -> list[str]:
     files = weight_files(source.folder)
-    if not files:
-        return [f"{source.field}: {source.folder} holds no weights; {module} starts from random ones."]
+    if not files:  # as `random_starts` says
+        return []
     rename = renaming(source.architecture, source.config)
     of_module = published_shapes(layer for layer in module_layers(run, module) if layer.weights_of == part)
     of_module |= published_shapes(layers)

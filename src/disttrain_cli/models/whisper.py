@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.dropout import begin, seeded
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
 
@@ -47,13 +48,16 @@ class Embed(WhisperLayer):
         self.conv2 = nn.Conv1d(
             config.d_model, config.d_model, kernel_size=3, stride=FRAMES_PER_POSITION, padding=1
         )
+        self.dropout = nn.Dropout(config.dropout)
+        self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.audio_features is not None
         hidden = functional.gelu(self.conv1(batch.audio_features.to(self.conv1.weight.dtype)))
         hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
         hidden_RD = (hidden_NPD + self._positions(hidden_NPD, batch)).flatten(0, 1)
-        return {"audio_hidden": split(hidden_RD, self.group)}
+        begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
+        return {"audio_hidden": split(self.dropout(hidden_RD), self.group)}
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Also the sinusoids, which the published model keeps with its weights."""
@@ -89,15 +93,19 @@ class Block(WhisperLayer):
         self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),)
         self.layer = WhisperEncoderLayer(config)
         self.published = {"layer": f"layers.{number}"}
+        self.dropout, self.inner_dropout = nn.Dropout(config.dropout), nn.Dropout(config.activation_dropout)
+        self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = self.layer, state["audio_hidden"], batch.clips * self.positions
+        begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            return layer.self_attn(normed_RD.unflatten(0, (batch.clips, self.positions)), attention_mask=None)[0]
+            normed_NPD = normed_RD.unflatten(0, (batch.clips, self.positions))
+            return self.dropout(layer.self_attn(normed_NPD, attention_mask=None)[0].flatten(0, 1))
 
         def feed(normed_RD: Tensor) -> Tensor:
-            return layer.fc2(layer.activation_fn(layer.fc1(normed_RD)))
+            return self.dropout(layer.fc2(self.inner_dropout(layer.activation_fn(layer.fc1(normed_RD)))))
 
         hidden = hidden + across(attend, layer.self_attn_layer_norm(hidden), rows, self.group)
         hidden = hidden + across(feed, layer.final_layer_norm(hidden), rows, self.group)

@@ -51,8 +51,10 @@ def check_whisper(name: str, spec: ModuleSpec, config: Any) -> None:
     check_widths(name, config, "d_model", "encoder_attention_heads", "activation_function", "encoder_layers",
                  "encoder_ffn_dim", "num_mel_bins", "max_source_positions")
     _refuse_feature_layer(name, spec)
-    for field in ("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"):
+    for field in ("attention_dropout", "encoder_layerdrop"):
         refuse_dropout(name, field, getattr(config, field))
+    for field in ("dropout", "activation_dropout"):
+        check_dropout(name, field, getattr(config, field))
     if config.d_model < 4 or config.d_model % 2:
         raise wrong(name, "d_model", config.d_model, "even and at least 4, for sinusoidal positions")
     if config.max_source_positions % spec.merge:
