@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 from statistics import mean
 from typing import Any
 from unittest.mock import patch
@@ -173,7 +173,7 @@ def inter(slots: int, stages: int, instances: int) -> dict[str, Any]:
     every = np.array(list(permutations(range(slots))))
     for seed in range(instances):
         times_s = np.random.default_rng(seed).lognormal(0, 0.7, size=(slots, stages, 1))
-        pipeline = Pipeline(np.ones(stages, np.int64), np.arange(stages) == 0, np.arange(1, stages + 1), times_s,
+        pipeline = Pipeline(np.ones(stages, np.int64), np.arange(stages) == 0, tuple(pairwise(range(stages))), times_s,
                             2 * times_s, np.zeros(stages - 1), np.zeros(stages))
         best_s = float(orders_s(pipeline, every).min())
         paper = interval_order(np.rint(3e6 * times_s[..., 0]).astype(np.int64))

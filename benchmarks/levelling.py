@@ -97,7 +97,7 @@ def imbalance(index: Index, dp: int, slot_sequences: int, steps: int) -> dict[st
             largest["sequences in order"] += load.reshape(dp, -1).sum(axis=1).max()
             largest["sequences levelled"] += max(load[members].sum() for members in levelled)
             largest["images (disttrain)"] += max(
-                slot.work("image", items).tokens for items in slot.replicas[inputs.image.module])
+                slot.work(inputs.image.module, items).tokens for items in slot.replicas[inputs.image.module])
             mean += patches.sum() / dp
     return {name: float(value) / mean for name, value in largest.items()}
 

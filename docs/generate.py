@@ -16,7 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from disttrain_cli.analysis.database import documented_views
+from disttrain_cli.analysis.kineto.database import documented_views as kineto_views
+from disttrain_cli.analysis.own.database import documented_views
 from disttrain_cli.app import command_names
 from disttrain_cli.app import main as disttrain
 from disttrain_cli.spec.plan import Plan
@@ -70,13 +71,24 @@ def traces() -> str:
              "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank with a row for "
              "every operation, the steps as rank 0 reported them, and `job.json` with the plan and the profile. A "
              "segment is written whole, so a crash loses at most the open one. Any Parquet reader reads them.",
-             "`disttrain analyze --sql QUERY` runs one SELECT over these views, read-only:"]
-    for name, about in documented_views().items():
+             "`disttrain train --profile-steps A:B` adds torch's profile of those steps, `traces/kineto/`: a Kineto "
+             "file per rank in which every operation is marked. `disttrain analyze` says what its time is made of.",
+             "`disttrain analyze --sql QUERY` runs one SELECT over the views below. It is read-only, no other file can "
+             "be reached, and no extension loaded."]
+    parts += _views(documented_views(), "")
+    parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
+              "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
+              *_views(kineto_views(), "Kineto: ")]
+    return "\n\n".join(parts) + "\n"
+
+
+def _views(views: dict[str, str], of: str) -> list[str]:
+    parts = []
+    for name, about in views.items():
         meaning, _, columns = about.partition(" Columns: ")
         listed = ", ".join(f"`{column.strip()}`" for column in columns.split(","))
-        parts += [f"## `{name}`", meaning, f"Columns: {listed}"]
-    parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + "."]
-    return "\n\n".join(parts) + "\n"
+        parts += [f"## {of}`{name}`", meaning, f"Columns: {listed}"]
+    return parts
 
 
 def _section(name: str, definition: dict[str, Any], definitions: dict[str, Any]) -> list[str]:

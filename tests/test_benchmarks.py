@@ -15,6 +15,7 @@ from benchmarks import (
     decode,
     efficiency,
     index,
+    kineto,
     levelling,
     ordering,
     planner,
@@ -22,8 +23,11 @@ from benchmarks import (
     simulation,
     stock_pipeline,
     strategies,
+    verdicts,
 )
 from disttrain_cli.costs.hardware import Curve, lookup
+from tests.analysis import synthetic
+from tests.analysis.kineto import traces
 
 ROOT = Path(__file__).parent.parent
 
@@ -183,8 +187,52 @@ def test_a_small_rehearsal_is_measured(tmp_path):
     assert kept and all(row["rehearsed_s"] > 0 and row["simulated_s"] > 0 and row["operations"] > 0 for row in kept)
 
 
+def test_verdicts_are_judged_by_cause_and_place(monkeypatch, tmp_path):
+    assert sum(case.cause == "none" for case in verdicts.CASES) == 5 and len(verdicts.CASES) == 25
+    written = []
+
+    def rehearse(folder, case, seed, traces):
+        written.append(case.name)
+        synthetic.write(traces, synthetic.Synthetic(slow_stage={1: 2.0}))
+
+    monkeypatch.setattr(verdicts, "prepare", lambda folder: (folder / verdicts.RUN_FILE).touch())
+    monkeypatch.setattr(verdicts, "rehearse", rehearse)
+    for _ in range(2):
+        ((title, rows),) = verdicts.measure(tmp_path, only="stage 1 of the LLM").items()
+        (right,) = rows
+        assert title == "Verdicts: 1 of 1 right"
+        assert (right["case"], right["right"], right["verdict"]) == ("stage 1 of the LLM", True, "stage")
+    assert written == ["stage 1 of the LLM"]
+
+
+@pytest.mark.slow
+def test_a_clean_rehearsal_has_no_straggler():
+    assert only(verdicts.measure(only="clean 1"))[0]["verdict"] == "none"
+
+
 @pytest.mark.slow
 def test_stock_pipeline():
     for row in only(stock_pipeline.measure(small=True)):
         assert row["CPU ratio"] > 0 and row["wall ratio"] > 0
         assert row["first loss, disttrain"] == pytest.approx(row["first loss, DeepSpeed"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_kineto(tmp_path, monkeypatch):
+    trace = traces.write(tmp_path / "rank0.json", traces.document(traces.events([400] * 10)))
+    monkeypatch.setenv(kineto.TRACE, str(trace))
+    monkeypatch.delenv(kineto.VENV, raising=False)
+    sizes, both = kineto.measure(small=True).values()
+    assert [row["MB"] for row in sizes] == pytest.approx(kineto.SMALL_MB, rel=0.1)
+    assert [row["program"] for row in both] == ["disttrain, empty cache"]
+    assert all(row["peak MiB"] > 20 and row["again s"] > 0 for row in sizes)
+
+
+def test_a_repeated_trace_holds_every_event_again_later(tmp_path):
+    document = traces.document(traces.events([400, 450]), world_size=8)
+    path = kineto.repeat(document, 0.01, tmp_path / "many.json")
+    events, first = json.loads(path.read_text())["traceEvents"], document["traceEvents"]
+    copies = len(events) // len(first)
+    assert len(events) == copies * len(first) and copies > 1 and path.stat().st_size > 10_000
+    assert len({event["args"]["correlation"] for event in events if event["name"] == traces.GEMM}) == 2 * copies
+    assert events[len(first)]["ts"] > max(event["ts"] for event in first)

@@ -17,7 +17,8 @@ from disttrain_cli.spec.runfile import Run, read_run
 
 #: Parameters of the LLM in billions, as its makers count them.
 LLM_BILLIONS = {"mllm-9b": 6.74, "mllm-15b": 13.0, "mllm-72b": 69.0, "mllm-130b": 130.0, "vlm-8b": 6.74,
-                "qwen-vl-8b": 7.62, "mllm-audio-10b": 6.74, "tiny": 0.0009, "tiny-audio": 0.0009}
+                "qwen-vl-8b": 7.62, "mllm-audio-10b": 6.74, "tiny": 0.0009, "tiny-audio": 0.0009,
+                "tiny-two-generators": 0.0009}
 
 
 def call(*words: str) -> int:

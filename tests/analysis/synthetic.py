@@ -52,6 +52,9 @@ class Synthetic:
     load_ms: float = 0.2
     gap_ms: float = 0.0
     transfer_ms: float = 0.3
+    late_ms: float = 0.0  # what every third slot's transfers take more
+    load_replica: int | None = None  # the only one of the LLM whose data take `load_ms`
+    gap_rank: int | None = None  # the only one with `gap_ms`
     skew: float = 0.0  # spread of work over replicas
     slot_skew: float = 0.0  # spread of work over slots
     device: str = "cuda"
@@ -144,7 +147,7 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
                 continue
             now, ready = free[rank], max((done[kind, slot, source] for source in sources), default=0)
             if sources:
-                arrived = max(now, ready) + int(spec.transfer_ms * MS)
+                arrived = max(now, ready) + int((spec.transfer_ms + spec.late_ms * (slot % 3 == 0)) * MS)
                 now = emit(
                     rank,
                     "receive_activation" if kind == "forward" else "receive_gradient",
@@ -153,8 +156,9 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
                     slot,
                 )
             if kind == "forward" and stage == 0:
-                now = emit(rank, "load", now, int(spec.load_ms * MS), slot)
-            now += int(spec.gap_ms * MS)
+                waits = spec.load_replica is None or (unit, replica) == ("llm", spec.load_replica)
+                now = emit(rank, "load", now, int(spec.load_ms * waits * MS), slot)
+            now += int(spec.gap_ms * (spec.gap_rank in (None, rank)) * MS)
             count = tokens[unit, slot, replica]
             factor = spec.unit_factor.get(unit, 1.0) * spec.slow_rank.get(rank, 1.0)
             factor *= spec.slow_stage.get(stage, 1.0) if unit == "llm" else 1.0
@@ -176,6 +180,8 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
         reduced = emit(rank, "reduce", free[rank], max(group) + MS // 2 - free[rank])
         truth.rows[-1]["bytes"] = 1000 * (len(group) > 1)
         emit(rank, "step", reduced, last + 2 * MS - reduced)
+        emit(rank, "memory", last + 2 * MS, 0)
+        truth.rows[-1]["bytes"] = (rank + 1 + step) * 2**20
     truth.windows.append((start, last + 2 * MS))
     return last + 2 * MS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import synthetic
 
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.compare import compare
-from disttrain_cli.analysis.database import open_database
+from disttrain_cli.analysis.own.database import open_database
 from disttrain_cli.analysis.replay import build_graph
+from tests.analysis import synthetic
 
 COMPUTE = ("forward", "backward")
 
@@ -141,6 +141,13 @@ def test_injected_faults_are_named(tmp_path, cause):
     measured = sum(end - start for start, end in truth.windows[2:]) / 6e9
     assert sum(lost.values()) == pytest.approx(measured - found.stragglers.ideal_s, abs=1e-6)
     assert abs(lost["unexplained"]) < 0.05 * measured
+
+
+def test_memory_of_the_fullest_rank_of_a_stage_stands_beside_the_plan(tmp_path):
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=3, pp=2, dp=2))
+    found = {(row.unit, row.stage): row for row in analyze([tmp_path]).memory}
+    held_mib = {place: 1024 * row.measured_gib for place, row in found.items()}
+    assert held_mib == {("encoder", 0): 3, ("llm", 0): 5, ("llm", 1): 7, ("generator", 0): 8}
 
 
 def test_slowest_tells_heavy_data_from_slow_hardware(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from disttrain_cli.app import main
-from disttrain_cli.commands.analyze import MOST_OPERATIONS
+from disttrain_cli.commands.analyze_tables import MOST_OPERATIONS
 from tests.analysis import synthetic
 
 
@@ -124,3 +124,15 @@ def test_analyze_loads_no_torch(run_dir):
             "print('LOADED', sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+def test_perfetto_writes_a_file_and_nothing_else(run_dir, tmp_path, capsys):
+    file = tmp_path / "trace.json"
+    code, out, _ = call([run_dir, "--perfetto", file], capsys)
+    assert code == 0 and "steps 2 to 7" in out and "2 left out" in out and "Verdict" not in out
+    assert json.loads(file.read_text())["traceEvents"]
+    code, out, _ = call([run_dir, "--perfetto", file, "--json", "--quiet"], capsys)
+    document = json.loads(out)
+    assert code == 0 and document["path"] == str(file) and document["steps"] == [2, 3, 4, 5, 6, 7]
+    code, out, err = call([file, "--perfetto", tmp_path / "again.json"], capsys)
+    assert code == 2 and out == "" and "ui.perfetto.dev" in err and not (tmp_path / "again.json").exists()

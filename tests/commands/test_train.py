@@ -7,7 +7,7 @@ import pytest
 
 from disttrain_cli.app import main
 from disttrain_cli.commands.train import LiveStep
-from disttrain_cli.errors import RankFailedError
+from disttrain_cli.errors import RankFailedError, UsageError
 from disttrain_cli.runtime import train as training
 
 STEPS = [{"step": number, "loss": 3.0 - number, "losses": {"text": 2.0 - number, "image": None}, "grad_norm": 1.5,
@@ -32,7 +32,7 @@ def planned(run_folder, capsys):
 @pytest.fixture
 def faked(planned, monkeypatch):
     """A run that reports three steps and starts no rank."""
-    def train(run, plan, profile, *, steps, resume, on_step, progress):
+    def train(run, plan, profile, *, steps, resume, profile_steps, on_step, progress):
         root = Path(run.dir.root)
         for step in STEPS:
             on_step(step)
@@ -104,3 +104,34 @@ def test_progress_carries_the_figures_and_the_time_left(monkeypatch):
     live("generating images", 0, 0)
     assert lines[0] == "starting ranks" and lines[-1] == "generating images"
     assert "grad norm 1.5" in lines[1] and lines[2].endswith("1:00 left")
+
+
+def test_steps_to_profile_reach_the_ranks(planned, monkeypatch, capsys):
+    given = []
+
+    def train(run, plan, profile, *, profile_steps, **more):
+        given.append(profile_steps)
+        raise RankFailedError("enough")
+
+    monkeypatch.setattr(training, "train", train)
+    assert call(["train", planned, "--steps", "20", "--profile-steps", "5:8"], capsys)[0] == 4
+    assert given == [range(5, 8)]
+    assert call(["train", planned, "--steps", "20", "--profile-steps", "5:8", "--emit", "torchrun"], capsys)[0] == 0
+    job = json.loads((planned / "runs" / "tiny" / "launch" / "job.json").read_text())
+    assert job["payload"]["profile_steps"] == [5, 8]
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["5"], "given: 5"), (["8:5"], "given: 8:5"), (["5:5"], "A < B"), (["-1:3"], "given: -1:3"),
+    (["a:b"], "given: a:b"), (["5:8:9"], "given: 5:8:9"), (["18:22"], "may end at 20"),
+    (["5:8", "--rehearse"], "does not go with --rehearse"),
+    (["5:8", "--preflight"], "does not go with --preflight")])
+def test_steps_that_cannot_be_profiled_are_wrong_usage(planned, capsys, options, said):
+    code, out, err = call(["train", planned, "--steps", "20", "--profile-steps", *options], capsys)
+    assert code == 2 and out == "" and said in err and "Next: " in err
+
+
+def test_steps_to_profile_must_not_be_past(planned):
+    with pytest.raises(UsageError, match="is past"):
+        training.check_profiled(range(5, 8), 20, first=8)
+    training.check_profiled(range(5, 8), 20, first=7)

@@ -14,3 +14,10 @@ def test_nothing_is_before_an_encoder() -> None:
                     "image_generator": {"trained"}}
     assert set(backwards(profile, ["image_generator"])["llm"]) == {"still"}
     assert set(backwards(profile, ["audio_encoder"])["llm"]) == {"passes"}
+
+
+def test_only_encoders_and_the_llm_are_before_a_generator() -> None:
+    profile = synthetic.with_refiner(synthetic.tiny(synthetic.run_file()))
+    does = {name: set(states) for name, states in backwards(profile, ["image_generator"]).items()}
+    assert does["image_generator"] == {"trained"} and does["refiner"] == {"still"}
+    assert set(backwards(profile, ["llm"])["refiner"]) == {"passes"}

@@ -37,6 +37,12 @@ def test_slots_in_flight_on_an_encoder_do_not_count_the_one_beside_it() -> None:
     assert stages_to_end(both, "llm") == [[4], [5, 4], [3, 2], [1]]
 
 
+def test_a_shorter_generator_keeps_as_many_slots_as_its_peers_of_a_longer_one() -> None:
+    beside = UnitPlan(name="r", modules=["refiner"], pp=2, gpus=2, layers_per_stage=[2, 2])
+    both = layout(8).model_copy(update={"units": [*layout(8).units, beside]})
+    assert stages_to_end(both, "llm") == [[5], [4, 3], [2], [2, 1]]
+
+
 def test_llm_stage_by_hand() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     memory = layout_memory(profile, layout(8), 4.0)

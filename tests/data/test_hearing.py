@@ -93,7 +93,7 @@ def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(hear
             for replica, items in enumerate(slot.replicas[part.name]):
                 if "llm" in part.modules:
                     assert set(slot.clip_sequence[items.clips]) <= set(items.sequences.tolist())
-                assert slot.work("audio", items) == EAR.work(len(own[replica]))
+                assert slot.work("ear", items) == EAR.work(len(own[replica]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())

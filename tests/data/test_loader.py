@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,30 @@ def test_only_the_fields_asked_for(run: Run, index: Index) -> None:
     for field, expected in names.items():
         (batch, *_) = fetch_step(run, index, MONOLITHIC, "all", 0, fields={field})
         assert {n for n, value in vars(batch).items() if value is not None} == expected | {"image_grids"}
+
+
+def test_further_encoders_and_generators_have_pixels_of_their_own(run: Run, index: Index) -> None:
+    """Each normalised and sized as it asks, of the same images; only those asked for are there."""
+    assert INPUTS.image is not None and INPUTS.target is not None
+    eye = INPUTS.image.model_copy(update={"module": "other_eye", "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
+    painter = INPUTS.target.model_copy(update={"module": "painter", "size_px": 2 * INPUTS.target.size_px})
+    both = replace(index, inputs=INPUTS.model_copy(update={"other_images": [eye], "other_targets": [painter]}))
+
+    def of(*fields: str) -> list[SlotBatch]:
+        return fetch_step(run, both, MONOLITHIC, "all", 0, fields=set(fields))
+
+    for first, more, second in zip(of("pixels"), of("pixels", "pixels.1"), of("pixels.1"), strict=True):
+        assert first.other_pixels is None and second.pixels is None
+        assert more.pixels is not None and more.other_pixels is not None and second.other_pixels is not None
+        for own, other, alone in zip(more.pixels, more.other_pixels, second.other_pixels, strict=True):
+            np.testing.assert_allclose(own, 2 * other - 1, atol=1e-6)
+            assert np.array_equal(other, alone)
+    for first, second in zip(of("targets"), of("targets.1"), strict=True):
+        assert second.target_pixels is None and second.other_targets is not None and first.target_pixels is not None
+        (pixels,) = second.other_targets
+        assert len(pixels) == len(first.target_pixels) and pixels.shape[2] == 2 * first.target_pixels.shape[2]
+        assert np.array_equal(first.noise_seeds, second.noise_seeds)
+        assert np.array_equal(first.target_weights, second.target_weights)
 
 
 def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -> None:

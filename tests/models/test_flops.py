@@ -23,7 +23,7 @@ def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
         batch = probe_batch(inputs, device="meta", **sizes[info.module])
         layer = build_layers(run, index, index + 1, device="meta")[0]
         own = {k: v for k, v in sizes[info.module].items() if k != "length"}
-        work = probe_work(inputs, inputs.item(info.module), **own)
+        work = probe_work(inputs, info.module, **own)
         costs = flops[info.module][info.kind]
         expected = layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch)
         assert (costs.forward(work), costs.backward(work), costs.backward_input(work)) == expected, info.name

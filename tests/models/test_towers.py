@@ -164,7 +164,7 @@ def test_costs_are_counted(tower, architecture):
         layer = build_layers(run, index, index + 1, device="meta")[0]
         state = state_at(table, index, inputs, batch, "meta")
         counts = layer_flops(layer, state, batch)
-        work = probe_work(inputs, "image", grids=grids)
+        work = probe_work(inputs, "eye", grids=grids)
         costs = flops[info.kind]
         assert (costs.forward(work), costs.backward(work), costs.backward_input(work)) == counts
         operators = layer_operators(layer, state, batch)

@@ -113,6 +113,16 @@ def with_audio(profile: Profile, clips: int = 2, share: float = 1.0) -> Profile:
                                       "inputs": profile.inputs.model_copy(update={"audio": head})})
 
 
+def with_refiner(profile: Profile, share: float = 1.0) -> Profile:
+    """The profile with a second generator beside the first: like it, with `share` of its pixels."""
+    first, target = profile.modules["image_generator"], profile.inputs.target
+    head = target.model_copy(update={"module": "refiner", "latent_pixels": round(share * target.latent_pixels)})
+    work, most = (head.work(own.items) for own in (first.work_per_sequence, first.max_work_per_sequence))
+    refiner = first.model_copy(update={"work_per_sequence": work, "max_work_per_sequence": most})
+    return profile.model_copy(update={"modules": profile.modules | {"refiner": refiner},
+                                      "inputs": profile.inputs.model_copy(update={"other_targets": [head]})})
+
+
 def paper_9b(run: RunFile, *, memory_gib: float = 80.0, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Profile:
     """ViT-Huge, a 7B LLM and SD 2.1's U-Net at about 180 TFLOP/s, 8,192 tokens, 8 images read, 2 generated."""
     rate = 180e9  # FLOP per ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ def made(shapes: list[tuple[int, int]], slots: int, step_s: float = 0.1) -> tupl
     entry = np.array([stage == 0 for unit in units for stage in range(unit.pp)])
     speed = np.where(np.arange(replicas.max()) == 0, 1.0, 0.5)
     forward = np.broadcast_to(speed, (slots, len(replicas), replicas.max())).copy()
-    after = np.arange(1, len(replicas) + 1)
-    return Pipeline(replicas, entry, after, forward, 2 * forward, np.zeros(len(replicas) - 1),
+    cuts = tuple(pairwise(range(len(replicas))))
+    return Pipeline(replicas, entry, cuts, forward, 2 * forward, np.zeros(len(replicas) - 1),
                     np.full(len(replicas), 0.5), step_s), layout
 
 
@@ -50,7 +51,7 @@ def test_svg_draws_every_operation_of_a_short_step_once() -> None:
 
 def test_encoders_side_by_side_start_at_the_same_time() -> None:
     pipeline, layout = made([(2, 2), (1, 1), (1, 1), (1, 1)], slots=3)
-    pipeline = replace(pipeline, after=np.array([1, 3, 3, 4, 5]))
+    pipeline = replace(pipeline, cuts=((0, 1), (1, 3), (2, 3), (3, 4)))
     rows = rows_of(pipeline, simulate(pipeline), layout)
     assert [row.label for row in rows] == ["unit0 1/2 ×2", "unit0 2/2 ×2", "unit1", "unit2", "unit3"]
     assert [row.forward[0, 0] for row in rows] == [0.0, 1.0, 0.0, 2.0, 3.0]

@@ -182,7 +182,8 @@ def test_encoders_side_by_side_both_send_to_the_llm(case: tuple[Profile, list[Un
     plan = layout([unit("image_encoder", 1, 2, [2, 2]), unit("audio_encoder", 1, 3, [4]), unit("llm", 1, 2, [3, 3]),
                    unit("image_generator", 1, 1, [4])], microbatches=6)
     step = simulated_step(profile, plan, cluster)
-    assert step.pipeline.after.tolist() == [1, 3, 3, 4, 5, 6] and step.pipeline.to_end.tolist() == [5, 4, 4, 3, 2, 1]
+    assert step.pipeline.cuts == ((0, 1), (1, 3), (2, 3), (3, 4), (4, 5))
+    assert step.pipeline.to_end.tolist() == [5, 4, 4, 3, 2, 1]
     assert (step.timeline.forward_start[0, [0, 2], 0] == 0.0).all()
     assert step.loads["audio_encoder"].sum(axis=(0, 1)).tolist() == list(profile.inputs.audio.work(24 * 2))
     found = predict(group(profile, cluster, "disaggregated"), plan, cluster)
@@ -200,8 +201,53 @@ def test_one_unit_hands_on_what_both_encoders_made(case: tuple[Profile, list[Uni
     plan = Layout(global_batch_size=24, microbatch_size=4, microbatches=6, gpus_used=4, units=[
         UnitPlan(name="model", modules=list(profile.modules), pp=4, gpus=4, layers_per_stage=[4, 4, 6, 4])])
     stages = stages_of(profile, plan)
-    assert [stage.after for stage in stages] == [1, 2, 3, 4]
+    assert [stage.after for stage in stages] == [(1,), (2,), (3,), ()]
     assert [stage.cut_bytes for stage in stages] == [30_000.0, 60_000.0, 8_000.0, 0.0]
+
+
+def test_generators_side_by_side_both_take_from_the_llm(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, cluster = case
+    profile = synthetic.with_refiner(profile, 0.5)
+    plan = layout([unit("image_encoder", 1, 2, [4]), unit("llm", 1, 2, [3, 3]), unit("image_generator", 1, 1, [2, 2]),
+                   unit("refiner", 1, 2, [4])], microbatches=6)
+    step = simulated_step(profile, plan, cluster)
+    assert step.pipeline.cuts == ((0, 1), (1, 2), (2, 3), (2, 5), (3, 4))
+    assert step.pipeline.to_end.tolist() == [5, 4, 3, 2, 1, 2]
+    first, second = step.timeline.forward_start[0, [3, 5], 0]
+    assert first == pytest.approx(second, rel=0.01)  # but for the links
+    sums = [step.loads[name].sum(axis=(0, 1)) for name in ("image_generator", "refiner")]
+    assert sums[0][:2] == pytest.approx(sums[1][:2] * np.array([1, 2]))
+    found = predict(group(profile, cluster, "disaggregated"), plan, cluster)
+    check_figures(profile, plan, found)
+    assert sorted((row.unit, row.to) for row in found.traffic if row.kind == "between_units") == [
+        ("image_encoder", "llm"), ("llm", "image_generator"), ("llm", "refiner")]
+    frozen = plan.model_copy(update={"trained": ["image_generator"]})
+    assert [stage.gradients_back for stage in stages_of(profile, frozen)] == [False] * 3 + [True, True, False]
+
+
+def test_what_the_llm_made_passes_through_a_generator_to_the_next(case: tuple[Profile, list[Unit], Cluster]) -> None:
+    profile, _, _ = case
+    profile = synthetic.with_refiner(profile)
+    def plan(*units: UnitPlan) -> Layout:
+        return Layout(global_batch_size=24, microbatch_size=4, microbatches=6, gpus_used=sum(u.gpus for u in units),
+                      units=list(units))
+    one = plan(UnitPlan(name="model", modules=list(profile.modules), pp=5, gpus=5, layers_per_stage=[4, 6, 2, 4, 2]))
+    assert [stage.cut_bytes for stage in stages_of(profile, one)] == [30_000.0, 8_000.0, 8_000.0, 0.0, 0.0]
+    both = plan(UnitPlan(name="e", modules=["image_encoder"], gpus=1, layers_per_stage=[4]),
+                UnitPlan(name="l", modules=["llm", "image_generator"], pp=2, gpus=2, layers_per_stage=[8, 2]),
+                UnitPlan(name="r", modules=["refiner"], pp=2, gpus=2, layers_per_stage=[2, 2]))
+    assert [stage.cut_bytes for stage in stages_of(profile, both)] == [30_000.0, 8_000.0, 8_000.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_a_plan_of_two_generators_is_found_and_no_worse_than_megatron(
+        case: tuple[Profile, list[Unit], Cluster], share: float) -> None:
+    profile, _, cluster = case
+    profile = synthetic.with_refiner(profile, share)
+    units, found = candidates(profile, cluster, "disaggregated", 1)
+    plan = layout_of(units, cluster, found.best[0], "disaggregated")
+    assert [one.name for one in plan.units] == ["image_encoder", "llm", "image_generator", "refiner"]
+    assert predict(units, plan, cluster).iteration_s <= baseline(profile, cluster, "megatron").iteration_s
 
 
 def test_preprocessing_keeps_up(case: tuple[Profile, list[Unit], Cluster]) -> None:

@@ -112,7 +112,7 @@ class Recording:
                                 for direction in starts for slot in range(self.layout.microbatches))
                 free_s = 0.0
                 for start_s, slot, direction in passes:
-                    receives = pipeline.before(number) if direction == "forward" else number + 1 < len(stages)
+                    receives = pipeline.before(number) if direction == "forward" else pipeline.after(number)
                     if receives:
                         emit("receive_activation" if direction == "forward" else "receive_gradient", free_s, start_s,
                              slot=slot, bytes=1)

@@ -77,7 +77,7 @@ def test_costs_are_those_of_the_operators_at_any_size(run: Run, profile: Profile
         place = next(place for place, info in enumerate(table) if info.name == name)
         info, sizes = table[place], SIZES[table[place].module]
         kind = run.file.model.modules[info.module].kind
-        work = probe_work(inputs, inputs.item(info.module), **{k: v for k, v in sizes.items() if k != "length"})
+        work = probe_work(inputs, info.module, **{k: v for k, v in sizes.items() if k != "length"})
         if kind == "llm":  # rows are those of whole sequences, padding included
             work = Work(work.tokens / inputs.sequence_length, work.tokens, work.sum_length_sq)
         cost = profile.modules[info.module].costs[info.kind]

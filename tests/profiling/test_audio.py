@@ -43,7 +43,7 @@ def test_bytes_of_side_by_side_encoders_equal_those_of_the_tensors(tmp_path: Pat
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
     given = {"image": "grids", "audio": "clips", "sequence": "documents", "target": "targets"}
-    work = {name: probe_work(inputs, inputs.item(name), **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]})
+    work = {name: probe_work(inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]})
             for name in run.file.model.order}
     mean = {name: amount.scaled(0.5) for name, amount in work.items()}  # two sequences
     for module in work:

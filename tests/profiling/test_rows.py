@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.graph import describe, layer_table, line_of
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.profiling.rows import cut_bytes, input_bytes
 from disttrain_cli.spec.runfile import Run
@@ -24,9 +24,9 @@ def test_bytes_equal_those_of_the_tensors(run: Run) -> None:
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
     sequences = len(SIZES["documents"])
-    work = {"image_encoder": probe_work(inputs, "image", grids=SIZES["grids"]),
-            "llm": probe_work(inputs, "sequence", documents=SIZES["documents"]),
-            "image_generator": probe_work(inputs, "target", targets=SIZES["targets"])}
+    work = {"image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
+            "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
+            "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"])}
     mean = {name: amount.scaled(1.0 / sequences) for name, amount in work.items()}
     crossing = []
     for place, layer in enumerate(table):
@@ -38,3 +38,29 @@ def test_bytes_equal_those_of_the_tensors(run: Run) -> None:
     found = [value for name in work for value in cut_bytes(name, table, inputs, mean, 4)]
     assert found == pytest.approx(crossing)
     assert found[-1] == 0.0
+
+
+def test_bytes_of_generators_and_encoders_side_by_side_equal_those_of_the_tensors(run: Run) -> None:
+    """Of a second image encoder without class tokens, and a second generator of twice the size."""
+    plain = run.file.model_dump(mode="json", exclude_none=True)
+    modules = plain["model"]["modules"]
+    first, size = modules["image_generator"], 2 * modules["image_generator"]["image_size"]
+    modules["second"] = first | {"image_size": size, "config": first["config"] | {"sample_size": size}}
+    modules["other_eye"] = modules["image_encoder"] | {"architecture": "siglip_vision_model"}
+    run = Run(path=run.path, file=type(run.file).model_validate(plain))
+    table, inputs = layer_table(run), describe(run)
+    batch = probe_batch(inputs, device="meta", **SIZES)
+    given = {"image": "grids", "sequence": "documents", "target": "targets"}
+    mean = {name: probe_work(inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}).scaled(0.5)
+            for name in run.file.model.order}
+    for module in mean:
+        line, crossing = line_of(table, inputs, module), []
+        for place, layer in enumerate(line):
+            if layer.module == module:
+                read = state_at(line, place, inputs, batch, "meta")
+                expected = sum(read[name].nbytes for name in layer.reads)
+                assert input_bytes(layer, table, inputs, mean, 4)(mean[module].scaled(2)) == pytest.approx(expected)
+                after = state_at(line, place + 1, inputs, batch, "meta")
+                crossing.append(sum(tensor.nbytes for tensor in after.values()) / 2)
+        assert cut_bytes(module, table, inputs, mean, 4) == pytest.approx(crossing)
+    assert cut_bytes("llm", table, inputs, mean, 4)[-1] > 0.0

@@ -74,7 +74,7 @@ def ranks(payload: dict[str, Any]) -> None:
                     set_rates(engine, step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order))
                     own = engine.runner.take_losses()
-                    sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64)
+                    sums = torch.tensor([own.get(name, 0.0) for name in engine.loss_modules], dtype=torch.float64)
                     torch.distributed.all_reduce(sums)
                     history.append([*sums.tolist(), engine.grad_norm()])
             checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)
@@ -116,6 +116,5 @@ def reference(run: Run, steps: int, left_out: int | None = None) -> tuple[
             norm = torch.nn.utils.clip_grad_norm_([p for _, p in parameters], run.file.train.gradient_clipping)
             if step != left_out:
                 optimizer.step()
-            both = [float(losses.get(f"{LOSS_PREFIX}{name}", torch.zeros(())).detach()) for name in ("text", "image")]
-            history.append([*both, float(norm)])
+            history.append([*(float(loss.detach()) for loss in losses.values()), float(norm)])
     return history, {name: p.detach().clone() for name, p in parameters}, orders

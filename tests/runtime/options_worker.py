@@ -75,7 +75,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
                 stopped = str(error)
                 break
             losses = engine.runner.take_losses()
-            sums = torch.tensor([losses.get("text", 0.0), losses.get("image", 0.0)], dtype=torch.float64)
+            sums = torch.tensor([losses.get(name, 0.0) for name in engine.loss_modules], dtype=torch.float64)
             torch.distributed.all_reduce(sums)
             history.append([*sums.tolist(), engine.grad_norm()])
     out.mkdir(parents=True, exist_ok=True)

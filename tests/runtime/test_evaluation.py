@@ -16,10 +16,10 @@ from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
-from disttrain_cli.runtime.evaluation import Evaluation
+from disttrain_cli.runtime.evaluation import Evaluation, told
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.runtime.units.topology import Place, build_topology
-from disttrain_cli.spec.runfile import EvaluationSpec, Run
+from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.factory import plan_of, unit, write_run
 
@@ -33,6 +33,7 @@ class OneProcess:
 
     def __init__(self, run: Run) -> None:
         self.layers = build_layers(run, 0, len(layer_table(run)))
+        self.loss_modules = {layer.loss: layer.module for layer in self.layers if layer.loss is not None}
         self.losses: dict[str, float] = {}
         self.rows: list[str] = []
         self.tracer = SimpleNamespace(now=lambda: 0, begin=lambda *_: None,
@@ -100,6 +101,18 @@ def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Pa
     assert first["evaluation_loss_text"] == pytest.approx(text, rel=1e-5)
     assert first["evaluation_loss_image"] == pytest.approx(image, rel=1e-5)
     assert first["evaluation_loss"] == pytest.approx(text + 0.5 * image, rel=1e-5)
+
+
+def test_several_generators_are_told_apart() -> None:
+    """A generator's own weight is taken out of its loss; `loss_image` is the mean, and one generator is no list."""
+    weights = LossWeights(text=2.0, image=0.5, modules={"refiner": 4.0})
+    modules = {"text": "llm", "image": "painter", "image/refiner": "refiner"}
+    found = told(modules, {"text": 6.0, "image": 1.0, "image/refiner": 2.0}, weights)
+    assert found == {"loss": 9.0, "loss_text": 3.0, "loss_image": 1.25,
+                     "generator_losses": {"painter": 2.0, "refiner": 0.5}}
+    one = told({"text": "llm", "image": "refiner"}, {"text": 6.0, "image": 2.0}, weights)
+    assert one == {"loss": 8.0, "loss_text": 3.0, "loss_image": 0.5}
+    assert told({"text": "llm"}, {"text": 6.0}, weights)["loss_image"] == 0.0
 
 
 def test_an_evaluation_needs_held_out_data(tmp_path: Path) -> None:

@@ -11,12 +11,14 @@ import psutil
 import pytest
 import torch
 
+from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.analysis.own.inside import inside
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.runtime.checkpoints.checkpoint import read_tensors
 from disttrain_cli.runtime.checkpoints.folder import all_of
 from disttrain_cli.runtime.train import train
-from disttrain_cli.spec.trace import OPERATIONS, STEP_COLUMNS, TRACE_COLUMNS, read_job
+from disttrain_cli.spec.trace import COMPUTE, OPERATIONS, STEP_COLUMNS, TRACE_COLUMNS, read_job
 from tests.runtime.factory import make_job
 
 pytestmark = pytest.mark.slow
@@ -61,6 +63,9 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
     assert [field.name for field in table.schema][:len(TRACE_COLUMNS)] == list(TRACE_COLUMNS)
     assert set(table["operation"].to_pylist()) == set(OPERATIONS)
     assert set(table["step"].to_pylist()) == {0, 1, 2, 3}
+    held = [size for operation, size in zip(table["operation"].to_pylist(), table["bytes"].to_pylist(), strict=True)
+            if operation == "memory"]
+    assert len(held) == 4 and 0 < held[0] <= held[1] and 0 < held[2] <= held[3]  # two starts
     assert list(pq.read_table(traces / "steps").column_names)[:len(STEP_COLUMNS)] == list(STEP_COLUMNS)
     with pytest.raises(SpecError, match="newest checkpoint is of step 4"):
         train(*job, steps=4, resume=True)
@@ -93,3 +98,20 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
     with pytest.raises(RankFailedError, match="cannot be decoded") as caught:
         train(*make_job(tmp_path, broken), steps=20)
     assert ".tar/" in caught.value.why
+
+
+def test_profiled_steps_are_joined_with_our_rows(tmp_path: Path, data: Path) -> None:
+    job = make_job(tmp_path, data, checkpoint={"every_steps": 3, "keep": 2})
+    train(*job, steps=3)
+    resumed = train(*job, steps=6, resume=True, profile_steps=range(2, 5))  # of which the first is past
+    files = sorted(path.name for path in (Path(resumed.trace) / "kineto").iterdir())
+    assert files == [f"rank-{rank:05d}-start-001.json.gz" for rank in range(3)]
+    database = open_database([Path(resumed.run_dir)])
+    rows = {(row.unit, row.operation): row for row in inside(database) if row.operation in COMPUTE}
+    assert {operation for _, operation in rows} == set(COMPUTE) and len(rows) == 6
+    for row in rows.values():
+        assert row.count == 2 * job[1].plan.microbatches and 0 < row.shares["idle"] < 1 and row.top
+        assert sum(row.shares.values()) == pytest.approx(1, abs=0.02)
+    assert rows["llm", "forward"].shares["gemm"] + rows["llm", "forward"].shares["attention"] > 0.05
+    assert any(warning.startswith("steps 3 to 4 were recorded by torch's profiler") for warning in database.warnings)
+    assert not any("the clock moves" in warning for warning in database.warnings)

@@ -52,6 +52,7 @@ def test_every_kind_by_hand(case: tuple[Pipeline, list[Stage]]) -> None:
         return {"forward_s": places, "backward_s": places}
     for fault, expected in (
         (FaultSpec(slow="rank", unit="llm", stage=1, replica=1, factor=2.0), both({(2, 1): 2.0})),
+        (FaultSpec(slow="host", unit="llm", stage=1, replica=0, factor=1.5), both({(2, 0): 1.5})),
         (FaultSpec(slow="stage", unit="llm", stage=0, factor=1.2), both({(1, 0): 1.2, (1, 1): 1.2})),
         (FaultSpec(slow="link", unit="image_encoder", factor=3.0), {"transfer_s": {(0,): 3.0}}),
         (FaultSpec(slow="link", unit="llm", stage=1, factor=3.0), {"transfer_s": {(2,): 3.0}}),

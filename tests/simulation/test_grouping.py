@@ -46,7 +46,7 @@ def test_groups_are_never_faster(steps: list[Pipeline], data: st.DataObject) -> 
 
 def test_a_process_takes_the_slowest_of_its_replicas_by_hand() -> None:
     forward_s, backward_s = np.array([[[1.0, 2.0, 3.0, 4.0, 9.0]]]), np.array([[[5.0, 3.0, 1.0, 2.0, 0.0]]])
-    pipeline = with_loads(Pipeline(np.array([5]), np.array([True]), np.array([1]), forward_s, backward_s, np.zeros(0),
+    pipeline = with_loads(Pipeline(np.array([5]), np.array([True]), (), forward_s, backward_s, np.zeros(0),
                                    np.zeros(1)), [1.0, 0.0, 0.0, 2.0, 0.0], 1)
     joined = grouped(pipeline, [[2, 2, 1]])
     assert joined.forward_s.tolist() == [[[2.0, 4.0, 9.0]]] and joined.backward_s.tolist() == [[[5.0, 2.0, 0.0]]]

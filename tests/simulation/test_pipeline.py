@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,34 +13,27 @@ from hypothesis import strategies as st
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared, speed
 from disttrain_cli.simulation.timeline import Pipeline, Timeline, operations
-from disttrain_cli.spec.plan import following
+from disttrain_cli.spec.plan import stage_cuts
 
 
 def equal(stages: int, slots: int, forward: float, backward: float) -> Pipeline:
     shape = (slots, stages, 1)
-    return Pipeline(np.ones(stages, np.int64), np.arange(stages) == 0, np.arange(1, stages + 1),
+    return Pipeline(np.ones(stages, np.int64), np.arange(stages) == 0, tuple(pairwise(range(stages))),
                     np.full(shape, forward), np.full(shape, backward), np.zeros(max(0, stages - 1)), np.zeros(stages))
-
-
-def stages_after(pps: list[int], llm: int) -> np.ndarray:
-    """The stage after every one; units before number `llm` stand side by side."""
-    first = np.concatenate([[0], np.cumsum(pps)])
-    return np.array([first[unit] + index + 1 if index + 1 < pp else first[following(unit, llm)]
-                     for unit, pp in enumerate(pps) for index in range(pp)])
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> Pipeline:
-    """One to five units; none to three of them encoders side by side."""
+    """One to five units; those before one of them stand side by side, and so do those behind it."""
     units = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))  # (DP, PP)
-    after = stages_after([pp for _, pp in units], draw(st.integers(0, min(3, len(units) - 1))))
+    cuts = tuple(stage_cuts([pp for _, pp in units], draw(st.integers(0, len(units) - 1))))
     replicas = np.array([dp for dp, pp in units for _ in range(pp)])
     entry = np.array([stage == 0 for _, pp in units for stage in range(pp)])
     slots, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**16))
     random = np.random.default_rng(seed)
     shape = (slots, len(replicas), int(replicas.max()))
     zeros = random.random(shape) > 0.2  # some replicas have no work
-    return Pipeline(replicas, entry, after, random.random(shape) * zeros, random.random(shape) * zeros,
+    return Pipeline(replicas, entry, cuts, random.random(shape) * zeros, random.random(shape) * zeros,
                     random.random(len(replicas) - 1) * 0.1, random.random(len(replicas)) * 0.1, 0.05)
 
 
@@ -57,7 +51,7 @@ def test_two_units_by_hand() -> None:
     """Encoder DP 2 (1 s and 2 s, backward 1 s), LLM DP 1 (3 s, 4 s), transfers of 0.5 s, two slots."""
     forward = np.array([[[1.0, 2.0], [3.0, 0.0]]] * 2)
     backward = np.array([[[1.0, 1.0], [4.0, 0.0]]] * 2)
-    timeline = simulate(Pipeline(np.array([2, 1]), np.array([True, True]), np.array([1, 2]), forward, backward,
+    timeline = simulate(Pipeline(np.array([2, 1]), np.array([True, True]), ((0, 1),), forward, backward,
                                  np.array([0.5]), np.array([0.25, 0.0]), 1.0))
     assert timeline.forward_end[:, 0].tolist() == [[1.0, 2.0], [2.0, 4.0]]
     assert timeline.forward_start[:, 1, 0].tolist() == [2.5, 9.5]
@@ -70,7 +64,7 @@ def test_two_units_by_hand() -> None:
 def test_two_encoders_side_by_side_by_hand() -> None:
     """One of two stages (1 s each), one of one stage (3 s) beside them, LLM (2 s); backwards as long; two slots."""
     forward = np.array([[[1.0], [1.0], [3.0], [2.0]]] * 2)
-    pipeline = Pipeline(np.ones(4, np.int64), np.array([True, False, True, True]), np.array([1, 3, 3, 4]), forward,
+    pipeline = Pipeline(np.ones(4, np.int64), np.array([True, False, True, True]), ((0, 1), (1, 3), (2, 3)), forward,
                         forward, np.array([0.0, 0.5, 1.0]), np.zeros(4))
     assert pipeline.to_end.tolist() == [3, 2, 2, 1]
     timeline = simulate(pipeline)
@@ -78,6 +72,18 @@ def test_two_encoders_side_by_side_by_hand() -> None:
     assert timeline.forward_start[1, :, 0].tolist() == [1.0, 2.0, 3.0, 8.0]  # and does the first backward at 6
     assert timeline.backward_end[:, :, 0].tolist() == [[10.5, 9.5, 12.0, 8.0], [14.5, 13.5, 16.0, 12.0]]
     assert timeline.iteration_s == 16.0
+
+
+def test_two_generators_side_by_side_by_hand() -> None:
+    """LLM (2 s), a generator of two stages (1 s each), one of one stage (3 s) beside it; backwards as long."""
+    forward = np.array([[[2.0], [1.0], [1.0], [3.0]]] * 2)
+    pipeline = Pipeline(np.ones(4, np.int64), np.array([True, True, False, True]), ((0, 1), (0, 3), (1, 2)), forward,
+                        forward, np.array([0.5, 1.0, 0.0]), np.zeros(4))
+    assert pipeline.to_end.tolist() == [3, 2, 1, 2]  # the shorter one is no nearer to the end
+    timeline = simulate(pipeline)
+    assert timeline.forward_start[:, :, 0].tolist() == [[0.0, 2.5, 3.5, 3.0], [2.0, 4.5, 5.5, 6.0]]
+    assert timeline.backward_start[0, :, 0].tolist() == [13.0, 5.5, 4.5, 9.0]  # the LLM waits for the slower one
+    assert timeline.backward_end[:, 3, 0].tolist() == [12.0, 15.0] and timeline.iteration_s == 18.0
 
 
 def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
@@ -90,11 +96,11 @@ def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
                     for f, slot in order]
             done = [(timeline.forward_end if f else timeline.backward_end)[slot, stage, replica] for f, slot in order]
             assert all(start >= end - 1e-9 for start, end in zip(when[1:], done, strict=False))
-    for stage, other in enumerate(pipeline.after[:-1]):
+    for number, (stage, other) in enumerate(pipeline.cuts):
         before, after = range(pipeline.replicas[stage]), range(pipeline.replicas[other])
         pairs = [(a, b) for a in before for b in after if pipeline.entry[other] or a == b]
         for a, b in pairs:
-            cut = pipeline.transfer_s[stage] - 1e-9
+            cut = pipeline.transfer_s[number] - 1e-9
             assert (timeline.forward_start[:, other, b] >= timeline.forward_end[:, stage, a] + cut).all()
             assert (timeline.backward_start[:, stage, a] >= timeline.backward_end[:, other, b] + cut).all()
 
@@ -113,8 +119,7 @@ def by_events(pipeline: Pipeline, fetch: Callable[[int, int, int, float], float]
     slots, stages, _ = pipeline.forward_s.shape
     ranks = [(stage, replica) for stage in range(stages) for replica in range(pipeline.replicas[stage])]
     todo = {rank: operations(slots, int(pipeline.to_end[rank[0]])) for rank in ranks}
-    pairs = [(before, int(after)) for before, after in enumerate(pipeline.after[:-1])]
-    cuts_of = {(stage, forward): [pair for pair in pairs if pair[forward] == stage]
+    cuts_of = {(stage, forward): [(*pair, cut) for cut, pair in enumerate(pipeline.cuts) if pair[forward] == stage]
                for stage in range(stages) for forward in (False, True)}
     free = dict.fromkeys(ranks, 0.0)
     times: dict[tuple[bool, int, int, int], tuple[float, float]] = {}
@@ -124,13 +129,13 @@ def by_events(pipeline: Pipeline, fetch: Callable[[int, int, int, float], float]
                 continue
             forward, slot = todo[stage, replica][0]
             arrivals, cuts = [0.0], cuts_of[stage, forward]
-            for before, after in cuts:
+            for before, after, cut in cuts:
                 other = before if forward else after
                 senders = range(pipeline.replicas[other]) if pipeline.entry[after] else [replica]
                 if any((forward, slot, other, sender) not in times for sender in senders):
                     break
                 last = max(times[forward, slot, other, sender][1] for sender in senders)
-                arrivals.append(last + float(pipeline.transfer_s[before]))
+                arrivals.append(last + float(pipeline.transfer_s[cut]))
             if len(arrivals) <= len(cuts):
                 continue
             arrival = max(arrivals)
@@ -185,7 +190,7 @@ def test_sharing_keeps_the_order_and_the_cores_full_at_most(pipeline: Pipeline, 
 def test_two_ranks_on_one_core_by_hand() -> None:
     """Two replicas of one stage, measured alone: both take twice as long, then the longer one is alone."""
     forward, backward = np.array([[[1.0, 3.0]]]), np.array([[[0.0, 0.0]]])
-    pipeline = Pipeline(np.array([2]), np.array([True]), np.array([1]), forward, backward, np.zeros(0), np.zeros(1))
+    pipeline = Pipeline(np.array([2]), np.array([True]), (), forward, backward, np.zeros(0), np.zeros(1))
     timeline = simulate_shared(pipeline, cores=1, shared_by=1)
     assert timeline.forward_end[0, 0].tolist() == pytest.approx([2.0, 4.0])
     assert simulate_shared(pipeline, cores=1, shared_by=2).forward_end[0, 0].tolist() == pytest.approx([1.0, 2.0])

@@ -1,12 +1,16 @@
 """How much of a step each cause costs: successive replays as the delays return, in a fixed order.
 
-The ideal: every pass takes its unit's mean time for its direction, the units share the GPUs so that all are
-equally busy, transfers take the median, nothing waits for data or the host. Then return, one after another:
+The ideal: every pass takes its unit's mean time for its direction (slow ranks left out), the units share the GPUs so
+that all are equally busy, transfers take the median (or what the profile expects, if less), nothing waits for data or
+the host. Then return, one after another:
 `unit` the real share of the GPUs · `intra_microbatch` uneven work over the replicas of a slot ·
 `inter_microbatch` uneven work over the slots · `stage` uneven stages of a unit · `worker` ranks that are slow
 for their work · `communication` real transfers, sends and the update at the end · `data` waits for data ·
 `host` moments in which neither work nor rank explains the time. What is then missing from the recorded time is
 `unexplained`, so the parts sum to (recorded − ideal). Work is what the profile predicts for the recorded sizes.
+
+Where ranks share cores and keep them busy, a slow message is a rank that waits for a core: what transfers take above
+the usual is then the host's.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.analysis.replay import Delays, Floats, Graph, Ints, group_mean
+from disttrain_cli.analysis.replay import Delays, Graph, Passes, group_mean
+from disttrain_cli.analysis.walk import Floats, Ints
 
 CAUSES = (
     "unit",
@@ -30,6 +35,9 @@ CAUSES = (
     "unexplained",
 )
 
+#: Cores are crowded where the passes of all ranks need this share of them: who is ready may have to wait.
+CROWDED = 0.5
+
 
 @dataclass(frozen=True)
 class Losses:
@@ -38,64 +46,126 @@ class Losses:
     ideal: Floats  # [steps]
     measured: Floats  # [steps]
     lost: dict[str, Floats]  # cause → [steps]
-    busy: dict[str, float]  # unit → compute seconds of one of its ranks per step
+    busy: dict[str, float]  # unit → compute seconds of one of its usual ranks per step
     stage_factor: dict[tuple[str, int], float]  # (unit, stage) → its time over the unit's mean
     rank_factor: dict[int, float]  # rank → its time over what its work and stage explain
     replica_work: dict[
         tuple[str, int], float
     ]  # (unit, replica) → work of its heaviest slot over the slot's mean
+    heaviest: dict[tuple[str, int], float]  # (unit, replica) → share of the slots in which it has most work
     slot_work: dict[tuple[str, int], float]  # (unit, slot) → work over the mean slot
-    data_wait: dict[str, float]  # unit → seconds per step that one of its ranks waits for data
-    transfer: dict[str, float]  # unit → seconds per step that one of its ranks receives and hands over tensors
+    data_wait: dict[tuple[str, int], float]  # (unit, replica) → seconds per step that its ranks wait for data at most
+    links: dict[tuple[str, int], float]  # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
     gap: dict[int, float]  # rank → seconds per step that no row covers
+    crowded: float  # compute of all ranks ÷ time of the cores that they share; 0 where every rank has a device
+
+
+@dataclass(frozen=True)
+class Explained:
+    """How long passes take as what makes them differ returns, [passes, steps], and the factors."""
+
+    mean: Floats  # of the unit and direction, slow ranks left out
+    uneven: Floats  # with the replicas' work
+    worked: Floats  # and the slots'
+    staged: Floats  # and the stages' own times
+    ranked: Floats  # and the ranks'
+    intra: Floats  # work of a pass's replica over its slot's mean
+    slot: Floats  # work of a slot over the mean
+
+
+def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
+    """What of the times of passes their unit, work, stage and rank explain.
+
+    Args:
+        compute: seconds of every pass, [passes, steps].
+        predicted: work of every pass in any measure, the same shape; 0 where it is not known.
+    """
+    directions = passes.groups("unit", "backward")
+    mean = group_mean(compute, directions)
+    work, slot = _work(passes, predicted, directions)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        intra = np.where(slot > 0, work / slot, 1.0)
+        worked = mean * work
+        ranks = passes.groups("rank", "backward")
+        own = group_mean(compute, ranks)
+        staged = worked * _shared(_ratio(own, group_mean(worked, ranks)), passes)
+        ranked = staged * _ratio(own, group_mean(staged, ranks))
+        usual = _ratio(group_mean(staged, directions), group_mean(worked, directions))
+    return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
 
 
 def split_losses(graph: Graph) -> Losses:
     """Replay the recorded steps with the delays returning one by one."""
     recorded, still = graph.recorded, graph.without_delays()
-    directions = graph.groups("unit", "backward")
-    mean = group_mean(recorded.compute, directions)
-    work, slot_work = _work(graph, directions)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        intra = np.where(slot_work > 0, work / slot_work, 1.0)
-        explained = mean * work
-        stage = _ratio(group_mean(recorded.compute, graph.groups("unit", "backward", "stage")), mean)
-        rank_groups = graph.groups("rank", "backward")
-        staged = explained * stage
-        rank = _ratio(group_mean(recorded.compute, rank_groups), group_mean(staged, rank_groups))
+    why = explain(graph, recorded.compute, graph.predicted)
 
-    unit_names = np.asarray(graph.unit)
-    ranks = {unit: len(np.unique(graph.rank[unit_names == unit])) for unit in dict.fromkeys(graph.unit)}
-    busy = {
-        unit: float(recorded.compute[unit_names == unit].sum()) / count / len(graph.steps)
-        for unit, count in ranks.items()
-    }
+    busy = per_rank(graph, why.staged)
+    ranks = {unit: len(np.unique(graph.rank[np.asarray(graph.unit) == unit])) for unit in busy}
     devices = {unit: count * graph.devices[unit] for unit, count in ranks.items()}
     level = sum(busy[unit] * count for unit, count in devices.items()) / sum(devices.values())
     share = np.array([level / busy[unit] if busy[unit] else 1.0 for unit in graph.unit])[:, None]
 
-    computes = [mean * share, mean, mean * intra, explained, staged, staged * rank]
+    computes = [why.mean * share, why.mean, why.uneven, why.worked, why.staged, why.ranked]
     times = [graph.replay(replace(still, compute=compute)) for compute in computes]
     times[0] = np.minimum(times[0], times[1])  # levelling can lengthen the filling of a pipeline with few slots
+    usual = still.transfer
+    moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else recorded.transfer
     delays: Delays = replace(
         still,
         compute=computes[-1],
-        transfer=recorded.transfer,
+        transfer=moved,
         handover=recorded.handover,
         update=recorded.update,
     )
-    for change in ({}, {"load": recorded.load}, {"gap": recorded.gap, "compute": recorded.compute}):
+    for change in ({}, {"load": recorded.load},
+                   {"gap": recorded.gap, "compute": recorded.compute, "transfer": recorded.transfer}):
         delays = replace(delays, **change)
         times.append(graph.replay(delays))
     times.append(graph.window)
-    lost = {cause: after - before for cause, before, after in zip(CAUSES, times[:-1], times[1:], strict=True)}
-    members = {unit: unit_names == unit for unit in ranks}
+    return Losses(
+        ideal=times[0],
+        measured=graph.window,
+        lost=successive(times),
+        busy=busy,
+        data_wait=_by_replica(graph, recorded.load),
+        links=graph.links((recorded.transfer - usual).clip(0.0)),
+        gap={
+            int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
+        },
+        crowded=graph.crowded,
+        **factors(graph, recorded.compute, why),
+    )
 
-    def per_rank(values: Floats, unit: str) -> float:
-        return float(values[members[unit]].sum()) / ranks[unit] / len(graph.steps)
 
-    def factor(pick: Any, expected: Floats) -> float:
-        return float(recorded.compute[pick].sum() / max(1e-12, expected[pick].sum()))
+def successive(times: list[Floats]) -> dict[str, Floats]:
+    """Seconds by cause of replays in the order of `CAUSES`, from the ideal to the recorded steps."""
+    return {cause: after - before for cause, before, after in zip(CAUSES, times[:-1], times[1:], strict=True)}
+
+
+def per_rank(passes: Passes, values: Floats) -> dict[str, float]:
+    """By unit, the sum over the passes of one of its ranks in a step."""
+    units = np.asarray(passes.unit)
+    return {unit: float(values[units == unit].sum()) / len(np.unique(passes.rank[units == unit])) / values.shape[1]
+            for unit in dict.fromkeys(passes.unit)}
+
+
+def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
+    """Seconds of a step, of the rank of each replica that has most."""
+    ranks, first = np.unique(graph.rank, return_index=True)
+    found: dict[tuple[str, int], float] = {}
+    for rank, place in zip(ranks, first, strict=True):
+        replica = graph.unit[place], int(graph.replica[place])
+        found[replica] = max(found.get(replica, 0.0), float(values[graph.rank == rank].sum(axis=0).mean()))
+    return found
+
+
+def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
+    """The factors of `Losses`: by how much stages, ranks, replicas' and slots' work differ."""
+    units = np.asarray(passes.unit)
+    members = {unit: units == unit for unit in dict.fromkeys(passes.unit)}
+
+    def factor(pick: Any, took: Floats, expected: Floats) -> float:
+        return float(took[pick].sum() / max(1e-12, expected[pick].sum()))
 
     def largest(values: Floats, numbers: Ints, statistic: Any) -> dict[tuple[str, int], float]:
         return {
@@ -104,34 +174,58 @@ def split_losses(graph: Graph) -> Losses:
             for number in np.unique(numbers[pick])
         }
 
-    return Losses(
-        ideal=times[0],
-        measured=graph.window,
-        lost=lost,
-        busy=busy,
-        stage_factor={
-            (unit, int(s)): factor(pick & (graph.stage == s), mean)
+    return {
+        "stage_factor": {
+            (unit, int(s)): factor(pick & (passes.stage == s), why.staged, why.worked)
             for unit, pick in members.items()
-            for s in np.unique(graph.stage[pick])
+            for s in np.unique(passes.stage[pick])
         },
-        rank_factor={int(r): factor(graph.rank == r, staged) for r in np.unique(graph.rank)},
-        replica_work=largest(intra, graph.replica, np.max),
-        slot_work=largest(slot_work, graph.slot, np.mean),
-        data_wait={unit: per_rank(recorded.load, unit) for unit in ranks},
-        transfer={unit: per_rank(recorded.transfer + recorded.handover, unit) for unit in ranks},
-        gap={
-            int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
-        },
-    )
+        "rank_factor": {int(r): factor(passes.rank == r, compute, why.staged) for r in np.unique(passes.rank)},
+        "replica_work": largest(why.intra, passes.replica, np.max),
+        "heaviest": _heaviest(passes, why.intra),
+        "slot_work": largest(why.slot, passes.slot, np.mean),
+    }
 
 
-def _work(graph: Graph, directions: Ints) -> tuple[Floats, Floats]:
+def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
+    """By unit and replica, the share of slots and steps in which it has most work, shared where several have."""
+    found: dict[tuple[str, int], float] = {}
+    for unit in dict.fromkeys(passes.unit):
+        own = np.flatnonzero((np.asarray(passes.unit) == unit) & ~passes.backward)
+        _, first = np.unique(np.stack([passes.slot[own], passes.replica[own]]), axis=1, return_index=True)
+        own = own[first]  # one of the stages and TP ranks of each replica
+        slots, slot = np.unique(passes.slot[own], return_inverse=True)
+        best, many = np.zeros((len(slots), intra.shape[1])), np.zeros((len(slots), intra.shape[1]))
+        np.maximum.at(best, slot, intra[own])
+        most = intra[own] >= best[slot] - 1e-9
+        np.add.at(many, slot, most)
+        share = (most / many[slot]).mean(axis=1)
+        found |= {(unit, int(replica)): float(share[passes.replica[own] == replica].mean())
+                  for replica in np.unique(passes.replica[own])}
+    return found
+
+
+def _work(passes: Passes, predicted: Floats, directions: Ints) -> tuple[Floats, Floats]:
     """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where nothing is predicted."""
-    by_replica = _sum(graph.predicted, graph.groups("unit", "backward", "slot", "replica"))
-    by_slot = _mean_rows(by_replica, graph.groups("unit", "backward", "slot"))
+    by_replica = _sum(predicted, passes.groups("unit", "backward", "slot", "replica"))
+    by_slot = _mean_rows(by_replica, passes.groups("unit", "backward", "slot"))
     mean = group_mean(by_replica, directions)
     with np.errstate(divide="ignore", invalid="ignore"):
         return (np.where(mean > 0, by_replica / mean, 1.0), np.where(mean > 0, by_slot / mean, 1.0))
+
+
+def _shared(factor: Floats, passes: Passes) -> Floats:
+    """Of the ranks' factors, what the ranks of a stage have in common: their (lower) median.
+
+    So one slow rank makes no slow stage, also where a stage has two.
+    """
+    out = np.empty_like(factor)
+    ranks, directions = passes.groups("rank"), passes.groups("unit", "backward", "stage")
+    for group in np.unique(directions):
+        pick = directions == group
+        _, first = np.unique(ranks[pick], return_index=True)
+        out[pick] = np.quantile(factor[pick][first, 0], 0.5, method="lower")
+    return out
 
 
 def _sum(values: Floats, groups: Ints) -> Floats:

@@ -6,13 +6,11 @@ rank and after the passes it receives from:
     start = max(end of previous pass + handover, ends of sources) + transfer + load + gap
 
 With every term as recorded this gives the recorded step back; the difference is reported as unexplained. Steps
-share one graph, so a replay is one walk over its levels (passes that depend on earlier levels only) with all steps
-side by side [passes, steps].
+share one graph, so a replay is one walk over it (`walk`) with all steps side by side [passes, steps].
 """
 
 from __future__ import annotations
 
-import graphlib
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.database import Database
-from disttrain_cli.analysis.recorded import chosen_steps
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from disttrain_cli.analysis.own.costing import shares_cores
+from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.own.recorded import chosen_steps
+from disttrain_cli.analysis.walk import Floats, Ints, Walk, walk_of
+from disttrain_cli.costs.layout import transfers_s
+from disttrain_cli.spec.trace import Job
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,9 @@ class Delays:
 
 
 @dataclass(frozen=True)
-class Level:
-    """Passes that depend on earlier levels only. Many are fed by the same ones, so each set is looked at once."""
+class Passes:
+    """Forward and backward passes of a step: where and for which slot each is done."""
 
-    passes: slice
-    fed: Ints  # those of them that have sources, counted from the level's first
-    set_of: Ints  # the set of sources of each of these
-    starts: Ints  # where each set begins
-    sources: Ints  # the sets, one after the other
-
-
-@dataclass(frozen=True)
-class Graph:
-    """Passes of a step, level by level: each follows what it depends on. With what was recorded."""
-
-    steps: Ints
     rank: Ints
     slot: Ints
     backward: NDArray[np.bool_]
@@ -62,44 +49,58 @@ class Graph:
     stage: Ints
     replica: Ints
     depth: Ints
-    previous: Ints  # pass before it on its rank, -1 = none
-    sources: list[Ints]
-    levels: list[Level]
+
+    def groups(self, *columns: str) -> Ints:
+        """A number per pass, equal where the columns are."""
+        keys = [np.unique(np.asarray(getattr(self, column)), return_inverse=True)[1] for column in columns]
+        return np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Graph(Passes):
+    """Passes of a step in the order of `walk`, with what was recorded of them."""
+
+    walk: Walk
+    steps: Ints
     predicted: Floats  # [passes, steps] seconds that the profile expects for the recorded work
     recorded: Delays
     window: Floats  # [steps]
     devices: dict[str, float]  # unit → devices for which one of its ranks stands
+    expected: Floats  # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
+    crowded: float  # compute of all ranks ÷ (window × cores) where they share cores, else 0
 
     def replay(self, delays: Delays) -> Floats:
         """Seconds of every step [steps] with these delays."""
-        end = np.zeros((len(delays.compute) + 1, len(self.steps)))  # the last row: nothing before it
         after_sources = delays.transfer + delays.load + delays.gap + delays.compute
-        for level in self.levels:
-            ready = end[self.previous[level.passes]] + delays.handover[level.passes]
-            if len(level.fed):
-                latest = np.maximum.reduceat(end[level.sources], level.starts, axis=0)
-                ready[level.fed] = np.maximum(ready[level.fed], latest[level.set_of])
-            end[level.passes] = ready + after_sources[level.passes]
-        return end.max(axis=0) + delays.update
+        return self.walk.ends(after_sources, delays.handover).max(axis=0) + delays.update
 
     def without_delays(self) -> Delays:
-        """As recorded, but typical transfers (the median of the unit and direction) and no waits for data or host."""
+        """As recorded, but transfers as they should be, and no waits for data or host.
+
+        A transfer takes the median of its unit and direction, or what the profile expects of its link, if that is less.
+        """
         recorded = self.recorded
         groups = self.groups("unit", "backward")
         still = np.zeros_like(recorded.load)
         return replace(
             recorded,
-            transfer=_per_group(recorded.transfer, groups, np.median),
+            transfer=np.minimum(_per_group(recorded.transfer, groups, np.median), self.expected[:, None]),
             handover=_per_group(recorded.handover, groups, np.median),
             load=still,
             gap=still,
             update=np.full_like(recorded.update, np.median(recorded.update)),
         )
 
-    def groups(self, *columns: str) -> Ints:
-        """A number per pass, equal where the columns are."""
-        keys = [np.unique(np.asarray(getattr(self, column)), return_inverse=True)[1] for column in columns]
-        return np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+    def links(self, values: Floats) -> dict[tuple[str, int], float]:
+        """Sums per step by the cut that the passes received over, named by the stage before it."""
+        found: dict[tuple[str, int], float] = {}
+        for index, (feeding, seconds) in enumerate(zip(self.walk.sources, values.mean(axis=1), strict=True)):
+            if len(feeding):
+                before = index if self.backward[index] else int(feeding[0])
+                place = self.unit[before], int(self.stage[before])
+                found[place] = found.get(place, 0.0) + float(seconds)
+        return found
 
 
 def group_mean(values: Floats, groups: Ints) -> Floats:
@@ -152,19 +153,18 @@ def build_graph(database: Database) -> Graph | None:
         )
     }
     columns = {name: np.asarray(values)[first] for name, values in columns.items()}
-    after = {row["before"]: row["after"] for row in database.sql("SELECT before, after FROM cuts")}
-    order = _order(columns, backward[first], table, after)
-    if order is None:
+    cuts = [(row["before"], row["after"]) for row in database.sql("SELECT before, after FROM cuts")]
+    walk = _walk(columns, backward[first], table, cuts)
+    if walk is None:
         database.warnings.append(
             "the recorded order of passes contradicts itself (clocks apart?): steps cannot be replayed"
         )
         return None
-    place, previous, sources, levels = order
-    columns = {name: values[place] for name, values in columns.items()}
-    table = {name: values[place] for name, values in table.items()}
+    columns = {name: values[walk.place] for name, values in columns.items()}
+    table = {name: values[walk.place] for name, values in table.items()}
     end = table["start_s"] + table["duration_s"]
     transfer = np.zeros_like(end)
-    for index, feeding in enumerate(sources):
+    for index, feeding in enumerate(walk.sources):
         if len(feeding):
             ready = np.maximum(table["received_from_s"][index], end[feeding].max(axis=0))
             until = table["received_from_s"][index] + table["received_s"][index]
@@ -172,9 +172,12 @@ def build_graph(database: Database) -> Graph | None:
         else:
             transfer[index] = table["received_s"][index]
     kept = steps[whole]
+    window = np.array([by_step[int(s)]["window_s"] for s in kept])
     # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds them up.
-    lockstep = database.job is not None and database.job.rehearsed is not None
+    rehearsed = None if database.job is None else database.job.rehearsed
+    lockstep = rehearsed is not None and rehearsed.processes < len(np.unique(rank))
     return Graph(
+        walk=walk,
         steps=kept,
         rank=columns["rank"].astype(np.int64),
         slot=columns["slot"].astype(np.int64),
@@ -183,9 +186,6 @@ def build_graph(database: Database) -> Graph | None:
         stage=columns["stage"].astype(np.int64),
         replica=columns["replica"].astype(np.int64),
         depth=columns["depth"].astype(np.int64),
-        previous=previous,
-        sources=sources,
-        levels=levels,
         predicted=table["predicted_s"],
         recorded=Delays(
             table["duration_s"],
@@ -195,18 +195,42 @@ def build_graph(database: Database) -> Graph | None:
             np.zeros_like(end) if lockstep else table["gap_s"],
             np.array([by_step[int(s)]["update_s"] for s in kept]),
         ),
-        window=np.array([by_step[int(s)]["window_s"] for s in kept]),
+        window=window,
         devices={row["unit"]: row["devices_per_rank"]
                  for row in database.sql("SELECT unit, devices_per_rank FROM units")},
+        expected=_expected_transfers(database, columns["operation"] == "backward", columns["depth"]),
+        crowded=_crowded(database.job, table["duration_s"], window),
     )
 
 
-def _order(
-    columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats], after: dict[int, int]
-) -> tuple[Ints, Ints, list[Ints], list[Level]] | None:
-    """Order of the passes by level, and in that order the previous one on each rank, the sources and the levels.
+def _expected_transfers(database: Database, backward: NDArray[np.bool_], depth: Ints) -> Floats:
+    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite where it has none."""
+    job, stages, found = database.job, database.stages, np.full(len(backward), np.inf)
+    if job is None or not stages or shares_cores(job):
+        return found
+    cuts = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
+    seconds = transfers_s(job.profile, job.layout, stages, job.gpus_per_node)
+    for back in (False, True):
+        for place in range(len(stages)):
+            own = [second for cut, second in zip(cuts, seconds, strict=True) if cut[0 if back else 1] == place]
+            if own:
+                found[(backward == back) & (depth == place)] = max(own)
+    return found
 
-    `after` says by depth which stage takes a stage's output. Passes of a neighbouring unit feed all replicas, unless
+
+def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
+    """By how much the passes keep busy the cores that all ranks share; 0 where every rank has a device."""
+    if job is None or not shares_cores(job):
+        return 0.0
+    return float(compute.sum() / (window.sum() * max(1, job.profile.device.cores)))
+
+
+def _walk(
+    columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats], cuts: list[tuple[int, int]]
+) -> Walk | None:
+    """How the passes wait for each other.
+
+    `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all replicas, unless
     the record contradicts: what ended after a pass had started did not feed it.
     """
     start, count = table["start_s"], len(backward)
@@ -222,47 +246,16 @@ def _order(
             (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
         ).append(index)
     at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    before: dict[int, list[int]] = {}
-    for depth, taker in after.items():
-        before.setdefault(taker, []).append(depth)
+    near_by: dict[tuple[bool, int], list[int]] = {}  # by direction and depth, the depths that feed it
+    for before, after in cuts:
+        near_by.setdefault((False, after), []).append(before)
+        near_by.setdefault((True, before), []).append(after)
     sources: list[Ints] = []
     for index in range(count):
         back, slot, depth = bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])
-        depths = ([after[depth]] if depth in after else []) if back else before.get(depth, [])
+        depths = near_by.get((back, depth), [])
         near = np.concatenate([np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)])
         if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
             near = near[columns["replica"][near] == columns["replica"][index]]
         sources.append(near[(end[near] <= start[index] + 1e-9).all(axis=1)])
-    sorter = graphlib.TopologicalSorter(
-        {
-            index: [*sources[index].tolist(), *([int(previous[index])] if previous[index] >= 0 else [])]
-            for index in range(count)
-        }
-    )
-    sizes: list[int] = []
-    place = np.empty(0, dtype=np.int64)
-    try:
-        sorter.prepare()
-    except graphlib.CycleError:
-        return None
-    while sorter.is_active():
-        ready = sorter.get_ready()
-        sorter.done(*ready)
-        place = np.concatenate([place, np.array(ready, dtype=np.int64)])
-        sizes.append(len(ready))
-    number = np.empty(count, dtype=np.int64)
-    number[place] = np.arange(count)
-    moved = np.array([number[previous[i]] if previous[i] >= 0 else -1 for i in place], dtype=np.int64)
-    fed_by = [number[sources[i]] for i in place]
-    first = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    return place, moved, fed_by, [_level(slice(*ends), fed_by[slice(*ends)]) for ends in itertools.pairwise(first)]
-
-
-def _level(passes: slice, sources: list[Ints]) -> Level:
-    sets = {own.tobytes(): own for own in sources if len(own)}
-    numbers = {name: number for number, name in enumerate(sets)}
-    set_of = [numbers[own.tobytes()] for own in sources if len(own)]
-    starts = np.cumsum([0, *(len(own) for own in sets.values())])[:-1]
-    return Level(
-        passes=passes, fed=np.flatnonzero([len(own) > 0 for own in sources]), set_of=np.array(set_of, dtype=np.int64),
-        starts=starts, sources=np.concatenate([*sets.values(), np.empty(0, dtype=np.int64)]))
+    return walk_of(previous, sources)

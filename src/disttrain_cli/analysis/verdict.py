@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.analysis.losses import CAUSES, Losses
+from disttrain_cli.analysis.losses import CAUSES, CROWDED, Losses
 from disttrain_cli.analysis.result import Comparison, Evidence, Place, Verdict
 
 #: A cause that costs less than this share of a step is no straggler.
 LEAST_SHARE = 0.05
+#: A replica is named that is the heaviest in this share of the slots; else it is now one, now another.
+OFTEN = 0.75
 #: Predictions further off than this are measured again before they are planned with.
 TRUSTED_ERROR_PCT = 25.0
 
@@ -41,6 +43,7 @@ def judge(
     cause = max(causes, key=lambda name: means[name])
     per_step = np.stack([losses.lost[name] for name in causes])
     known = max(0.0, 1.0 - abs(means["unexplained"]) / measured)
+    known *= 1.0 - 0.5 ** len(losses.measured)  # a few steps may all say the same by chance
     evidence = [
         Evidence(what="step as recorded", value=measured, unit="s"),
         Evidence(
@@ -81,6 +84,11 @@ def judge(
             "The ranks share the cores of one machine: whoever is ready to compute or receive may wait for a core. "
             "Fewer ranks, or one device per rank, show whether that is all."
         )
+        more.append(Evidence(what="passes of all ranks ÷ time of the shared cores", value=losses.crowded, unit="ratio"))
+        if cause == "host" and losses.crowded > CROWDED:
+            place, told = Place(host=place.host), "Ranks that are ready wait for one of the cores that all share"
+            more[0] = Evidence(what="transfers above the usual, ranks summed", value=sum(losses.links.values()),
+                               unit="s")
         command = f"disttrain plan --gpus {max(1, gpus - 1)}"
     share = 100 * means[cause] / measured
     return Verdict(
@@ -151,9 +159,13 @@ def _unit(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: li
 
 
 def _intra(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    (unit, replica), factor = max(losses.replica_work.items(), key=lambda item: item[1])
+    (unit, heaviest), factor = max(losses.replica_work.items(), key=lambda item: item[1])
+    often = losses.heaviest[unit, heaviest]
+    replica = heaviest if often >= OFTEN else None
     evidence = [
-        Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio")
+        Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio"),
+        Evidence(what=f"{unit} replica {heaviest}: slots in which it is the heaviest", value=often,
+                 unit="share of slots"),
     ]
     return (
         Place(unit=unit, replica=replica),
@@ -207,30 +219,39 @@ def _worker(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: 
 
 
 def _communication(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    unit = max(losses.transfer, key=lambda name: losses.transfer[name])
+    unit, stage = max(losses.links, key=lambda cut: losses.links[cut])
     evidence = [
-        Evidence(what=f"{name}: receiving and handing over, per rank and step", value=seconds, unit="s")
-        for name, seconds in losses.transfer.items()
+        Evidence(what=f"{name} stage {number}: transfers to the next stage and back above the usual, ranks summed",
+                 value=seconds, unit="s")
+        for (name, number), seconds in sorted(losses.links.items(), key=lambda item: -item[1])[:3]
     ]
     return (
-        Place(unit=unit),
-        f"Transfers vary, most in {unit}",
+        Place(unit=unit, stage=stage),
+        f"Transfers are slow or vary, most after stage {stage} of {unit}",
         evidence,
-        "Look at the link of that unit; the slowest transfers are listed by the command.",
+        f"Look at the link between stage {stage} of {unit} and the next; the command lists the slowest transfers.",
         'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms FROM operations '
         'WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"',
     )
 
 
 def _data(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    unit = max(losses.data_wait, key=lambda name: losses.data_wait[name])
+    units: dict[str, dict[int, float]] = {}
+    for (name, number), seconds in losses.data_wait.items():
+        units.setdefault(name, {})[number] = seconds
+    unit = max(units, key=lambda name: max(units[name].values()))
+    replica = _alone(units[unit])
     evidence = [
-        Evidence(what=f"{name}: waiting for data, per rank and step", value=seconds, unit="s")
-        for name, seconds in losses.data_wait.items()
+        Evidence(what=f"{name}: waiting for data, mean of its replicas per step",
+                 value=sum(own.values()) / len(own), unit="s")
+        for name, own in units.items()
     ]
+    if replica is not None:
+        evidence.append(Evidence(what=f"{unit} replica {replica}: waiting for data, per step",
+                                 value=units[unit][replica], unit="s"))
     return (
-        Place(unit=unit),
-        f"Ranks wait for data, most in {unit}",
+        Place(unit=unit, replica=replica),
+        f"Ranks wait for data, most in {unit}" + ("" if replica is None else f", replica {replica}"),
         evidence,
         "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
         "disttrain train",
@@ -240,16 +261,26 @@ def _data(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: li
 def _host(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
     rank = max(losses.gap, key=lambda r: losses.gap[r])
     place = where[rank]
+    alone = _alone(losses.gap) is not None
     evidence = [
         Evidence(what=f"rank {rank}: time covered by no operation, per step", value=losses.gap[rank], unit="s")
     ]
+    told = "Ranks are held up between operations, or now and then inside them, by their hosts"
+    if alone:
+        told = f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is held up by its host"
     return (
-        Place(unit=place.unit, host=place.host),
-        "Ranks are held up between operations, or now and then inside them, by their hosts",
+        place if alone else Place(unit=place.unit, host=place.host),
+        told,
         evidence,
         f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
         'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"',
     )
+
+
+def _alone(seconds: Mapping[int, float]) -> int | None:
+    """The one that stands out, with more than twice what the next one has; or None."""
+    first, *others = sorted(seconds, key=lambda one: -seconds[one])
+    return first if others and seconds[first] > 2 * seconds[others[0]] else None
 
 
 _DETAILS = {

@@ -22,7 +22,7 @@ def what_if(graph: Graph) -> WhatIf:
     recorded = graph.recorded
     none = np.zeros_like(recorded.load)
     base = replace(recorded, load=none, gap=none)
-    received = np.array([len(sources) > 0 for sources in graph.sources])[:, None]
+    received = np.array([len(sources) > 0 for sources in graph.walk.sources])[:, None]
     transfer = np.where(received, np.median(recorded.transfer[received[:, 0]]) if received.any() else 0.0, 0.0)
     ideal = replace(
         base,

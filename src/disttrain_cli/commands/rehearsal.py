@@ -22,8 +22,8 @@ LATE_SHARE = 0.02  # of a step: if the host was later than this, the rehearsal s
 
 def run_rehearsal(console: Console, run: Run, plan: Plan, profile: Profile, steps: int | None, resume: bool) -> None:
     """Rehearse a plan that was checked, and show what came of it."""
-    from disttrain_cli.analysis.database import open_database
-    from disttrain_cli.analysis.operations import compare_operations
+    from disttrain_cli.analysis.own.database import open_database
+    from disttrain_cli.analysis.own.operations import compare_operations
     from disttrain_cli.runtime.rehearsal.rehearse import rehearse
 
     with console.progress() as progress:

@@ -41,6 +41,7 @@ $ disttrain train --emit slurm
 $ disttrain train --emit torchrun --out scripts
 $ disttrain train --rehearse
 $ disttrain train --steps 200 --resume
+$ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
 SIGTERM or Ctrl-C finishes the step, writes a checkpoint and ends with exit code 143 or 130; a second one ends at once.
@@ -70,6 +71,9 @@ def run(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for what --emit writes, instead of one in the run's.")
     ] = None,
+    profile_steps: Annotated[str | None, typer.Option(
+        metavar="A:B", help="Record torch's profile of the steps from A to before B, a file per rank in the run's "
+        "traces/kineto.")] = None,
     preflight: Annotated[bool, typer.Option(
         "--preflight", help="Let the ranks meet, compare files and data, try out their groups, and end.")] = False,
     json_mode: JsonFlag = False,
@@ -84,8 +88,13 @@ def run(
 
     if out is not None and emit is None:
         raise UsageError("--out names a folder for what --emit writes", "given: no --emit", "disttrain train --help")
+    profiled = _steps_to_profile(profile_steps, rehearse, preflight)
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
     check(chosen, opened.file, profile)
+    if profiled is not None:
+        from disttrain_cli.runtime.train import check_profiled
+
+        check_profiled(profiled, steps or opened.file.train.steps)
     if dry_run:
         show_ranks(console, opened, chosen, profile, emit, plan or opened.dir.plan)
         if rehearse:
@@ -93,7 +102,8 @@ def run(
         for reason in not_run(chosen, opened.file, profile):
             console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
         elsewhere = opened.file.cluster.nodes > 1 and emit is None and not rehearse
-        console.hint(next_command("train", run_file, plan=plan, steps=steps, emit="slurm" if elsewhere else emit)
+        console.hint(next_command("train", run_file, plan=plan, steps=steps, profile_steps=profile_steps,
+                                  emit="slurm" if elsewhere else emit)
                      + (" --rehearse" if rehearse else ""))
         return
     if rehearse:
@@ -104,16 +114,20 @@ def run(
     refuse_not_run(chosen, opened.file, profile)
     if emit is not None:
         write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
-                      resume=resume, preflight=preflight)
+                      resume=resume, preflight=preflight, profile_steps=profiled)
         return
     if preflight:
         try_out(console, opened, chosen, profile)
         return
+    from disttrain_cli.models.weights import random_starts
     from disttrain_cli.runtime.train import train
 
+    for note in random_starts(opened):
+        console.note(note)
     with console.progress() as progress:
         live = LiveStep(progress)
-        result = train(opened, chosen, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live)
+        result = train(opened, chosen, profile, steps=steps, resume=resume, profile_steps=profiled,
+                       on_step=live.on_step, progress=live)
     console.result(result, result.run_dir)
     _render(console, result, chosen, profile)
     if result.stopped_by is not None:
@@ -123,6 +137,25 @@ def run(
         raise SystemExit(128 + signal.Signals[result.stopped_by])
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
                  else f"disttrain analyze {short_path(opened.dir.root)}")
+
+
+def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> range | None:
+    """A:B as the steps from A to before B.
+
+    Raises:
+        UsageError: it is not of this form or names no step, or nothing that could be profiled is run.
+    """
+    if given is None:
+        return None
+    if rehearse or preflight:
+        raise UsageError(f"--profile-steps does not go with --{'rehearse' if rehearse else 'preflight'}",
+                         "emulated devices compute nothing" if rehearse else "--preflight runs no step",
+                         "Train with it, or leave it out.")
+    first, _, last = given.partition(":")
+    if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit() and int(first) < int(last)):
+        raise UsageError("--profile-steps takes A:B with A < B: the steps from A to before B, counted from 0",
+                         f"given: {given}", "disttrain train --profile-steps 5:8")
+    return range(int(first), int(last))
 
 
 class LiveStep:
@@ -200,7 +233,8 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
         console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
     console.say(f"Traces      {short_path(Path(result.trace))}")
     if result.images:
-        console.say(f"Images      {len(result.images)} generated in {short_path(Path(result.images[0]).parent)}")
+        folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)  # one for each generator
+        console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
 
 
 def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[str, Any]], folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 A trained layer makes gradients of its weights and inputs. A frozen one makes those of its inputs only while
 something before it trains (it *passes* gradients on), and has no backward at all otherwise (it is *still*): it then
-keeps no activations either. Nothing is before an encoder: encoders stand side by side.
+keeps no activations either. Nothing is before an encoder: encoders stand side by side; only these and the LLM are
+before a generator.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
         trained: names of trained modules, and "projectors" for the layers that join modules; None = all.
     """
     result: dict[str, list[Backward]] = {}
-    trains = False  # whether something so far does
+    ahead = False  # whether an encoder or the LLM trains
     for name, module in profile.modules.items():
         states: list[Backward] = []
-        before = trains and module.kind != "encoder"  # whether something before the layer trains
+        before = ahead and module.kind != "encoder"  # whether something before the layer trains
         for place in range(len(module.layers)):
             owner = PROJECTORS if place in module.projector else name
             if place in module.frozen:
                 states.append("still")
             elif trained is None or owner in trained:
                 states.append("trained")
-                before = trains = True
+                before = True
+                ahead = ahead or module.kind != "generator"
             else:
                 states.append("passes" if before else "still")
         result[name] = states

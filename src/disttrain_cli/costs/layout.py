@@ -6,7 +6,6 @@ rehearsal and analysis evaluate them at the work of every replica in every slot.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s
 from disttrain_cli.costs.memory import WEIGHT_BYTES
 from disttrain_cli.costs.stage import backward_parts, shard_of
-from disttrain_cli.spec.plan import Layout, UnitPlan, following
+from disttrain_cli.spec.plan import Layout, UnitPlan, stage_cuts
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
 
 Floats = NDArray[np.float64]
@@ -44,8 +43,9 @@ class Stage:
     index: int  # inside the unit
     costs: list[Cost]
     trained: float  # parameters that one rank trains
-    after: int  # number of the stage that takes its output; as many as there are stages for the last
-    cut_bytes: float  # that one packed sequence sends to that stage
+    before: tuple[int, ...]  # numbers of the stages whose output it takes
+    after: tuple[int, ...]  # of those that take its output
+    cut_bytes: float  # that one packed sequence sends to each of these
     gradients_back: bool  # whether something up to here is trained, so that gradients come back over the cut
     begins: list[str]  # modules whose first layer it holds: it loads their inputs
 
@@ -62,10 +62,10 @@ def stages_of(profile: Profile, layout: Layout) -> list[Stage]:
     """All stages in pipeline order."""
     does = backwards(profile, layout.trained)
     llm = layout.place_of(profile.inputs.llm)
-    first = [0, *itertools.accumulate(unit.pp for unit in layout.units)]
+    cuts = stage_cuts([unit.pp for unit in layout.units], llm)
     stages: list[Stage] = []
     for place, unit in enumerate(layout.units):
-        trains = place >= llm and any(stage.trained for stage in stages)
+        trains = place >= llm and any(stage.trained for stage in stages if stage.unit in layout.units[:llm + 1])
         layers = [(name, layer) for name in unit.modules for layer in range(len(profile.modules[name].layers))]
         stop = 0
         for index, count in enumerate(unit.layers_per_stage):
@@ -75,20 +75,26 @@ def stages_of(profile: Profile, layout: Layout) -> list[Stage]:
             parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
                           for name, kind, what in kinds if what == "trained"]
             trains = trains or bool(parameters)
-            after = len(stages) + 1 if index + 1 < unit.pp else first[following(place, llm)]
-            stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)), after,
-                                _cut_bytes(profile, unit, *own[-1]), trains,
+            before, after = (tuple(cut[side] for cut in cuts if cut[1 - side] == len(stages)) for side in (0, 1))
+            stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)), before, after,
+                                _cut_bytes(profile, layout, unit, *own[-1]), trains,
                                 [name for name, layer in own if layer == 0]))
     return stages
 
 
-def _cut_bytes(profile: Profile, unit: UnitPlan, name: str, layer: int) -> float:
-    """Bytes of one packed sequence over the cut after a layer: with what encoders of the unit before it made."""
-    names = list(profile.modules)
+def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, layer: int) -> float:
+    """Bytes of one packed sequence over the cut after a layer: with what encoders of the unit before it made, and with
+    what the LLM made for generators that come after it.
+    """
+    names, modules = list(profile.modules), profile.modules
     here, llm = names.index(name), names.index(profile.inputs.llm)
-    passing = [other for other in unit.modules if names.index(other) < here < following(names.index(other), llm)]
-    return profile.modules[name].cut_bytes_per_sequence[layer] + sum(
-        profile.modules[other].output_bytes_per_sequence for other in passing)
+    passing = [other for other in unit.modules if names.index(other) < here < llm]
+    parts = names[llm] in unit.modules and unit is not layout.units[-1]
+    read = layer < min(modules[name].projector, default=0)  # the generator itself has yet to read it
+    if here > llm and not read and (parts or any(names.index(other) > here for other in unit.modules)):
+        passing.append(names[llm])
+    return modules[name].cut_bytes_per_sequence[layer] + sum(
+        modules[other].output_bytes_per_sequence for other in passing)
 
 
 def _costs(profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]) -> Iterator[Cost]:
@@ -119,8 +125,8 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
 
 
 def crossings(stages: list[Stage]) -> list[tuple[Stage, Stage]]:
-    """Every stage but the last with the one that takes its output."""
-    return [(stage, stages[stage.after]) for stage in stages[:-1]]
+    """Both sides of all cuts, numbered as in `spec.plan.stage_cuts`."""
+    return [(stage, stages[taker]) for stage in stages for taker in stage.after]
 
 
 def in_one_node(ranks: int, gpus_per_node: int) -> bool:
@@ -134,7 +140,7 @@ def link_between(profile: Profile, layout: Layout, before: Stage, after: Stage, 
 
 
 def transfers_s(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> Floats:
-    """[S-1] one crossing of a slot's tensors between each stage and the one that takes its output, either way.
+    """[S-1] one crossing of a slot's tensors over each cut (`crossings`), either way.
 
     They are split over all ranks of the narrower side, those of a TP group too.
     """

@@ -21,17 +21,17 @@ ROUNDING = 1e-9  # share of a sequence's time that is no text: rates of syntheti
 def item_s(profile: Profile, module: str) -> float:
     """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is known."""
     inputs, rates, data = profile.inputs, profile.preprocess, profile.data
-    cached = inputs.target is not None and inputs.target.cached_latents  # nothing to decode
+    decoded = [head.module for head in inputs.targets if not head.cached_latents]
     image_s, sequence_s = _each_s(rates.images_per_s_per_core), _each_s(rates.sequences_per_s_per_core)
     clip_s = _each_s(rates.clips_per_s_per_core)
     item = inputs.item(module)
     if item == "sequence":
-        decoded_s = image_s * (data.images + (0 if cached else data.targets)) + clip_s * data.clips
+        decoded_s = image_s * (data.images + (data.targets if decoded else 0)) + clip_s * data.clips
         text_s = sequence_s - decoded_s / data.sequences
         return text_s if text_s > ROUNDING * sequence_s else 0.0
     if item == "audio":
         return clip_s
-    return 0.0 if item == "target" and cached else image_s
+    return 0.0 if item == "target" and module not in decoded else image_s
 
 
 def prepare_s(profile: Profile, stage: Stage, loads: Mapping[str, Floats], workers: int) -> Floats:

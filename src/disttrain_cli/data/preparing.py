@@ -6,7 +6,7 @@ bytes. Threads decode and tokenize; every item is written to its own place, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,16 @@ from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, SlotBatch
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
+from disttrain_cli.spec.inputs import ImageInput, number_of
 from disttrain_cli.spec.runfile import Run
 
-#: Fields that are read from the data's files.
+#: Fields that are read from the data's files, those of further encoders and generators ("pixels.1") too.
 READ = frozenset({"pixels", "audio", "tokens", "labels", "targets", "weights"})
+
+
+def reads_files(fields: Iterable[str]) -> bool:
+    """Whether any of these fields is read from the data's files."""
+    return any(field.partition(".")[0] in READ for field in fields)
 
 
 class Request(NamedTuple):
@@ -114,11 +120,12 @@ class Preparer:
         if self._inputs.audio is not None:
             work.fields["clips"] = np.array(len(own.clips), np.int64)
         chosen = slot.sequences - batch.ids[0]
-        if "pixels" in request.fields:
-            self._begin_pixels(work, slot, own.images, _members(batch.image_segment, batch.image_start, chosen))
+        if _asked(request.fields, "pixels"):
+            self._begin_pixels(work, slot, own.images, _members(batch.image_segment, batch.image_start, chosen),
+                               request)
         if "audio" in request.fields:
             self._begin_clips(work, _members(batch.clip_segment, batch.clip_start, chosen)[own.clips])
-        if request.fields & {"targets", "weights"}:
+        if "weights" in request.fields or _asked(request.fields, "targets"):
             segments = _members(batch.target_segment, batch.target_start, chosen)[own.targets]
             self._begin_targets(work, segments, request)
         if "dropout" in request.fields:
@@ -130,9 +137,19 @@ class Preparer:
             self._begin_sequences(work, plans, own, request.fields)
         return work
 
-    def _begin_pixels(self, work: Preparation, slot: Slot, images: Ints, segments: Ints) -> None:
-        spec = self._inputs.image
-        assert spec is not None
+    def _begin_pixels(self, work: Preparation, slot: Slot, images: Ints, segments: Ints, request: Request) -> None:
+        asked, specs = _asked(request.fields, "pixels"), self._inputs.images
+        blocks = [self._blocks(work, slot, images, segments, spec) if number in asked else None
+                  for number, spec in enumerate(specs)]
+        if blocks[0] is not None:
+            work.fields["pixels"] = blocks[0]
+        if asked - {0}:
+            count = len(next(block for block in blocks if block is not None))
+            nothing = [np.zeros((0, 1, 1, 1), np.float32)] * count
+            work.fields["other_pixels"] = [array for block in blocks[1:] for array in block or nothing]
+
+    def _blocks(self, work: Preparation, slot: Slot, images: Ints, segments: Ints, spec: ImageInput) -> list[Any]:
+        """By run of equal grids, the pixels for one encoder."""
         arrays: list[Any] = []
         grids = [tuple(grid) for grid in slot.image_grid.tolist()]
         first = 0
@@ -146,7 +163,7 @@ class Preparer:
                 self._decode(work, int(segments[image]), out, partial(decode_image, grid=grid, image=spec))
             arrays.append(block)
             first = last
-        work.fields["pixels"] = arrays
+        return arrays
 
     def _begin_clips(self, work: Preparation, segments: Ints) -> None:
         spec = self._inputs.audio
@@ -158,16 +175,20 @@ class Preparer:
 
     def _begin_targets(self, work: Preparation, segments: Ints, request: Request) -> None:
         """Weights need the decoding too, which says whether there is an image; its pixels are kept where wanted."""
-        spec = self._inputs.target
-        assert spec is not None
-        pixels = np.zeros((len(segments), spec.channels, spec.size_px, spec.size_px), np.float32)
+        drawn, specs = _asked(request.fields, "targets"), self._inputs.targets
         weights = np.ones(len(segments), np.float32)
-        decode = partial(decode_target, target=spec)
-        for place, segment in enumerate(segments.tolist()):
-            self._decode(work, segment, pixels[place], decode, weights[place : place + 1])
+        pixels = {number: np.zeros((len(segments), specs[number].channels, *[specs[number].size_px] * 2), np.float32)
+                  for number in drawn or {0}}
+        for number, block in pixels.items():
+            decode = partial(decode_target, target=specs[number])
+            for place, segment in enumerate(segments.tolist()):
+                self._decode(work, segment, block[place], decode, weights[place : place + 1])
         work.fields.update(target_weights=weights, noise_seeds=self._seeds(request.step, segments))
-        if "targets" in request.fields:
-            work.fields["target_pixels"] = pixels
+        if 0 in drawn:
+            work.fields["target_pixels"] = pixels[0]
+        if drawn - {0}:
+            work.fields["other_targets"] = [pixels[number] if number in drawn else np.zeros((0, 1, 1, 1), np.float32)
+                                            for number in range(1, len(specs))]
 
     def _begin_sequences(
         self, work: Preparation, plans: list[SequencePlan], own: ReplicaItems, wanted: frozenset[str]
@@ -222,6 +243,11 @@ class Preparer:
     def _sample_of(self, segment: Any) -> Any:
         """Row of the sample that a segment belongs to."""
         return np.searchsorted(self._index.segment_start, segment, side="right") - 1
+
+
+def _asked(fields: frozenset[str], name: str) -> set[int]:
+    """Numbers of the encoders ("pixels") or generators ("targets") whose pixels are asked for."""
+    return {number_of(field) for field in fields if field.partition(".")[0] == name}
 
 
 def _members(values: Ints, start: Ints, chosen: Ints) -> Ints:

@@ -50,13 +50,13 @@ class Sizes:
     def work(self, inputs: ModelInputs) -> dict[str, NDArray[np.float64]]:
         """By module name, [Q, 3]: the columns of `Work` that each sequence brings to the module."""
         work = {inputs.llm: np.stack([np.ones(len(self)), self.tokens, self.length_sq], axis=1)}
-        if inputs.image is not None:
+        if inputs.images:
             columns = (np.diff(self.image_start), self.per_sequence(self.patches), self.per_sequence(self.patches**2))
-            work[inputs.image.module] = np.stack(columns, axis=1).astype(float)
+            work |= dict.fromkeys([head.module for head in inputs.images], np.stack(columns, axis=1).astype(float))
         if inputs.audio is not None:
             work[inputs.audio.module] = self.clips[:, None] * np.array(inputs.audio.work(1))
-        if inputs.target is not None:
-            work[inputs.target.module] = self.targets[:, None] * np.array(inputs.target.work(1))
+        for head in inputs.targets:
+            work[head.module] = self.targets[:, None] * np.array(head.work(1))
         return work
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.spec.inputs import Item, ModelInputs
+from disttrain_cli.spec.inputs import ModelInputs, number_of
 from disttrain_cli.spec.work import Work
 
 Ints = NDArray[np.int64]
@@ -59,9 +59,8 @@ class Slot:
         """Rows that each item contributes to a state tensor (`models.layer.TensorSpec.rows`)."""
         patches = self.image_grid[:, 0] * self.image_grid[:, 1]
         image, audio, target = self.inputs.image, self.inputs.audio, self.inputs.target
-        if (item, column) == ("image", "patches"):
-            assert image is not None
-            return patches + image.extra_tokens
+        if item == "image" and column.startswith("patches"):
+            return patches + self.inputs.images[number_of(column)].extra_tokens
         if (item, column) == ("image", "tokens"):
             assert image is not None
             return patches // (image.merge * image.merge)
@@ -83,8 +82,9 @@ class Slot:
         own = self.replicas[unit][replica]
         return {"image": own.images, "audio": own.clips, "sequence": own.sequences, "target": own.targets}[item]
 
-    def work(self, item: Item, items: ReplicaItems) -> Work:
-        """Work that these items bring to a module that works on `item`."""
+    def work(self, module: str, items: ReplicaItems) -> Work:
+        """Work that these items bring to a module."""
+        item = self.inputs.item(module)
         if item == "image":
             patches = (self.image_grid[items.images, 0] * self.image_grid[items.images, 1]).astype(float)
             return Work(len(items.images), float(patches.sum()), float((patches**2).sum()))
@@ -94,8 +94,7 @@ class Slot:
         if item == "sequence":
             return Work(len(items.sequences), float(self.sequence_tokens[items.sequences].sum()),
                         float(self.sequence_length_sq[items.sequences].sum()))
-        assert self.inputs.target is not None
-        return self.inputs.target.work(float(len(items.targets)))
+        return self.inputs.target_of(module).work(float(len(items.targets)))
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,7 @@ class SlotBatch:
     image_grids: Ints
     clips: Ints | None = None  # [] how many; of models that hear, always
     pixels: list[NDArray[np.float32]] | None = None
+    other_pixels: list[NDArray[np.float32]] | None = None
     audio_features: NDArray[np.float32] | None = None
     token_ids: Ints | None = None
     positions: Ints | None = None
@@ -127,6 +127,7 @@ class SlotBatch:
     context_rows: Ints | None = None
     labels: Ints | None = None
     target_pixels: NDArray[np.float32] | None = None
+    other_targets: list[NDArray[np.float32]] | None = None
     target_weights: NDArray[np.float32] | None = None
     noise_seeds: Ints | None = None
     image_seeds: Ints | None = None

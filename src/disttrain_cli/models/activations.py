@@ -39,5 +39,6 @@ def _key(tensor: Tensor) -> int:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    values = [*vars(batch).values(), *(batch.pixels or []), *batch.cache.values()]
+    lists = (batch.pixels, batch.other_pixels, batch.other_targets)
+    values = [*vars(batch).values(), *(one for each in lists for one in each or []), *batch.cache.values()]
     return [value for value in values if isinstance(value, Tensor)]

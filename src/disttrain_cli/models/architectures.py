@@ -6,7 +6,7 @@ A class of models is one file with its layers, its checks beside its family's in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from disttrain_cli.models.configs.checks import ModuleConfig, read_transformer, 
 from disttrain_cli.models.configs.generators import read_noise, read_pixart, read_unet, with_folder
 from disttrain_cli.models.configs.images import CLIP, HALVES, image_input
 from disttrain_cli.models.generator import Canvas
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.inputs import AudioInput, ImageInput, Item, TargetInput
 from disttrain_cli.spec.runfile import Kind, LossWeights, ModuleSpec, Run
@@ -38,6 +40,7 @@ class Joined:
     projector_hidden: int
     feeds_generator: bool
     loss_weights: LossWeights
+    place: int = 0  # of the module among those of the model that work on the same items
 
 
 Inputs = ImageInput | AudioInput | TargetInput
@@ -88,13 +91,23 @@ def _encoder(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[La
 
 def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
     module, spec = joined.module, joined.spec
-    return makers(module.name, module.config, spec.merge, joined.projector_hidden, joined.llm_width,
-                  final_norm=spec.feature_layer is None)
+    return _beside(joined, makers(module.name, module.config, spec.merge, joined.projector_hidden, joined.llm_width,
+                                  final_norm=spec.feature_layer is None))
 
 
 def _qwen_vision(joined: Joined) -> list[LayerMaker]:
-    return qwen_vision.makers(
-        joined.module.name, joined.module.config, joined.projector_hidden, joined.llm_width)
+    return _beside(joined, qwen_vision.makers(
+        joined.module.name, joined.module.config, joined.projector_hidden, joined.llm_width))
+
+
+def _beside(joined: Joined, makers: list[LayerMaker]) -> list[LayerMaker]:
+    """The layers of an image encoder, of further ones each at its place."""
+    def placed(construct: Callable[[], PipelineLayer]) -> PipelineLayer:
+        layer = construct()
+        assert isinstance(layer, ImageLayer)
+        return layer.stand_at(joined.place)
+
+    return [replace(maker, construct=partial(placed, maker.construct)) for maker in makers] if joined.place else makers
 
 
 def _decoder(joined: Joined) -> list[LayerMaker]:
@@ -106,10 +119,12 @@ def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[
     module, spec = joined.module, joined.spec
     assert spec.image_size is not None and module.noise is not None
     side, encodes = module.config["sample_size"], module.vae is not None and not spec.cached_latents
-    canvas = Canvas((module.config["in_channels"], side, side), module.noise, spec.image_size, encodes)
-    before = [vae.encoder_maker(module.name, module.vae, spec.image_size)] if module.vae is not None and encodes else []
+    canvas = Canvas((module.config["in_channels"], side, side), module.noise, spec.image_size, encodes,
+                    joined.place)
+    before = [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.place)] \
+        if module.vae is not None and encodes else []
     return before + makers(module.name, module.config, canvas, spec.context_tokens, joined.projector_hidden,
-                           joined.llm_width, joined.loss_weights.image)
+                           joined.llm_width, joined.loss_weights.of(module.name))
 
 
 def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig) -> ImageInput:
@@ -190,15 +205,13 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
     """Configurations of a run's modules in pipeline order.
 
     Raises:
-        SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two encoders alike.
+        SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two audio encoders.
     """
     configs = {name: _read(run, name) for name in run.file.model.order}
-    for item in ("image", "audio"):
-        alike = [name for name, module in configs.items() if ARCHITECTURES[module.architecture].item == item]
-        if len(alike) > 1:
-            what = f"{' and '.join(alike)} are both {item} encoders"
-            next_step = "Remove one of them from model.modules."
-            raise SpecError(what, "this version takes at most one image encoder and one audio encoder", next_step)
+    alike = [name for name, module in configs.items() if ARCHITECTURES[module.architecture].item == "audio"]
+    if len(alike) > 1:
+        raise SpecError(f"{' and '.join(alike)} are both audio encoders", "this version takes at most one",
+                        "Remove one of them from model.modules.")
     llm = next(c for c in configs.values() if c.kind == "llm")
     if run.file.data.tokenizer == "bytes" and llm.config.vocab_size < BYTE_TOKENS:
         allowed = f"at least {BYTE_TOKENS}, the ids of the tokenizer 'bytes'"

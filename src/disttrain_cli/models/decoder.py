@@ -55,7 +55,7 @@ class DecoderLayer(PipelineLayer):
 
 
 class Embed(DecoderLayer):
-    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'.
+    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'; of several by their sum.
 
     The tokens that condition an image to be generated have an id of their own, whose embedding is learned.
     """
@@ -78,8 +78,9 @@ class Embed(DecoderLayer):
         table = self.embedding.weight
         hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
         for name, rows in (("image_embeds", batch.image_rows), ("audio_embeds", batch.audio_rows)):
-            given = state.get(name)
-            if name not in self.reads or given is None or (rows is None and not len(given)):
+            made = [state[own] for own in self.reads if own.partition(".")[0] == name and own in state]
+            given = sum(made[1:], made[0]) if made else None
+            if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
             if self.group is not None:  # each rank puts in its own part of them, and the sum below has all of it

@@ -80,7 +80,7 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
             batch = probe_batch(inputs, device="meta", **sizes)
             counts.append(layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch))
             sizes.pop("length", None)
-            works.append(probe_work(inputs, item, **sizes))
+            works.append(probe_work(inputs, info.module, **sizes))
         forward, backward, backward_input = (_exact(works, column, item) for column in zip(*counts, strict=True))
         kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
     return counted
@@ -89,8 +89,7 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
 def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
     """Probe sizes that tell the features of `Work` apart."""
     if item == "image":
-        assert inputs.image is not None
-        m = inputs.image.probe_step
+        m = inputs.probe_step
         return [
             {"grids": [(rows * m, columns * m)] * images}
             for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))

@@ -25,6 +25,7 @@ class Canvas:
     noise: Noise
     image_size: int  # pixels
     reads_latents: bool  # a VAE's layer before the generator leaves them; else they are in the batch
+    place: int = 0  # of the generator among the model's
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -34,17 +35,29 @@ class Canvas:
     @property
     def needs(self) -> str:
         """Field of the batch that the layers which see clean images need."""
-        return "weights" if self.reads_latents else "targets"
+        return "weights" if self.reads_latents else targets_field(self.place)
 
     def clean(self, state: dict[str, Tensor], batch: Batch) -> Tensor:
         """Images or latents without noise [N, C, H, W]; no gradients flow into them."""
-        images = state["latents"].detach() if self.reads_latents else batch.target_pixels
-        assert images is not None
-        return images
+        return state["latents"].detach() if self.reads_latents else targets_of(batch, self.place)
 
     def draw(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Timesteps and noise of the batch's targets."""
-        return draw_noise(batch, self.shape, self.noise.timesteps)
+        return draw_noise(batch, self.shape, self.noise.timesteps, self.place)
+
+
+def targets_field(place: int) -> str:
+    """The field of the batch that brings the targets of a generator, by its place among the model's."""
+    return f"targets.{place}" if place else "targets"
+
+
+def targets_of(batch: Batch, place: int) -> Tensor:
+    """A generator's targets [N, C, H, W]."""
+    if place:
+        assert batch.other_targets is not None
+        return batch.other_targets[place - 1]
+    assert batch.target_pixels is not None
+    return batch.target_pixels
 
 
 class GeneratorLayer(PipelineLayer):
@@ -53,8 +66,8 @@ class GeneratorLayer(PipelineLayer):
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         if self.reads:
             return len(state[self.reads[0]]) == 0
-        assert batch.target_pixels is not None
-        return len(batch.target_pixels) == 0
+        assert batch.target_weights is not None
+        return len(batch.target_weights) == 0
 
 
 class Projector(GeneratorLayer):
@@ -109,15 +122,16 @@ class Start(GeneratorLayer):
 class Finish(GeneratorLayer):
     """The generator's last tensors → its prediction, and the image loss.
 
-    loss/image = weight · Σ_i w_i · mean_i (prediction − goal)² / images to generate of the global batch.
+    loss = weight · Σ_i w_i · mean_i (prediction − goal)² / images to generate of the global batch. Its name is `image`,
+    or of a further generator `image/MODULE`.
     """
 
     kind = "out"
-    loss = "image"
 
     def __init__(self, module: str, canvas: Canvas, weight: float, reads: tuple[str, ...]) -> None:
         super().__init__()
         self.name, self.module, self.canvas, self.weight = f"{module}.out", module, canvas, weight
+        self.loss = f"image/{module}" if canvas.place else "image"
         sees_clean = canvas.noise.goal_needs_clean
         self.reads = (*reads, *(canvas.reads if sees_clean else ()))
         self.needs = (canvas.needs if sees_clean else "weights",)

@@ -1,4 +1,4 @@
-"""A run's model as one list of layers in pipeline order: encoders, LLM, generator.
+"""A run's model as one list of layers in pipeline order: encoders, LLM, generators.
 
 Everything else speaks of layers by their place in this list: a stage is a range of it, and a cut before layer i
 is crossed by `live_tensors(table, i)`.
@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES, Joined, read_configs
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
+from disttrain_cli.models.towers import embeds_name
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
@@ -42,8 +44,15 @@ def describe(run: Run) -> ModelInputs:
     heads: dict[str, Any] = {}
     for module in configs.values():
         entry = ARCHITECTURES[module.architecture]
-        if entry.inputs is not None:
+        if entry.inputs is not None and entry.item in heads:
+            heads.setdefault(f"other_{entry.item}s", []).append(entry.inputs(run, module))
+        elif entry.inputs is not None:
             heads[entry.item] = entry.inputs(run, module)
+    eyes = [heads[key] for key in ("image",) if key in heads] + heads.get("other_images", [])
+    if len({(eye.patch_px, eye.merge, eye.channels) for eye in eyes}) > 1:
+        given = ", ".join(f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels" for eye in eyes)
+        raise SpecError("Image encoders of one model must cut images into the same patches", f"given: {given}",
+                        "Their tokens are added one by one: give them equal patch sizes and merge, or leave one out.")
     return ModelInputs(
         llm=llm.name, vocabulary=llm.config.vocab_size, sequence_length=run.file.data.sequence_length, **heads)
 
@@ -99,12 +108,12 @@ def live_tensors(table: list[LayerInfo], cut: int) -> list[TensorSpec]:
 
 
 def line_of(table: list[LayerInfo], inputs: ModelInputs, module: str) -> list[LayerInfo]:
-    """The layers that tensors pass through together with a module's: all but those of other encoders.
+    """The layers that tensors pass through together with a module's: all but those of others of its kind.
 
-    Encoders stand side by side: what crosses a cut of one of them is `live_tensors` of its line, where nothing that
-    another encoder made passes through.
+    Encoders stand side by side, and so do generators: what crosses a cut of one of them is `live_tensors` of its line,
+    where nothing passes through that another one made or reads.
     """
-    beside = set(inputs.encoders) - {module} if module in inputs.encoders else set()
+    beside = {other for side in (inputs.encoders, inputs.generators) if module in side for other in side} - {module}
     return [layer for layer in table if layer.module not in beside]
 
 
@@ -113,7 +122,8 @@ def _remember_makers(run: Run) -> str:
     configs = read_configs(run)
     plain = {n: c.config if isinstance(c.config, dict) else c.config.to_dict() for n, c in configs.items()}
     of_folders = {name: [module.vae, str(module.noise)] for name, module in configs.items()}
-    key = fingerprint({"configs": plain, "more": of_folders, "model": run.file.model.model_dump(mode="json")})
+    key = fingerprint({"configs": plain, "more": of_folders, "model": run.file.model.model_dump(mode="json"),
+                       "order": run.file.model.order})
     if key not in _makers:
         _makers[key] = _make(run, configs)
     return key
@@ -122,15 +132,18 @@ def _remember_makers(run: Run) -> str:
 def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
     model = run.file.model
     llm = next(config for config in configs.values() if config.kind == "llm")
-    embeds = {"image": "image_embeds", "audio": "audio_embeds"}
-    reads = tuple(embeds[ARCHITECTURES[c.architecture].item] for c in configs.values() if c.kind == "encoder")
+    items = {name: ARCHITECTURES[c.architecture].item for name, c in configs.items()}
+    places = {name: [other for other in items if items[other] == item].index(name) for name, item in items.items()}
+    reads = tuple(embeds_name(places[name]) if items[name] == "image" else "audio_embeds"
+                  for name, module in configs.items() if module.kind == "encoder")
     makers: list[LayerMaker] = []
     for name, module in configs.items():
         joined = Joined(
             module, model.modules[name], reads, llm_width=llm.config.hidden_size,
             projector_hidden=model.projector_hidden or llm.config.hidden_size,
             feeds_generator=any(config.kind == "generator" for config in configs.values()),
-            loss_weights=model.loss_weights)
+            loss_weights=model.loss_weights,
+            place=places[name])
         makers += ARCHITECTURES[module.architecture].make(joined)
     return makers
 

@@ -30,8 +30,8 @@ class TensorSpec:
     """A named state tensor [R, *shape]: whose rows it holds, how many per item, and the shape of a row.
 
     `rows` names a column of the slot's item table (`data.slots.Slot.rows`):
-    image: "patches" (with extra tokens), "tokens"; audio: "positions", "tokens"; sequence: "tokens";
-    target: "one", "context".
+    image: "patches" (with extra tokens; "patches.N" of encoder N), "tokens"; audio: "positions", "tokens"; sequence:
+    "tokens"; target: "one", "context".
 
     Over a tensor-parallel group every rank has the whole tensor, or with `split` its own rows (`division.own_rows`).
     """
@@ -53,6 +53,7 @@ class Batch:
     image_grids: list[tuple[int, int]]  # patches (rows, columns) of each image; equal grids are adjacent
     clips: int = 0  # audio clips; always comes
     pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
+    other_pixels: list[Tensor] | None = None  # of one further encoder after the other; [0, …] where not asked for
     audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
     token_ids: Tensor | None = None  # [M, L] int64
     positions: Tensor | None = None  # [M, L] int64, restarting with every sample
@@ -62,6 +63,7 @@ class Batch:
     context_rows: Tensor | None = None  # [N·K] int64, places in M·L of the context tokens, in target order
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
     target_pixels: Tensor | None = None  # [N, C, H, W] in -1..1, or latents that were prepared beforehand
+    other_targets: list[Tensor] | None = None  # the same for further generators, in order; [0, …] where not asked for
     target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
     noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     image_seeds: Tensor | None = None  # [N] int64, the same of the images read
@@ -72,7 +74,8 @@ class Batch:
     cache: dict[str, Tensor] = field(default_factory=dict)  # per batch, shared by the layers of a stage (masks)
 
 
-#: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
+#: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes. "pixels.N" and "targets.N"
+#: ask for those of the model's encoder or generator N, counted from 0: they are in `other_pixels` and `other_targets`.
 FIELDS: dict[str, tuple[str, ...]] = {
     "pixels": ("pixels",),
     "audio": ("audio_features",),

@@ -92,22 +92,29 @@ def _betas(noise: Noise) -> dict[str, Any]:
             "beta_end": noise.beta_end}
 
 
-def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int) -> tuple[Tensor, Tensor]:
+def own_seed(seed: int, place: int) -> int:
+    """The seed of an image for the generator at `place` among the model's: no two draw alike."""
+    return (seed + place * 0x9E3779B97F4A7C15) % 2**63
+
+
+def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int, place: int = 0) -> tuple[Tensor, Tensor]:
     """Timesteps [N] int64 below `timesteps` and noise [N, *shape] float32 of a batch's targets, from `noise_seeds`.
 
-    Drawn once per stage and batch. On the meta device there are no seeds to read and the result has no values.
+    Drawn once per stage, batch and generator (`own_seed`). On the meta device there are no seeds to read and the result
+    has no values.
     """
-    if "noise" not in batch.cache:
+    timestep_of, noise_of = f"timesteps/{place}", f"noise/{place}"
+    if noise_of not in batch.cache:
         assert batch.target_weights is not None and batch.noise_seeds is not None
         device = batch.target_weights.device
         if device.type == "meta":
-            batch.cache["timesteps"] = batch.noise_seeds
-            batch.cache["noise"] = torch.empty(len(batch.noise_seeds), *shape, device=device)
+            batch.cache[timestep_of] = batch.noise_seeds
+            batch.cache[noise_of] = torch.empty(len(batch.noise_seeds), *shape, device=device)
         else:
-            draws = [_draw_one(seed, shape, timesteps) for seed in batch.noise_seeds.tolist()]
-            batch.cache["timesteps"] = torch.stack([timestep for timestep, _ in draws]).to(device)
-            batch.cache["noise"] = torch.stack([noise for _, noise in draws]).to(device)
-    return batch.cache["timesteps"], batch.cache["noise"]
+            draws = [_draw_one(own_seed(seed, place), shape, timesteps) for seed in batch.noise_seeds.tolist()]
+            batch.cache[timestep_of] = torch.stack([timestep for timestep, _ in draws]).to(device)
+            batch.cache[noise_of] = torch.stack([noise for _, noise in draws]).to(device)
+    return batch.cache[timestep_of], batch.cache[noise_of]
 
 
 def _draw_one(seed: int, shape: tuple[int, ...], timesteps: int) -> tuple[Tensor, Tensor]:

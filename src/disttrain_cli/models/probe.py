@@ -12,20 +12,21 @@ from torch import Tensor
 
 from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.models.layer import Batch, TensorSpec
-from disttrain_cli.spec.inputs import Item, ModelInputs
+from disttrain_cli.spec.inputs import ModelInputs, number_of
 from disttrain_cli.spec.work import Work
 
 
 def probe_work(
     inputs: ModelInputs,
-    item: Item,
+    module: str,
     *,
     grids: Sequence[tuple[int, int]] = (),
     clips: int = 0,
     documents: Sequence[Sequence[int]] = (),
     targets: int = 0,
 ) -> Work:
-    """Work that a probe batch of these sizes brings to the module that works on such items (see `probe_batch`)."""
+    """Work that a probe batch of these sizes brings to a module (see `probe_batch`)."""
+    item = inputs.item(module)
     if item == "image":
         patches = [rows * columns for rows, columns in grids]
         return Work(len(patches), sum(patches), sum(n * n for n in patches))
@@ -35,8 +36,7 @@ def probe_work(
     if item == "sequence":
         lengths = [length for sequence in documents for length in sequence]
         return Work(len(documents), sum(lengths), sum(n * n for n in lengths))
-    assert inputs.target is not None
-    return inputs.target.work(float(targets))
+    return inputs.target_of(module).work(float(targets))
 
 
 def probe_batch(
@@ -72,8 +72,8 @@ def row_count(spec: TensorSpec, inputs: ModelInputs, batch: Batch) -> int:
     patches = [rows * columns for rows, columns in batch.image_grids]
     if spec.item == "image":
         assert inputs.image is not None
-        if spec.rows == "patches":
-            return sum(patches) + len(patches) * inputs.image.extra_tokens
+        if spec.rows.startswith("patches"):
+            return sum(patches) + len(patches) * inputs.images[number_of(spec.rows)].extra_tokens
         return sum(patches) // inputs.image.merge**2
     if spec.item == "audio":
         assert inputs.audio is not None and batch.audio_features is not None
@@ -139,6 +139,8 @@ def _batch(
             torch.randn(sum(1 for _ in run), image.channels, rows * side, columns * side, generator=generator)
             for (rows, columns), run in groupby(grids)
         ]
+        fields["other_pixels"] = [torch.randn(pixels.shape, generator=generator) for _ in inputs.other_images
+                                  for pixels in fields["pixels"]]
         fields["image_seeds"] = torch.arange(len(grids))
     if audio is not None:
         fields["clips"] = clips
@@ -146,6 +148,8 @@ def _batch(
         fields["audio_features"] = torch.randn(clips, audio.mel_bins, audio.frames, generator=generator)
     if target is not None:
         fields["target_pixels"] = torch.rand((targets, *target.shape), generator=generator) * 2 - 1
+        fields["other_targets"] = [torch.rand((targets, *head.shape), generator=generator) * 2 - 1
+                                   for head in inputs.other_targets]
         fields["target_weights"] = torch.ones(targets)
         fields["noise_seeds"] = torch.randint(2**31, (targets,), generator=generator)
         fields["target_seeds"] = fields["noise_seeds"]

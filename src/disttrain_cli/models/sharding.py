@@ -43,9 +43,8 @@ def all_reduce_values(run: Run, module: str) -> dict[str, Polynomial]:
         SpecError: the model's configuration is wrong.
     """
     table, inputs = layer_table(run), describe(run)
-    item = inputs.item(module)
-    sizes = _sizes(inputs, item)
-    works = np.array([probe_work(inputs, item, **size) for size in sizes], dtype=float)[:, : len(sizes)]
+    sizes = _sizes(inputs, inputs.item(module))
+    works = np.array([probe_work(inputs, module, **size) for size in sizes], dtype=float)[:, : len(sizes)]
     found = {}
     for index, layer in _one_of_each_kind(run, module).items():
         counts = []

@@ -8,6 +8,7 @@ order. Attention goes over the whole image.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -19,6 +20,13 @@ from torch.nn import functional
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
+
+EMBEDS = "image_embeds"  # what the LLM reads; of several encoders it reads the sum
+
+
+def embeds_name(place: int) -> str:
+    """Name of what the image encoder at `place` leaves for the LLM."""
+    return f"{EMBEDS}.{place}" if place else EMBEDS
 
 
 def runs(grids: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -88,6 +96,25 @@ class ImageLayer(PipelineLayer):
     """A layer whose items are the images read."""
 
     by_rows = True
+    place: int = 0  # of the encoder among the model's image encoders
+
+    def stand_at(self, place: int) -> PipelineLayer:
+        """Belong to a further image encoder, whose fields and tensors have names of their own where both are there."""
+        self.place = place
+        self.needs = tuple(f"pixels.{place}" if name == "pixels" else name for name in self.needs)
+        self.writes = tuple(replace(spec, name=embeds_name(place) if spec.name == EMBEDS else spec.name,
+                                    rows=f"patches.{place}" if spec.rows == "patches" else spec.rows)
+                            for spec in self.writes)
+        return self
+
+    def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        if not self.place:
+            return super().forward(state, batch)
+        count = sum(1 for _ in runs(batch.image_grids))
+        own = slice((self.place - 1) * count, self.place * count)
+        pixels = None if batch.other_pixels is None else batch.other_pixels[own]
+        written = super().forward(state, replace(batch, pixels=pixels))
+        return {embeds_name(self.place) if name == EMBEDS else name: tensor for name, tensor in written.items()}
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return not batch.image_grids

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import latent_side, refused
+from disttrain_cli.models.generator import targets_field, targets_of
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.models.noise import own_seed
 
 #: Keeps the posterior's draw apart from the diffusion noise of the same seed.
 _POSTERIOR = 0x1A7E27
@@ -26,13 +28,13 @@ class VaeEncoder(PipelineLayer):
     """Encoder and quant_conv of an AutoencoderKL, without gradients."""
 
     kind = "vae_encoder"
-    needs = ("targets",)
     frozen = True
     weights_of = "vae"
 
-    def __init__(self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int) -> None:
+    def __init__(self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int, place: int) -> None:
         super().__init__()
-        self.name, self.module = f"{module}.vae_encoder", module
+        self.name, self.module, self.place = f"{module}.vae_encoder", module, place
+        self.needs = (targets_field(place),)
         self.published = {name: name for name in ("encoder", "quant_conv")}
         side = latent_side(config, image_size)
         self.shape = (config["latent_channels"], side, side)
@@ -42,15 +44,14 @@ class VaeEncoder(PipelineLayer):
         self.requires_grad_(False)
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
-        assert batch.target_pixels is not None
-        return len(batch.target_pixels) == 0
+        assert batch.target_weights is not None
+        return len(batch.target_weights) == 0
 
     @torch.no_grad()
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-        assert batch.target_pixels is not None
-        moments = self.encoder(batch.target_pixels.to(self.encoder.conv_in.weight.dtype))
+        moments = self.encoder(targets_of(batch, self.place).to(self.encoder.conv_in.weight.dtype))
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
         posterior = DiagonalGaussianDistribution(moments)
@@ -62,7 +63,7 @@ class VaeEncoder(PipelineLayer):
         assert batch.noise_seeds is not None
         if batch.noise_seeds.is_meta:
             return torch.empty(len(batch.noise_seeds), *self.shape, device="meta")
-        seeds = [seed ^ _POSTERIOR for seed in batch.noise_seeds.tolist()]
+        seeds = [own_seed(seed, self.place) ^ _POSTERIOR for seed in batch.noise_seeds.tolist()]
         with torch.device("cpu"):
             return torch.stack(
                 [torch.randn(self.shape, generator=torch.Generator("cpu").manual_seed(seed)) for seed in seeds]
@@ -99,15 +100,18 @@ def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
     return LayerMaker(lambda: VaeDecoder(module, config, _whole(module, config)), None)
 
 
-def encoder_maker(module: str, config: dict[str, Any], image_size: int) -> LayerMaker:
+def encoder_maker(module: str, config: dict[str, Any], image_size: int, place: int = 0) -> LayerMaker:
     """The VAE's encoder, a generator's first layer; weights start as diffusers starts them.
+
+    Args:
+        place: of the generator among the model's.
 
     Raises:
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(_whole, module, config))
     whole()
-    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size), None)
+    return LayerMaker(lambda: VaeEncoder(module, config, whole(), image_size, place), None)
 
 
 def _whole(module: str, config: dict[str, Any]) -> Any:

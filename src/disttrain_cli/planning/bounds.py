@@ -30,7 +30,7 @@ from disttrain_cli.planning.options import (
     take,
 )
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_after
-from disttrain_cli.spec.plan import to_end
+from disttrain_cli.spec.plan import in_line
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -231,7 +231,7 @@ def narrowed(space: Space, limit: float) -> tuple[list[Options] | None, float]:
     if not all(len(rows) for rows in sides):
         return None, look
     shares = [space.shares[number] for number in others]
-    spread = look - max(to_end(space.least_ms, space.holder))
+    spread = look - max(in_line(space.least_ms, space.holder))
     level = _level(space.gpus, shares, sides, *_intervals(space, llm, sides, spread))
     options = np.unique(_pairs(space, level, llm, look).option)
     llm = _sharpened(space, llm, options, units_after(space.units)[space.holder])

@@ -20,7 +20,7 @@ from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.options import kind_gib, layers_per_stage
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, to_end
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, in_line
 from disttrain_cli.spec.profile import Profile
 
 Ints = NDArray[np.int64]
@@ -153,7 +153,7 @@ def _layout(units: list[Unit], size: int, shapes: tuple[tuple[int, int, int, boo
     """The layout of these shapes for slots of `size` sequences."""
     cluster, llm, plans = units[0].cluster, holder_of(units), []
     slots = cluster.batch // size
-    stages = to_end([pp for _, _, pp, _ in shapes], llm)
+    stages = in_line([pp for _, _, pp, _ in shapes], llm)
     for unit, (tp, dp, pp, recomputes), left in zip(units, shapes, stages, strict=True):
         layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes)
         assert layers is not None, "a shape that fits has a split"

@@ -2,7 +2,8 @@
 
     T = T_warmup + T_steady
     T_warmup = time of the first slot through the whole pipeline, forward and backward: of encoders side by side the
-               slowest, the LLM and the generator
+               slowest, the LLM and the generators one after the other (the simulator, which ranks what the search
+               finds, has these side by side)
     T_steady = time of one slot on the slowest stage × (n - 1)
 
 The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base + slope ·
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.planning.units import Unit, holder_of
-from disttrain_cli.spec.plan import Layout, to_end
+from disttrain_cli.spec.plan import Layout, in_line
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +52,7 @@ class Time(NamedTuple):
 
 def combine(unit_ms: list[float], stage_ms: list[float], slots: int, llm: int) -> Time:
     """From every unit's whole time and slowest stage per slot; `llm` is the number of the unit that holds the LLM."""
-    return Time(max(to_end(unit_ms, llm)), max(stage_ms) * (slots - 1))
+    return Time(max(in_line(unit_ms, llm)), max(stage_ms) * (slots - 1))
 
 
 def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], slot_sequences: int,

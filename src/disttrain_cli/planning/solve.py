@@ -28,7 +28,7 @@ from disttrain_cli.spec.plan import (
     Search,
     Strategy,
     UnitPlan,
-    to_end,
+    in_line,
 )
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
@@ -185,7 +185,7 @@ def layout_of(units: list[Unit], cluster: Cluster, candidate: Candidate, strateg
     """The layout of a candidate, with the layers of every stage."""
     slots = cluster.batch // candidate.slot_sequences
     plans: list[UnitPlan] = []
-    stages = to_end([pp for _, _, pp in candidate.shapes], holder_of(units))
+    stages = in_line([pp for _, _, pp in candidate.shapes], holder_of(units))
     for unit, (tp, dp, pp), recomputes, left in zip(units, candidate.shapes, candidate.checkpointing, stages,
                                                     strict=True):
         layers = layers_per_stage(unit, tp, dp, pp, candidate.slot_sequences, slots, left - pp, recomputes)

@@ -8,6 +8,7 @@ from disttrain_cli.costs.freezing import backwards
 from disttrain_cli.costs.layout import GRADIENT_BYTES, Stage, crossings, in_one_node
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
+from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.work import Work
@@ -24,7 +25,7 @@ def traffic_of(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_n
 
 def _crossings(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> list[Traffic]:
     """Activations and gradients over the cuts between stages, those inside a unit added up."""
-    rows: dict[tuple[str, str, bool], Traffic] = {}
+    rows: dict[tuple[str, str | None, bool], Traffic] = {}
     for before, after in crossings(stages):
         inside = in_one_node(before.ranks + after.ranks, gpus_per_node)
         sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
@@ -34,7 +35,7 @@ def _crossings(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_n
             to=after.unit.name if after.index == 0 else None, inside_a_node=inside, job_gib=sent / GIB,
             rank_gib=rank_bytes / GIB,
             rank_s=rank_bytes / (profile.links.of(inside).p2p_gbps * GIGABIT_BYTES))
-        key = (row.unit, row.kind, inside)
+        key = (row.unit, row.to, inside)
         if key in rows:  # of the cuts inside a unit the busiest rank counts
             other = rows[key]
             row = (row if row.rank_gib > other.rank_gib else other).model_copy(
@@ -95,6 +96,9 @@ def preprocess_need(profile: Profile, sequences_per_s: float, cores_per_host: in
         return None
     sample = profile.data.sample
     images = sum(len(images) for images in sample.images) + sum(sample.targets)
-    cores = math.ceil(sequences_per_s / rate)
+    # Further generators and encoders have their images decoded once more.
+    again_s = sum(item_s(profile, name) * profile.modules[name].work_per_sequence.items
+                  for name in (*profile.inputs.generators[1:], *(head.module for head in profile.inputs.images[1:])))
+    cores = math.ceil(sequences_per_s * (1.0 / rate + again_s))
     return PreprocessNeed(sequences_per_s=sequences_per_s, images_per_s=sequences_per_s * images / len(sample.tokens),
                           cores=cores, hosts=math.ceil(cores / cores_per_host))

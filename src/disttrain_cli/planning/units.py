@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.memory import GIB, activation_terms, recomputed_terms, state_bytes
 from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.spec.plan import Layout, following, to_end
+from disttrain_cli.spec.plan import Layout, in_line, neighbours
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -95,11 +95,10 @@ class Unit:
         base, slope = np.zeros(self.layers), np.zeros(self.layers)
         names = list(self.profile.modules)
         link = self.profile.links
-        for sender, name in enumerate(names[:-1]):
-            receiver = names[following(sender, names.index(self.profile.inputs.llm))]
-            if (name in self.modules) != (receiver in self.modules):
-                layer = -1 if name in self.modules else 0
-                size = self.profile.modules[name].output_bytes_per_sequence
+        for sender, taker in neighbours(len(names), names.index(self.profile.inputs.llm)):
+            if (names[sender] in self.modules) != (names[taker] in self.modules):
+                layer = -1 if names[sender] in self.modules else 0
+                size = self.profile.modules[names[sender]].output_bytes_per_sequence
                 base[layer] += 2 * link.p2p_us / 1e3
                 slope[layer] += 2 * size * 8 / (link.p2p_gbps * 1e9) * 1e3
         return base, slope
@@ -192,7 +191,7 @@ def holder_of(units: list[Unit]) -> int:
 
 def units_after(units: list[Unit]) -> list[int]:
     """Units behind each one on its own line."""
-    return [count - 1 for count in to_end([1] * len(units), holder_of(units))]
+    return [count - 1 for count in in_line([1] * len(units), holder_of(units))]
 
 
 def units_of(profile: Profile, cluster: Cluster, layout: Layout) -> list[Unit]:

@@ -78,7 +78,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
             for frozen, found in series.items():
                 for layer in divided.values():
                     layer.requires_grad_(not frozen and not layer.frozen)
-                own = _series(inputs, table, inputs.item(module), divided, device, precision)
+                own = _series(inputs, table, module, divided, device, precision)
                 found[tp] = own if tp == 1 else replace(own, times=found[1].times | own.times,
                                                         kept_bytes=found[1].kept_bytes | own.kept_bytes)
         kinds = {tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()}
@@ -100,14 +100,15 @@ def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int,
             for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)}
 
 
-def _series(inputs: ModelInputs, table: list[LayerInfo], item: Item, shards: Mapping[int, PipelineLayer],
+def _series(inputs: ModelInputs, table: list[LayerInfo], module: str, shards: Mapping[int, PipelineLayer],
             device: Device, precision: Precision) -> Series:
-    """Times and kept bytes of every layer at a few sizes, messages not included."""
+    """Times and kept bytes of every layer of a module at a few sizes, messages not included."""
+    item = inputs.item(module)
     works: list[Work] = []
     found: dict[str, list[tuple[float, float, float]]] = {layer.kind: [] for layer in shards.values()}
     for size in _sizes(inputs, item):
         batch = probe_batch(inputs, device="meta", **size)
-        works.append(probe_work(inputs, item, **{name: value for name, value in size.items() if name != "length"}))
+        works.append(probe_work(inputs, module, **{name: value for name, value in size.items() if name != "length"}))
         for place, layer in shards.items():
             dtype = next(layer.parameters()).dtype
             done = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype), batch)
@@ -123,8 +124,7 @@ def _series(inputs: ModelInputs, table: list[LayerInfo], item: Item, shards: Map
 def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
     """As many probe sizes as there are amounts that costs depend on."""
     if item == "image":
-        assert inputs.image is not None
-        m = inputs.image.probe_step
+        m = inputs.probe_step
         return [{"grids": [(rows * m, columns * m)] * images}
                 for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))]
     if item == "sequence":

@@ -69,9 +69,8 @@ def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:
         raise DataError(f"The data has no audio clip for {inputs.audio.module}",
                         f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with a clip",
                         f"Remove model.modules.{inputs.audio.module}, or {source}.")
-    heads = [(inputs.image.module, len(epoch.image_segment), "read", "images_per_sequence")] if inputs.image else []
-    if inputs.target:
-        heads.append((inputs.target.module, len(epoch.target_segment), "generate", "generated_per_sequence"))
+    heads = [(head.module, len(epoch.image_segment), "read", "images_per_sequence") for head in inputs.images]
+    heads += [(name, len(epoch.target_segment), "generate", "generated_per_sequence") for name in inputs.generators]
     for module, count, purpose, field in heads:
         if not count:
             source = (f"raise data.distribution.{field}" if run.file.data.distribution

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from disttrain_cli.analysis.database import Database
+from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.costs.layout import Stage, crossings, in_one_node, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.profiling.factors import each_error_pct, fit_factors
 from disttrain_cli.spec.profile import Profile
@@ -132,9 +132,9 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
                            crosses=[before.unit.name != after.unit.name for before, after in cuts])
     whole_s, bytes_s = (transfers_s(profile, job.layout, stages, job.gpus_per_node)
                         for profile in (job.profile, _without_latency(job.profile, "p2p")))
-    samples = []
+    samples, places = [], {(number[before.name], number[after.name]): cut for cut, (before, after) in enumerate(cuts)}
     for row in found:
-        place, ranks = row["before"], stages[row["before"]].ranks + stages[row["after"]].ranks
+        place, ranks = places[row["before"], row["after"]], stages[row["before"]].ranks + stages[row["after"]].ranks
         samples.append(_Sample(_inside(job, ranks), float(whole_s[place] - bytes_s[place]), float(bytes_s[place]),
                                row["measured_ms"] / 1e3))
     return samples

@@ -100,7 +100,7 @@ def _request(run: Run, kind: str, processes: int, inputs: ModelInputs, data: Dat
                        or draw_sizes(what, with_work(what, packed_sizes(data.epoch)), file.train.seed))
     variants = []
     for name, own in draws.items():
-        few = fewer([probe_work(inputs, inputs.item(name), **draw) for draw in own])
+        few = fewer([probe_work(inputs, name, **draw) for draw in own])
         for tp in tp_degrees(run, name, file.cluster.gpus_per_node):
             for frozen in (False, True):
                 chosen = few if frozen or tp > 1 else list(range(len(own)))
@@ -127,7 +127,7 @@ def _series(run: Run, inputs: ModelInputs, request: Request, measured: Measured,
         raise DisttrainError(f"No measured size of {module} at TP {tp} fits into the device's memory",
                              "microbatches of its own data were tried",
                              "Lower data.sequence_length or data.max_image_pixels.")
-    works = {draw: probe_work(inputs, inputs.item(module), **request.draws[module][draw]) for draw in records}
+    works = {draw: probe_work(inputs, module, **request.draws[module][draw]) for draw in records}
     kinds = next(iter(counted.values()))
     times = {kind: sharing * np.array([np.median(record["times"][kind], axis=0) for record in records.values()]).T
              for kind in kinds}

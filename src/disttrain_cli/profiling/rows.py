@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from disttrain_cli.models.graph import LayerInfo, line_of, live_tensors
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.profiling.fitting import combine
-from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.inputs import ModelInputs, number_of
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.work import Work
 
@@ -22,8 +22,8 @@ def rows(spec: TensorSpec, inputs: ModelInputs) -> Polynomial:
         return Polynomial(per_item=float(inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions))
     if spec.item == "image":
         assert inputs.image is not None
-        if spec.rows == "patches":
-            return Polynomial(per_item=float(inputs.image.extra_tokens), per_token=1.0)
+        if spec.rows.startswith("patches"):
+            return Polynomial(per_item=float(inputs.images[number_of(spec.rows)].extra_tokens), per_token=1.0)
         return Polynomial(per_token=1.0 / inputs.image.merge**2)
     assert inputs.target is not None
     return Polynomial(per_item=float(inputs.target.context_tokens if spec.rows == "context" else 1))
@@ -43,7 +43,7 @@ def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, m
     terms = []
     for spec in specs:
         count = rows(spec, inputs)
-        if (owner := _owner(spec, inputs)) != layer.module:
+        if (owner := _owner(spec, inputs, layer.module)) != layer.module:
             tokens = mean[layer.module].tokens
             count = Polynomial(per_token=count(mean[owner]) / tokens if tokens else 0.0)
         terms.append((float(math.prod(spec.shape) * value_bytes), count))
@@ -58,12 +58,14 @@ def cut_bytes(module: str, table: list[LayerInfo], inputs: ModelInputs, mean: Ma
     """
     line = line_of(table, inputs, module)
     places = [place for place, layer in enumerate(line) if layer.module == module]
-    return [sum(rows(spec, inputs)(mean[_owner(spec, inputs)]) * math.prod(spec.shape) * value_bytes
+    return [sum(rows(spec, inputs)(mean[_owner(spec, inputs, module)]) * math.prod(spec.shape) * value_bytes
                 for spec in live_tensors(line, place + 1)) for place in places]
 
 
-def _owner(spec: TensorSpec, inputs: ModelInputs) -> str:
-    """Name of the module whose work counts the items of a tensor."""
+def _owner(spec: TensorSpec, inputs: ModelInputs, module: str) -> str:
+    """Name of the module whose work counts the items of a tensor: `module`, where that works on such items too."""
+    if inputs.item(module) == spec.item:
+        return module
     if spec.item == "sequence":
         return inputs.llm
     head = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}[spec.item]

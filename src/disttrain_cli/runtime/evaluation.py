@@ -6,7 +6,7 @@ computes the same figures.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
+
+TEXT = "text"  # the loss of the LLM; all others are of generators
 
 
 class Evaluation:
@@ -45,15 +47,15 @@ class Evaluation:
         """Whether there is an evaluation after a step."""
         return (step + 1) % self._every == 0
 
-    def losses(self, engine: UnitEngine) -> dict[str, float]:
-        """`evaluation_loss`, `evaluation_loss_text`, `evaluation_loss_image`: means over tokens and images.
+    def losses(self, engine: UnitEngine) -> dict[str, Any]:
+        """`evaluation_loss` and so on (`told`): means over tokens and images.
 
         Every rank calls this. It leaves one `evaluation` row in the trace, and the time of no step longer.
         """
         tracer, begun = engine.tracer, engine.tracer.now()
         tracer.begin("evaluation")
-        text = image = 0.0
-        labels = targets = 0
+        weights = self._run.file.model.loss_weights
+        totals, counts = dict.fromkeys(engine.loss_modules, 0.0), dict.fromkeys(engine.loss_modules, 0)
         orders = Orders(self._run.file, self._layout, self._index)
         with Loader(self._run, orders, unit=self._place.unit.name, replica=self._place.replica,
                     fields=self._fields) as loader:
@@ -61,22 +63,38 @@ class Evaluation:
             for number in range(self._batches):
                 order = loader.order(number)
                 engine.evaluate(order, fetch_of(order))
-                found = world_losses(engine, self._run.file.model.loss_weights)
-                text += found["loss_text"] * order.label_tokens
-                image += found["loss_image"] * order.targets
-                labels, targets = labels + order.label_tokens, targets + order.targets
-        text, image = text / max(1, labels), image / max(1, targets)
-        weights = self._run.file.model.loss_weights
+                for name, loss in _summed(engine).items():
+                    count = order.label_tokens if name == TEXT else order.targets
+                    totals[name], counts[name] = totals[name] + loss * count, counts[name] + count
         tracer.record("evaluation", begun)
-        return {"evaluation_loss": weights.text * text + weights.image * image, "evaluation_loss_text": text,
-                "evaluation_loss_image": image}
+        means = {name: total / max(1, counts[name]) for name, total in totals.items()}
+        return {f"evaluation_{key}": value for key, value in told(engine.loss_modules, means, weights).items()}
 
 
-def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, float]:
-    """Losses of the global batch since the last call: `loss`, and unweighted `loss_text` and `loss_image`."""
+def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
+    """Losses of the global batch since the last call, as `told`."""
+    return told(engine.loss_modules, _summed(engine), weights)
+
+
+def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights) -> dict[str, Any]:
+    """What is told of weighted losses: their sum `loss`, and unweighted `loss_text` and `loss_image`.
+
+    With several generators `loss_image` is their mean, and `generator_losses` has each by module.
+
+    Args:
+        modules: by name of a loss, the module that has it.
+    """
+    weight = {name: weights.text if name == TEXT else weights.of(module) for name, module in modules.items()}
+    plain = {name: loss / weight[name] if weight[name] else 0.0 for name, loss in losses.items()}
+    images = {modules[name]: loss for name, loss in plain.items() if name != TEXT}
+    found = {"loss": sum(losses.values()), "loss_text": plain.get(TEXT, 0.0),
+             "loss_image": sum(images.values()) / max(1, len(images))}
+    return found if len(images) < 2 else found | {"generator_losses": images}
+
+
+def _summed(engine: UnitEngine) -> dict[str, float]:
+    """The world's losses since the last call, weighted, by name."""
     own = engine.runner.take_losses()
-    sums = torch.tensor([own.get("text", 0.0), own.get("image", 0.0)], dtype=torch.float64, device=engine.device)
+    sums = torch.tensor([own.get(name, 0.0) for name in engine.loss_modules], dtype=torch.float64, device=engine.device)
     dist.all_reduce(sums)
-    text, image = sums.tolist()
-    return {"loss": text + image, "loss_text": text / weights.text if weights.text else 0.0,
-            "loss_image": image / weights.image if weights.image else 0.0}
+    return dict(zip(engine.loss_modules, sums.tolist(), strict=True))

@@ -18,6 +18,9 @@ from torch import Tensor
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.models.layer import Batch
 
+#: Fields that take the model's precision on the way to the device.
+PIXELS = ("pixels", "other_pixels", "audio_features", "target_pixels", "other_targets")
+
 
 class Slots(Protocol):
     """Where a rank's inputs come from (`data.loader.Loader`)."""
@@ -59,9 +62,11 @@ def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: t
         clips=0 if arrays.clips is None else int(arrays.clips),
         audio_features=tensor(arrays.audio_features, dtype), audio_rows=tensor(arrays.audio_rows),
         pixels=None if arrays.pixels is None else [tensor(group, dtype) for group in arrays.pixels],
+        other_pixels=None if arrays.other_pixels is None else [tensor(group, dtype) for group in arrays.other_pixels],
         token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions), documents=tensor(arrays.documents),
         image_rows=tensor(arrays.image_rows), context_rows=tensor(arrays.context_rows), labels=tensor(arrays.labels),
         target_pixels=tensor(arrays.target_pixels, dtype), target_weights=tensor(arrays.target_weights),
+        other_targets=None if arrays.other_targets is None else [tensor(own, dtype) for own in arrays.other_targets],
         noise_seeds=None if arrays.noise_seeds is None else as_tensor(arrays.noise_seeds),
         image_seeds=tensor(arrays.image_seeds), clip_seeds=tensor(arrays.clip_seeds),
         target_seeds=tensor(arrays.target_seeds),
@@ -98,7 +103,7 @@ def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
     copies: dict[str, Any] = {}
     for name, value in vars(arrays).items():
         if value is not None and name not in kept:
-            kind = dtype if name in ("pixels", "audio_features", "target_pixels") else None
+            kind = dtype if name in PIXELS else None
             copies[name] = [page_locked(one, kind) for one in value] if isinstance(value, list) \
                 else page_locked(value, kind)
     return replace(arrays, **copies)

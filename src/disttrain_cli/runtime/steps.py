@@ -25,6 +25,7 @@ from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_rates
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
+from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import size_writer, step_writer
 from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
@@ -46,6 +47,8 @@ class Task:
     watch: Watch | None = None
     average: Average | None = None
     evaluation: Evaluation | None = None
+    profiler: StepProfiler | None = None
+    idle_gib: float | None = None  # what the process held before it had a stage (`peak_gib`); None: not recorded
 
 
 class Data(Protocol):
@@ -80,15 +83,22 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
             tracer.begin("order")
             order = data.order(step)
             engine.get_ready()
+            if task.profiler is not None:
+                task.profiler.begin(step)
             start_ns = tracer.now()
             set_rates(engine, step)
             skipped = engine.skipped_steps
             engine.run_step(order, fetch_of(order))
             if task.average is not None and engine.skipped_steps == skipped:
                 task.average.update()
+            if task.idle_gib is not None:
+                now, held = tracer.now(), peak_gib(engine.device) - task.idle_gib
+                tracer.record("memory", now, now, bytes=round(max(0.0, held) * 2**30))
             tracer.begin("losses")
             losses, stopped = _agreed(run, engine, task.watch)
             end_ns = tracer.now()
+            if task.profiler is not None:
+                task.profiler.end(step)
             evaluated = task.evaluation.losses(engine) if task.evaluation and task.evaluation.due(step) else {}
             if rank0:
                 row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
@@ -113,7 +123,7 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
     return step
 
 
-def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str, float], bool]:
+def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str, Any], bool]:
     """What all ranks say of a step: `world_losses`, the longest data wait, the most memory, whether one was asked to
     stop.
     """
@@ -126,7 +136,7 @@ def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str
     return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, bool(stopped)
 
 
-def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, float],
+def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, Any],
               iteration_s: float) -> dict[str, Any]:
     """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed, and some figures more for the console."""
     flops = step_flops(profile, layout, order)

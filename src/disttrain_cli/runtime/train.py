@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.statistics import unigram_entropy
-from disttrain_cli.errors import MismatchError, SpecError
+from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.starts import Reports, alone, job_of, run_ranks, step_to_resume
@@ -43,6 +43,7 @@ TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.w
 
 
 def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
+          profile_steps: range | None = None,
           on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample images.
 
@@ -50,10 +51,12 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     `train.restarts` times.
 
     The plan must have been checked against the run and profile (`planning.check`). A fresh start moves what an
-    earlier one left to `earlier/`; `resume` goes on from the newest checkpoint.
+    earlier one left to `earlier/`; `resume` goes on from the newest checkpoint. Of the steps in `profile_steps` every
+    rank leaves torch's profile.
 
     Raises:
         SpecError: the plan's ranks belong on several hosts, or there is nothing to resume from.
+        UsageError: the run has none of the steps to profile, or is past them.
         DisttrainError: another training of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of
             this run.
@@ -63,6 +66,8 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
+    if profile_steps is not None:
+        check_profiled(profile_steps, total, resumed or 0)
     if run.file.preprocess.addresses:
         from disttrain_cli.data.serving.client import check_workers
 
@@ -75,8 +80,9 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
             on_step(step)
 
     def start(resume: bool, watch: Callable[[], None]) -> Reports:
-        return run_ranks(root, job_of(run, plan, profile), TRAIN, plan.plan.gpus_used, payload_of(run, plan, profile),
-                         steps=total, resume=resume, on_step=take, progress=progress, watch=watch)
+        return run_ranks(root, job_of(run, plan, profile), TRAIN, plan.plan.gpus_used,
+                         payload_of(run, plan, profile, profile_steps), steps=total, resume=resume,
+                         on_step=take, progress=progress, watch=watch)
 
     with alone(root):
         with stop_request() as request:
@@ -111,10 +117,23 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
     return told[1:]  # the first is the launcher's own
 
 
-def payload_of(run: Run, plan: Plan, profile: Profile) -> dict[str, Any]:
+def payload_of(run: Run, plan: Plan, profile: Profile, profile_steps: range | None = None) -> dict[str, Any]:
     """What a rank must know, besides its start."""
+    profiled = {} if profile_steps is None else {"profile_steps": [profile_steps.start, profile_steps.stop]}
     return {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
-            "profile": profile.model_dump(mode="json")}
+            "profile": profile.model_dump(mode="json")} | profiled
+
+
+def check_profiled(steps: range, total: int, first: int = 0) -> None:
+    """UsageError where a run of the steps from `first` to before `total` does not reach the steps to profile."""
+    if steps.stop > total:
+        raise UsageError(f"--profile-steps {steps.start}:{steps.stop} goes beyond the run's last step",
+                         f"the run has {total} steps, numbered from 0, so the range may end at {total}",
+                         f"Give more steps, or an earlier range, such as --profile-steps {max(0, total - 3)}:{total}")
+    if steps.stop <= first:
+        raise UsageError(f"--profile-steps {steps.start}:{steps.stop} is past",
+                         f"the run goes on from its checkpoint of step {first}",
+                         f"Profile later steps: --profile-steps {first}:{min(total, first + 3)}")
 
 
 def topology_of(plan: Plan, profile: Profile) -> Topology:
@@ -159,7 +178,7 @@ def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) 
     launching.launch(1, "disttrain_cli.runtime.outputs.sampling:main",
                      {"run": str(run.path.resolve()), "profile": profile.model_dump(mode="json"),
                       "checkpoint": str(checkpoint), "images": str(folder)}, run.dir.logs / "sampling")
-    return [str(path) for path in sorted(folder.glob("*.png"))]
+    return [str(path) for path in sorted(folder.rglob("*.png"))]
 
 
 def _references(run: Run, index: Index) -> dict[str, float]:

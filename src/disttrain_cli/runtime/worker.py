@@ -2,7 +2,8 @@
 
 Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes: `run` (path of the
 run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a folder), and of this start `name` (used in
-trace files), `resume` and `steps_file`, or `start_file`, which holds these.
+trace files), `resume` and `steps_file`, or `start_file`, which holds these. `profile_steps`: first step that torch's
+profiler records and the one after the last, if any.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
-from disttrain_cli.data.preparing import READ
+from disttrain_cli.data.preparing import reads_files
 from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.weights import random_starts
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import made_from
@@ -28,9 +30,10 @@ from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.join import join
 from disttrain_cli.runtime.launching.meeting import check_groups
-from disttrain_cli.runtime.steps import Task, publish, run_steps
+from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.runtime.watching.trackers import trackers_of
 from disttrain_cli.runtime.watching.watch import Watch
@@ -67,7 +70,10 @@ def main(payload: dict[str, Any]) -> None:
                         wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None))
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
+        for note in random_starts(run) if rank0 else ():
+            print(note)
         tracer.begin("building")
+        idle_gib = peak_gib(job.device)
         engine = build_engine(run, job.plan, job.topology, place, job.device, tracer)
         dist.barrier()  # some stages take longer to build
         tracer.begin("preflight")
@@ -80,8 +86,13 @@ def main(payload: dict[str, Any]) -> None:
                                 message_dtype(run.file.train)) if run.file.train.evaluation else None
         loader = stack.enter_context(open_loader(
             run, job.plan.plan, job.profile, job.index, place, fields, first, reports))
+        profiler = StepProfiler(range(*payload["profile_steps"]), run.dir.traces, told["name"], tracer, place.rank,
+                                job.device, say) if payload.get("profile_steps") else None
+        if profiler is not None:
+            stack.callback(profiler.close)
         run_steps(run, job.plan.plan, job.profile,
-                  Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average, evaluation),
+                  Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average, evaluation,
+                       profiler, idle_gib),
                   engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
         if loader.skipped:
             Path(payload["logs"], f"skipped-rank-{place.rank:05d}.json").write_text(
@@ -111,7 +122,7 @@ def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place:
     """
     known: dict[str, Any] = {"unit": place.unit.name, "replica": place.replica, "fields": fields, "first_step": first}
     searches = run.file.train.ordering == "best"
-    if not run.file.preprocess.addresses or not (searches or fields & READ):
+    if not run.file.preprocess.addresses or not (searches or reads_files(fields)):
         return Loader(run, Orders(run.file, layout, index, profile), **known)
     from disttrain_cli.data.serving.client import PulledOrders, Workers
 

@@ -50,10 +50,11 @@ def inject(pipeline: Pipeline, stages: Sequence[Stage], faults: Sequence[FaultSp
         replicas = slice(None) if fault.replica is None else fault.replica
         if fault.slow == "worker":
             if load_s is None:
-                raise _error(number, "slow", fault.slow, "no data are prepared here", ["rank", "stage", "link"])
+                raise _error(number, "slow", fault.slow, "no data are prepared here", ["rank", "stage", "link", "host"])
             load_s[:, numbers, replicas] *= fault.factor
         elif fault.slow == "link":
-            transfer_s[numbers] *= fault.factor
+            for cut, (sender, _) in enumerate(pipeline.cuts):
+                transfer_s[cut] *= fault.factor if sender in numbers else 1.0
         else:
             for times_s in (forward_s, backward_s):
                 times_s[:, numbers, replicas] *= fault.factor
@@ -80,8 +81,8 @@ def _numbers(stages: Sequence[Stage], number: int, fault: FaultSpec) -> list[int
         return own
     if fault.stage >= unit.pp:
         raise _error(number, "stage", fault.stage, f"unit {unit.name} has no such stage", range(unit.pp))
-    if fault.slow == "link" and stages[own[fault.stage]].after == len(stages):
-        linked = [stage for stage in stages if stage.after < len(stages)]
+    if fault.slow == "link" and not stages[own[fault.stage]].after:
+        linked = [stage for stage in stages if stage.after]
         allowed = [stage.index for stage in linked if stage.unit.name == unit.name]
         raise _error(number, "stage", fault.stage, f"nothing comes after {stages[own[fault.stage]].name}",
                      allowed or list(dict.fromkeys(f"unit {stage.unit.name}" for stage in linked)))

@@ -5,7 +5,9 @@ the length of the longest line of stages and s a stage's depth: S less the stage
 side by side end together. The two have different parities, so at every step a stage does one operation at most, and
 it waits for its own last one and for the one that its neighbour did a step before. All replicas of all stages lie in
 one vector; what each of them waits for depends on the step's parity only and is looked up beforehand. Where several
-stages hand over to one, it waits for the others of them too. Sends do not hold up the sender. A slot enters a unit
+stages hand over to one, it waits for the others of them too, and one that hands over to several for the backwards of
+all of them (of lines behind it that are not as long the last stage has time to spare between a slot's two passes).
+Sends do not hold up the sender. A slot enters a unit
 when all replicas of the unit before have finished it, because images are split over replicas one by one. Where the
 data of a slot have to be prepared, its forward waits for them too (`feeding`).
 """
@@ -66,19 +68,20 @@ def program_of(pipeline: Pipeline) -> Program:
     """The schedule of a pipeline without its durations."""
     slots, stages, _ = pipeline.forward_s.shape
     to_end = pipeline.to_end
-    depth, before = to_end.max() - to_end, [pipeline.before(stage) for stage in range(stages)]
+    depth = to_end.max() - to_end
     steps = 2 * (slots + int(depth.max()))
     first = np.concatenate([[0], np.cumsum(pipeline.replicas)])
     stage_of = np.repeat(np.arange(stages), pipeline.replicas)
     hold_s = np.full((steps, stages), -np.inf)
     joins: list[tuple[slice, int, Floats]] = []
     for stage, is_forward, steps_of in _operations(slots, depth):
-        cuts = before[stage] if is_forward else [stage] if stage < stages - 1 else []
+        cuts = pipeline.before(stage) if is_forward else pipeline.after(stage)
         hold_s[steps_of, stage] = pipeline.transfer_s[cuts[-1]] if cuts else 0.0
-        for other in cuts[:-1]:
+        for cut in cuts[:-1]:
+            other = pipeline.cuts[cut][0 if is_forward else 1]
             joins.append((slice(first[stage], first[stage + 1]), other, np.full(steps, -np.inf)))
-            joins[-1][2][steps_of] = pipeline.transfer_s[other]
-    sources = _sources(pipeline, first[:-1], stage_of, depth, before)
+            joins[-1][2][steps_of] = pipeline.transfer_s[cut]
+    sources = _sources(pipeline, first[:-1], stage_of, depth)
     return Program(steps, first, stage_of, depth, hold_s, joins, sources)
 
 
@@ -128,20 +131,21 @@ def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
             yield stage, is_forward, slice(begin, begin + 2 * slots - 1, 2)
 
 
-def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints, before: list[list[int]]) -> list[Ints]:
+def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> list[Ints]:
     """For even and odd steps, [ranks] the entry of the clock that every rank's operation waits for.
 
-    A forward waits for the stage before (the last of several), a backward for the one after: for the same replica, or
+    A forward waits for the stage before, a backward for the one after (the last of several): for the same replica, or
     at the border of two units for the latest one. Stages with the step's parity do forwards, the others backwards.
     """
     stages, ranks = len(pipeline.replicas), len(stage_of)
     replica = np.arange(ranks) - first[stage_of]
-    last_before = np.array([max(places, default=-1) for places in before])
-    borders = np.append(pipeline.entry, True)  # [S+1] whether a unit begins at the stage
+    last_before, last_after = np.full((2, stages), -1)
+    for sender, taker in pipeline.cuts:  # in ascending order
+        last_before[taker], last_after[sender] = sender, taker
     waits: list[Ints] = []
-    for neighbour, border in ((last_before, pipeline.entry), (pipeline.after, borders[pipeline.after])):
-        inside = (neighbour >= 0) & (neighbour < stages)
-        place = np.clip(neighbour, 0, stages - 1)
+    for neighbour, border in ((last_before, pipeline.entry), (last_after, pipeline.entry[last_after])):
+        inside = neighbour >= 0
+        place = np.maximum(neighbour, 0)
         whole, same = (ranks + place)[stage_of], first[place][stage_of] + replica
         waits.append(np.where(inside[stage_of], np.where(border[stage_of], whole, same), ranks + stages))
     forward, backward = waits

@@ -67,12 +67,9 @@ def simulate_shared(pipeline: Pipeline, cores: int, shared_by: int) -> Timeline:
 
 def _inputs(pipeline: Pipeline, stage: int, is_forward: bool) -> list[tuple[int, float, bool]]:
     """Where an operation's inputs come from: stage, transfer in s, and whether another unit is entered."""
-    if is_forward:
-        return [(other, float(pipeline.transfer_s[other]), bool(pipeline.entry[stage]))
-                for other in pipeline.before(stage)]
-    other = int(pipeline.after[stage])
-    ends = other == len(pipeline.after)
-    return [] if ends else [(other, float(pipeline.transfer_s[stage]), bool(pipeline.entry[other]))]
+    cuts = pipeline.before(stage) if is_forward else pipeline.after(stage)
+    return [(pipeline.cuts[cut][0 if is_forward else 1], float(pipeline.transfer_s[cut]),
+             bool(pipeline.entry[pipeline.cuts[cut][1]])) for cut in cuts]
 
 
 def _ready(ends: np.ndarray, replica: int, crosses: bool) -> float:

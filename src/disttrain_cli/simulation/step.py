@@ -28,7 +28,8 @@ def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: di
             backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
     return Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
-        after=np.array([stage.after for stage in stages]), forward_s=forward_s, backward_s=backward_s,
+        cuts=tuple((number, taker) for number, stage in enumerate(stages) for taker in stage.after),
+        forward_s=forward_s, backward_s=backward_s,
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))

@@ -16,17 +16,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The work of one step: stages numbered through all units, each before the one that takes its output.
+    """The work of one step: stages numbered through all units, each before those that take its output.
 
-    Several stages may hand over to one, which then starts a slot when all of them have finished it.
+    Several stages may hand over to one, which then starts a slot when all of them have finished it; one may hand over
+    to several, and starts a slot's backward when all of them have finished it.
     """
 
     replicas: NDArray[np.int64]  # [S] replicas of each stage
     entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
-    after: NDArray[np.int64]  # [S] the stage that takes this one's output; S for the last one
+    cuts: tuple[tuple[int, int], ...]  # stages on both sides of every cut, sender first (`spec.plan.stage_cuts`)
     forward_s: Floats  # [n, S, R]
     backward_s: Floats  # [n, S, R]
-    transfer_s: Floats  # [S-1] time of one crossing between a stage and the one after it, either way
+    transfer_s: Floats  # [S-1] time of one crossing of each cut, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
     load_s: Floats | None = None  # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
@@ -39,16 +40,25 @@ class Pipeline:
 
     @property
     def to_end(self) -> NDArray[np.int64]:
-        """[S] stages from each one to the end of its line, itself included."""
-        after = self.after.tolist()
-        counts = [0] * (len(after) + 1)
-        for stage in reversed(range(len(after))):
-            counts[stage] = 1 + counts[after[stage]]
-        return np.array(counts[:-1])
+        """[S] stages from each one to the end of its line, itself included.
+
+        Of lines that begin at one stage the longest counts: a stage of a shorter one is as far from the end as its
+        peers there.
+        """
+        counts = [1] * len(self.replicas)
+        for sender, taker in reversed(self.cuts):
+            counts[sender] = max(counts[sender], 1 + counts[taker])
+        for sender, taker in self.cuts:
+            counts[taker] = counts[sender] - 1
+        return np.array(counts)
 
     def before(self, stage: int) -> list[int]:
-        """The stages that hand over to this one."""
-        return np.flatnonzero(self.after == stage).tolist()
+        """Numbers of the cuts before a stage: over which it takes what others hand over."""
+        return [cut for cut, (_, taker) in enumerate(self.cuts) if taker == stage]
+
+    def after(self, stage: int) -> list[int]:
+        """Numbers of the cuts after a stage."""
+        return [cut for cut, (sender, _) in enumerate(self.cuts) if sender == stage]
 
 
 @dataclass(frozen=True)

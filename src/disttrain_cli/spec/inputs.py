@@ -17,6 +17,11 @@ from disttrain_cli.spec.work import Work
 Item = Literal["image", "audio", "sequence", "target"]
 
 
+def number_of(name: str) -> int:
+    """Number of the encoder or generator among those of its kind that a name speaks of: 0 of "NAME", N of "NAME.N"."""
+    return int(name.partition(".")[2] or 0)
+
+
 class ImageInput(Strict):
     """How an image that the model reads is prepared (encoder)."""
 
@@ -129,19 +134,59 @@ class ModelInputs(Strict):
     vocabulary: int = Field(ge=1)
     sequence_length: int = Field(ge=16)
     image: ImageInput | None = None
+    other_images: list[ImageInput] = Field(
+        default_factory=list, description="Of further image encoders: all see every image, cut into the same patches.")
     audio: AudioInput | None = None
     target: TargetInput | None = None
+    other_targets: list[TargetInput] = Field(
+        default_factory=list, description="Of further generators: all learn to draw the same images, each at its size.")
+
+    @model_validator(mode="after")
+    def _same_patches(self) -> ModelInputs:
+        if len({(head.patch_px, head.merge, head.channels, head.max_pixels) for head in self.images}) > 1:
+            raise ValueError("image encoders must have equal patch_px, merge, channels and max_pixels: their tokens "
+                             "are added one by one")
+        return self
+
+    @property
+    def images(self) -> list[ImageInput]:
+        """Of every image encoder, in the model's order."""
+        return [] if self.image is None else [self.image, *self.other_images]
+
+    @property
+    def probe_step(self) -> int:
+        """`ImageInput.probe_step` that suits every image encoder."""
+        return math.lcm(*(head.probe_step for head in self.images))
+
+    @property
+    def targets(self) -> list[TargetInput]:
+        """Of every generator, in the model's order."""
+        return [] if self.target is None else [self.target, *self.other_targets]
 
     @property
     def encoders(self) -> list[str]:
         """Names of the encoders: they stand side by side, each sends to the LLM what it made."""
-        return [head.module for head in (self.image, self.audio) if head is not None]
+        return [head.module for head in (*self.images, self.audio) if head is not None]
+
+    @property
+    def generators(self) -> list[str]:
+        """Names of the generators: they stand side by side, to each goes what the LLM made."""
+        return [head.module for head in self.targets]
 
     def item(self, module: str) -> Item:
         """What a module works on."""
-        heads: dict[Item, ImageInput | AudioInput | TargetInput | None] = {
-            "image": self.image, "audio": self.audio, "target": self.target}
-        return next((item for item, head in heads.items() if head is not None and head.module == module), "sequence")
+        heads: list[tuple[Item, ImageInput | AudioInput | TargetInput | None]] = [
+            *(("image", head) for head in self.images), ("audio", self.audio),
+            *(("target", head) for head in self.targets)]
+        return next((item for item, head in heads if head is not None and head.module == module), "sequence")
+
+    def target_of(self, generator: str) -> TargetInput:
+        """What a generator asks of its images."""
+        return next(head for head in self.targets if head.module == generator)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it; further encoders and generators only where there are any: what was made before fits."""
+        return {name: value for name, value in self.model_dump(mode="json").items() if value != []}
 
     def fingerprint(self) -> str:
-        return fingerprint(self)
+        return fingerprint(self.plain())

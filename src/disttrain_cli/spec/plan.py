@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,18 +17,37 @@ Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
 Number = TypeVar("Number", int, float)
 
 
-def following(place: int, llm: int) -> int:
-    """Place of the unit that takes the output of the one at `place`; units in pipeline order, the LLM's at `llm`.
+def neighbours(count: int, llm: int) -> list[tuple[int, int]]:
+    """(Sender, taker) of all cuts between `count` units in pipeline order, of which the one at `llm` holds the LLM.
 
-    Units before the LLM's hold encoders: they stand side by side, and each hands over to the LLM's. From there on
-    units follow in a line. The same holds for modules.
+    Units before the LLM's hold encoders: they stand side by side, and each hands over to the LLM's. Units behind it
+    hold generators: they stand side by side too, and each takes what the LLM's hands over. The same holds for modules.
     """
-    return max(place + 1, llm)
+    return [(place, llm) for place in range(llm)] + [(llm, place) for place in range(llm + 1, count)]
+
+
+def stage_cuts(counts: Sequence[int], llm: int) -> list[tuple[int, int]]:
+    """(Sender, taker) of all cuts between stages, numbered through all units of so many stages each (`neighbours`)."""
+    first = [0, *itertools.accumulate(counts)]
+    inside = [(stage, stage + 1) for start, stop in itertools.pairwise(first) for stage in range(start, stop - 1)]
+    between = [(first[sender + 1] - 1, first[taker]) for sender, taker in neighbours(len(counts), llm)]
+    return sorted([*inside, *between])
 
 
 def to_end(amounts: Sequence[Number], llm: int) -> list[Number]:
-    """By unit, the sum of its amount and those of all units behind it on its own line."""
-    return [own + sum(amounts[following(place, llm):]) for place, own in enumerate(amounts)]
+    """By unit, its amount and the most of any line of units behind it; units stand as in `neighbours`.
+
+    Of a generator's unit the most of all generators' units: a pipeline of equal length lies behind the LLM whichever
+    way it is followed (a shorter line waits at its end, so that DeepSpeed's schedule fits all of them).
+    """
+    behind = max(amounts[llm + 1:], default=amounts[0] * 0)
+    return [own + amounts[llm] + behind if place < llm else own + behind if place == llm else behind
+            for place, own in enumerate(amounts)]
+
+
+def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
+    """By unit, its amount and all those behind it, as if generators followed each other: never less than `to_end`."""
+    return [own + sum(amounts[max(place + 1, llm):]) for place, own in enumerate(amounts)]
 
 
 class UnitPlan(Strict):

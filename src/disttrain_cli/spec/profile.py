@@ -214,9 +214,9 @@ class Profile(Strict):
     @model_validator(mode="after")
     def _modules_of_the_inputs(self) -> Profile:
         heads = [("llm", self.inputs.llm)]
-        heads += [("image", self.inputs.image.module)] if self.inputs.image else []
+        heads += [("image", head.module) for head in self.inputs.images]
         heads += [("audio", self.inputs.audio.module)] if self.inputs.audio else []
-        heads += [("target", self.inputs.target.module)] if self.inputs.target else []
+        heads += [("target", generator) for generator in self.inputs.generators]
         for what, module in heads:
             if module not in self.modules:
                 raise ValueError(f"modules lacks {module!r}, which inputs.{what} names")

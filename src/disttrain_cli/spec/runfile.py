@@ -89,6 +89,12 @@ class LossWeights(Strict):
 
     text: float = Field(1.0, ge=0)
     image: float = Field(1.0, ge=0)
+    modules: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict, description="Other weights than image of some generators, by module.")
+
+    def of(self, generator: str) -> float:
+        """Weight of a generator's loss."""
+        return self.modules.get(generator, self.image)
 
 
 class ModelSpec(Strict):
@@ -116,9 +122,19 @@ class ModelSpec(Strict):
     def _one_of_each(self) -> ModelSpec:
         if len(self.named("llm")) != 1:
             raise ValueError(f"modules must hold exactly one module of kind llm; given: {len(self.named('llm'))}")
-        for kind, most, words in (("encoder", 2, "image encoder and one audio encoder"), ("generator", 1, "generator")):
-            if len(self.named(kind)) > most:
-                raise ValueError(f"this version takes at most one {words}; given: {', '.join(self.named(kind))}")
+        return self
+
+    @model_validator(mode="after")
+    def _generators_agree(self) -> ModelSpec:
+        generators = self.named("generator")
+        lengths = {name: self.modules[name].context_tokens for name in generators}
+        if len(set(lengths.values())) > 1:
+            raise ValueError("generators read the same LLM positions, so that context_tokens must be equal; given: "
+                             + ", ".join(f"{name} {length}" for name, length in lengths.items()))
+        unknown = [name for name in self.loss_weights.modules if name not in generators]
+        if unknown:
+            raise ValueError(f"loss_weights.modules: no such generator: {', '.join(unknown)}; allowed: "
+                             f"{', '.join(generators) or 'none'}")
         return self
 
     def named(self, kind: str) -> list[str]:
@@ -370,18 +386,19 @@ class SampleSpec(Strict):
 class FaultSpec(Strict):
     """Something that a rehearsal makes slower than the profile says."""
 
-    slow: Literal["rank", "stage", "link", "worker"] = Field(
+    slow: Literal["rank", "stage", "link", "worker", "host"] = Field(
         description="rank: one replica of a stage computes slower; stage: all of them do; link: what leaves the stage, "
-        "and its gradients, takes longer; worker: the data of a unit's replicas take longer to prepare.")
+        "and its gradients, takes longer; worker: the data of a unit's replicas take longer to prepare; host: one "
+        "replica of a stage begins its operations late, so that they take longer with the wait.")
     unit: str = Field(description="Unit of the plan.")
     stage: int = Field(0, ge=0, description="Stage of the unit; worker: does not matter.")
-    replica: int | None = Field(None, ge=0, description="rank, worker: the replica; none: all workers of the unit.")
+    replica: int | None = Field(None, ge=0, description="rank, host, worker: the replica; none: all workers of it.")
     factor: float = Field(gt=0, description="Times as long.")
 
     @model_validator(mode="after")
     def _one_rank(self) -> FaultSpec:
-        if self.slow == "rank" and self.replica is None:
-            raise ValueError("a slow rank needs replica: the number of the replica of its stage")
+        if self.slow in ("rank", "host") and self.replica is None:
+            raise ValueError(f"a slow {self.slow} needs replica: the number of the replica of its stage")
         if self.slow in ("stage", "link") and self.replica is not None:
             raise ValueError(f"a slow {self.slow} has no replica: it is all of them")
         return self

@@ -5,11 +5,13 @@ Layout of `runs/NAME/traces/`:
   rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
   steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
   sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few sequences of every step
+  kineto/rank-00003-start-000.json.gz       torch's profile of the steps of `train --profile-steps`
 Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,9 @@ from disttrain_cli.spec.runfile import FaultSpec
 # earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage.
 COMPUTE = ("forward", "backward")
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
-OPERATIONS = ("load", *COMPUTE, *TRANSFERS, "wait", "reduce", "step", "evaluation", "checkpoint")
+# `memory` is a moment: bytes are the most that the rank has held on its device for its stage so far (CPU: growth of its
+# process since the stage was built).
+OPERATIONS = ("load", *COMPUTE, *TRANSFERS, "wait", "reduce", "step", "memory", "evaluation", "checkpoint")
 
 # Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the unit;
 # tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items for encoder and
@@ -43,6 +47,7 @@ STEP_COLUMNS: dict[str, str] = {
     "tokens": "int64", "images": "int64", "targets": "int64", "model_flops": "float64", "end_ns": "int64",
     "skipped_steps": "int32",  # up to this one, since the start
     "evaluation_loss": "float64", "evaluation_loss_text": "float64", "evaluation_loss_image": "float64",  # or null
+    "generator_losses": "map<string,float64>",  # where there are several; loss_image is their mean
 }
 
 
@@ -53,6 +58,10 @@ SIZE_COLUMNS: dict[str, str] = {
     "targets": "int64", "clips": "int64",
 }
 SIZES_PER_STEP = 32
+
+#: Columns that came after the first traces: null in segments that lack them.
+LATER_COLUMNS = frozenset({"learning_rates", "skipped_steps", "evaluation_loss", "evaluation_loss_text",
+                           "evaluation_loss_image", "generator_losses", "clips"})
 
 
 class Rehearsed(Strict):
@@ -77,6 +86,25 @@ class Job(Strict):
     profile: Profile = Field(description="Device peak, FLOP and time models of every module.")
     gpus_per_node: int = Field(8, ge=1)
     rehearsed: Rehearsed | None = Field(None, description="Given where devices were emulated (train --rehearse).")
+
+
+def profile_file(traces: Path, rank: int, start: str) -> Path:
+    """Torch's profile of a rank, of one start of the run."""
+    return traces / "kineto" / f"rank-{rank:05d}-{start}.json.gz"
+
+
+_MARK = re.compile(r"disttrain (\w+) step (\d+) slot (-?\d+)(?: (.+))?")
+
+
+def mark(operation: str, step: int, slot: int, module: str) -> str:
+    """Name of the annotation that an operation has in torch's profile."""
+    return f"disttrain {operation} step {step} slot {slot} {module}".rstrip()
+
+
+def read_mark(name: str) -> tuple[str, int, int, str] | None:
+    """(operation, step, slot, module) of an annotation; None for one that is not ours."""
+    found = _MARK.fullmatch(name)
+    return (found[1], int(found[2]), int(found[3]), found[4] or "") if found else None
 
 
 def read_job(path: Path) -> Job:

@@ -191,14 +191,14 @@ def test_slots_hold_no_less_than_the_lightest_sequences_and_no_more_than_memory(
 def test_replicas_of_one_unit_have_orders_of_their_own() -> None:
     random = np.random.default_rng(3)
     times_s = random.lognormal(0, 0.7, size=(6, 3, 4))
-    pipeline = Pipeline(np.full(3, 4), np.array([True, False, False]), np.arange(1, 4), times_s, 2 * times_s,
+    pipeline = Pipeline(np.full(3, 4), np.array([True, False, False]), ((0, 1), (1, 2)), times_s, 2 * times_s,
                         np.zeros(2), np.zeros(3))
     places = np.arange(24).reshape(6, 4, 1)
     found = order_apart(pipeline, places)
     assert sorted(found.ravel()) == list(range(24))
     came = np.divmod(found[..., 0], 4)  # slot and replica that a microbatch came from
     after = times_s[came[0], :, came[1]].transpose(0, 2, 1)
-    moved = Pipeline(pipeline.replicas, pipeline.entry, pipeline.after, after, 2 * after, np.zeros(2), np.zeros(3))
+    moved = Pipeline(pipeline.replicas, pipeline.entry, pipeline.cuts, after, 2 * after, np.zeros(2), np.zeros(3))
     assert simulate(moved).iteration_s < 0.9 * simulate(pipeline).iteration_s
 
 

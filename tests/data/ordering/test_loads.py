@@ -22,7 +22,7 @@ from tests.data.ordering.test_assigning import LAYOUTS, random_batch
 
 def loads_of_slots(batch: Packing, layout: Layout, assignment: Assignment) -> dict[str, list[list[list[float]]]]:
     slots = order_step(batch, layout, 0, assignment).slots
-    return {module: [[list(slot.work(INPUTS.item(module), items))
+    return {module: [[list(slot.work(module, items))
                       for items in slot.replicas[layout.unit_of(module).name]] for slot in slots]
             for module in ("encoder", "llm", "generator")}
 

@@ -44,6 +44,7 @@ def test_a_slot_arrives_as_it_was_sent(sides: list[tuple[int, int]], tokens: int
                                        piece: int) -> None:
     batch = SlotBatch(image_grids=array((len(sides), 2), "<i8"),
                       pixels=[array((count, 3, side, side), "<f4", side) for count, side in sides],
+                      other_targets=[array((0, 1, 1, 1), "<f4"), array((tokens, 1, 2, 2), "<f4", 1)],
                       token_ids=array((2, tokens), "<i8"), target_weights=array((tokens,), "<f4"))
     prepared = Prepared(batch, [Broken(number, Skipped("a.tar", key, "why")) for number, key in broken])
     with pytest.MonkeyPatch.context() as patch:

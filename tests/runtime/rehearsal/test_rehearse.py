@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     again = rehearse(run, plan, profile, steps=3, resume=True)
     assert again.resumed_from_step == 2 and [row["step"] for row in again.steps] == [2]
     assert Path(again.checkpoint).is_dir()
+
+
+@pytest.mark.slow
+def test_a_busy_host_begins_late_and_computes_as_long(tmp_path: Path) -> None:
+    fault = {"slow": "host", "unit": "llm", "stage": 0, "replica": 1, "factor": 2.0}
+    run, plan, profile = job(tmp_path, faults=[fault], gpus_per_process=1)
+    trace = Path(rehearse(run, plan, profile).trace)
+    for replica in (0, 1):
+        (own,) = [rows for rows in (pq.read_table(folder).to_pylist() for folder in trace.glob("rank-*"))
+                  if (rows[0]["unit"], rows[0]["replica"]) == ("llm", replica)]
+        own = sorted((row for row in own if row["step"] == 1), key=lambda row: (row["start_ns"], row["end_ns"]))
+        for before, row in itertools.pairwise(own):
+            if row["operation"] in ("forward", "backward"):
+                gap_s = (row["start_ns"] - before["end_ns"]) / 1e9
+                assert gap_s == pytest.approx(replica * took_s(row), abs=1e-3 + 0.02 * took_s(row))
 
 
 @pytest.mark.slow

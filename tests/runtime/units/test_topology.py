@@ -52,8 +52,22 @@ def test_encoders_stand_side_by_side_before_the_llm() -> None:
     modules = [name for name, pp in shapes.items() for _ in range(pp)]
     stages = build_topology(layout, modules, "llm").stages
     assert [(stage.before, stage.after) for stage in stages] == [
-        ((), 3), ((), 2), ((1,), 3), ((0, 2), 4), ((3,), 5), ((4,), None)]
+        ((), (3,)), ((), (2,)), ((1,), (3,)), ((0, 2), (4,)), ((3,), (5,)), ((4,), ())]
     assert [(stage.position, stage.line) for stage in stages] == [(0, 4), (0, 5), (1, 5), (2, 5), (3, 5), (4, 5)]
-    assert [stage.reach for stage in stages] == [0, 1, 1, 0, 0, 0]
+    assert [set(stage.beside) for stage in stages] == [{1, 2}, {0}, {0}, set(), set(), set()]
     in_a_line = build_topology(layout, modules).stages
-    assert [(stage.position, stage.line, stage.reach) for stage in in_a_line] == [(place, 6, 0) for place in range(6)]
+    assert [(stage.position, stage.line) for stage in in_a_line] == [(place, 6) for place in range(6)]
+    assert not any(stage.beside for stage in in_a_line)
+
+
+def test_generators_stand_side_by_side_behind_the_llm() -> None:
+    """The shorter one's schedule is that of the longer one: its last stage is as far from the end as its peer there."""
+    shapes = {"eye": 1, "llm": 2, "short": 1, "long": 3}
+    units = [unit(name, [name], [1] * pp) for name, pp in shapes.items()]
+    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=7, units=units)
+    stages = build_topology(layout, [name for name, pp in shapes.items() for _ in range(pp)], "llm").stages
+    assert [(stage.before, stage.after) for stage in stages] == [
+        ((), (1,)), ((0,), (2,)), ((1,), (3, 4)), ((2,), ()), ((2,), (5,)), ((4,), (6,)), ((5,), ())]
+    assert [stage.position for stage in stages] == [0, 1, 2, 3, 3, 4, 5]
+    assert {stage.line for stage in stages} == {6}
+    assert [set(stage.beside) for stage in stages] == [set(), set(), set(), {4, 5, 6}, {3}, {3}, {3}]

@@ -5,30 +5,30 @@
 -- all of the neighbouring stages.
 WITH moving AS (
     SELECT step, slot, unit, stage, replica, rank, depth, operation, start_ns, end_ns, peer, pp, devices_per_rank AS devices,
-           if(operation LIKE '%activation', 'activation', 'gradient') AS kind
+           operation LIKE '%activation' AS onward
     FROM operations JOIN units USING (unit, pp)
     WHERE measured AND (operation LIKE 'send%' OR operation LIKE 'receive%')
 ), received AS (
-    SELECT moving.*, if(kind = 'activation', before, after) AS source,
-           stage = if(kind = 'activation', 0, pp - 1) AS crosses
-    FROM moving JOIN cuts ON depth = if(kind = 'activation', after, before) WHERE operation LIKE 'receive%'
+    SELECT moving.*, if(onward, before, after) AS source,
+           stage = if(onward, 0, pp - 1) AS crosses
+    FROM moving JOIN cuts ON depth = if(onward, after, before) WHERE operation LIKE 'receive%'
 ), sent AS (
-    SELECT step, slot, kind, depth, replica, rank, start_ns FROM moving WHERE operation LIKE 'send%'
+    SELECT step, slot, onward, depth, replica, rank, start_ns FROM moving WHERE operation LIKE 'send%'
 ), by_replica AS (
-    SELECT step, slot, kind, depth, replica, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
+    SELECT step, slot, onward, depth, replica, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
 ), by_stage AS (
-    SELECT step, slot, kind, depth, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
+    SELECT step, slot, onward, depth, max(start_ns) AS sent_ns FROM sent GROUP BY ALL
 ), fed AS (
     SELECT r.devices, r.start_ns, r.end_ns, p.start_ns AS sent_ns FROM received r JOIN sent p ON r.peer = p.rank
-        AND r.step = p.step AND r.slot = p.slot AND r.kind = p.kind AND r.source = p.depth
+        AND r.step = p.step AND r.slot = p.slot AND r.onward = p.onward AND r.source = p.depth
     UNION ALL
     SELECT r.devices, r.start_ns, r.end_ns, b.sent_ns FROM received r JOIN by_replica b ON r.step = b.step AND r.slot = b.slot
-        AND r.kind = b.kind AND r.source = b.depth AND r.replica = b.replica
+        AND r.onward = b.onward AND r.source = b.depth AND r.replica = b.replica
     WHERE r.peer < 0 AND NOT r.crosses
     UNION ALL
     SELECT any_value(r.devices), r.start_ns, r.end_ns, max(s.sent_ns) FROM received r JOIN by_stage s ON r.step = s.step AND r.slot = s.slot
-        AND r.kind = s.kind AND r.source = s.depth
-    WHERE r.peer < 0 AND r.crosses GROUP BY r.step, r.slot, r.kind, r.rank, r.start_ns, r.end_ns
+        AND r.onward = s.onward AND r.source = s.depth
+    WHERE r.peer < 0 AND r.crosses GROUP BY r.step, r.slot, r.onward, r.rank, r.start_ns, r.end_ns
 ), reductions AS (
     SELECT step, rank, end_ns - least(end_ns, max(start_ns) OVER (PARTITION BY step, unit, stage, tp_rank, place)) AS ns,
            devices

@@ -5,31 +5,31 @@
 -- receives over several cuts waits for the latest.
 WITH cuts AS (SELECT unnest($before) AS before, unnest($after) AS after, unnest($crosses) AS crosses),
 ways AS (
-    SELECT before, after, crosses, before AS source, after AS target, 'forward' AS direction FROM cuts
-    UNION ALL SELECT before, after, crosses, after, before, 'backward' FROM cuts
+    SELECT before, after, crosses, before AS source, after AS target, true AS onward FROM cuts
+    UNION ALL SELECT before, after, crosses, after, before, false FROM cuts
 ), sent AS (
-    SELECT step, slot, depth, replica, if(operation IN ('forward', 'send_activation'), 'forward', 'backward') AS direction,
+    SELECT step, slot, depth, replica, operation IN ('forward', 'send_activation') AS onward,
            coalesce(max(start_ns) FILTER (operation LIKE 'send%'), max(end_ns)) AS sent_ns
     FROM operations
     WHERE measured AND operation IN ('forward', 'backward', 'send_activation', 'send_gradient') GROUP BY ALL
 ), last_sent AS (
-    SELECT step, slot, depth, direction, max(sent_ns) AS sent_ns FROM sent GROUP BY ALL
+    SELECT step, slot, depth, onward, max(sent_ns) AS sent_ns FROM sent GROUP BY ALL
 ), received AS (
-    SELECT step, slot, depth, rank, replica, if(operation = 'receive_activation', 'forward', 'backward') AS direction,
+    SELECT step, slot, depth, rank, replica, operation = 'receive_activation' AS onward,
            min(start_ns) AS start_ns, max(end_ns) AS end_ns
     FROM operations WHERE measured AND operation LIKE 'receive%' GROUP BY ALL
 ), ready AS (
-    SELECT r.step, r.slot, r.rank, r.start_ns, r.end_ns, w.before, w.after, w.direction,
+    SELECT r.step, r.slot, r.rank, r.start_ns, r.end_ns, w.before, w.after, w.onward,
            if(w.crosses, s.sent_ns, p.sent_ns) AS ready_ns
-    FROM received r JOIN ways w ON r.depth = w.target AND r.direction = w.direction
-    JOIN last_sent s ON s.step = r.step AND s.slot = r.slot AND s.depth = w.source AND s.direction = w.direction
+    FROM received r JOIN ways w ON r.depth = w.target AND r.onward = w.onward
+    JOIN last_sent s ON s.step = r.step AND s.slot = r.slot AND s.depth = w.source AND s.onward = w.onward
     LEFT JOIN sent p ON NOT w.crosses AND p.step = r.step AND p.slot = r.slot AND p.depth = w.source
-        AND p.direction = w.direction AND p.replica = r.replica
+        AND p.onward = w.onward AND p.replica = r.replica
 ), latest AS (
     SELECT * FROM ready
-    QUALIFY row_number() OVER (PARTITION BY step, slot, rank, direction ORDER BY ready_ns DESC NULLS LAST) = 1
+    QUALIFY row_number() OVER (PARTITION BY step, slot, rank, onward ORDER BY ready_ns DESC NULLS LAST) = 1
 )
-SELECT before, after, direction, median(end_ns - ready_ns) / 1e6 AS measured_ms,
+SELECT before, after, if(onward, 'forward', 'backward') AS direction, median(end_ns - ready_ns) / 1e6 AS measured_ms,
        count(*) / (SELECT count(*) FROM (SELECT DISTINCT step, rank FROM received r
-                   WHERE r.depth = if(l.direction = 'forward', l.after, l.before))) AS per_step
-FROM latest l WHERE start_ns < ready_ns AND ready_ns < end_ns GROUP BY before, after, direction;
+                   WHERE r.depth = if(l.onward, l.after, l.before))) AS per_step
+FROM latest l WHERE start_ns < ready_ns AND ready_ns < end_ns GROUP BY before, after, onward;

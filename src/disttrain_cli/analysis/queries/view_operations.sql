@@ -1,6 +1,6 @@
--- One row per operation of the trace with what the plan and the profile know of it: depth (stage counted through
--- the whole pipeline), items (images or sequences), duration, model FLOPs of this rank, time predicted for this
--- very work, and whether its step is measured (see windows).
+-- One row per operation of the trace (moments at which memory was read left out) with what the plan and the profile
+-- know of it: depth (stage counted through the whole pipeline), items (images or sequences), duration, model FLOPs of
+-- this rank, time predicted for this very work, and whether its step is measured (see windows).
 -- Columns: those of trace, depth, pp, items, duration_ns, flops, predicted_ms, measured
 CREATE VIEW operations AS
 SELECT t.*, u.first_depth + t.stage AS depth, u.pp,
@@ -17,4 +17,5 @@ SELECT t.*, u.first_depth + t.stage AS depth, u.pp,
 FROM trace t
 LEFT JOIN units u USING (unit)
 LEFT JOIN windows w USING (step)
-LEFT JOIN costs c ON c.unit = t.unit AND c.stage = t.stage AND c.module = t.module AND c.operation = t.operation;
+LEFT JOIN costs c ON c.unit = t.unit AND c.stage = t.stage AND c.module = t.module AND c.operation = t.operation
+WHERE t.operation <> 'memory';

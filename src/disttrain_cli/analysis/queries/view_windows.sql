@@ -4,14 +4,11 @@
 -- Columns: step, run, start_ns, end_ns, compute_end_ns, window_s, ranks, warmup, complete, measured
 CREATE TABLE windows AS
 WITH spans AS (
-    SELECT step, run,
-           min(start_ns) AS first_ns, max(end_ns) AS end_ns,
-           max(end_ns) FILTER (operation IN ('forward', 'backward')) AS compute_end_ns,
-           count(DISTINCT rank) FILTER (operation IN ('forward', 'backward')) AS ranks,
-           count(*) FILTER (operation IN ('forward', 'backward')) AS computed
-    FROM trace WHERE operation NOT IN ('evaluation', 'checkpoint') AND step >= 0
+    SELECT step, run, min(start_ns) AS first_ns, max(end_ns) AS end_ns, max(compute_end_ns) AS compute_end_ns,
+           count(*) FILTER (computed > 0) AS ranks, sum(computed) AS computed
+    FROM seen JOIN kept USING (step, run) WHERE step >= 0
     GROUP BY step, run
-    HAVING compute_end_ns IS NOT NULL
+    HAVING max(compute_end_ns) IS NOT NULL
 ), placed AS (
     SELECT *, greatest(first_ns, coalesce(lag(end_ns) OVER o, first_ns)) AS start_ns,
            row_number() OVER o AS place, count(*) OVER (PARTITION BY run) AS recorded,

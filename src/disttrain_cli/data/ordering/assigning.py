@@ -33,12 +33,12 @@ NO_ITEMS: Ints = np.zeros(0, dtype=np.int64)
 def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
     """Costs where nothing was measured: tokens, patches read, positions heard, latent pixels generated."""
     costs = {inputs.llm: sizes.tokens}
-    if inputs.image is not None:
-        costs[inputs.image.module] = sizes.per_sequence(sizes.patches)
+    for image in inputs.images:
+        costs[image.module] = sizes.per_sequence(sizes.patches)
     if inputs.audio is not None:
         costs[inputs.audio.module] = sizes.clips * inputs.audio.positions
-    if inputs.target is not None:
-        costs[inputs.target.module] = sizes.targets * inputs.target.latent_pixels
+    for head in inputs.targets:
+        costs[head.module] = sizes.targets * head.latent_pixels
     return costs
 
 
@@ -115,21 +115,24 @@ def _starts(batch: Packing) -> dict[Item, Ints]:
 def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
     """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share.
 
-    Encoders on units of their own stand side by side: of their stages as far from the LLM the slowest counts.
+    Encoders on units of their own stand side by side, and so do generators: of their stages as far from the LLM the
+    slowest counts.
     """
-    beside = np.zeros((len(places), max([0, *(unit.pp for unit in layout.units[:layout.place_of(llm)])])), np.int64)
+    meet = layout.place_of(llm)
+    beside, behind = (np.zeros((len(places), max([0, *(unit.pp for unit in units)])), np.int64)
+                      for units in (layout.units[:meet], layout.units[meet + 1:]))
     line: list[Ints] = []
     for place, unit in enumerate(layout.units):
         of_replicas = _unit_costs(unit, costs)[places].sum(axis=2)  # [slots, LLM replicas]
         # A unit without the LLM levels the slot's items over its own replicas.
         levelled = -(-of_replicas.sum(axis=1) // unit.dp)
         of_slot = (of_replicas.max(axis=1) if llm in unit.modules else levelled) // unit.pp
-        if place < layout.place_of(llm):
-            own = beside[:, beside.shape[1] - unit.pp:]
-            np.maximum(own, of_slot[:, None], out=own)
-        else:
+        if place == meet:
             line += [of_slot] * unit.pp
-    return np.concatenate([beside, np.stack(line, axis=1)], axis=1)
+        else:
+            own = beside[:, beside.shape[1] - unit.pp:] if place < meet else behind[:, :unit.pp]
+            np.maximum(own, of_slot[:, None], out=own)
+    return np.concatenate([beside, np.stack(line, axis=1), behind], axis=1)
 
 
 def _unit_costs(unit: UnitPlan, costs: Costs) -> Ints:

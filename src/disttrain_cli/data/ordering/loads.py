@@ -33,11 +33,12 @@ def replica_loads(sizes: Sizes, inputs: ModelInputs, layout: Layout,
         for module in unit.modules:
             if inputs.llm in unit.modules:
                 loads[module] = work[module][places].sum(axis=2)
-            elif inputs.image is not None and module == inputs.image.module:
+            elif inputs.item(module) == "image":
                 loads[module] = _levelled_images(sizes, places, unit.dp, carry)
             else:
                 alike = {head.module: (head, counts) for head, counts in (
-                    (inputs.audio, sizes.clips), (inputs.target, sizes.targets)) if head is not None}
+                    (inputs.audio, sizes.clips), *((target, sizes.targets) for target in inputs.targets))
+                    if head is not None}
                 head, counts = alike[module]
                 shares = item_shares(counts[places].sum(axis=(1, 2)), unit.dp, carry)
                 loads[module] = shares[..., None] * np.array(head.work(1))
@@ -52,8 +53,8 @@ def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:
 
 def unit_loads(order: StepOrder, unit: str, replicas: Iterable[int], modules: Iterable[str]) -> dict[str, Floats]:
     """[n slots, replicas, 3] of some modules of a unit, on some of its replicas."""
-    inputs, replicas = order.slots[0].inputs, list(replicas)
-    return {module: np.array([[slot.work(inputs.item(module), slot.replicas[unit][replica]) for replica in replicas]
+    replicas = list(replicas)
+    return {module: np.array([[slot.work(module, slot.replicas[unit][replica]) for replica in replicas]
                               for slot in order.slots]) for module in modules}
 
 

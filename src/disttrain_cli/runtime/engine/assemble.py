@@ -77,16 +77,14 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
 
     def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
         cut = after.layers.start
-        made = _written(table[before.reach:before.layers.stop])
-        specs = [spec for spec in live_tensors(table, cut) if spec.name in made]
+        specs = _live(table, before.beside | after.beside, cut)
         return specs, [spec for spec in specs if carrying is None or spec.name in carrying(cut)]
 
     upstream, downstream = list[Broker](), list[Broker]()
     for neighbour in (topology.stages[number] for number in stage.before):
         activations, gradients = crossing(neighbour, stage)
         upstream.append(Broker(place, neighbour, gradients, activations, dtype, device, group))
-    if stage.after is not None:
-        neighbour = topology.stages[stage.after]
+    for neighbour in (topology.stages[number] for number in stage.after):
         activations, gradients = crossing(stage, neighbour)
         downstream.append(Broker(place, neighbour, activations, gradients, dtype, device, group))
     return upstream, downstream
@@ -94,12 +92,13 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
 
 def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
     """State tensors that cross a cut inside a stage or at its ends: of those on its own line."""
-    made = _written(table[stage.reach:cut])
-    return [spec for spec in live_tensors(table, cut) if spec.name in made]
+    return _live(table, stage.beside, cut)
 
 
-def _written(layers: Sequence[LayerInfo]) -> set[str]:
-    return {spec.name for layer in layers for spec in layer.writes}
+def _live(table: list[LayerInfo], beside: frozenset[int], cut: int) -> list[TensorSpec]:
+    """State tensors that cross the cut before layer `cut`, were there no layers `beside`."""
+    line = [layer for number, layer in enumerate(table) if number not in beside]
+    return live_tensors(line, cut - sum(number < cut for number in beside))
 
 
 def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: Place,
@@ -109,7 +108,8 @@ def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: Place,
     optimizer = make_optimizer(layers, train.optimizer)
     return {"module": StageModule(layers, grid, place), "optimizer": optimizer,
             "config": deepspeed_config(train, layout, place.unit.dp, optimizer is not None),
-            "place": place, "layout": layout, "train_spec": train}
+            "place": place, "layout": layout, "train_spec": train,
+            "loss_modules": {info.loss: info.module for info in layer_table(run) if info.loss is not None}}
 
 
 def deepspeed_config(train: TrainSpec, layout: Layout, dp: int, trains: bool = True) -> dict[str, Any]:

@@ -36,9 +36,6 @@ from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import TrainSpec
 
-#: Names of the losses that a model may have.
-LOSSES = ("text", "image")
-
 
 class StageModule(PipelineModule):
     """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap 2)."""
@@ -68,13 +65,15 @@ class UnitEngine(PipelineEngine):
 
     def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any],
                  runner: StageRunner, upstream: Broker | Brokers | None, downstream: Broker | Brokers | None,
-                 place: Place, tracer: Tracer, layout: Layout, train_spec: TrainSpec) -> None:
+                 place: Place, tracer: Tracer, layout: Layout, train_spec: TrainSpec,
+                 loss_modules: dict[str, str]) -> None:
         super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
                          config_class=DeepSpeedConfig(config, module.mpu()))
         self._starting = False
         self.runner, self.upstream, self.downstream = runner, upstream, downstream
         self.place, self.tracer = place, tracer
         self.layout, self.train_spec = layout, train_spec
+        self.loss_modules = loss_modules  # of the whole model: by name, the module that has it
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
         self._state: dict[int, dict[str, Tensor]] = {}  # slot → tensors waiting between two instructions
@@ -188,14 +187,14 @@ class UnitEngine(PipelineEngine):
                                                     self._timed("forward", slot))
 
     def _send_activation(self, slot: int) -> None:
-        assert self.downstream is not None
+        if self.downstream is None:  # the end of a shorter line: others have stages where it has none
+            return
         start = self.tracer.now()
         size, peer = self.downstream.send(self.order.slots[slot], self._state.pop(slot))
         self.tracer.record("send_activation", start, slot=slot, bytes=size, peer=peer)
 
     def _receive_gradient(self, slot: int) -> None:
-        assert self.downstream is not None
-        if not self.runner.segments[-1].returning:
+        if self.downstream is None or not self.runner.segments[-1].returning:
             return
         start = self.tracer.now()
         gradients, size, peer = self.downstream.receive(self.order.slots[slot])
@@ -283,13 +282,14 @@ class UnitEngine(PipelineEngine):
             sums.note("gradients", 0, 0, module, tensors)
         where = sums.first(self.device)
         own = {name: float(loss) for name, loss in self.runner.losses.items()}
-        losses = torch.tensor([own.get(name, 0.0) for name in LOSSES], dtype=torch.float64, device=self.device)
+        losses = torch.tensor([own.get(name, 0.0) for name in self.loss_modules], dtype=torch.float64,
+                              device=self.device)
         dist.all_reduce(losses)
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         skipping = self.train_spec.on_bad_loss == "skip"
-        error = not_finite(self.order.step, dict(zip(LOSSES, losses.tolist(), strict=True)), self._norm, where,
-                           self.skipped_in_a_row if skipping else 0)
+        error = not_finite(self.order.step, dict(zip(self.loss_modules, losses.tolist(), strict=True)), self._norm,
+                           where, self.skipped_in_a_row if skipping else 0)
         if not skipping or self.skipped_in_a_row >= MOST_SKIPPED:
             raise error
         print(f"skipped: {error.what} ({error.why})", flush=True)
@@ -334,7 +334,7 @@ class UnitEngine(PipelineEngine):
 def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:
     """What a trace row says of the work that some items of a slot bring to a module."""
     item = slot.inputs.item(module)
-    work = slot.work(item, items)
+    work = slot.work(module, items)
     images = int(np.isin(slot.image_sequence, items.sequences).sum()) if item == "sequence" else int(work.items)
     return {"tokens": int(work.tokens), "images": images, "sequences": len(items.sequences),
             "sum_length_sq": int(work.sum_length_sq)}

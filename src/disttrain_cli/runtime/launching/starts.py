@@ -132,12 +132,13 @@ class Reports:
                 self._progress(row["note"], row["done"], row["total"])
                 continue
             step = {"step": row["step"], "loss": row["loss"],
-                    "losses": {"text": row["loss_text"], "image": row["loss_image"]},
+                    "losses": {"text": row["loss_text"], "image": row["loss_image"], **row.get("generator_losses", {})},
                     **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu",
                                                  "data_wait_s", "tokens", "images", "targets")},
                     **{key: row[key] for key in FIGURES if key in row}}
             if "evaluation_loss" in row:
-                step["evaluation"] = {"text": row["evaluation_loss_text"], "image": row["evaluation_loss_image"]}
+                step["evaluation"] = {"text": row["evaluation_loss_text"], "image": row["evaluation_loss_image"],
+                                      **row.get("evaluation_generator_losses", {})}
             self.steps.append(step)
             if self._on_step is not None:
                 self._on_step(step)

@@ -95,6 +95,9 @@ class EmulatedEngine(UnitEngine):
 
         def before(module: str) -> Callable[[], None]:
             if not starts:
+                pause_s = self.feeder.pause_s(self.order.step, slot, operation)
+                if pause_s > 0.0:
+                    self.clock.arrive(self.clock.next_s + pause_s * self.clock.time_scale)
                 starts.extend([self.tracer.now()] * len(tracers))
 
             def after() -> None:

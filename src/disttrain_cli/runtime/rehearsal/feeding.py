@@ -130,6 +130,11 @@ class Feeder:
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
         return amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3 * self._slowdown("stage")
 
+    def pause_s(self, step: int, slot: int, part: str) -> float:
+        """Seconds for which a busy host holds up a slot's "forward" or "backward"."""
+        longest_s = sum(times[part == "backward"] for times in self.work(step).waits[slot].values())
+        return longest_s * float(self._slowdown("host").max() - 1.0)
+
     def _slowdown(self, what: str) -> Floats:
         """[k] times as long because of injected faults; "stage" includes slow ranks."""
         kinds = ("stage", "rank") if what == "stage" else (what,)

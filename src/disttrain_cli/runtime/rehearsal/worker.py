@@ -110,14 +110,15 @@ def emulated_brokers(run: Run, profile: Profile, layout: Layout, stages: list[St
                      gpus_per_node: int) -> list[Broker | Brokers | None]:
     """The brokers over emulated links: to the stages before and after."""
     scaled, number = run.file.rehearse.messages == "scaled", place.stage.number
-    times_s = transfers_s(profile, layout, stages, gpus_per_node)
+    cuts = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
+    times_s = dict(zip(cuts, transfers_s(profile, layout, stages, gpus_per_node).tolist(), strict=True))
 
     def emulated(link: Broker) -> EmulatedBroker:
-        cut = min(number, link.neighbour.number)  # the one that sends activations
-        slow = slowdown(run.file.rehearse.faults, "link", stages[cut].unit.name, stages[cut].index)
+        sender, taker = sorted((number, link.neighbour.number))
+        slow = slowdown(run.file.rehearse.faults, "link", stages[sender].unit.name, stages[sender].index)
         sends, receives = (message_specs(specs, scaled) for specs in (link.sends, link.receives))
         return EmulatedBroker(place, link.neighbour, sends, receives, link.dtype, link.device, clock=clock,
-                              transfer_s=float(times_s[cut]) * slow,
+                              transfer_s=times_s[sender, taker] * slow,
                               full={spec.name: spec for spec in (*link.sends, *link.receives)})
     return [together([emulated(link) for link in side]) for side in links]
 

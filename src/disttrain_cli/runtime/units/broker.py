@@ -151,7 +151,7 @@ class Broker:
 
 
 class Brokers:
-    """The brokers of a stage that several stages send to (encoders side by side), as one."""
+    """The brokers of a stage to several stages on one side of it (encoders or generators side by side), as one."""
 
     def __init__(self, brokers: Sequence[Broker]) -> None:
         self._brokers = brokers
@@ -162,14 +162,19 @@ class Brokers:
             broker.expect(slots)
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
-        """Start sending to each what it made; returns (bytes, the peer's rank, or -1)."""
+        """Start sending to each what it takes; returns (bytes, the peer's rank, or -1)."""
         sent = [broker.send(slot, tensors) for broker in self._brokers]
         return sum(size for size, _ in sent), _only({peer for size, peer in sent if size})
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows of all; returns (tensors in this replica's order, bytes received, peer)."""
+        """Wait for the rows of all; returns (tensors in this replica's order, bytes received, peer).
+
+        What several send under one name are gradients of one tensor, which are added.
+        """
         found = [broker.receive(slot) for broker in self._brokers]
-        tensors = {name: tensor for own, _, _ in found for name, tensor in own.items()}
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in (item for own, _, _ in found for item in own.items()):
+            tensors[name] = tensors[name] + tensor if name in tensors else tensor
         return tensors, sum(size for _, size, _ in found), _only({peer for _, size, peer in found if size})
 
     def drain(self) -> bool:

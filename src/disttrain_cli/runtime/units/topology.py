@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disttrain_cli.spec.plan import Layout, UnitPlan, following
+from disttrain_cli.spec.plan import Layout, UnitPlan, stage_cuts
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Stage:
     layers: range  # of the whole model
     ranks: tuple[int, ...]  # by replica, the TP ranks of each next to each other
     before: tuple[int, ...] = ()  # numbers of the stages whose output it takes
-    after: int | None = None  # number of the stage that takes its output
+    after: tuple[int, ...] = ()  # numbers of the stages that take its output
     position: int = 0  # stages before it on its line, the longest where lines meet
-    line: int = 1  # stages of that line
-    reach: int = 0  # first layer of the model whose tensors may come here
+    line: int = 1  # stages of that line, the longest where it parts
+    beside: frozenset[int] = frozenset()  # layers of the units that stand beside its own: their tensors never come here
 
     @property
     def tp(self) -> int:
@@ -82,7 +82,8 @@ class Topology:
 def build_topology(layout: Layout, layer_modules: Sequence[str], llm: str | None = None) -> Topology:
     """Place the ranks of `layout`; `layer_modules` names the module of every layer of the model, in order.
 
-    Units before that of the module `llm` stand side by side (`spec.plan.following`); without `llm` all are in a line.
+    Units before that of the module `llm` stand side by side, and so do those behind it (`spec.plan.neighbours`);
+    without `llm` all are in a line.
     The plan must have been checked: every module is in one unit, and layers_per_stage sums to its layers.
     """
     first_ranks: dict[str, int] = {}
@@ -92,31 +93,33 @@ def build_topology(layout: Layout, layer_modules: Sequence[str], llm: str | None
         rank += unit.tp * unit.dp * unit.pp
     stages: list[Stage] = []
     layer = 0
-    meet = 0 if llm is None else layout.place_of(llm)
-    afters = _afters(layout, meet)
-    position, behind = [0] * (len(afters) + 1), [0] * (len(afters) + 1)  # stages before each, and from it to the end
-    for number, after in enumerate(afters):
-        position[after] = max(position[after], position[number] + 1)
-    for number, after in reversed(list(enumerate(afters))):
-        behind[number] = behind[after] + 1
+    counts = [unit.pp for unit in layout.units]
+    if llm is None:
+        meet, cuts = 0, list(itertools.pairwise(range(sum(counts))))
+    else:
+        meet = layout.place_of(llm)
+        cuts = stage_cuts(counts, meet)
+    position, behind = [0] * sum(counts), [1] * sum(counts)  # stages before each, and from it to the end
+    for sender, taker in cuts:
+        position[taker] = max(position[taker], position[sender] + 1)
+    for sender, taker in reversed(cuts):
+        behind[sender] = max(behind[sender], behind[taker] + 1)
+    for sender, taker in cuts:
+        behind[taker] = behind[sender] - 1
     for place, unit in enumerate(layout.units):
         assert sum(unit.layers_per_stage) == sum(name in unit.modules for name in layer_modules)
-        rank, size, reach = first_ranks[unit.name], unit.tp * unit.dp, layer if place < meet else 0
+        rank, size = first_ranks[unit.name], unit.tp * unit.dp
+        side = () if llm is None or place == meet else layout.units[:meet] if place < meet else layout.units[meet + 1:]
+        apart = {name for other in side if other is not unit for name in other.modules}
+        beside = frozenset(number for number, name in enumerate(layer_modules) if name in apart)
         for index, count in enumerate(unit.layers_per_stage):
             number = len(stages)
             stages.append(Stage(
                 number, unit, index, range(layer, layer + count), tuple(range(rank + index * size,
                                                                               rank + (index + 1) * size)),
-                before=tuple(other for other, after in enumerate(afters) if after == number),
-                after=afters[number] if afters[number] < len(afters) else None,
-                position=position[number], line=position[number] + behind[number], reach=reach))
+                before=tuple(sender for sender, taker in cuts if taker == number),
+                after=tuple(taker for sender, taker in cuts if sender == number),
+                position=position[number], line=position[number] + behind[number], beside=beside))
             layer += count
     assert layer == len(layer_modules)
     return Topology(tuple(stages))
-
-
-def _afters(layout: Layout, meet: int) -> list[int]:
-    """By stage, the number of the one that takes its output; as many as there are stages for the last."""
-    first = [0, *itertools.accumulate(unit.pp for unit in layout.units)]
-    return [first[place] + index + 1 if index + 1 < unit.pp else first[following(place, meet)]
-            for place, unit in enumerate(layout.units) for index in range(unit.pp)]

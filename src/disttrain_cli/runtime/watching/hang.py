@@ -57,7 +57,7 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
     """The ranks without which a rank cannot finish its operation; none where it works by itself."""
     stage = next(stage for stage in stages if state.rank in stage.ranks)
     if state.operation in UPSTREAM + DOWNSTREAM:
-        numbers = stage.before if state.operation in UPSTREAM else () if stage.after is None else (stage.after,)
+        numbers = stage.before if state.operation in UPSTREAM else stage.after
         return [rank for number in numbers for rank in stages[number].ranks]
     if state.operation in TOGETHER:
         group: Sequence[int] = list(states)

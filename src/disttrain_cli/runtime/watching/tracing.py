@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.pulse import Pulse
 from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+
+if TYPE_CHECKING:
+    from disttrain_cli.runtime.watching.profiles import Marks
 
 SEGMENT_ROWS = 20_000
 _NOTHING = {"slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0,
@@ -50,6 +53,7 @@ class Tracer:
     """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic counter."""
 
     pulse: Pulse | None = None
+    marks: Marks | None = None  # in torch's profile, while there is one
     silent = False  # rows are dropped
 
     def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int]) -> None:
@@ -61,13 +65,17 @@ class Tracer:
                                        "host": socket.gethostname()}
 
     def begin(self, operation: str, slot: int = -1, module: str = "") -> None:
-        """Say what the rank turns to, for whoever looks for a job that hangs."""
+        """Say what the rank turns to, for whoever looks for a job that hangs, and in torch's profile."""
         if self.pulse is not None:
             self.pulse.begin(operation, self.step, slot, module)
+        if self.marks is not None:
+            self.marks.begin(operation, slot, module)
 
     def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
         """Add a row, which ends now unless told otherwise; returns its duration in ns."""
         end_ns = self.now() if end_ns is None else end_ns
+        if self.marks is not None:
+            self.marks.end()
         if self.silent:
             return end_ns - start_ns
         self._writer.rows.append(self._place | _NOTHING | amounts | {

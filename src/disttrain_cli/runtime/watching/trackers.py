@@ -66,6 +66,8 @@ def figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a step's row that are numbers, by the name that trackers show."""
     known = {FIGURES[key]: float(value) for key, value in row.items()
              if key in FIGURES and value is not None and math.isfinite(value)}
+    known |= {f"loss/{module}": float(value) for module, value in (row.get("generator_losses") or {}).items()
+              if math.isfinite(value)}
     return known | {f"mfu/{unit}": float(value) for unit, value in (row.get("unit_mfu") or {}).items()}
 
 

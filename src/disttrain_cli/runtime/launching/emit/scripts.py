@@ -40,10 +40,11 @@ class _Template(Template):
     delimiter = "@"
 
 
-def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, steps: int, resume: bool, preflight: bool) -> Path:
+def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, steps: int, resume: bool, preflight: bool,
+              profile_steps: range | None = None) -> Path:
     """Write the job file from which every rank starts."""
     root = run.dir.preflight if preflight else run.dir
-    payload = payload_of(run, plan, profile) | {
+    payload = payload_of(run, plan, profile, profile_steps) | {
         "steps": 0 if preflight else steps, "resume": resume or preflight, "logs": str(root.logs.resolve()),
         "start_file": str((folder / "start.json").resolve())}
     job = JobFile(target=PREFLIGHT if preflight else TRAIN, payload=payload, logs=str(root.logs.resolve()),

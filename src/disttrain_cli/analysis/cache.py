@@ -1,0 +1,92 @@
+"""What was read once is kept: a database file per set of inputs, in the user's cache folder.
+
+The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a fingerprint of the inputs'
+absolute paths, sizes and times of change and of the reader's version, so whatever changed is read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+#: Files beyond this, all together, are removed, those not used for longest first.
+MOST_BYTES = 8 * 2**30
+_ABANDONED_S = 24 * 3600
+
+
+def cache_folder() -> Path:
+    """Where databases are kept."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "disttrain"
+
+
+def cached(inputs: list[Path], version: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
+    """The database of `inputs`, built where there is none yet; and whether it stays (else the caller removes it).
+
+    A process that builds writes beside the final name and renames at the end: no reader meets half a database, and
+    of two that build at once the last one wins. Where the folder cannot be written, the database goes to a
+    temporary folder of its own.
+
+    Args:
+        inputs: files that are read.
+        version: of the reader and of all else that the content depends on.
+        build: writes a database file at the path it is given.
+    """
+    folder = cache_folder()
+    try:
+        target = folder / f"{_key(inputs, version)}.duckdb"
+        if target.is_file():
+            os.utime(target)
+            return target, True
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        work = Path(tempfile.mkdtemp(prefix=".building-", dir=folder))
+    except OSError:
+        work, target = Path(tempfile.mkdtemp(prefix="disttrain-")), None
+    built = work / "traces.duckdb"
+    try:
+        build(built)
+        if target is not None:
+            os.replace(built, target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    if target is None:
+        return built, False
+    shutil.rmtree(work, ignore_errors=True)
+    _bound(folder, target)
+    return target, True
+
+
+def forget(database: Path) -> None:
+    """Remove a database that does not stay, with its temporary folder."""
+    shutil.rmtree(database.parent, ignore_errors=True)
+
+
+def _key(inputs: list[Path], version: str) -> str:
+    digest = hashlib.sha256(version.encode())
+    for path in inputs:
+        about = path.stat()
+        digest.update(f"\0{path.resolve()}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+def _bound(folder: Path, keep: Path) -> None:
+    """Remove what was not used for longest until the rest fits, and what a killed process left behind."""
+    try:
+        for left in folder.glob(".building-*"):
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+        kept = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob("*.duckdb")),
+                      reverse=True)
+        total = 0
+        for _, size, file in kept:
+            total += size
+            if total > MOST_BYTES and file != keep:
+                file.unlink(missing_ok=True)
+    except OSError:
+        return

@@ -1,0 +1,138 @@
+"""Kineto traces to an `Analysis`: the measures of the database, and the verdict on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.analysis.kineto.database import KinetoDatabase, open_kineto
+from disttrain_cli.analysis.kineto.verdict import Losses, judge
+from disttrain_cli.analysis.result import (
+    Analysis,
+    CollectiveRow,
+    JobSummary,
+    KernelRow,
+    RankSummary,
+    Stragglers,
+)
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.progress import Progress, silent
+
+#: A larger share of unclassified kernel time than this is said.
+TOLD_UNCLASSIFIED = 0.05
+
+
+def analyze_kineto(files: list[Path], progress: Progress = silent) -> Analysis:
+    """Analyse the Kineto/Chrome JSON of one job.
+
+    Raises:
+        DataError: no event can be read in any of the files.
+    """
+    return analyze_kineto_database(open_kineto(files, progress))
+
+
+def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
+    """The same for traces that are open already.
+
+    Times are of the measured profiler steps, or of all that was recorded where none are marked. Lost seconds are per
+    step and rank; with compute, which is the ideal, they sum to what was measured.
+
+    Raises:
+        DataError: nothing was recorded that takes time.
+    """
+    totals, iterations = database.answer("totals")[0], database.answer("iterations")[0]
+    if totals["span_s"] is None:
+        raise DataError(
+            "The trace holds nothing that takes time on a device or in an operator", "; ".join(database.warnings[:5]),
+            "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
+        )
+    steps = iterations["measured"] or 1
+    losses = Losses(
+        steps=steps,
+        marked=iterations["measured"] > 0,
+        ranks=database.sql("SELECT * FROM times ORDER BY rank"),
+        blame=database.answer("blame"),
+    )
+    verdict = judge(losses, database)
+    lost_s = losses.lost_s()
+    compute_s = losses.mean("compute_ns")
+    return Analysis(
+        format="kineto",
+        job=_job(database, totals, iterations),
+        units=[],
+        stragglers=Stragglers(
+            slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s, lost_s=lost_s
+        ),
+        verdict=verdict,
+        ranks=[RankSummary(**row, host=None, unit=None, stage=None, replica=None) for row in database.answer("ranks")],
+        what_if=None,
+        predicted_vs_measured=[],
+        operations=[],
+        drift=[],
+        slowest=[],
+        collectives=[CollectiveRow(**row) for row in database.answer("collectives")],
+        kernels=[KernelRow(**row) for row in database.answer("top")],
+        warnings=[*database.warnings, *_limits(database, totals, iterations)],
+    )
+
+
+def _job(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any]) -> JobSummary:
+    span_s = totals["span_s"] or 1.0
+    return JobSummary(
+        run=database.run,
+        rehearsed=None,
+        layout=None,
+        ranks=database.sql("SELECT count(*) AS n FROM times")[0]["n"],
+        steps=iterations["recorded"] or 1,
+        steps_measured=iterations["measured"] or 1,
+        warmup_steps_excluded=max(0, iterations["recorded"] - iterations["measured"] - iterations["partial"]),
+        iteration_s=iterations["mean_s"],
+        iteration_p50_s=iterations["p50_s"],
+        iteration_p95_s=iterations["p95_s"],
+        sequences_per_s=None,
+        mfu=None,
+        bubble_fraction=1 - totals["busy"],
+        exposed_communication_fraction=totals["exposed_fraction"],
+        time_shares={
+            "compute": totals["compute_s"] / span_s,
+            "waiting": totals["wait_s"] / span_s,
+            "transfer": totals["transfer_s"] / span_s,
+            "copies": totals["memory_s"] / span_s,
+            "data_wait": totals["data_s"] / span_s,
+            "gap": totals["host_s"] / span_s,
+        },
+        unclassified_fraction=totals["unclassified"],
+    )
+
+
+def _limits(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any]) -> list[str]:
+    """What limits the figures, beyond what reading had to leave out."""
+    said = []
+    if not iterations["recorded"]:
+        said.append("no profiler step is marked (prof.step()): all that was recorded counts as one step")
+    elif iterations["recorded"] == 1:
+        said.append("only one profiler step was recorded, so its warm-up could not be left out")
+    else:
+        said.append(f"the first of {iterations['recorded']} profiler steps is taken for warm-up and left out")
+    silent_ranks = database.sql("SELECT rank FROM files WHERE kept AND rank NOT IN (SELECT rank FROM times) ORDER BY 1")
+    if silent_ranks:
+        said.append(f"rank(s) {', '.join(str(row['rank']) for row in silent_ranks[:8])} recorded nothing measurable")
+    if iterations["partial"]:
+        said.append(f"{iterations['partial']} step(s) are not marked on every rank and are left out")
+    if iterations["recorded"] and iterations["unmarked"]:
+        said.append(f"{iterations['unmarked']} rank(s) mark no profiler step: all of theirs is measured")
+    if totals["unmatched"]:
+        said.append(f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join them, so "
+                    "waiting in them is not known")
+    if totals["matched"] > totals["waited"]:
+        said.append(f"{totals['matched'] - totals['waited']} collective(s) name no group and end at different times on "
+                    "different ranks, so who joined them is not known")
+    repaired = database.sql("SELECT rank, ahead_ns, spread_ns FROM clocks WHERE repaired ORDER BY abs(ahead_ns) DESC")
+    if repaired:
+        worst = repaired[0]
+        said.append(f"clocks of {len(repaired)} rank(s) are repaired by the ends of collectives, most for rank "
+                    f"{worst['rank']}: {worst['ahead_ns'] / 1e6:+.3f} ms ± {worst['spread_ns'] / 1e6:.3f} ms")
+    if (totals["unclassified"] or 0.0) > TOLD_UNCLASSIFIED:
+        said.append(f"{100 * totals['unclassified']:.0f} % of the kernels' time is neither known as compute nor as "
+                    "communication and counts as compute; name such kernels in kernel_patterns.txt")
+    return said

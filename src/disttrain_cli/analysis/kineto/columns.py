@@ -1,0 +1,157 @@
+"""Decoded events to columns of numbers: every string becomes the number of its first appearance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.kineto.events import EXACT_BELOW_US, NO_ARGS, Args, Event, exact_starts_ns
+from disttrain_cli.analysis.kineto.splitting import Batch
+
+Columns = dict[str, NDArray[Any]]
+#: Classes of categories; 0 is anything else.
+KERNEL, MEMORY, OPERATOR, RUNTIME, ANNOTATION, GPU_ANNOTATION = range(1, 7)
+_CLASSES = {
+    "kernel": KERNEL, "gpu_memcpy": MEMORY, "gpu_memset": MEMORY, "memcpy": MEMORY, "memset": MEMORY,
+    "cpu_op": OPERATOR, "operator": OPERATOR, "user_annotation": ANNOTATION, "gpu_user_annotation": GPU_ANNOTATION,
+}
+#: Categories given to events that have a stream and no category.
+KERNEL_OF_STREAM, MEMORY_OF_STREAM = "kernel", "gpu_memcpy"
+_SPANS = frozenset("XBE")
+#: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond twice as much.
+FARTHEST_US = 4 * 10**15
+_CLIPPED_US = 2 * FARTHEST_US
+
+
+class Numbers(dict[Any, int]):
+    """The number of every value, in the order in which they first came."""
+
+    def __missing__(self, value: Any) -> int:
+        number = self[value] = len(self)
+        return number
+
+
+@dataclass
+class Strings:
+    """What the numbers in the columns stand for, over all files."""
+
+    names: Numbers = field(default_factory=Numbers)
+    categories: Numbers = field(default_factory=Numbers)
+    threads: Numbers = field(default_factory=Numbers)  # (file, pid, tid)
+    calls: Numbers = field(default_factory=Numbers)  # (collective, group, about, ranks, size, elements, dtype)
+    thread_names: dict[tuple[int, str, str], str] = field(default_factory=dict)
+
+
+def class_of(category: str) -> int:
+    """What kind of event a category holds; Kineto writes these names for every kind of device."""
+    name = category.lower()
+    if name in _CLASSES:
+        return _CLASSES[name]
+    if name.endswith("kernel"):
+        return KERNEL
+    return RUNTIME if name.endswith(("runtime", "driver")) else 0
+
+
+def spans(file: int, batch: Batch, strings: Strings) -> tuple[Columns, int]:
+    """Complete events and begin/end marks (`phase` X, B, E) that have a time, one row each.
+
+    Also how many were left out because their time or length is impossible.
+    """
+    places = [place for place, event in enumerate(batch.events) if event.ph in _SPANS and event.ts is not None]
+    events = [batch.events[place] for place in places]
+    starts = _starts_ns(events, batch, places)
+    args = [event.args or NO_ARGS for event in events]
+    names, threads, calls = strings.names, strings.threads, strings.calls
+    stream = _whole([arg.stream for arg in args])
+    columns: Columns = {
+        "file": np.full(len(events), file, np.int32),
+        "phase": np.array([ord(event.ph) for event in events], np.uint8),
+        "category": _categories(events, stream, strings.categories),
+        "name": np.array([names[event.name] for event in events], np.int32),
+        "thread": np.array([threads[file, event.pid, event.tid] for event in events], np.int32),
+        "start_ns": starts,
+        "duration_ns": _ns([0 if event.dur is None else event.dur for event in events]),
+        "device": _whole([arg.device for arg in args]),
+        "stream": stream,
+        "correlation": _whole([arg.correlation for arg in args]),
+        "external_id": _whole([arg.external_id for arg in args]),
+        "bytes": _whole([arg.bytes for arg in args]),
+        "call": np.array([calls[_call(arg)] if arg.collective or arg.group else -1 for arg in args], np.int32),
+    }
+    lengths, farthest = columns["duration_ns"], 1000 * FARTHEST_US
+    possible = (starts > -farthest) & (starts < farthest) & (lengths >= 0) & (lengths < farthest)
+    if not possible.all():
+        columns = {name: values[possible] for name, values in columns.items()}
+    return columns, len(events) - len(columns["file"])
+
+
+def memory(file: int, events: list[Event]) -> Columns | None:
+    """The profiler's `[memory]` events: bytes allocated and reserved on a device (type 0 is the CPU)."""
+    rows = [(event, event.args) for event in events
+            if event.name == "[memory]" and event.args is not None and event.ts is not None]
+    if not rows:
+        return None
+    return {
+        "file": np.full(len(rows), file, np.int32),
+        "at_ns": _ns([event.ts for event, _ in rows]),
+        "device_type": _whole([args.device_type for _, args in rows]),
+        "device": _whole([args.memory_device for _, args in rows]),
+        "allocated_bytes": _whole([args.allocated for _, args in rows]),
+        "reserved_bytes": _whole([args.reserved for _, args in rows]),
+    }
+
+
+def name_threads(file: int, events: list[Event], strings: Strings) -> None:
+    """Keep the names that metadata events give to threads."""
+    for event in events:
+        if event.ph == "M" and event.name == "thread_name" and event.args is not None:
+            strings.thread_names[file, str(event.pid), str(event.tid)] = event.args.name
+
+
+def _call(args: Args) -> tuple[str, str, str, str, int, int, str]:
+    size, elements = (int(number) for number in _whole([args.group_size, args.elements]))
+    return args.collective, args.group, args.group_about, str(args.group_ranks), size, elements, args.dtype
+
+
+def _whole(numbers: list[int]) -> NDArray[np.int64]:
+    """Whole numbers; what 64 bits cannot hold ends at their edge."""
+    try:
+        return np.array(numbers, np.int64)
+    except OverflowError:
+        return np.array([max(-(2**63), min(2**63 - 1, number)) for number in numbers], np.int64)
+
+
+def _categories(events: list[Event], stream: NDArray[np.int64], categories: Numbers) -> NDArray[np.int32]:
+    found = np.array([categories[event.cat] for event in events], np.int32)
+    if "" in categories:
+        for at in np.flatnonzero((found == categories[""]) & (stream >= 0)):
+            copies = events[at].name.lower().startswith(("memcpy", "memset"))
+            found[at] = categories[MEMORY_OF_STREAM if copies else KERNEL_OF_STREAM]
+    return found
+
+
+def _starts_ns(events: list[Event], batch: Batch, places: list[int]) -> NDArray[np.int64]:
+    """Start times; where a float of µs is too coarse for ns, from the text."""
+    times = [event.ts for event in events]
+    if any(isinstance(time, float) and abs(time) >= EXACT_BELOW_US for time in times):
+        try:
+            exact = exact_starts_ns(batch.text)
+        except ValueError:
+            return _ns(times)
+        return _whole([exact[place] or 0 for place in places])
+    return _ns(times)
+
+
+def _ns(times_us: list[Any]) -> NDArray[np.int64]:
+    """µs, whole or not, as ns; what 64 bits cannot hold ends at their edge."""
+    found = np.array(times_us)
+    if not len(found):
+        return np.zeros(0, np.int64)
+    if found.dtype.kind == "i" and abs(found).max() < _CLIPPED_US:
+        return found.astype(np.int64) * 1000
+    if found.dtype.kind == "f" and all(type(time) is float or abs(time) < EXACT_BELOW_US for time in times_us):
+        return np.rint(np.clip(found, -_CLIPPED_US, _CLIPPED_US) * 1000).astype(np.int64)
+    return np.array([round(max(-_CLIPPED_US, min(_CLIPPED_US, time)) * 1000) for time in times_us], np.int64)

@@ -1,0 +1,113 @@
+"""Kineto traces as an open DuckDB file, read before or now; what `--sql` can ask."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli import __version__
+from disttrain_cli.analysis.cache import cached, forget
+from disttrain_cli.analysis.sql import Table, answer, header, query_text
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+#: Changes whenever the tables do: databases of other versions are built again.
+FORMAT_VERSION = "2"
+#: What can be asked: view or table → the query that makes it, whose first lines say what it is.
+_VIEWS = {"events": "view_events", "kernels": "view_kernels", "memory": "view_memory", "steps": "steps",
+          "times": "times", "waits": "waits", "clocks": "clocks"}
+
+
+@dataclass
+class KinetoDatabase:
+    """An open, read-only connection that can reach nothing else, and what reading had to leave out."""
+
+    connection: DuckDBPyConnection
+    run: str
+    paths: list[Path]
+    warnings: list[str] = field(default_factory=list)
+
+    def answer(self, name: str) -> list[dict[str, Any]]:
+        """Rows of a question that was answered when the traces were read (`ingest.ANSWERS`)."""
+        return self.sql(f"FROM answer_{name}")
+
+    def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
+        """Rows of `queries/kineto/NAME.sql`, with `$parameter` values."""
+        return self.sql(query_text(f"kineto/{name}"), parameters)
+
+    def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Rows of an SQL text of ours."""
+        cursor = self.connection.execute(text, parameters or None)
+        names = [column[0] for column in cursor.description or []]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabase:
+    """The traces of one job; read now, or opened as they were read before.
+
+    Raises:
+        DataError: no event can be read in any of the files.
+    """
+    import duckdb
+
+    from disttrain_cli.analysis.kineto.kernels import pattern_texts, read_patterns
+
+    def build(database: Path) -> None:
+        from disttrain_cli.analysis.kineto.ingest import ingest
+
+        ingest(files, database, read_patterns(patterns), progress)
+
+    patterns = pattern_texts()
+    version = f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}"
+    try:
+        path, stays = cached(files, version, build)
+        try:
+            connection = _open(path)
+        except duckdb.Error:  # a damaged database of the cache is read once more
+            path.unlink()
+            path, stays = cached(files, version, build)
+            connection = _open(path)
+    except duckdb.Error as error:
+        raise DataError("The traces cannot be analysed", str(error).splitlines()[0],
+                        "Free some disk space or memory and run the command again.") from None
+    common = files[0].name if len(files) == 1 else files[0].resolve().parent.name
+    database = KinetoDatabase(connection, common, files)
+    database.warnings += [row["warning"] for row in database.sql("SELECT warning FROM warnings")]
+    if not stays:
+        weakref.finalize(database, partial(_close, connection, path))
+    return database
+
+
+def _open(path: Path) -> DuckDBPyConnection:
+    import duckdb
+
+    return duckdb.connect(str(path), read_only=True, config={
+        "enable_external_access": "false", "lock_configuration": "true", "python_enable_replacements": "false"})
+
+
+def _close(connection: DuckDBPyConnection, path: Path) -> None:
+    connection.close()
+    forget(path)
+
+
+def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -> Table:
+    """Answer one SELECT over the views; read-only, and no other file can be reached.
+
+    Raises:
+        DataError: nothing can be read in `files`.
+        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
+    """
+    return answer(open_kineto(files, progress).connection, query, documented_views())
+
+
+def documented_views() -> dict[str, str]:
+    """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
+    return {"files": "One row per file: its rank, and whether it is of the analysed job (kept). Columns: file, name, "
+                     "rank, world_size, first_ns, last_ns, events, kept",
+            } | {name: header(query_text(f"kineto/{query}")) for name, query in _VIEWS.items()}

@@ -1,0 +1,225 @@
+"""Files of Kineto/Chrome JSON into a DuckDB file: raw rows first, then the tables that the measures ask.
+
+Memory is bounded: one chunk of text, the events decoded from it, and a row group of columns at a time; DuckDB gets
+`MEMORY_LIMIT` and spills beside the file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, memory, name_threads, spans
+from disttrain_cli.analysis.kineto.jobs import TraceFile, choose_job, rank_in_header
+from disttrain_cli.analysis.kineto.kernels import Patterns, kind_of, operation
+from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
+from disttrain_cli.analysis.sql import query_text
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.progress import Progress
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the processor's cache
+GZIP = b"\x1f\x8b"
+ROWS_AT_ONCE = 122_880  # a row group of DuckDB
+MEMORY_LIMIT, THREADS = "128MB", 2
+#: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
+ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top")
+
+
+def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
+    """Read `files` and write everything the measures need to the file `database`.
+
+    Raises:
+        DataError: no event can be read in any of the files.
+    """
+    import duckdb
+
+    config: dict[str, Any] = {"memory_limit": MEMORY_LIMIT, "threads": THREADS, "python_enable_replacements": False}
+    connection = duckdb.connect(str(database), config=config)
+    try:
+        connection.execute(query_text("kineto/raw"))
+        warnings: list[str] = []
+        _fill(connection, files, warnings, progress)
+        progress("measuring", 0, 0)
+        _derive(connection, patterns, warnings)
+        for text in warnings:
+            connection.execute("INSERT INTO warnings VALUES (?)", [text])
+        connection.execute("CHECKPOINT")
+    finally:
+        connection.close()
+
+
+def _fill(connection: DuckDBPyConnection, files: list[Path], warnings: list[str], progress: Progress) -> None:
+    strings, rows = Strings(), _Rows(connection)
+    read: list[TraceFile] = []
+    total = sum(path.stat().st_size for path in files)
+    before = 0
+    for path in files:
+        found = Reading()
+        first, last, number = 2**63 - 1, -(2**63), len(read)
+        with path.open("rb") as source:
+            for batch in split_events(_chunks(source, found, total >> 20, before, progress), found):
+                columns, impossible = spans(number, batch, strings)
+                found.unreadable += impossible
+                if len(columns["start_ns"]):
+                    first = min(first, int(columns["start_ns"].min()))
+                    last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
+                rows.add(columns)
+                name_threads(number, batch.events, strings)
+                allocated = memory(number, batch.events)
+                if allocated is not None:
+                    _insert(connection, "raw_memory", allocated)
+        before += path.stat().st_size
+        warnings += _about(path, found, last >= first)
+        if last >= first:
+            read.append(TraceFile(path, *rank_in_header(found.header), first, last, found.events))
+    rows.flush()
+    if not read:
+        raise DataError("No trace can be read here", "; ".join(warnings[:5]),
+                        "Name Kineto or Chrome JSON files, as torch.profiler writes them, or a folder of them.")
+    warnings += choose_job(read)
+    connection.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)", [
+        [number, file.path.name, file.rank, file.world_size, file.first_ns, file.last_ns, file.events, file.kept]
+        for number, file in enumerate(read)])
+    _insert(connection, "names", _table(strings.names))
+    categories = list(strings.categories)
+    _insert(connection, "categories", _table(strings.categories) | {
+        "class": np.array([class_of(category) for category in categories], np.int32)})
+    _insert(connection, "threads", {
+        "id": np.arange(len(strings.threads)),
+        **{name: _strings([str(thread[at]) for thread in strings.threads])
+           for at, name in ((1, "process"), (2, "thread"))},
+        "thread_name": _strings([strings.thread_names.get((thread[0], str(thread[1]), str(thread[2])), "")
+                                 for thread in strings.threads])})
+    if strings.calls:
+        connection.executemany("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                               [[number, *call] for call, number in strings.calls.items()])
+
+
+def _derive(connection: DuckDBPyConnection, patterns: Patterns, warnings: list[str]) -> None:
+    """The tables of measures, one `.sql` file after the other."""
+    def ask(name: str) -> list[tuple[Any, ...]]:
+        return connection.execute(query_text(f"kineto/{name}")).fetchall()
+
+    for unpaired, in ask("pairs"):
+        if unpaired:
+            warnings.append(f"{unpaired} begin or end mark(s) have no partner and are left out")
+    connection.execute("DROP TABLE marks")
+    ask("steps")
+    names = connection.execute(query_text("kineto/named")).fetchall()
+    kinds = [(number, kind, operation(name) if kind == "communication" else None)
+             for number, name in names if (kind := kind_of(name, patterns)) is not None]
+    if kinds:
+        _insert(connection, "kinds", {
+            "name": np.array([row[0] for row in kinds], np.int32),
+            "kind": _strings([row[1] for row in kinds]),
+            "operation": _strings([row[2] or "" for row in kinds])})
+    on_device = connection.execute(query_text("kineto/device")).fetchall()[0][0]
+    if on_device:
+        ask("kernels")
+        ask("evidence")
+    else:
+        ask("operators")
+        warnings.append("the traces hold no kernels: figures are of operators on the CPU")
+    if not connection.execute("SELECT count(*) FROM raw_kernels WHERE measured").fetchall()[0][0]:
+        connection.execute("UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false")
+        if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
+            warnings.append("nothing was launched in the marked profiler steps: all that was recorded is measured")
+    for name in ("matches", "clocks", "waits", "busy", "times", "view_events", "view_kernels", "view_memory"):
+        ask(name)
+    for name in ANSWERS:
+        connection.execute(f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}")
+
+
+class _Rows:
+    """Spans on their way into the database, a row group at a time."""
+
+    def __init__(self, connection: DuckDBPyConnection) -> None:
+        self._connection = connection
+        self._waiting: list[Columns] = []
+        self._count = 0
+
+    def add(self, columns: Columns) -> None:
+        self._waiting.append(columns)
+        self._count += len(columns["file"])
+        if self._count >= ROWS_AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._count:
+            columns = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
+            whole = columns.pop("phase")
+            complete = whole == ord("X")
+            for table, chosen in (("raw_events", complete), ("marks", ~complete)):
+                if chosen.all():
+                    _insert(self._connection, table, columns, whole if table == "marks" else None)
+                elif chosen.any():
+                    _insert(self._connection, table, {name: values[chosen] for name, values in columns.items()},
+                            whole[chosen] if table == "marks" else None)
+        self._waiting, self._count = [], 0
+
+
+def _insert(connection: DuckDBPyConnection, table: str, columns: Columns, phase: Any = None) -> None:
+    if phase is not None:
+        columns = columns | {"phase": phase}
+    connection.register("batch", columns)
+    connection.execute(f"INSERT INTO {table} BY NAME SELECT * FROM batch")
+    connection.unregister("batch")
+
+
+def _table(numbers: dict[str, int]) -> Columns:
+    return {"id": np.arange(len(numbers)), "name": _strings(list(numbers))}
+
+
+def _strings(values: list[str]) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=object)
+
+
+def _chunks(
+    source: BinaryIO, found: Reading, total_mib: int, before: int, progress: Progress
+) -> Iterator[bytes]:
+    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end is noted."""
+    packed = source.read(2) == GZIP
+    source.seek(0)
+    for chunk in _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES):
+        progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
+        yield chunk
+
+
+def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
+    """What gzip members hold; of one that ends early or is damaged, all up to there."""
+    unpacker = zlib.decompressobj(wbits=31)
+    for packed in read_chunks(source.read, CHUNK_BYTES // 8):
+        while packed:
+            try:
+                yield unpacker.decompress(packed, CHUNK_BYTES)
+            except zlib.error:
+                found.truncated = True
+                return
+            packed = unpacker.unconsumed_tail
+            if unpacker.eof:
+                packed = unpacker.unused_data + source.read(CHUNK_BYTES // 8)
+                if not packed.startswith(GZIP):  # the end, or padding
+                    return
+                unpacker = zlib.decompressobj(wbits=31)
+    found.truncated = True
+
+
+def _about(path: Path, found: Reading, any_rows: bool) -> list[str]:
+    """What must be said about a file."""
+    if found.problem:
+        return [f"{path.name} {found.problem}; left out"]
+    said = []
+    if not any_rows:
+        said.append(f"{path.name} holds no event with a time; left out")
+    if found.truncated:
+        said.append(f"{path.name} ends in the middle: the {found.events} events before that are analysed")
+    if found.unreadable:
+        said.append(f"{found.unreadable} event(s) of {path.name} are broken and left out")
+    return said

@@ -1,0 +1,121 @@
+"""Which rank a file is of, and which files belong to one job."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|gpu|device|trainer)[-_. ]?(\d+)", re.IGNORECASE)
+#: Windows of one job lie closer together than this, even where its hosts' clocks differ.
+SAME_JOB_S = 3600.0
+
+
+@dataclass
+class TraceFile:
+    """One file that was read."""
+
+    path: Path
+    rank: int | None
+    world_size: int | None
+    first_ns: int
+    last_ns: int
+    events: int
+    kept: bool = True
+
+
+def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Rank and world size as `distributedInfo` gives them."""
+    about = header.get("distributedInfo")
+    if not isinstance(about, dict):
+        return None, None
+    rank, size = about.get("rank"), about.get("world_size")
+    return (rank if isinstance(rank, int) and rank >= 0 else None), (size if isinstance(size, int) else None)
+
+
+def rank_in_name(path: Path) -> int | None:
+    """Rank as the file's name gives it, or its folder's: `rank3.json`, `worker0_step_12….json`, `rank-3/trace.json`."""
+    for name in (path.name, path.parent.name):
+        found = _RANK_IN_NAME.search(name)
+        if found:
+            return int(found.group(1))
+    return None
+
+
+def choose_job(files: list[TraceFile]) -> list[str]:
+    """Keep the files of one job and window, each with a rank of its own; returns what must be said about it."""
+    said = _number(files)
+    sizes = {file.world_size for file in files if file.world_size is not None}
+    if len(sizes) > 1:
+        said += _keep(files, _largest([[file for file in files if file.world_size in (size, None)]
+                                       for size in sorted(sizes)]), "another world size")
+    windows = _windows([file for file in files if file.kept])
+    if len(windows) > 1:
+        said += _keep(files, _largest(windows), "another time: another job, or another window of this one")
+    kept = [file for file in files if file.kept]
+    first: dict[int | None, TraceFile] = {}
+    for file in kept:
+        if first.setdefault(file.rank, file) is not file:
+            file.kept = False
+            said.append(f"{file.path.name} holds rank {file.rank} once more; left out")
+    kept = [file for file in files if file.kept]
+    size = max((file.world_size or 0 for file in kept), default=0)
+    if size > len(kept):
+        ranks = {file.rank for file in kept}
+        missing = [str(rank) for rank in range(size) if rank not in ranks]
+        more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
+        said.append(f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): "
+                    "who waits for them, and whom they wait for, cannot be seen")
+    return said
+
+
+def _number(files: list[TraceFile]) -> list[str]:
+    """Ranks for files that name none: from their name, or in order; said."""
+    named: list[TraceFile] = []
+    numbered: list[TraceFile] = []
+    for file in files:
+        if file.rank is None:
+            file.rank = rank_in_name(file.path)
+            (named if file.rank is not None else numbered).append(file)
+    taken = {file.rank for file in files}
+    free = (rank for rank in range(len(files) + len(taken)) if rank not in taken)
+    for file in numbered:
+        file.rank = next(free)
+    said = []
+    if named:
+        said.append(f"{_some(named)} without distributedInfo: ranks are taken from file names")
+    if numbered:
+        said.append(f"{_some(numbered)} without distributedInfo and no rank in the name: ranks are numbered in order")
+    return said
+
+
+def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:
+    """Files that lie together in time. Where no rank comes twice, clocks may differ by minutes; else by nothing."""
+    twice = len({file.rank for file in files}) < len(files)
+    windows: list[list[TraceFile]] = []
+    until = 0
+    for file in sorted(files, key=lambda file: file.first_ns):
+        if not windows or file.first_ns > until + (0 if twice else SAME_JOB_S * 1e9):
+            windows.append([])
+            until = file.last_ns
+        windows[-1].append(file)
+        until = max(until, file.last_ns)
+    return windows
+
+
+def _largest(groups: list[list[TraceFile]]) -> list[TraceFile]:
+    """The group with most ranks, of those the last in time."""
+    return max(groups, key=lambda group: (len({file.rank for file in group}), max(file.last_ns for file in group)))
+
+
+def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]:
+    left_out = [file for file in files if file.kept and file not in group]
+    for file in left_out:
+        file.kept = False
+    return [f"two jobs or more are mixed here: {_some(left_out)} left out ({why}); {_some(group)} analysed"]
+
+
+def _some(files: list[TraceFile]) -> str:
+    name = files[0].path.name
+    return name if len(files) == 1 else f"{name} and {len(files) - 1} more file(s)"

@@ -1,0 +1,252 @@
+"""Whole events out of a JSON file that is read in chunks: a few MB in memory, whatever the size of the file.
+
+A chunk is cut behind its last `}` that is followed by `, {`, and decoded. A parser that starts at an event and ends
+outside of every string and object has met a true boundary, so a cut in the wrong place (`}, {` inside a string or
+inside arguments) is an error of decoding, never a wrong event. What cannot be decoded so is walked through string by
+string and bracket by bracket; an event whose quotes or braces do not match is given up, counted, and left behind
+where another event seems to begin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from disttrain_cli.analysis.kineto.events import Event, decode, decode_patiently, mend, mend_bytes
+
+_SPACE = b" \t\r\n"
+_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\]]', re.DOTALL)
+_NEXT = re.compile(rb"\s*,\s*\{")
+_BEGINS = re.compile(rb'(?<=,)\s*(\{)\s*"\Z')
+QUOTE, OPEN, OPEN_ARRAY, CLOSE_ARRAY = b'"{[]'
+_CUTS_TRIED = 3
+_MOST_DOUBTS = 8
+#: An event or a header longer than this is given up.
+MOST_BYTES = 64 * 2**20
+
+
+@dataclass
+class Reading:
+    """What one file held besides its events, filled while they are read."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    events: int = 0
+    unreadable: int = 0
+    truncated: bool = False
+    problem: str = ""
+
+
+@dataclass
+class Batch:
+    """Events as decoded, and their text (to read numbers again, exactly)."""
+
+    events: list[Event]
+    text: bytes
+
+
+def split_events(chunks: Iterator[bytes], found: Reading) -> Iterator[Batch]:
+    """Every event of a trace once, in the order of the file.
+
+    Args:
+        chunks: the bytes of the file.
+        found: filled with the other keys of the object, and with what could not be read.
+    """
+    buffer, bare = _to_the_array(chunks, found)
+    if found.problem:
+        return
+    longest = 0
+    for chunk in chain((b"",), chunks):
+        buffer += chunk
+        longest = max(longest, len(chunk))
+        batch, used = _decode_chunk(buffer)
+        ended = False
+        if batch is None:
+            batch, used, ended = _walk(buffer, found, 0 < 3 * longest < len(buffer))
+        yield _counted(batch, found)
+        buffer = buffer[used:]
+        if ended:
+            break
+        if len(buffer) > MOST_BYTES:
+            found.unreadable += 1
+            found.truncated = True
+            return
+    else:
+        batch, used, ended = _walk(buffer, found, True)
+        yield _counted(batch, found)
+        buffer = buffer[used:]
+    if ended:
+        _read_tail(buffer[1:], chunks, found)
+    else:  # Chrome's array form may lack its end
+        found.truncated = not bare or bool(buffer.strip(_SPACE + b","))
+
+
+def _counted(batch: Batch, found: Reading) -> Batch:
+    found.events += len(batch.events)
+    return batch
+
+
+def _decode_chunk(buffer: bytes) -> tuple[Batch | None, int]:
+    """The events up to a boundary near the end and the bytes they take; (None, 0) where none can be decoded."""
+    end, last = len(buffer), 0
+    for _ in range(_CUTS_TRIED):
+        end = _last_boundary(buffer, end)
+        if end < 0:
+            break
+        piece = buffer[:end].lstrip(_SPACE + b",")
+        try:
+            return Batch(decode(piece), piece), end
+        except (ValueError, RecursionError):
+            last, end = end, end - 1
+    if last:
+        try:
+            piece = mend_bytes(buffer[:last].lstrip(_SPACE + b","))
+            return Batch(decode(piece), piece), last
+        except (ValueError, RecursionError):
+            pass
+    return None, 0
+
+
+def _last_boundary(buffer: bytes, end: int) -> int:
+    """Where the last object before `end` that another one follows ends, as it seems from the text nearby; or −1."""
+    while True:
+        at = buffer.rfind(b"}", 0, end)
+        if at < 0 or _NEXT.match(buffer, at + 1):
+            return at + 1 if at >= 0 else -1
+        end = at
+
+
+def _walk(buffer: bytes, found: Reading, final: bool) -> tuple[Batch, int, bool]:
+    """The whole events of `buffer` one by one, the bytes they take, and whether the array ended behind them.
+
+    Args:
+        final: do not wait for the end of a broken event: go on at the next one.
+    """
+    events: list[tuple[Event, bytes]] = []
+    at, ended = 0, False
+    while True:
+        at, ended, next_event = _walk_on(buffer, at, events, found, final)
+        if next_event is None:
+            return Batch([event for event, _ in events], b",".join(text for _, text in events)), at, ended
+        found.unreadable += 1
+        at = next_event
+
+
+def _walk_on(
+    buffer: bytes, at: int, events: list[tuple[Event, bytes]], found: Reading, final: bool
+) -> tuple[int, bool, int | None]:
+    """Walk from `at` until the text or the array ends, or an event turns out to be broken.
+
+    Returns where the whole events end, whether the array ended there, and where another event seems to begin behind
+    a broken one. Signs of that: an object that follows a comma inside an object (a brace is missing), and strings
+    that end like the beginning of an event (a quote is missing, what is outside of strings seems inside).
+    """
+    open_brackets = bytearray()
+    start, before, doubts = at, at, list[int]()
+    for token in _TOKEN.finditer(buffer, at):
+        kind, first, end = buffer[token.start()], token.start(), token.end()
+        if kind == QUOTE:
+            if end - first == 1:
+                break
+            begins = _BEGINS.search(buffer, first, end)
+            if begins and open_brackets:
+                doubts.append(begins.start(1))
+                if len(doubts) > _MOST_DOUBTS:
+                    break
+        elif kind in b"{[":
+            if not open_brackets:
+                start, doubts = first, []
+            elif open_brackets[-1] == kind == OPEN and buffer[before:first].strip(_SPACE) == b",":
+                return at, False, first
+            open_brackets.append(kind)
+        elif not open_brackets:
+            if kind == CLOSE_ARRAY:
+                return first, True, None
+        else:
+            open_brackets.pop()
+            if not open_brackets:
+                event = _decode_one(buffer[start:end])
+                if event is not None:
+                    events.append(event)
+                elif doubts:
+                    return at, False, doubts[0]
+                else:
+                    found.unreadable += 1
+                at = end
+        before = end
+    broken = bool(doubts) and (final or len(doubts) > _MOST_DOUBTS)
+    return at, False, doubts[0] if broken else None
+
+
+def _decode_one(text: bytes) -> tuple[Event, bytes] | None:
+    try:
+        return decode(text)[0], text
+    except (ValueError, RecursionError):
+        event, text = decode_patiently(text), mend(text)
+        return None if event is None else (event, text)
+
+
+def _to_the_array(chunks: Iterator[bytes], found: Reading) -> tuple[bytes, bool]:
+    """The text behind the `[` of the events, and whether the array is the whole document."""
+    buffer = b""
+    for chunk in chunks:
+        buffer += chunk
+        text = buffer.removeprefix(b"\xef\xbb\xbf").lstrip(_SPACE + b"\0")
+        if text[:1] == b"[":
+            return text[1:], True
+        if text and text[:1] != b"{":
+            found.problem = "is no JSON"
+            return b"", False
+        at = _events_key(text)
+        if at is not None:
+            found.header |= _object(text[:at].rstrip(_SPACE + b"[") + b" []}")
+            return text[at:], False
+        if len(buffer) > MOST_BYTES:
+            break
+    if not buffer.strip(_SPACE + b"\0\xef\xbb\xbf"):
+        found.problem = "is empty"
+    else:
+        found.problem = "holds no traceEvents"
+    return b"", False
+
+
+def _events_key(text: bytes) -> int | None:
+    """Where the array of the object's `traceEvents` begins, behind its `[`."""
+    depth, key = 0, b""
+    for token in _TOKEN.finditer(text):
+        kind = text[token.start()]
+        if kind == QUOTE:
+            if depth == 1:
+                key = token.group()
+        elif kind in b"{[":
+            if kind == OPEN_ARRAY and depth == 1 and key == b'"traceEvents"':
+                return token.end()
+            depth += 1
+        else:
+            depth -= 1
+    return None
+
+
+def _read_tail(text: bytes, chunks: Iterator[bytes], found: Reading) -> None:
+    """Keys of the object behind the array; a tail that ends early loses only itself."""
+    for chunk in chunks:
+        if len(text) < MOST_BYTES:
+            text += chunk
+    found.header |= _object(b"{" + text.lstrip(_SPACE + b","))
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        plain = json.loads(mend(text), strict=False)
+    except (ValueError, RecursionError):
+        return {}
+    return plain if isinstance(plain, dict) else {}
+
+
+def read_chunks(read: Callable[[int], bytes], size: int) -> Iterator[bytes]:
+    """Chunks of `size` bytes until there are none."""
+    while chunk := read(size):
+        yield chunk

@@ -1,0 +1,319 @@
+"""This project's own traces to an `Analysis`: run the queries, replay the steps, judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from disttrain_cli.analysis.losses import split_losses
+from disttrain_cli.analysis.own.costing import peak_of, shares_cores
+from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.own.inside import inside
+from disttrain_cli.analysis.own.operations import compare_operations
+from disttrain_cli.analysis.own.rank_times import rank_summaries
+from disttrain_cli.analysis.own.staleness import moved_data, stale
+from disttrain_cli.analysis.replay import build_graph
+from disttrain_cli.analysis.result import (
+    Analysis,
+    Comparison,
+    JobSummary,
+    MemoryRow,
+    OperationRow,
+    Place,
+    RankSummary,
+    Slowest,
+    Stragglers,
+    UnitSummary,
+    Verdict,
+    WhatIf,
+)
+from disttrain_cli.analysis.verdict import judge, unknown
+from disttrain_cli.analysis.what_if import what_if
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.plan import Prediction
+from disttrain_cli.spec.trace import COMPUTE, Job
+
+
+def analyze_database(database: Database) -> Analysis:
+    """Analyse traces of ours that are open already (the report asks them again).
+
+    Raises:
+        DataError: no whole step was recorded.
+    """
+    times = database.query("iterations")[0]
+    if not times["measured"]:
+        raise DataError(
+            "The trace holds no whole step",
+            f"{times['recorded']} step(s) were recorded; a measured step needs "
+            "forward and backward of every rank, and the first one is warm-up",
+            "Record more: disttrain train --steps 5",
+        )
+    shares = database.query("idle_totals")[0]
+    job, iteration_s = database.job, times["iteration_s"]
+    units = _units(database, iteration_s)
+    mfu = _job_mfu(database, units, iteration_s)
+    operations = compare_operations(database)
+    comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
+    moved = moved_data(database)
+    ranks = rank_summaries(database)
+    stragglers, verdict, study = _straggle(database, shares, ranks, comparisons)
+    summary = JobSummary(
+        run=database.run,
+        rehearsed=None if job is None else _rehearsed(job),
+        layout=job.layout.describe()
+        if job is not None
+        else " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units),
+        ranks=len(ranks),
+        steps=times["recorded"],
+        steps_measured=times["measured"],
+        warmup_steps_excluded=times["warmup"],
+        iteration_s=iteration_s,
+        iteration_p50_s=times["p50_s"],
+        iteration_p95_s=times["p95_s"],
+        sequences_per_s=times["sequences_per_s"],
+        mfu=mfu,
+        bubble_fraction=1 - shares["compute"],
+        exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
+        time_shares={name: share for name, share in shares.items() if name != "data_wait_s"},
+    )
+    _check(database, times, units, summary)
+    profiled = inside(database)
+    if moved:
+        verdict = stale(database, moved, operations, verdict)
+    return Analysis(
+        format="disttrain",
+        job=summary,
+        units=units,
+        stragglers=stragglers,
+        verdict=verdict,
+        ranks=ranks,
+        what_if=study,
+        predicted_vs_measured=comparisons,
+        operations=operations,
+        drift=moved,
+        slowest=_slowest(database),
+        clocks=database.clocks,
+        inside=profiled,
+        memory=_memory(database),
+        warnings=list(dict.fromkeys(database.warnings)),
+    )
+
+
+def _rehearsed(job: Job) -> str | None:
+    """One sentence on how emulated devices stood for the cluster; None where real ones ran."""
+    how = job.rehearsed
+    if how is None:
+        return None
+    parts = [f"slow {fault.slow} ({fault.unit}" + (f" stage {fault.stage}" if fault.slow != "worker" else "")
+             + ("" if fault.replica is None else f" replica {fault.replica}") + f", × {fault.factor:g})"
+             for fault in how.faults]
+    parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []
+    parts += [f"data of {how.distribution}"] if how.distribution else []
+    return (f"Rehearsed: {how.processes} processes stood for {job.layout.gpus_used} GPUs; times are the cluster's"
+            + (f". Injected: {'; '.join(parts)}." if parts else "."))
+
+
+def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
+    """Per unit; its MFU is its model FLOPs ÷ (step time × its share of the peak).
+
+    On CUDA that share is the peak of its devices. A CPU is one device for all: every unit gets the part of the
+    machine's peak that its ranks are of all ranks, though it may use more while others wait.
+    """
+    units = []
+    total = sum(row["gpus"] for row in database.sql("SELECT gpus FROM units"))
+    for row in database.query("units"):
+        flops = row.pop("flops_per_step")
+        mfu = None
+        if flops is not None and database.job is not None:
+            mfu = flops / (iteration_s * 1e12 * peak_of(database.job, total) * row["gpus"] / total)
+        units.append(UnitSummary(**row, mfu=mfu, model_tflop_per_step=None if flops is None else flops / 1e12))
+    return units
+
+
+def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -> float | None:
+    """Model FLOPs of all units ÷ (step time × peak), or None where a unit's are unknown."""
+    if database.job is None:
+        return None
+    tflop = 0.0
+    for unit in units:
+        if unit.model_tflop_per_step is None:
+            return None
+        tflop += unit.model_tflop_per_step
+    return tflop / (iteration_s * peak_of(database.job, sum(unit.gpus for unit in units)))
+
+
+def _comparisons(
+    database: Database, times: dict[str, Any], operations: list[OperationRow], bubble: float, mfu: float | None
+) -> list[Comparison]:
+    """Predicted beside measured in sum: the plan's figures, and the profile at the recorded sizes."""
+    job = database.job
+    if job is None:
+        return []
+    rows: list[Comparison] = []
+
+    def add(
+        what: str, unit: str | None, basis: str, predicted: float | None, measured: float | None, measure: str
+    ) -> None:
+        if predicted and measured is not None:
+            rows.append(
+                Comparison(
+                    what=what,
+                    unit=unit,
+                    basis=basis,
+                    predicted=predicted,
+                    measured=measured,
+                    measure=measure,
+                    error_pct=100 * (measured - predicted) / predicted,
+                )
+            )
+
+    plan, iteration_s = job.predicted, times["iteration_s"]
+    add("iteration_s", None, "plan", plan.iteration_s, iteration_s, "s")
+    if operations:
+        add("iteration_s", None, "same work", operations[0].predicted / 1e3, iteration_s, "s")
+    add("sequences_per_s", None, "plan", plan.sequences_per_s, job.layout.global_batch_size / iteration_s, "1/s")
+    add("mfu", None, "plan", plan.mfu, mfu, "fraction")
+    add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
+    sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
+    for unit in job.layout.units:
+        own = [row for row in operations if row.unit == unit.name and row.operation in COMPUTE]
+        for what in (*COMPUTE, "stage") if own else ():
+            if unit.name in sharing:
+                planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
+                add(f"{what}_ms", unit.name, "plan", planned_ms, _of_unit(own, what, "measured"), "ms")
+            add(f"{what}_ms", unit.name, "same work", _of_unit(own, what, "predicted"), _of_unit(own, what, "measured"),
+                "ms")
+    return rows
+
+
+def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
+    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both together."""
+    if what != "stage":
+        return sum(float(getattr(row, column)) for row in rows if row.operation == what)
+    return max(sum(float(getattr(row, column)) for row in rows if row.stage == stage)
+               for stage in {row.stage for row in rows})
+
+
+def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
+    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for "stage"."""
+    time = next(time for time in predicted.units if time.unit == unit)
+    if operation != "stage":
+        return float(getattr(time, f"{operation}_ms"))
+    return max((s.forward_ms + s.backward_ms for s in predicted.stages if s.unit == unit), default=time.stage_ms)
+
+
+def _straggle(
+    database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison]
+) -> tuple[Stragglers, Verdict, WhatIf | None]:
+    graph, job = build_graph(database), database.job
+    if graph is None:
+        return (
+            Stragglers(slowdown=None, ideal_s=None, lost_s=None),
+            unknown("no recorded step is whole enough to replay"),
+            None,
+        )
+    losses = split_losses(graph)
+    where = {
+        rank.rank: Place(**rank.model_dump(include={"unit", "stage", "replica", "rank", "host"}))
+        for rank in ranks
+    }
+    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
+    unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
+    if unexplained > 0.05:
+        database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
+    return (
+        Stragglers(
+            slowdown=measured_s / ideal_s,
+            ideal_s=ideal_s,
+            lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
+        ),
+        judge(losses, shares, where, len(ranks) if job is None else job.layout.gpus_used, comparisons,
+              job is not None and shares_cores(job) and len(ranks) > 1),
+        what_if(graph),
+    )
+
+
+def _memory(database: Database) -> list[MemoryRow]:
+    """Recorded memory of every stage beside what the plan expects."""
+    planned = {} if database.job is None else {
+        (stage.unit, stage.stage): stage for stage in database.job.predicted.memory}
+    rows = []
+    for row in database.query("memory"):
+        stage = planned.get((row["unit"], row["stage"]))
+        rows.append(MemoryRow(**row, predicted_gib=stage and stage.peak_gib, limit_gib=stage and stage.limit_gib))
+    return rows
+
+
+def _slowest(database: Database) -> list[Slowest]:
+    """The slowest stage, replica and slot."""
+    cells = database.cells
+    rows = []
+    for kind in ("stage", "replica"):
+        groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        for cell in cells:
+            groups.setdefault((cell["unit"], cell[kind]), []).append(cell)
+        found = []
+        for (unit, number), members in groups.items():
+            if sum(1 for other, _ in groups if other == unit) < 2:
+                continue
+            normal = [cell["normalised"] for cell in members if cell["normalised"] is not None]
+            found.append(
+                Slowest(
+                    kind=kind,
+                    unit=unit,
+                    number=number,
+                    mean_ms=_mean(members, "mean_ms"),
+                    ratio=_mean(members, "ratio"),
+                    normalised_ratio=sum(normal) / len(normal) if normal else None,
+                )
+            )
+        if found:
+            rows.append(max(found, key=lambda row: row.ratio))
+    slot = max(database.query("slots"), key=lambda row: row["ms"])
+    work = slot["work_ratio"]
+    rows.append(
+        Slowest(
+            kind="slot",
+            unit=None,
+            number=slot["slot"],
+            mean_ms=slot["ms"],
+            ratio=slot["ratio"],
+            normalised_ratio=slot["ratio"] / work if work else None,
+        )
+    )
+    return rows
+
+
+def _mean(rows: list[dict[str, Any]], key: str) -> float:
+    return sum(row[key] or 0.0 for row in rows) / len(rows)
+
+
+def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], summary: JobSummary) -> None:
+    """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared cores."""
+    warn, job = database.warnings.append, database.job
+    if times["warmup"] == 0:
+        warn("only one step was recorded, so its warm-up could not be left out")
+    if times["incomplete"]:
+        warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
+    if job is not None:
+        whole = sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units"))
+        if summary.ranks < whole:
+            warn(f"the trace holds {summary.ranks} of {whole:.0f} ranks: figures are of those only")
+    expected = times["last_step"] - times["first_step"] + 1
+    if times["recorded"] < expected:
+        warn(
+            f"{expected - times['recorded']} step(s) between {times['first_step']} and {times['last_step']} are missing"
+        )
+    if times["reported"] < times["measured"]:
+        warn(f"{times['measured'] - times['reported']} measured step(s) have no reported loss and time")
+    if summary.mfu is not None and summary.mfu > 1:
+        warn(
+            f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong"
+        )
+    if (summary.iteration_s or 0.0) > 1.1 * times["window_s"]:
+        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['window_s']:.3g} s")
+    if job is not None and shares_cores(job) and summary.ranks > 1:
+        warn(
+            f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
+            "rank is slower while others "
+            "compute, so which unit or rank is slow is less certain than on separate devices"
+        )

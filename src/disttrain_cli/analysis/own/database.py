@@ -1,0 +1,241 @@
+"""An in-memory DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
+
+`seen` is what one pass over the files tells of every rank and step. Up to `MOST_ROWS_HELD` rows are then held in
+memory as `operations`; of a longer trace that is a view, which reads the files whenever it is asked. After the views
+exist, the connection may open no file but the segments, load no extension and change no setting, so that `--sql` can
+run a stranger's query. Names of files and strings of a trace reach SQL only as quoted literals or parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.analysis.own.clocks import repair_clocks
+from disttrain_cli.analysis.own.costing import StageCost, known_stages, stage_costs
+from disttrain_cli.analysis.own.files import find_traces
+from disttrain_cli.analysis.result import HostClock
+from disttrain_cli.analysis.sql import Table, answer, header, query_text
+from disttrain_cli.costs.layout import Stage
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]",
+          "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
+#: Rows of a trace up to which it is held in memory (about 200 bytes each).
+MOST_ROWS_HELD = 5_000_000
+#: Views made from `queries/view_NAME.sql`, in the order in which they need each other.
+_VIEWS = ("windows", "operations", "idle", "memory")
+
+
+@dataclass
+class Database:
+    """An open connection, the job it describes with the stages of its layout, and what had to be left out."""
+
+    connection: DuckDBPyConnection
+    job: Job | None
+    run: str
+    paths: list[Path]
+    stages: list[Stage] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    clocks: list[HostClock] = field(default_factory=list)
+
+    def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
+        """Rows of `queries/NAME.sql`, with `$parameter` values."""
+        return self.sql(query_text(name), parameters)
+
+    @cached_property
+    def cells(self) -> list[dict[str, Any]]:
+        """Rows of `queries/cells.sql`, which several ask for."""
+        return self.query("cells")
+
+    def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
+        """The same as NumPy columns, for long results."""
+        return self.connection.execute(query_text(name), parameters or None).fetchnumpy()
+
+    def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Rows of an SQL text of ours."""
+        cursor = self.connection.execute(text, parameters or None)
+        names = [column[0] for column in cursor.description or []]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def open_database(paths: list[Path]) -> Database:
+    """Views over the traces in `paths`; see `documented_views` for what can be asked.
+
+    Raises:
+        DataError: a path does not exist, or nothing in it can be read.
+    """
+    import duckdb
+
+    files = find_traces(paths)
+    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
+    try:
+        _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
+        _make_source(connection, "step_segments", files.steps, STEP_COLUMNS)
+        _make_source(connection, "size_segments", files.sizes, SIZE_COLUMNS)
+        run = _choose_starts(connection, files.job, files.warnings)
+        clocks = repair_clocks(connection, files.warnings)
+        stages = known_stages(files.job, files.warnings) if files.job is not None else []
+        _make_layout(connection, files.job, stages)
+        _make_cuts(connection, stages)
+        connection.execute("SET preserve_insertion_order = false")  # lets both cores write
+        for view in _VIEWS:
+            text = query_text(f"view_{view}")
+            held = view == "operations" and files.rows <= MOST_ROWS_HELD
+            connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if held else text)
+        connection.execute("SET preserve_insertion_order = true")
+        connection.execute(f"SET allowed_paths = {_literals(files.all, str, _no_glob)}")
+        connection.execute("SET enable_external_access = false")
+        connection.execute("SET lock_configuration = true")
+    except duckdb.Error as error:
+        raise DataError(
+            "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
+        ) from None
+    return Database(connection, files.job, run, paths, stages, files.warnings, clocks)
+
+
+def run_sql(paths: list[Path], query: str) -> Table:
+    """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
+
+    Raises:
+        DataError: nothing can be read in `paths`.
+        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
+    """
+    return answer(open_database(paths).connection, query, documented_views())
+
+
+def documented_views() -> dict[str, str]:
+    """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
+    own = {
+        "trace": "One row per operation of a rank of the analysed run, the hosts' clocks put right. Columns: "
+        + ", ".join(TRACE_COLUMNS),
+        "steps": "One row per optimizer step, as reported while training. Columns: " + ", ".join(STEP_COLUMNS),
+        "sizes": "One row per sequence whose sizes were recorded, a few of every step. Columns: "
+        + ", ".join(SIZE_COLUMNS),
+        "clocks": "One row per host, where there are several: what its clock shows more than that of rank 0's host. "
+        "Columns: host, offset_us, drift_ppm, error_us, applied",
+        "units": "One row per unit of the plan; devices_per_rank: devices for which a recorded rank stands. Columns: "
+        "unit, place, modules, tp, dp, pp, gpus, first_depth, devices_per_rank",
+        "costs": "One row per module, stage and direction: summed coefficients of FLOPs and of time in ms. Columns: "
+        + ", ".join(StageCost._fields),
+    }
+    return own | {name: header(query_text(f"view_{name}")) for name in _VIEWS}
+
+
+def _literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
+    """A SQL list of quoted file names, each in every given form."""
+    names = [form(str(path.resolve())) for path in paths for form in forms]
+    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+
+
+def _no_glob(name: str) -> str:
+    """The name with the characters that DuckDB would expand standing for themselves."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _make_source(connection: DuckDBPyConnection, name: str, files: list[Path], columns: dict[str, str]) -> None:
+    """A view over Parquet files with the columns of our schema, or an empty table of the same shape."""
+    shape = ", ".join(f"{column} {_TYPES[kind]}" for column, kind in columns.items())
+    if not files:
+        connection.execute(f"CREATE TABLE {name} ({shape})")
+        return
+    found = f"SELECT * FROM read_parquet({_literals(files, _no_glob)}, union_by_name = true)"
+    if not LATER_COLUMNS.isdisjoint(columns):
+        connection.execute(f"CREATE TABLE {name}_shape ({shape})")
+        found += f" UNION ALL BY NAME SELECT * FROM {name}_shape"
+    casts = ", ".join(f"CAST({column} AS {_TYPES[kind]}) AS {column}" for column, kind in columns.items())
+    connection.execute(f"CREATE VIEW {name} AS SELECT {casts} FROM ({found})")
+
+
+def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> str:
+    """Views `recorded` and `steps` of the starts of one job; a step repeated after resuming counts once, as last done.
+
+    Every start of a job is a `run` of its own. Starts whose ranks hold other places than the job's last start
+    belong to another plan and are left out.
+    """
+    connection.execute(query_text("seen"))
+    starts = connection.execute(
+        "SELECT run, list_sort(list(DISTINCT (unit, stage, replica, rank)::VARCHAR)) AS places, min(first_ns) "
+        "FROM seen GROUP BY run ORDER BY min(first_ns), run"
+    ).fetchall()
+    places = {str(name): places for name, places, _ in starts}
+    last = job.run if job is not None and job.run in places else list(places)[-1]
+    if job is not None and job.run not in places:
+        warnings.append(
+            f"job.json describes the start {job.run!r}, of which no row was written; {last!r} is analysed"
+        )
+    alike = [
+        name
+        for name in places
+        if set(places[name]) <= set(places[last]) or set(places[last]) <= set(places[name])
+    ]
+    others = ", ".join(repr(name) for name in places if name not in alike)
+    if others:
+        warnings.append(f"starts of different plans are mixed here: {last!r} is analysed, {others} left out")
+    connection.execute(
+        "CREATE TABLE kept AS SELECT step, arg_max(run, latest_ns) AS run, count(DISTINCT run) AS starts "
+        "FROM seen WHERE list_contains($runs, run) GROUP BY step",
+        {"runs": alike},
+    )
+    connection.execute("CREATE VIEW recorded AS SELECT s.* FROM segments s JOIN kept USING (step, run)")
+    connection.execute(
+        "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
+        "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1"
+    )
+    connection.execute("CREATE VIEW sizes AS SELECT s.* FROM size_segments s JOIN kept USING (step, run)")
+    repeated = connection.execute("SELECT count(*) FROM kept WHERE starts > 1").fetchall()[0][0]
+    if repeated:
+        warnings.append(f"{repeated} step(s) were repeated after resuming; the last time is analysed")
+    return last
+
+
+def _make_cuts(connection: DuckDBPyConnection, stages: list[Stage]) -> None:
+    """Table `cuts`: the stages, by their depth in the pipeline, on both sides of every cut; in a line if not known."""
+    connection.execute("CREATE TABLE cuts (before INTEGER, after INTEGER)")
+    if len(stages) > 1:
+        connection.executemany("INSERT INTO cuts VALUES (?, ?)",
+                               [[depth, taker] for depth, stage in enumerate(stages) for taker in stage.after])
+    elif not stages:
+        connection.execute(
+            "INSERT INTO cuts SELECT range, range + 1 FROM range(0, (SELECT sum(pp)::BIGINT FROM units) - 1)")
+
+
+def _make_layout(connection: DuckDBPyConnection, job: Job | None, stages: list[Stage]) -> None:
+    """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage and module).
+
+    Of a TP group often one rank is recorded: it stands for the devices of the others too.
+    """
+    connection.execute(
+        "CREATE TABLE units (unit VARCHAR, place INTEGER, modules VARCHAR[], tp INTEGER, dp INTEGER, "
+        "pp INTEGER, gpus INTEGER, first_depth INTEGER, devices_per_rank DOUBLE)"
+    )
+    connection.execute(
+        "CREATE TABLE costs (unit VARCHAR, stage INTEGER, module VARCHAR, kind VARCHAR, operation VARCHAR, "
+        + ", ".join(f"{name} DOUBLE" for name in StageCost._fields[5:])
+        + ")"
+    )
+    if job is None:
+        connection.execute(query_text("layout_from_trace"))
+        return
+    recorded: dict[str, int] = dict(connection.execute(
+        "SELECT unit, count(DISTINCT tp_rank) FROM seen JOIN kept USING (step, run) GROUP BY unit").fetchall())
+    depth = 0
+    for place, unit in enumerate(job.layout.units):
+        connection.execute(
+            "INSERT INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [unit.name, place, unit.modules, unit.tp, unit.dp, unit.pp, unit.gpus, depth,
+             unit.tp / recorded.get(unit.name, 1)],
+        )
+        depth += unit.pp
+    rows = stage_costs(job, stages)
+    if rows:
+        connection.executemany(
+            f"INSERT INTO costs VALUES ({', '.join('?' * len(StageCost._fields))})", [list(row) for row in rows]
+        )

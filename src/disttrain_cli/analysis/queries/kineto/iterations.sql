@@ -1,0 +1,9 @@
+-- Profiler steps: how many, how many are measured, and how long those take (the slowest rank of each).
+WITH lengths AS (SELECT step, max(until_ns - start_ns) / 1e9 AS s FROM steps WHERE measured GROUP BY step)
+SELECT (SELECT count(DISTINCT step) FROM steps) AS recorded, count(*) AS measured, avg(s) AS mean_s,
+       quantile_cont(s, 0.5) AS p50_s, quantile_cont(s, 0.95) AS p95_s,
+       (SELECT count(*) FROM (SELECT step FROM steps GROUP BY step
+                              HAVING count(*) < (SELECT count(DISTINCT rank) FROM steps))) AS partial,
+       (SELECT count(DISTINCT rank) FROM raw_kernels)
+           - (SELECT count(DISTINCT rank) FROM steps WHERE rank IN (SELECT rank FROM raw_kernels)) AS unmarked
+FROM lengths;

@@ -1,0 +1,127 @@
+"""Small pictures of the report as SVG text: lines over steps, stacked shares, bars. Every string is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from disttrain_cli.analysis.report.words import figure, seconds
+
+Series = tuple[str, list[tuple[float, float]]]  # name, (step, value)
+
+
+def line_chart(title: str, series: Sequence[Series], unit: str = "", expected: float | None = None) -> str:
+    """Lines over steps, at most 400 points each; empty text where there is nothing to draw.
+
+    `expected` is drawn as a dashed line across: what the plan said.
+    """
+    series = [(name, thin(points)) for name, points in series if points]
+    if not series:
+        return ""
+    width, height, left, right, top, bottom = 460, 190, 52, 12, 14, 26
+    xs = [x for _, points in series for x, _ in points]
+    ys = [y for _, points in series for _, y in points] + ([] if expected is None else [expected])
+    x0, x1, y0, y1 = min(xs), max(xs), min(0.0, *ys), max(ys)
+    x1, y1 = (x1 if x1 > x0 else x0 + 1), (y1 if y1 > y0 else y0 + 1)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return (left + (x - x0) / (x1 - x0) * (width - left - right),
+                height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom))
+
+    parts = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" '
+             f'aria-label="{escape(_summary(title, series, unit))}">']
+    for index in range(4):
+        value = y0 + (y1 - y0) * index / 3
+        y = at(x0, value)[1]
+        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+                     f'<text class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>')
+    parts.append(f'<text class="axis" x="{left}" y="{height - 8}">step {x0:.0f}</text>'
+                 f'<text class="axis" x="{width - right}" y="{height - 8}" text-anchor="end">{x1:.0f}</text>')
+    if expected is not None:
+        y = at(x0, expected)[1]
+        parts.append(f'<line class="expected" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for index, (_, points) in enumerate(series):
+        places = [at(x, y) for x, y in points]
+        parts.append(f'<polyline class="line s{index}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+        if len(places) == 1:
+            parts.append(f'<circle class="dot s{index}" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3"/>')
+    parts.append("</svg>")
+    legend = [f'<span><i class="s{index}"></i>{escape(name)} <b>{figure(points[-1][1])}{escape(unit)}</b></span>'
+              for index, (name, points) in enumerate(series)]
+    if expected is not None:
+        legend.append(f'<span><i class="expected"></i>plan <b>{figure(expected)}{escape(unit)}</b></span>')
+    return (f'<figure><figcaption>{escape(title)}<div class="legend">{"".join(legend)}</div></figcaption>'
+            f'{"".join(parts)}</figure>')
+
+
+def _summary(title: str, series: Sequence[Series], unit: str) -> str:
+    """A chart in a sentence."""
+    ends = [f"{name} from {figure(points[0][1])}{unit} to {figure(points[-1][1])}{unit}" for name, points in series]
+    return f"{title} over steps: {', '.join(ends)}"
+
+
+def share_bar(shares: Sequence[tuple[str, str, float]]) -> str:
+    """One stacked bar of (class, name, share) with a legend; every part is named and numbered there."""
+    x, parts, legend = 0.0, [], []
+    total = sum(max(0.0, share) for _, _, share in shares) or 1.0
+    for kind, name, share in shares:
+        size = 1000 * max(0.0, share) / total
+        parts.append(f'<rect class="k-{escape(kind)}" x="{x:.2f}" y="0" width="{size:.2f}" height="34">'
+                     f"<title>{escape(name)}: {100 * share:.1f} %</title></rect>")
+        if size > 1.5:
+            parts.append(f'<rect class="edge" x="{x + size - 1:.2f}" y="0" width="1.5" height="34"/>')
+        x += size
+        legend.append(f'<span><i class="k-{escape(kind)}"></i>{escape(name)} <b>{100 * share:.1f} %</b></span>')
+    return ('<svg class="share" viewBox="0 0 1000 34" preserveAspectRatio="none" role="img" '
+            f'aria-label="Shares of time; the legend has the figures">{"".join(parts)}</svg>'
+            f'<div class="legend">{"".join(legend)}</div>')
+
+
+def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
+    """Bars of (class, name, seconds), each beginning where the one before ended; of class total: beginning at 0."""
+    left, width, row = 232.0, 340.0, 25
+    reach, at = 1e-12, 0.0
+    for kind, _, value in parts:
+        at = value if kind == "total" else at + value
+        reach = max(reach, at)
+    at, drawn = 0.0, []
+    for index, (kind, name, value) in enumerate(parts):
+        start, end = (0.0, value) if kind == "total" else (at, at + value)
+        low, high, y = max(0.0, min(start, end)), max(start, end), row * index
+        x, size = left + width * low / reach, max(1.0, width * (high - low) / reach)
+        text = seconds(abs(value))
+        sign = "" if kind == "total" or text == "0" else "−" if value < 0 else "+"
+        bar = f'<rect class="{escape(kind)}" x="{x:.1f}" y="{y + 4}" width="{size:.1f}" height="15" rx="2"/>' \
+            if text != "0" else f'<rect class="nothing" x="{x:.1f}" y="{y + 4}" width="1" height="15"/>'
+        drawn.append(f'<text x="0" y="{y + 16}">{escape(name)}</text>{bar}<text class="soft" '
+                     f'x="{left + width + 10:.0f}" y="{y + 16}">{sign}{text}</text>')
+        at = end
+    return _bars(drawn, row * len(parts), label)
+
+
+def stacked_rows(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label: str) -> str:
+    """One stacked bar per row of (name, parts of (class, value)), all on one scale."""
+    reach = max((sum(value for _, value in parts) for _, parts in rows), default=0.0) or 1.0
+    height = 22 if len(rows) <= 24 else 12
+    left, width, drawn = 150.0, 500.0, []
+    for index, (name, parts) in enumerate(rows):
+        x, y = left, height * index
+        small = ' class="small"' if height < 20 else ""
+        drawn.append(f'<text x="0" y="{y + height - (7 if height > 20 else 2.5)}"{small}>{escape(name)}</text>')
+        for kind, value in parts:
+            size = width * max(0.0, value) / reach
+            drawn.append(f'<rect class="k-{escape(kind)}" x="{x:.1f}" y="{y + 1}" width="{size:.2f}" '
+                         f'height="{height - (5 if height > 20 else 2)}"/>')
+            x += size
+    return _bars(drawn, height * len(rows), label)
+
+
+def _bars(drawn: list[str], height: int, label: str) -> str:
+    return (f'<svg class="bars" width="660" height="{height}" viewBox="0 0 660 {height}" role="img" '
+            f'aria-label="{escape(label)}">{"".join(drawn)}</svg>')
+
+
+def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
+    """Every k-th point, the last one kept, so that a page does not grow with the steps."""
+    every = -(-len(points) // most)
+    return points if every <= 1 else [*points[:-1:every], points[-1]]

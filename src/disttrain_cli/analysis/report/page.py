@@ -1,0 +1,96 @@
+"""The page itself: sections in their order, one template, and a policy that lets nothing else in.
+
+Everything that can be text or SVG is written here, so that the page reads without a script and in print; the
+script (`templates/report.js`) only draws the zoomable timeline. The page's policy allows exactly this script and
+this style sheet, by hash, and images in `data:` form; every string of the trace is escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.analysis.report import sections, tables
+from disttrain_cli.analysis.report.pictures import Pictures
+from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.spec.files import write_whole
+
+
+def write_report(analysis: Analysis, pictures: Pictures, images: list[Path], out: Path) -> Path:
+    """Write the page; returns its path.
+
+    Args:
+        analysis: what was found, in traces of any format.
+        pictures: what is drawn of the same traces, as far as they tell it.
+        images: PNG or JPEG files that the model generated; unreadable or large ones are left out.
+        out: the HTML file.
+
+    Raises:
+        SpecError: the file cannot be written.
+    """
+    style, script = _template("report.css"), _template("report.js")
+    values = {
+        "TITLE": escape(f"{analysis.verdict.headline} · disttrain"),
+        "LAYOUT": escape(analysis.job.layout or analysis.job.run),
+        "STYLE": style,
+        "SCRIPT": script,
+        "STYLE_HASH": _sha256(style),
+        "SCRIPT_HASH": _sha256(script),
+        "BODY": body(analysis, pictures, images),
+        "FOOTER": escape(sections.footer(analysis)),
+        "DATA": _json({"timelines": pictures.timelines}),
+    }
+    page = re.sub(r"@@([A-Z_]+)@@", lambda match: values[match.group(1)], _template("report.html"))
+    return write_whole(out, page)
+
+
+def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
+    """All sections; those that these traces cannot fill are left out and named at the end."""
+    parts: list[tuple[str, str]] = [  # text, and why it is empty where that must be said
+        (sections.rehearsed(analysis.job), ""),
+        (sections.verdict(analysis), ""),
+        (sections.tiles(analysis), ""),
+        (sections.timeline(pictures.timelines), "Timeline: these traces have no steps and ranks to draw."),
+        (sections.time_shares(analysis), "Where the ranks’ time goes: these traces do not tell units and stages."),
+        (sections.losses(analysis), "What a step loses: no recorded step was whole enough to be replayed."),
+        (sections.heat(pictures), "Stage × replica: these traces do not tell what each replica computed."),
+        (tables.units(analysis), "Units: these traces do not name units."),
+        (tables.slowest(analysis), ""),
+        (sections.ranks_chart(analysis), ""),
+        (tables.collectives(analysis),
+         "Collectives: none was matched over ranks." if analysis.format == "kineto" else ""),
+        (tables.kernels(analysis), ""),
+        (tables.inside(analysis), ""),
+        (tables.what_if(analysis), "What if: no recorded step was whole enough to be replayed."),
+        (tables.predicted(analysis), "Predicted against measured: there is no plan beside these traces."),
+        (tables.operations(analysis), ""),
+        (tables.memory(analysis), "Memory: it was not recorded."),
+        (sections.curves(analysis, pictures.steps), "Loss and MFU over steps: these traces do not tell them."),
+        (sections.generated(images), ""),
+        (sections.warnings(analysis), ""),
+        (tables.ranks(analysis), ""),
+    ]
+    return "\n".join([text for text, _ in parts if text] + [sections.left_out([why for text, why in parts
+                                                                               if why and not text])])
+
+
+def _template(name: str) -> str:
+    return (resources.files("disttrain_cli") / "templates" / name).read_text(encoding="utf-8").strip()
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end its script element, whatever strings it holds."""
+    text = json.dumps(value, separators=(",", ":"))
+    for letter in "<>&\u2028\u2029":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text

@@ -1,0 +1,229 @@
+"""Sections of the page that are drawn or written out; empty text where an analysis has nothing for them."""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.analysis.report.charts import line_chart, share_bar, stacked_rows, waterfall
+from disttrain_cli.analysis.report.heat import heat_maps
+from disttrain_cli.analysis.report.pictures import Pictures
+from disttrain_cli.analysis.report.words import CAUSES, figure, folded, percent, place, prose, seconds, section, table
+from disttrain_cli.analysis.result import Analysis, JobSummary
+
+#: Generated images on the page, and the largest one taken in.
+MOST_IMAGES = 24
+MOST_IMAGE_BYTES = 512 * 1024
+#: Ranks that have a bar of their own.
+MOST_BARS = 64
+MOST_EVIDENCE = 6  # rows before the fold
+_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg"}
+_SHARES = (
+    ("compute", "compute", "Compute"),
+    ("load", "data_wait", "Waiting for data"),
+    ("unit", "other_unit", "Waiting for another unit"),
+    ("stage", "other_stage", "Waiting for another stage"),
+    ("warmup", "warmup", "Filling the pipeline"),
+    ("drain", "drain", "Draining it"),
+    ("stage", "waiting", "Waiting in collectives"),
+    ("send", "transfer", "Moving tensors"),
+    ("memory", "copies", "Copies"),
+    ("step", "update", "Reduction and optimizer"),
+    ("gap", "gap", "Held up by the host"),
+    ("communication", "communication", "Communication, waiting included"),
+    ("idle", "idle", "Idle"),
+)
+_KINDS = {
+    "forward": "forward", "backward": "backward", "receive": "receive (waiting included)", "load": "load",
+    "send": "send", "reduce": "reduce", "step": "step", "compute": "compute", "communication": "communication",
+    "memory": "memory", "other": "other",
+}
+
+
+def rehearsed(job: JobSummary) -> str:
+    return f'<section class="rehearsed">{escape(job.rehearsed)}</section>' if job.rehearsed is not None else ""
+
+
+def verdict(analysis: Analysis) -> str:
+    """What slows the job, how sure that is, what to do, and the figures behind it."""
+    found = analysis.verdict
+    kind = "good" if found.cause == "none" else "bad" if found.confidence >= 0.5 else "unsure"
+    where = place(**found.place.model_dump())
+    rows = [[escape(row.what), seconds(row.value) if row.unit == "s" else f"{figure(row.value, 4)} {escape(row.unit)}"]
+            for row in found.evidence]
+    evidence = table(["Evidence", "Measured"], rows[:MOST_EVIDENCE], narrow=True) if rows else ""
+    if len(rows) > MOST_EVIDENCE:
+        evidence += folded(f"{len(rows) - MOST_EVIDENCE} more", table(["Evidence", "Measured"], rows[MOST_EVIDENCE:],
+                                                                   narrow=True))
+    return (
+        f'<section id="verdict" class="{kind}"><p class="kicker">Verdict{" · " + where if where else ""} · '
+        f"confidence {100 * found.confidence:.0f} %</p><h1>{prose(found.headline)}</h1>"
+        f'<p class="advice">{prose(found.advice)}</p><p><code class="command">{escape(found.next_command)}</code></p>'
+        f"{evidence}</section>")
+
+
+def tiles(analysis: Analysis) -> str:
+    """The job's figures, large; those that the traces tell."""
+    job = analysis.job
+    steps = f" · {job.steps_measured} step{'s' * (job.steps_measured != 1)} measured" if job.steps_measured else ""
+    values = [
+        (None if job.iteration_s is None else seconds(job.iteration_s), "mean step"),
+        (None if job.mfu is None else percent(job.mfu), "MFU"),
+        (None if job.bubble_fraction is None else percent(job.bubble_fraction), "bubble"),
+        (None if job.exposed_communication_fraction is None else percent(job.exposed_communication_fraction),
+         "exposed communication"),
+        (None if job.sequences_per_s is None else figure(job.sequences_per_s), "sequences per second"),
+        (f"{job.ranks}", f"ranks{steps}"),
+    ]
+    return '<div class="tiles">' + "".join(
+        f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for value, name in values if value is not None
+    ) + "</div>"
+
+
+def timeline(timelines: list[dict[str, Any]]) -> str:
+    """The frame of the timeline; the script fills it."""
+    if not timelines:
+        return ""
+    buttons = "".join(
+        f'<button type="button" data-step="{index}" aria-pressed="{str(index == 0).lower()}">{escape(item["title"])}'
+        f" <small>{escape(item['why'])}</small></button>" for index, item in enumerate(timelines))
+    used = {kind for item in timelines for _, kind in item["names"]}
+    legend = "".join(f'<span><i class="k-{kind}"></i>{escape(name)}</span>'
+                     for kind, name in _KINDS.items() if kind in used)
+    slots = "Numbers are slots. " if any(slot >= 0 for item in timelines for slot in item["bars"]["slot"]) else ""
+    return section(
+        "Timeline by unit and rank",
+        f'{slots}<span class="how">Drag to move; <kbd>Shift</kbd> and drag, double-click, or the wheel with '
+        "<kbd>Ctrl</kbd> to zoom. With the picture focused: <kbd>+</kbd> <kbd>−</kbd> <kbd>0</kbd> zoom, <kbd>←</kbd> "
+        "<kbd>→</kbd> move, <kbd>↑</kbd> <kbd>↓</kbd> choose a rank, <kbd>N</kbd> <kbd>P</kbd> its next and previous "
+        "operation. </span>"
+        '<span id="timeline-note"></span>',
+        f'<div class="controls" role="group" aria-label="Timeline"><span class="steps">{buttons}</span>'
+        '<span class="spacer"></span><button type="button" id="zoom-out" aria-label="Zoom out">−</button>'
+        '<button type="button" id="zoom-in" aria-label="Zoom in">+</button>'
+        '<button type="button" id="zoom-all">Whole step</button></div><div id="timeline-box"><div id="corner">busy '
+        'ranks</div><div id="strip-box"><canvas id="strip" aria-hidden="true"></canvas></div><div id="lanes" '
+        'aria-hidden="true"></div><div id="canvas-box"><canvas id="timeline" tabindex="0" role="application" '
+        'aria-label="Timeline: operations of every rank over time. The tables below hold the figures." '
+        'aria-describedby="said"></canvas><div id="tip" hidden></div></div></div>'
+        f'<p id="said" class="unseen" aria-live="polite"></p><div class="legend">{legend}</div>'
+        '<noscript><p class="note">The timeline needs this page’s script; everything else does not.</p></noscript>')
+
+
+def time_shares(analysis: Analysis) -> str:
+    """One bar of what the ranks do over a step."""
+    shares = analysis.job.time_shares
+    if not shares:
+        return ""
+    parts = [(kind, name, shares[key]) for kind, key, name in _SHARES if key in shares]
+    known = {key for _, key, _ in _SHARES}
+    parts += [("other", key.replace("_", " "), share) for key, share in shares.items() if key not in known]
+    return section("Where the ranks’ time goes", "Shares of ranks × window of a step, over the measured steps. "
+                   "Everything but compute is bubble.", share_bar(parts), "shares")
+
+
+def losses(analysis: Analysis) -> str:
+    """From the ideal step to the measured one, cause by cause."""
+    lost = analysis.stragglers
+    if lost.lost_s is None or lost.slowdown is None or lost.ideal_s is None:
+        return ""
+    parts = [("total", "ideal step", lost.ideal_s)]
+    parts += [("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
+              for cause, value in lost.lost_s.items()]
+    parts += [("total", "step as recorded", lost.ideal_s * lost.slowdown)]
+    ideal = "compute alone; per step and rank" if analysis.format == "kineto" else \
+        "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed with one cause after " \
+        "another"
+    return section(
+        "What a step loses", f"Slowdown {lost.slowdown:.3f} against {ideal}.",
+        waterfall(parts, "Lost seconds by cause, from the ideal step to the recorded one: "
+                  + ", ".join(f"{name} {seconds(value)}" for _, name, value in parts)), "losses")
+
+
+def heat(pictures: Pictures) -> str:
+    drawn = heat_maps(pictures.cells)
+    return section("Stage × replica", "Forward and backward of a slot, mean over the measured steps. Red is slower "
+                   "than the unit’s mean, striped blue faster. What is red in both maps is slow hardware or a wrong "
+                   "profile; what is red in the first only is heavy data.", drawn, "heat") if drawn else ""
+
+
+def ranks_chart(analysis: Analysis) -> str:
+    """A bar per rank: what it computed, communicated outside of compute, and idled; the slowest ranks of many."""
+    ranks = sorted(sorted(analysis.ranks, key=lambda rank: -rank.span_us)[:MOST_BARS], key=lambda rank: rank.rank)
+    if len(ranks) < 2 or analysis.format == "disttrain":  # whose timeline shows them
+        return ""
+    more = f" The {len(ranks)} of {len(analysis.ranks)} ranks that were active longest." \
+        if len(ranks) < len(analysis.ranks) else ""
+    rows = [(f"rank {rank.rank}" + (f" · {rank.unit[:12]}" if rank.unit else ""),
+             [("compute", rank.compute_us), ("communication", rank.non_compute_us), ("idle", rank.idle_us)])
+            for rank in ranks]
+    legend = "".join(f'<span><i class="k-{kind}"></i>{name}</span>' for kind, name in (
+        ("compute", "compute"), ("communication", "other operations outside compute"), ("idle", "idle")))
+    return section("Time by rank", f"From the first to the last operation of each rank over the measured steps.{more} "
+                   "The figures are in the table of ranks at the end.",
+                   stacked_rows(rows, "Compute, other operations and idle time of every rank")
+                   + f'<div class="legend">{legend}</div>', "by-rank")
+
+
+def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
+    """Losses, MFU, time and gradient norm over steps, beside what the plan said."""
+    def points(name: str) -> list[tuple[float, float]]:
+        return [(row["step"], row[name]) for row in rows if row.get(name) is not None and row["step"] is not None]
+
+    plan = {row.what: row.predicted for row in analysis.predicted_vs_measured
+            if row.unit is None and row.basis == "plan"}
+    charts = [
+        line_chart("Losses", [("text", points("loss_text")), ("image", points("loss_image")), ("sum", points("loss"))]),
+        line_chart("MFU", [("job", [(x, 100 * y) for x, y in points("mfu")])], " %",
+                   100 * plan["mfu"] if "mfu" in plan else None),
+        line_chart("Step time", [("step", points("iteration_s")), ("waiting for data", points("data_wait_s"))], " s",
+                   plan.get("iteration_s")),
+        line_chart("Gradient norm", [("global", points("grad_norm"))]),
+    ]
+    drawn = "".join(f"<section>{chart}</section>" for chart in charts if chart)
+    return f'<div class="two" id="curves">{drawn}</div>' if drawn else ""
+
+
+def generated(images: list[Path]) -> str:
+    """Images of the last step."""
+    figures = []
+    for path in images[:MOST_IMAGES]:
+        kind = _TYPES.get(path.suffix.lower())
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        if kind is None or not content or len(content) > MOST_IMAGE_BYTES:
+            continue
+        figures.append(
+            f'<figure><img alt="Generated: {escape(path.stem)}" src="data:{kind};base64,'
+            f'{base64.b64encode(content).decode()}"><figcaption>{escape(path.stem)}</figcaption></figure>')
+    return section("Generated by the model", "After the last step of the run.",
+                   f'<div class="images">{"".join(figures)}</div>', "images") if figures else ""
+
+
+def warnings(analysis: Analysis) -> str:
+    if not analysis.warnings:
+        return ""
+    items = "".join(f"<li>{escape(warning)}</li>" for warning in analysis.warnings)
+    return f'<section class="warnings"><h2>What limits these figures</h2><ul>{items}</ul></section>'
+
+
+def left_out(reasons: list[str]) -> str:
+    """One line for every section that these traces cannot fill."""
+    if not reasons:
+        return ""
+    items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
+    return f'<section class="absent"><h2>Not on this page</h2><ul>{items}</ul></section>'
+
+
+def footer(analysis: Analysis) -> str:
+    """What the figures are of."""
+    job = analysis.job
+    origin = {"disttrain": f"Start {job.run}", "kineto": "Kineto or Chrome JSON", "operations": "Recorded operations"}
+    steps = f"{job.steps} steps" if job.steps else "no marked steps"
+    measured = (f"; figures are of {job.steps_measured} measured steps, {job.warmup_steps_excluded} warm-up step(s) "
+                "left out") if job.steps_measured else ""
+    return f"{origin[analysis.format]}: {steps} recorded on {job.ranks} ranks{measured}."

@@ -1,0 +1,86 @@
+"""Figures and tables of the report as escaped HTML text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+#: Figures as they are named to people.
+CAUSES = {
+    "unit": "GPUs badly shared between units",
+    "intra_microbatch": "uneven data over replicas",
+    "inter_microbatch": "uneven data over slots",
+    "stage": "uneven stages",
+    "worker": "slow ranks",
+    "communication": "transfers",
+    "data": "waiting for data",
+    "host": "hosts",
+    "unexplained": "unexplained",
+}
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A number with the digits that matter and no exponent."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    return f"{value:.2e}" if "e" in text else text
+
+
+def percent(fraction: float | None) -> str:
+    """0.1234 as "12.3 %"; a dash where there is no value."""
+    return "–" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit that fits: s, ms or µs."""
+    if value is None:
+        return "–"
+    size = abs(value)
+    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if size >= least:
+            return f"{figure(value / least)} {unit}"
+    return "0"
+
+
+def prose(text: str) -> str:
+    """Escaped, with figures that stay beside their units."""
+    return re.sub(r"(\d) (?=[%a-zµG])", "\\1\u00a0", escape(text))
+
+
+def place(**parts: object) -> str:
+    """The parts that are known, in words: "llm · stage 0 · replica 1"; escaped."""
+    named = [str(value) if name in ("unit", "host") else f"{name} {value}"
+             for name, value in parts.items() if value is not None]
+    return escape(" · ".join(named))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", narrow: bool = False) -> str:
+    """An HTML table whose rows begin with their heads; heads and cells must be escaped already.
+
+    Args:
+        label: what it shows, for whoever does not see the heading above it.
+        narrow: no wider than its text.
+    """
+    top = "".join(f'<th scope="col">{name}</th>' for name in head)
+    body = "".join(f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>"
+                   for row in rows)
+    about = f' tabindex="0" role="region" aria-label="{escape(label)}"' if label else ""
+    return (f'<div class="scroll"{about}><table{" class=narrow" if narrow else ""}><thead><tr>{top}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>")
+
+
+def section(title: str, note: str, body: str, name: str = "") -> str:
+    """A card; `title` and `note` must be escaped already."""
+    about = f' id="{name}"' if name else ""
+    return (f"<section{about}><h2>{title}</h2>" + (f'<p class="note">{note}</p>' if note else "") + f"{body}</section>")
+
+
+def folded(summary: str, body: str) -> str:
+    """Something that is opened on demand, and in print."""
+    return f"<details><summary>{summary}</summary>{body}</details>"

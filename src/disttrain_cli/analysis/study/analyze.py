@@ -1,0 +1,114 @@
+"""From an operation-level trace to an `Analysis`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from disttrain_cli.analysis.replay import Passes
+from disttrain_cli.analysis.result import (
+    Analysis,
+    JobSummary,
+    Place,
+    RankSummary,
+    Slowest,
+    Stragglers,
+    Verdict,
+    WhatIf,
+)
+from disttrain_cli.analysis.sql import query_text
+from disttrain_cli.analysis.study.advice import told
+from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of
+from disttrain_cli.analysis.study.losses import UNIT, passes_of, split_study
+from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
+from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
+from disttrain_cli.analysis.study.replays import replay
+from disttrain_cli.analysis.verdict import judge, unknown
+
+
+def analyze_study(files: list[Path]) -> Analysis:
+    """Analyse operation-level Parquet files, parts of one job's trace.
+
+    Raises:
+        DataError: nothing can be read, or no step or no replica of the job is whole.
+    """
+    trace = read_study(files)
+    stragglers, study = Stragglers(slowdown=None, ideal_s=None, lost_s=None), None
+    slowest: list[Slowest] = []
+    try:
+        graph = graph_of(trace)
+    except NoGraphError as error:
+        verdict, waits = unknown(str(error)), {}
+        trace.warnings.append(f"the steps cannot be replayed: {error}")
+    else:
+        stragglers, verdict, study, slowest = _straggle(graph)
+        waits = _waits(graph)
+    measured = trace.end.max(axis=0) - trace.start.min(axis=0)
+    ranks = _ranks(trace, waits)
+    span = sum(rank.span_us for rank in ranks)
+    compute = sum(rank.compute_us for rank in ranks)
+    return Analysis(
+        format="operations",
+        job=JobSummary(
+            run=", ".join(file.name for file in trace.files), rehearsed=None, layout=_layout(trace), ranks=len(ranks),
+            steps=trace.steps_recorded, steps_measured=len(trace.steps), warmup_steps_excluded=0,
+            iteration_s=float(measured.mean()), iteration_p50_s=float(np.quantile(measured, 0.5)),
+            iteration_p95_s=float(np.quantile(measured, 0.95)), sequences_per_s=None, mfu=None,
+            bubble_fraction=1 - compute / (1e6 * float(measured.sum()) * len(ranks)),
+            exposed_communication_fraction=None,
+            time_shares={"compute": compute / span, "communication": sum(r.non_compute_us for r in ranks) / span,
+                         "idle": sum(r.idle_us for r in ranks) / span}),
+        units=[], stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study, predicted_vs_measured=[],
+        operations=[], drift=[], slowest=slowest, warnings=list(dict.fromkeys(trace.warnings)))
+
+
+def _layout(trace: StudyTrace) -> str:
+    slots = int((trace.optype == FORWARD)[trace.stage == 0].sum())
+    return f"DP {len(trace.replicas)}, PP {int(trace.stage.max()) + 1}, {slots} microbatches"
+
+
+def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, WhatIf, list[Slowest]]:
+    replays = replay(graph)
+    losses = split_study(graph, replays)
+    if graph.contradictions:
+        graph.trace.warnings.append(f"{graph.contradictions} transfer(s) end before all that take part have begun: the "
+                                    "clocks of the hosts are apart")
+    places = {int(rank): Place(unit=UNIT, stage=int(stage), replica=int(replica), rank=int(rank))
+              for rank, stage, replica in zip(graph.rank, graph.stage, graph.replica, strict=True)}
+    stages, slots = int(graph.stage.max()) + 1, int(graph.seq[graph.optype == FORWARD].max()) + 1
+    fill = (stages - 1) / (slots + stages - 1)  # of 1F1B with equal stages
+    verdict = judge(losses, {"warmup": fill / 2, "drain": fill / 2}, places, len(places), [])
+    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
+    return (Stragglers(slowdown=measured_s / ideal_s, ideal_s=ideal_s,
+                       lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}),
+            told(verdict, graph, replays, losses), replays.what_if, _slowest(graph, passes_of(graph)))
+
+
+def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
+    """The slowest stage, replica and slot by the mean of a forward and a backward pass."""
+    own = np.isin(graph.optype, (FORWARD, BACKWARD))
+    ms = 1e3 * graph.taken[own].mean(axis=1)
+    rows = []
+    for kind, numbers in (("stage", passes.stage), ("replica", passes.replica), ("slot", passes.slot)):
+        means = {int(number): float(ms[numbers == number].mean()) for number in np.unique(numbers)}
+        if len(means) > 1:
+            slow = max(means, key=lambda number: means[number])
+            rows.append(Slowest(kind=kind, unit=None, number=slow, mean_ms=means[slow],
+                                ratio=means[slow] / float(ms.mean()), normalised_ratio=None))
+    return rows
+
+
+def _waits(graph: StudyGraph) -> dict[int, float]:
+    """By rank, µs from the start of its transfers to the latest start of their groups."""
+    waited = (graph.trace.end - graph.taken - graph.trace.start).clip(0.0)
+    return {int(rank): 1e6 * float(waited[graph.rank == rank].sum()) for rank in np.unique(graph.rank)}
+
+
+def _ranks(trace: StudyTrace, waits: dict[int, float]) -> list[RankSummary]:
+    connection, _ = open_study(trace.files)
+    cursor = connection.execute(query_text("study/ranks"),
+                                {"steps": trace.steps.tolist(), "replicas": trace.replicas.tolist()})
+    names = [column[0] for column in cursor.description or []]
+    rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+    return [RankSummary(**row, collective_wait_us=waits.get(row["rank"], 0.0)) for row in rows]

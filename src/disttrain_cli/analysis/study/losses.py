@@ -1,0 +1,68 @@
+"""Lost seconds of an operation-level trace by cause, as `analysis.losses` has them for our own.
+
+The ideal is the study's, slow ranks left out: one unit whose stages are equal. No row tells the work of a microbatch,
+so it is taken from what its passes have in common: the median, over stages and directions, of their time over their
+rank's mean. What then differs is the stage, the rank, communication (and the optimizer), and the host: launch delays,
+loading data among them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from disttrain_cli.analysis.losses import Losses, explain, factors, per_rank, successive
+from disttrain_cli.analysis.replay import Passes, group_mean
+from disttrain_cli.analysis.study.graph import StudyGraph
+from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
+from disttrain_cli.analysis.study.replays import Replays, ideal_of
+from disttrain_cli.analysis.walk import Floats
+
+#: The one unit of a job whose trace names none, as a verdict's sentences have it.
+UNIT = "the job"
+
+
+def split_study(graph: StudyGraph, replays: Replays) -> Losses:
+    """Replay the steps with the delays returning one by one."""
+    own = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
+    passes = passes_of(graph)
+    compute, ideal = graph.taken[own], ideal_of(graph)
+    why = explain(passes, compute, _work(passes, compute))
+    parts = [why.mean, why.mean, why.uneven, why.worked, why.staged, why.ranked]  # of one unit, its share is right
+    times = [graph.replay(_with(ideal, own, part)) for part in parts]
+    times.append(graph.replay(_with(graph.taken, own, why.ranked)))
+    times += [times[-1], graph.replay(graph.taken, graph.launch), replays.measured]
+    ranks = np.unique(graph.rank)
+    late = (graph.taken - ideal).clip(0.0)
+    late[own] = 0.0
+    return Losses(
+        ideal=times[0], measured=replays.measured, lost=successive(times), busy=per_rank(passes, why.staged),
+        data_wait={}, links={(UNIT, int(stage)): float(late[graph.stage == stage].sum(axis=0).mean())
+                             for stage in np.unique(graph.stage)},
+        gap={int(rank): float(graph.launch[graph.rank == rank].clip(0.0).sum(axis=0).mean()) for rank in ranks},
+        crowded=0.0, **factors(passes, compute, why))
+
+
+def passes_of(graph: StudyGraph) -> Passes:
+    """Forward and backward passes among the operations."""
+    own = np.isin(graph.optype, (FORWARD, BACKWARD))
+    return Passes(rank=graph.rank[own], slot=graph.seq[own], backward=graph.optype[own] == BACKWARD,
+                  unit=[UNIT] * int(own.sum()), stage=graph.stage[own], replica=graph.replica[own],
+                  depth=graph.stage[own])
+
+
+def _with(taken: Floats, own: np.ndarray, compute: Floats) -> Floats:
+    """The operations' times with those of the passes in their places."""
+    changed = taken.copy()
+    changed[own] = compute
+    return changed
+
+
+def _work(passes: Passes, compute: Floats) -> Floats:
+    """Work of every pass over the mean, [passes, steps], from what the passes of a microbatch have in common."""
+    ratio = compute / np.maximum(group_mean(compute, passes.groups("rank", "backward")), 1e-12)
+    work = np.empty_like(ratio)
+    microbatches = passes.groups("replica", "slot")
+    for microbatch in np.unique(microbatches):
+        own = microbatches == microbatch
+        work[own] = np.median(ratio[own], axis=0)
+    return work

@@ -1,0 +1,228 @@
+"""Reading operation-level Parquet: one row per operation of a rank; the steps and replicas that are whole are kept.
+
+A row's rank is a worker: its place (dp_rank, stage). `seq_id` counts the operations of one type of a worker in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.sql import Table, answer
+from disttrain_cli.analysis.study.operations import KNOWN
+from disttrain_cli.analysis.walk import Floats, Ints
+from disttrain_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+COLUMNS = {"dp_rank": "BIGINT", "stage": "BIGINT", "rank": "BIGINT", "step": "BIGINT", "optype": "VARCHAR",
+           "start_ts": "DOUBLE", "duration": "DOUBLE", "seq_id": "BIGINT", "mc": "BIGINT", "mb_id": "BIGINT",
+           "gmc": "BIGINT"}
+#: Steps that are read, spread evenly, so that memory does not grow with the length of a job.
+MOST_STEPS = 64
+#: An operation that fewer of the steps have, on every replica, is no part of a usual step.
+USUAL_SHARE = 0.5
+#: Views for --sql, and what one row is.
+VIEWS = {"operations": "One row per operation of a rank, which may stand for a TP group; in seconds. Columns: "
+                       + ", ".join(COLUMNS)}
+
+
+@dataclass(frozen=True)
+class StudyTrace:
+    """Operations that every kept step has, those of a replica in one block and all blocks alike."""
+
+    files: list[Path]
+    steps: Ints
+    steps_recorded: int
+    optype: NDArray[np.str_]  # by operation of a replica [n]
+    stage: Ints
+    seq: Ints
+    replicas: Ints  # dp_rank of every block
+    rank: Ints  # [replicas, n]
+    start: Floats  # [replicas × n, steps] seconds from the start of the step
+    end: Floats
+    chunks: int  # virtual stages of a stage
+    warnings: list[str] = field(default_factory=list)
+
+
+def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
+    """A connection with the view `operations` over the files that can be read, and what was left out.
+
+    Raises:
+        DataError: no file can be read, or none has the study's columns.
+    """
+    import duckdb
+
+    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
+    warnings: list[str] = []
+    read: list[Path] = []
+    for file in files:
+        problem = _problem(connection, file, read)
+        if problem is None:
+            read.append(file)
+        else:
+            warnings.append(f"{file}: {problem}; left out")
+    if not read:
+        raise DataError("No operation-level trace can be read", "; ".join(warnings[:5]),
+                        f"A Parquet file with the columns {', '.join(COLUMNS)} is needed.")
+    casts = ", ".join(f"CAST({column} AS {kind}) AS {column}" for column, kind in COLUMNS.items())
+    connection.execute(f"CREATE VIEW operations AS SELECT {casts} FROM read_parquet({_quoted(read)})")
+    connection.execute(f"SET allowed_paths = {_quoted(read)}")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection, warnings
+
+
+def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> str | None:
+    """Why a file cannot be read together with those before it, or None."""
+    import duckdb
+
+    try:
+        found = connection.execute(f"DESCRIBE SELECT * FROM read_parquet({_quoted([file])})").fetchall()
+        missing = [column for column in COLUMNS if column not in {name for name, *_ in found}]
+        if missing:
+            return f"lacks the column(s) {', '.join(missing)}"
+        ours = f"(SELECT DISTINCT rank, step FROM read_parquet({_quoted([file])}))"
+        if not connection.execute(f"SELECT count(*) FROM {ours}").fetchall()[0][0]:
+            return "has no rows"
+        if before and connection.execute(
+                f"SELECT count(*) FROM {ours} JOIN (SELECT DISTINCT rank, step FROM read_parquet({_quoted(before)})) "
+                "USING (rank, step)").fetchall()[0][0]:
+            return "holds ranks and steps once more, so it is another job"
+    except duckdb.Error:
+        return "is damaged or half-written"
+    return None
+
+
+def _quoted(files: list[Path]) -> str:
+    names = ("".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(file.resolve())) for file in files)
+    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+
+
+def read_study(files: list[Path]) -> StudyTrace:
+    """The steps and replicas of a job that are whole.
+
+    Raises:
+        DataError: nothing can be read, or no step or no replica is whole; says which ranks and operations lack.
+    """
+    import duckdb
+
+    connection, warnings = open_study(files)
+    try:
+        numbers = [row[0] for row in connection.execute(
+            "SELECT DISTINCT step FROM operations WHERE step IS NOT NULL ORDER BY step").fetchall()]
+        chosen = numbers if len(numbers) <= MOST_STEPS else [
+            numbers[place] for place in np.linspace(0, len(numbers) - 1, MOST_STEPS).astype(int)]
+        if len(chosen) < len(numbers):
+            warnings.append(f"{len(chosen)} of {len(numbers)} steps are analysed, spread evenly")
+        bad = connection.execute(f"SELECT count(*) FROM operations WHERE NOT ({_SOUND})").fetchall()[0][0]
+        if bad:
+            warnings.append(f"{bad} row(s) have no place, no time or a negative duration; left out")
+        unknown = [row[0] for row in connection.execute(
+            "SELECT DISTINCT optype FROM operations WHERE NOT list_contains($known, optype) ORDER BY 1",
+            {"known": list(KNOWN)}).fetchall()]
+        if unknown:
+            warnings.append(f"operations of unknown types are left out: {', '.join(map(repr, unknown[:5]))}")
+        columns = connection.execute(
+            "SELECT * REPLACE (coalesce(mc, -1) AS mc) FROM operations "
+            f"WHERE list_contains($steps, step) AND list_contains($known, optype) AND {_SOUND}",
+            {"steps": chosen, "known": list(KNOWN)}).fetchnumpy()
+    except duckdb.Error as error:
+        raise DataError("The trace cannot be read", str(error).splitlines()[0],
+                        "Delete the damaged file.") from None
+    if not len(columns["step"]):
+        raise DataError("The trace holds no operation with a place and a time", "; ".join(warnings[:5]),
+                        "Record the job again.")
+    return _whole({name: np.asarray(values) for name, values in columns.items()}, files, len(numbers), warnings)
+
+
+_SOUND = ("coalesce(dp_rank >= 0 AND stage >= 0 AND rank >= 0 AND seq_id >= 0 AND duration >= 0 "
+          "AND isfinite(start_ts) AND isfinite(duration) AND optype IS NOT NULL, false)")
+
+
+def _whole(columns: dict[str, Any], files: list[Path], recorded: int, warnings: list[str]) -> StudyTrace:
+    """Arrange the rows by replica, operation and step; leave out what is not whole, and say so."""
+    steps, step = np.unique(columns["step"], return_inverse=True)
+    names, kind = np.unique(columns["optype"].astype(str), return_inverse=True)
+    replicas, replica = np.unique(columns["dp_rank"], return_inverse=True)
+    stages = int(columns["stage"].max()) + 1
+    keys = (columns["stage"] * len(names) + kind) * (int(columns["seq_id"].max()) + 1) + columns["seq_id"]
+    _, first, operation = np.unique(keys, return_index=True, return_inverse=True)
+    count = len(first)
+    start = np.full((len(replicas), count, len(steps)), np.nan)
+    end = start.copy()
+    if len(np.unique((replica * count + operation) * len(steps) + step)) < len(step):
+        warnings.append("some operations are recorded twice; the last row of each counts")
+    start[replica, operation, step] = columns["start_ts"]
+    end[replica, operation, step] = columns["start_ts"] + columns["duration"]
+    rank = np.full((len(replicas), count), -1, dtype=np.int64)
+    rank[replica, operation] = columns["rank"]
+
+    there = ~np.isnan(start)
+    usual = there.mean(axis=2).max(axis=0) >= USUAL_SHARE
+    found = np.unique(columns["stage"][first][usual])
+    if len(found) < stages:
+        raise DataError(f"The trace has no rows of stage {_missing(found, stages)[0]}",
+                        f"the last stage is {stages - 1}; operations of {len(found)} are there", "Record all ranks.")
+    kept = [place for place in range(len(replicas)) if _replica_is_whole(
+        place, replicas, there[:, usual], columns["stage"][first][usual], warnings)]
+    gone = _missing(replicas, int(replicas.max()) + 1)
+    if gone:
+        warnings.append(f"replica(s) {_listed(gone)} are not in the trace: figures are of the others")
+    if not kept:
+        raise DataError("No replica is whole: ranks are missing from each", "; ".join(warnings[-5:]),
+                        "Record all ranks.")
+    there = there[kept][:, usual]
+    whole = there.all(axis=(0, 1))
+    if not whole.all():
+        lacking = steps[~whole].tolist()
+        warnings.append(f"{len(lacking)} step(s) lack operations that the others have and are left out: "
+                        f"{_listed(lacking)}")
+    if not whole.any():
+        raise DataError("No step is whole: operations are missing from each", "; ".join(warnings[-5:]),
+                        "Record the job again.")
+    if not usual.all():
+        warnings.append(f"{int((~usual).sum())} operation(s) are in few steps only and left out")
+    start, end, rank = (values[kept][:, usual] for values in (start, end, rank))
+    start, end = start[..., whole], end[..., whole]
+    origin = start.min(axis=(0, 1))
+    return StudyTrace(
+        files=files, steps=steps[whole].astype(np.int64), steps_recorded=recorded, optype=names[kind[first][usual]],
+        stage=columns["stage"][first][usual].astype(np.int64), seq=columns["seq_id"][first][usual].astype(np.int64),
+        replicas=replicas[kept].astype(np.int64), rank=rank, start=(start - origin).reshape(-1, int(whole.sum())),
+        end=(end - origin).reshape(-1, int(whole.sum())), chunks=int(columns["mc"].max()) + 1, warnings=warnings)
+
+
+def _replica_is_whole(place: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints,
+                      warnings: list[str]) -> bool:
+    """Whether a replica has every usual operation in most steps; says what it lacks."""
+    lacks = there[place].mean(axis=1) < USUAL_SHARE
+    if lacks.any():
+        whole = [int(stage) for stage in np.unique(stages) if lacks[stages == stage].all()]
+        what = f"stage(s) {_listed(whole)} (ranks are missing)" if whole else f"{int(lacks.sum())} operation(s)"
+        warnings.append(f"replica {replicas[place]} lacks {what} and is left out: figures are of the others")
+    return not lacks.any()
+
+
+def _missing(numbers: Ints, count: int) -> list[int]:
+    """The first of 0 … count − 1 that are not among the numbers, at most as many as there are of these."""
+    return np.setdiff1d(np.arange(min(count, 2 * len(numbers))), numbers).tolist()
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+
+
+def run_study_sql(files: list[Path], query: str) -> Table:
+    """Answer one SELECT over the view `operations`; read-only, and no other file can be reached.
+
+    Raises:
+        DataError: no file can be read.
+        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
+    """
+    return answer(open_study(files)[0], query, VIEWS)

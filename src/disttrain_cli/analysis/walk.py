@@ -1,0 +1,87 @@
+"""The replay engine: when everything ends that waits for something else, all steps side by side.
+
+    end = max(end of the one before on its rank + lag, ends of its sources) + time
+
+A graph is walked level by level; what is in a level depends on earlier levels only. `replay` makes such a graph of our
+own traces, `study.graph` of operation-level ones.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes that depend on earlier levels only. Many are fed by the same ones, so each set is looked at once."""
+
+    nodes: slice
+    fed: Ints  # those of them that have sources, counted from the level's first
+    set_of: Ints  # the set of sources of each of these
+    starts: Ints  # where each set begins
+    sources: Ints  # the sets, one after the other
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A graph in the order in which it is walked; all numbers are those of this order."""
+
+    place: Ints  # by number, the number that the node had before
+    previous: Ints  # node before it on its rank, -1 = none
+    sources: list[Ints]
+    levels: list[Level]
+
+    def ends(self, time: Floats, lag: Floats | None = None) -> Floats:
+        """When every node ends, [nodes, steps], of seconds that each takes and waits after the one before it."""
+        end = np.zeros((len(time) + 1, time.shape[1]))  # the last row: nothing before it
+        for level in self.levels:
+            ready = end[self.previous[level.nodes]]
+            if lag is not None:
+                ready += lag[level.nodes]
+            if len(level.fed):
+                latest = np.maximum.reduceat(end[level.sources], level.starts, axis=0)
+                ready[level.fed] = np.maximum(ready[level.fed], latest[level.set_of])
+            end[level.nodes] = ready + time[level.nodes]
+        return end[:-1]
+
+
+def walk_of(previous: Ints, sources: list[Ints]) -> Walk | None:
+    """The order in which a graph can be walked, or None where something waits for itself."""
+    count = len(previous)
+    sorter = graphlib.TopologicalSorter(
+        {node: [*sources[node].tolist(), *([int(previous[node])] if previous[node] >= 0 else [])]
+         for node in range(count)})
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return None
+    found: list[tuple[int, ...]] = []
+    while sorter.is_active():
+        found.append(sorter.get_ready())
+        sorter.done(*found[-1])
+    place = np.array([node for ready in found for node in ready], dtype=np.int64)
+    number = np.empty(count, dtype=np.int64)
+    number[place] = np.arange(count)
+    moved = np.array([number[previous[node]] if previous[node] >= 0 else -1 for node in place], dtype=np.int64)
+    fed_by = [number[sources[node]] for node in place]
+    first = np.concatenate([[0], np.cumsum([len(ready) for ready in found])]).tolist()
+    levels = [_level(slice(*ends), fed_by[slice(*ends)]) for ends in itertools.pairwise(first)]
+    return Walk(place, moved, fed_by, levels)
+
+
+def _level(nodes: slice, sources: list[Ints]) -> Level:
+    sets = {own.tobytes(): own for own in sources if len(own)}
+    numbers = {name: number for number, name in enumerate(sets)}
+    set_of = [numbers[own.tobytes()] for own in sources if len(own)]
+    starts = np.cumsum([0, *(len(own) for own in sets.values())])[:-1]
+    return Level(
+        nodes=nodes, fed=np.flatnonzero([len(own) > 0 for own in sources]), set_of=np.array(set_of, dtype=np.int64),
+        starts=starts, sources=np.concatenate([*sets.values(), np.empty(0, dtype=np.int64)]))

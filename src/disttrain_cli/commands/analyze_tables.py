@@ -1,0 +1,115 @@
+"""The tables of `disttrain analyze`: what is common to all formats, and what each of them adds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from disttrain_cli.commands.common import percent
+from disttrain_cli.console import Console
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.result import Analysis
+
+LEAST_SHARE = 0.05  # of an operation's time, to be named
+MOST_OPERATIONS = 12  # rows shown; --json has all of them
+MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS, LONGEST_NAME = 32, 8, 10, 70
+
+
+def render(console: Console, found: Analysis) -> None:
+    """Verdict, evidence, job; then what the format tells; then what limits the figures."""
+    verdict, job = found.verdict, found.job
+    if job.rehearsed is not None:
+        console.say(job.rehearsed)
+    console.say(verdict.headline)
+    place = ", ".join(f"{name} {value}" for name, value in verdict.place.model_dump().items() if value is not None)
+    console.say(f"Where       {place}" if place else "Where       the whole job")
+    console.say(f"Confidence  {percent(verdict.confidence)}")
+    console.say(f"Advice      {verdict.advice}")
+    console.table("Evidence", ["what", "value", "unit"],
+                  [[row.what, figure(row.value), row.unit] for row in verdict.evidence])
+    console.say(f"\nJob         {job.layout or job.run}")
+    took = "no step is marked" if job.iteration_s is None else f"{job.iteration_s:.3f} s per step"
+    console.say(f"            {job.steps_measured} of {job.steps} steps measured: {took}, "
+                f"MFU {percent(job.mfu)}, bubble {percent(job.bubble_fraction)}, "
+                f"exposed communication {percent(job.exposed_communication_fraction)}")
+    console.table(
+        "Units; seconds per step and rank",
+        ["unit", "devices", "DP", "PP", "MFU", "busy", "compute s", "data wait s", "warm-up and drain s",
+         "other unit s", "other stage s", "transfer s", "update s", "gap s"],
+        [[unit.name, unit.gpus, unit.dp, unit.pp, percent(unit.mfu), percent(unit.busy_fraction),
+          *(f"{value:.3f}" for value in (unit.compute_s, unit.data_wait_s, unit.warmup_drain_s, unit.other_unit_s,
+                                         unit.other_stage_s, unit.transfer_s, unit.update_s, unit.gap_s))]
+         for unit in found.units])
+    console.table("Inside the operations that torch profiled (the report has more)",
+                  ["where", "operation", "profiled ms", "usually", "made of"],
+                  [[f"{row.unit} stage {row.stage}", " ".join(filter(None, (row.operation, row.module))),
+                    figure(row.profiled_ms), figure(row.usual_ms),
+                    ", ".join(f"{kind} {percent(share)}" for kind, share in row.shares.items() if share >= LEAST_SHARE)]
+                   for row in found.inside[:MOST_OPERATIONS]])
+    console.table("Memory of the fullest rank of a stage in GiB",
+                  ["unit", "stage", "held", "plan, worst case", "limit"],
+                  [[row.unit, row.stage, f"{row.measured_gib:.3f}", figure(row.predicted_gib), figure(row.limit_gib)]
+                   for row in found.memory])
+    lost = found.stragglers
+    if lost.lost_s is not None:
+        console.table(f"Lost per step ({lost.slowdown:.3f} × the ideal of {lost.ideal_s:.3f} s)",
+                      ["cause", "s"], [[cause, f"{seconds:.4f}"] for cause, seconds in lost.lost_s.items()])
+    if found.format == "kineto":
+        _kineto(console, found)
+    console.table("Slowest, beside the mean of its kind", ["what", "ms", "time", "time for its work"],
+                  [[f"{row.kind} {row.number}" + (f" of {row.unit}" if row.unit else ""), f"{row.mean_ms:.1f}",
+                    f"{row.ratio:.2f} ×", "–" if row.normalised_ratio is None else f"{row.normalised_ratio:.2f} ×"]
+                   for row in found.slowest])
+    if found.warnings:
+        console.say("\nWarnings")
+    for warning in found.warnings:
+        console.say(f"- {warning}")
+    console.table("Predicted against measured (the report has more)",
+                  ["what", "unit", "basis", "predicted", "measured", "in", "error"],
+                  [[row.what, row.unit or "job", row.basis, figure(row.predicted), figure(row.measured),
+                    row.measure, f"{row.error_pct:+.1f} %"]
+                   for row in found.predicted_vs_measured if row.unit is None])
+    console.table(
+        "By operation in ms, the largest error in a step first",
+        ["where", "operation", "plan", "profile, same work", "measured", "error", "per step", "adds ms", "of the step"],
+        [[row.place, row.operation, figure(row.planned), figure(row.predicted), figure(row.measured),
+          "–" if row.error_pct is None else f"{row.error_pct:+.1f} %", f"{row.per_step:.3g}", f"{row.effect_ms:+.3f}",
+          percent(row.share_of_step)] for row in found.operations[1:1 + MOST_OPERATIONS]])
+
+
+def _kineto(console: Console, found: Analysis) -> None:
+    console.table(
+        "Ranks; ms over the measured time, in the definitions of HolisticTraceAnalysis",
+        ["rank", "span", "idle", "compute", "non-compute", "overlap", "exposed communication", "waits in collectives",
+         "last into"],
+        [[rank.rank, *(_ms(value) for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)),
+          f"{rank.overlap_pct:.2f} %", _ms(rank.exposed_communication_us), _ms(rank.collective_wait_us),
+          rank.last_to_arrive] for rank in found.ranks[:MOST_RANKS]])
+    if len(found.ranks) > MOST_RANKS:
+        console.say(f"and {len(found.ranks) - MOST_RANKS} more ranks (--json has them)")
+    console.table(
+        "Collectives that cost most waiting, ms",
+        ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],
+        [[f"{_name(row.name)} {row.index}", _name(row.group), row.step, row.ranks, row.last_rank,
+          _ms(row.longest_wait_us), _ms(row.mean_wait_us), _ms(row.transfer_us)]
+         for row in found.collectives[:MOST_COLLECTIVES]])
+    console.table("Kernels that take most time, ms", ["kernel", "kind", "count", "sum", "longest", "share"],
+                  [[_name(row.name), row.kind, row.count, _ms(row.total_us), _ms(row.longest_us), percent(row.share)]
+                   for row in found.kernels[:MOST_KERNELS]])
+
+
+def _ms(us: float | None) -> str:
+    return "–" if us is None else f"{us / 1e3:.3f}"
+
+
+def _name(name: str) -> str:
+    """A name of a trace, short and without characters that would steer a terminal."""
+    plain = "".join(letter if letter.isprintable() else "?" for letter in name)
+    return plain if len(plain) <= LONGEST_NAME else plain[:LONGEST_NAME - 1] + "…"
+
+
+def figure(value: Any) -> str:
+    """A number with the digits that matter; anything else as it is."""
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

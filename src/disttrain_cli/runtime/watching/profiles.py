@@ -1,0 +1,118 @@
+"""`train --profile-steps A:B`: torch's profile of some steps of a rank, as one Kineto JSON file.
+
+Every operation that the rank's own trace has a row for is marked in the profile (`spec.trace.mark`), so that the
+analysis can say what its time is made of. Profiling never ends a training: what fails is told, and the file left out.
+"""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from disttrain_cli.runtime.watching.tracing import Tracer
+from disttrain_cli.spec.trace import mark, profile_file
+
+
+class Marks:
+    """The operation under way, as an annotation of the profile; a new one ends the one before."""
+
+    def __init__(self, step: int) -> None:
+        self._step = record_function(f"ProfilerStep#{step}")
+        self._open: record_function | None = None
+        self._number = step
+        self._step.__enter__()
+
+    def begin(self, operation: str, slot: int, module: str) -> None:
+        self.end()
+        self._open = record_function(mark(operation, self._number, slot, module))
+        self._open.__enter__()
+
+    def end(self) -> None:
+        """End the operation under way, if there is one."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+    def close(self) -> None:
+        """End the step."""
+        self.end()
+        self._step.__exit__(None, None, None)
+
+
+class StepProfiler:
+    """Profiles the steps of one range: `begin` and `end` are called around every step."""
+
+    def __init__(self, steps: range, traces: Path, start: str, tracer: Tracer, rank: int, device: torch.device,
+                 say: Callable[[str], None]) -> None:
+        self._steps, self._file, self._tracer, self._say = steps, profile_file(traces, rank, start), tracer, say
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._profile: profile | None = None
+        self._failed = False
+
+    def begin(self, step: int) -> None:
+        """Before a step: start recording where the range begins, or where a resumed run enters it."""
+        if step not in self._steps or self._failed:
+            return
+        try:
+            if self._profile is None:
+                self._tracer.begin("profile")
+                self._profile = profile(activities=self._activities)
+                self._profile.start()
+            self._tracer.marks = Marks(step)
+        except Exception as error:  # noqa: BLE001: whatever the profiler cannot do here, the training can
+            self._give_up(error)
+
+    def end(self, step: int) -> None:
+        """After a step: write the file where the range ends."""
+        if self._tracer.marks is not None:
+            self._tracer.marks.close()
+            self._tracer.marks = None
+        if step + 1 not in self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded, if anything."""
+        if self._profile is None:
+            return
+        self._tracer.begin("profile")
+        recorded, self._profile = self._profile, None
+        try:
+            recorded.stop()
+            _write(recorded, self._file)
+        except Exception as error:  # noqa: BLE001: a full disk, most often
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed, self._profile = True, None
+        self._say(f"no profile of {self._file.name.removesuffix('.json.gz')}: {error}")
+
+
+def _write(recorded: profile, file: Path) -> None:
+    """Write whole (another name, then rename), compressed.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    plain, packed = file.with_suffix(".tmp"), file.with_suffix(".gz.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(plain))
+        if not _ends_whole(plain):  # Kineto does not say that the disk was full
+            raise OSError(f"{plain} was not written to its end")
+        with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=4) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        packed.replace(file)
+    finally:
+        plain.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return file.read().rstrip().endswith(b"}")

@@ -1,0 +1,92 @@
+"""The verdict on jobs with a known fault, and on jobs without one."""
+
+import random
+
+import pytest
+
+from disttrain_cli.analysis.analyze import analyze
+from tests.analysis.kineto import traces
+
+RANKS, STEPS = 4, 12
+
+
+def job(tmp_path, arrivals, **more):
+    return analyze(traces.job(tmp_path, arrivals, **more))
+
+
+def jittered(late=(), seed=0, base=620, by=3):
+    """Arrivals of all ranks a few µs apart; those of `late` ranks (rank, µs) later."""
+    chance = random.Random(seed)
+    delays = dict(late)
+    return [[base + chance.randrange(by) + delays.get(rank, 0) for _ in range(STEPS)] for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_is_late_is_the_straggler(tmp_path, rank):
+    found = job(tmp_path, jittered([(rank, 150)]), compute=[600] * RANKS)
+    verdict = found.verdict
+    assert (verdict.cause, verdict.place.rank) == ("worker", rank) and verdict.confidence > 0.9
+    assert f"Rank {rank} is the straggler: it is last into 11 of 11 collectives" in verdict.headline
+    assert verdict.lost_s == pytest.approx(0.75 * 150e-6, rel=0.1) == found.stragglers.lost_s["worker"]
+    assert "its host is late" in verdict.advice
+
+
+def test_a_straggler_that_computes_longer_is_told_from_a_late_host(tmp_path):
+    found = job(tmp_path, jittered([(2, 150)]), compute=[600, 600, 750, 600])
+    assert found.verdict.place.rank == 2 and "more work" in found.verdict.advice
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_clean_job_has_no_straggler(tmp_path, seed):
+    found = job(tmp_path, jittered(seed=seed, base=960), compute=[948] * RANKS)
+    assert found.verdict.cause == "none" and found.verdict.confidence == 1
+    assert found.verdict.headline.startswith("No straggler")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_late_by_turns_is_no_straggler(tmp_path, seed):
+    """Someone is always late, but never the same one: that is communication's jitter."""
+    chance = random.Random(seed)
+    arrivals = [[620] * STEPS for _ in range(RANKS)]
+    order = [*range(RANKS)] * (STEPS // RANKS)
+    chance.shuffle(order)
+    for step, rank in enumerate(order):
+        arrivals[rank][step] += 200
+    found = job(tmp_path, arrivals, compute=[600] * RANKS)
+    assert found.verdict.cause != "worker" and found.stragglers.lost_s["worker"] == 0
+
+
+def test_a_device_that_waits_for_launches_is_bound_by_its_host(tmp_path):
+    found = job(tmp_path, jittered(base=500), compute=[100] * RANKS)
+    assert found.verdict.cause == "host" and "torch.compile" in found.verdict.advice
+    assert found.verdict.lost_s > 0.5 * 1e-3
+
+
+def test_a_device_that_waits_for_the_data_loader(tmp_path):
+    for rank, path in enumerate(traces.job(tmp_path, jittered(base=900), compute=[400] * RANKS)):
+        steps = traces.events([900] * STEPS, compute=400)
+        loads = [{"ph": "X", "cat": "user_annotation", "pid": 100, "tid": 100, "dur": 430,
+                  "name": "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
+                  "ts": traces.BASE_US + step * traces.STEP_US + 430} for step in range(STEPS)]
+        traces.write(path, traces.document(steps + loads, rank, RANKS))
+    found = analyze([tmp_path])
+    assert found.verdict.cause == "data" and "DataLoader" in found.verdict.advice
+
+
+def test_communication_that_nothing_hides(tmp_path):
+    found = job(tmp_path, jittered(base=320), compute=[310] * RANKS, moves=600)
+    assert found.verdict.cause == "communication" and found.verdict.lost_s == pytest.approx(600e-6, rel=0.05)
+    assert found.job.exposed_communication_fraction == pytest.approx(0.6, abs=0.05)
+
+
+def test_one_collective_proves_nothing(tmp_path):
+    found = job(tmp_path, [[400], [400], [700], [400]], marked=False)
+    assert found.verdict.cause != "worker"
+
+
+def test_losses_and_compute_sum_to_what_was_measured(tmp_path):
+    found = job(tmp_path, jittered([(1, 90)]), compute=[300, 350, 400, 500])
+    spans = sum(row.span_us for row in found.ranks) / RANKS / 1e6 / found.job.steps_measured
+    assert found.stragglers.ideal_s + sum(found.stragglers.lost_s.values()) == pytest.approx(spans)
+    assert found.stragglers.slowdown == pytest.approx(spans / found.stragglers.ideal_s)
+    assert sum(found.job.time_shares.values()) == pytest.approx(1)

@@ -1,0 +1,237 @@
+"""Opening traces: whole, damaged, mixed, oddly named; and what a query may not do."""
+
+from __future__ import annotations
+
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+
+from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.own.database import documented_views, open_database, run_sql
+from disttrain_cli.errors import DataError, UsageError
+from disttrain_cli.spec.trace import LATER_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from tests.analysis import synthetic
+
+
+@pytest.fixture
+def folder(tmp_path, clean):
+    return shutil.copytree(clean[0], tmp_path / "run" / "traces")
+
+
+def test_views_answer_and_are_documented(clean):
+    views = documented_views()
+    shown = {row[0] for row in run_sql([clean[0]], "SELECT table_name FROM information_schema.tables").rows}
+    assert set(views) <= shown
+    for name, text in views.items():
+        listed = {word.strip() for word in text.split("Columns:")[1].replace("those of trace, ", "").split(",")}
+        columns = set(run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns)
+        assert listed <= columns, name
+        assert columns - set(TRACE_COLUMNS) <= listed or name == "trace", name
+    assert run_sql([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
+    assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT content FROM read_text('/etc/hostname')",
+        "SELECT * FROM glob('/*')",
+        "COPY (SELECT 1) TO '/tmp/stolen.csv'",
+        "ATTACH '/tmp/other.db'",
+        "SET enable_external_access = true",
+        "SELECT 1; SELECT 2",
+        "DROP VIEW trace",
+        "DELETE FROM units",
+        "INSTALL httpfs",
+        "selec",
+        "",
+        "SELECT * FROM clean",
+        "CREATE TABLE x AS SELECT 1",
+        "SELECT * FROM '/etc/passwd'",
+        "SELECT * FROM read_blob('/etc/passwd')",
+        "SELECT * FROM read_json('/etc/passwd')",
+        "SELECT * FROM read_parquet('/tmp/*/*/*.parquet')",
+        "SELECT * FROM read_parquet('http://127.0.0.1:1/a.parquet')",
+        "SELECT * FROM sniff_csv('/etc/passwd')",
+        "FROM query('COPY (SELECT 1) TO ''/tmp/stolen.csv''')",
+        "FROM query_table('/etc/passwd')",
+        "LOAD httpfs",
+        "EXPORT DATABASE '/tmp/stolen'",
+        "IMPORT DATABASE '/tmp/stolen'",
+        "PRAGMA enable_profiling = 'json'",
+        "PRAGMA database_list",
+        "CALL pragma_version()",
+        "USE memory",
+        "CREATE SECRET (TYPE http)",
+        "CREATE MACRO f(x) AS x",
+        "PREPARE stolen AS SELECT 1",
+        "EXPLAIN ANALYZE COPY (SELECT 1) TO '/tmp/stolen.csv'",
+        "INSERT INTO units SELECT * FROM units",
+        "SELECT 1; COPY (SELECT 1) TO '/tmp/stolen.csv'; --",
+    ],
+)
+def test_queries_read_the_trace_and_nothing_else(clean, query):
+    with pytest.raises(UsageError):
+        run_sql([clean[0]], query)
+
+
+def test_a_query_cannot_overwrite_a_segment(clean):
+    target = clean[0] / "rank-00000" / "segment-00000.parquet"
+    before = target.read_bytes()
+    with pytest.raises(UsageError):
+        run_sql([clean[0]], f"COPY (SELECT 1) TO '{target}'")
+    assert target.read_bytes() == before
+
+
+def test_strange_names_are_only_names(tmp_path, clean):
+    strange = tmp_path / "it's [1-9]*; DROP VIEW trace; --" / "traces"
+    shutil.copytree(clean[0], strange)
+    assert analyze([strange]).job.ranks == 6
+    assert analyze([strange.parent]).job.ranks == 6  # the run's folder does as well
+
+
+def test_damaged_files_are_named_and_the_rest_analysed(folder):
+    (folder / "rank-00001" / "segment-00002.parquet").write_bytes(b"")
+    whole = (folder / "rank-00002" / "segment-00001.parquet").read_bytes()
+    (folder / "rank-00002" / "segment-00001.parquet").write_bytes(whole[: len(whole) // 2])
+    (folder / "rank-00003" / ".segment-00009.parquet.tmp").write_bytes(b"open")
+    synthetic.table(folder / "rank-00004" / "segment-00007.parquet", [{"run": "x"}], {"run": "string"})
+    found = analyze([folder])
+    text = "\n".join(found.warnings)
+    assert "rank-00001/segment-00002.parquet is empty or half-written" in text
+    assert "rank-00002/segment-00001.parquet is empty or half-written" in text
+    assert "rank-00004/segment-00007.parquet lacks the column(s) step" in text
+    assert "lack rows of some rank" in text
+    assert found.job.steps == 8 and 0 < found.job.steps_measured < 6
+
+
+def test_older_traces_lack_later_columns(folder):
+    for file in [*folder.glob("steps/*.parquet"), *folder.glob("sizes/*.parquet")]:
+        rows = pq.read_table(file)
+        pq.write_table(rows.drop_columns([name for name in rows.column_names if name in LATER_COLUMNS]), file)
+    found = analyze([folder])
+    assert not any("lacks the column" in warning for warning in found.warnings)
+    assert run_sql([folder], "SELECT count(*), count(skipped_steps), count(loss) FROM steps").rows == [(8, 0, 8)]
+
+
+def test_missing_ranks_steps_and_job_are_said(folder):
+    shutil.rmtree(folder / "rank-00005")
+    assert any("5 of 6 ranks" in warning for warning in analyze([folder]).warnings)
+    shutil.rmtree(folder / "steps")
+    assert any("6 measured step(s) have no reported loss" in warning for warning in analyze([folder]).warnings)
+    (folder / "job.json").write_text("{")
+    found = analyze([folder])
+    assert found.job.mfu is None and found.predicted_vs_measured == []
+    assert any("no MFU" in warning for warning in found.warnings)
+    assert [unit.name for unit in found.units] == ["encoder", "llm"]
+
+
+def test_nothing_to_analyse_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="There is no trace folder"):
+        analyze([tmp_path / "nowhere"])
+    with pytest.raises(DataError, match="No trace can be read"):
+        analyze([tmp_path])
+    synthetic.table(tmp_path / "rank-00000" / "segment-00000.parquet", [], TRACE_COLUMNS)
+    with pytest.raises(DataError, match="No trace can be read"):
+        analyze([tmp_path])
+    row = synthetic.simulate(synthetic.Synthetic(steps=1)).rows[0]
+    synthetic.table(
+        tmp_path / "rank-00000" / "segment-00000.parquet", [row | {"operation": "load"}], TRACE_COLUMNS
+    )
+    with pytest.raises(DataError, match="no whole step"):
+        analyze([tmp_path])
+
+
+def test_a_single_step_is_taken_and_said(tmp_path):
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=1))
+    found = analyze([tmp_path])
+    assert (found.job.steps_measured, found.job.warmup_steps_excluded) == (1, 0)
+    assert any("could not be left out" in warning for warning in found.warnings)
+
+
+def test_steps_repeated_after_resuming_count_once(tmp_path):
+    first = synthetic.write(tmp_path, synthetic.Synthetic(steps=6, run="start-000"), name="segment-start-000")
+    again = synthetic.simulate(synthetic.Synthetic(steps=8, run="start-001", load_ms=5.0))
+    later = 10**12
+    rows = [
+        row | {"start_ns": row["start_ns"] + later, "end_ns": row["end_ns"] + later}
+        for row in again.rows
+        if row["step"] >= 4
+    ]
+    for rank in range(6):
+        synthetic.table(
+            tmp_path / f"rank-{rank:05d}" / "segment-start-001-00000.parquet",
+            [row for row in rows if row["rank"] == rank],
+            TRACE_COLUMNS,
+        )
+    database = open_database([tmp_path])
+    assert any("2 step(s) were repeated" in warning for warning in database.warnings)
+    kept = {(row["run"], row["step"]) for row in database.sql("SELECT DISTINCT run, step FROM trace")}
+    assert kept == {("start-000", step) for step in range(4)} | {("start-001", step) for step in range(4, 8)}
+    windows = {row["step"]: row for row in database.sql("SELECT * FROM windows")}
+    assert [step for step in windows if windows[step]["measured"]] == [
+        1,
+        2,
+        3,
+        5,
+        6,
+        7,
+    ]  # warm-up at every start
+    assert windows[3]["window_s"] == pytest.approx((first.windows[3][1] - first.windows[3][0]) / 1e9)
+    assert windows[6]["window_s"] == pytest.approx((again.windows[6][1] - again.windows[6][0]) / 1e9)
+
+
+def test_another_plan_in_the_folder_is_left_out(folder):
+    other = synthetic.simulate(synthetic.Synthetic(steps=3, run="other", dp=3))
+    for rank in range(8):
+        synthetic.table(
+            folder / f"rank-{rank:05d}" / "segment-other.parquet",
+            [
+                row | {"start_ns": row["start_ns"] - 10**14, "end_ns": row["end_ns"] - 10**14}
+                for row in other.rows
+                if row["rank"] == rank
+            ],
+            TRACE_COLUMNS,
+        )
+    found = analyze([folder])
+    assert any("'other' left out" in warning for warning in found.warnings)
+    assert (found.job.ranks, found.job.steps) == (6, 8)
+
+
+def test_parts_of_a_trace_on_several_hosts_join_but_two_jobs_do_not(tmp_path, folder, clean):
+    elsewhere = tmp_path / "elsewhere"
+    for rank in (4, 5):
+        shutil.move(folder / f"rank-{rank:05d}", elsewhere / f"rank-{rank:05d}")
+    joined = analyze([folder, elsewhere])
+    assert joined.job.ranks == 6
+    assert not any("of 6 ranks" in warning for warning in joined.warnings)
+    both = analyze([clean[0], folder])
+    assert any("another job" in warning for warning in both.warnings)
+    assert both.job.steps == 8
+
+
+def test_text_only_slots_cost_nothing(tmp_path):
+    """A replica without items has rows without work; they bring no FLOPs and break nothing."""
+    truth = synthetic.write(tmp_path, synthetic.Synthetic())
+    empty = [
+        row | {"tokens": 0, "images": 0, "end_ns": row["start_ns"] + 1000}
+        if row["unit"] == "generator" and row["slot"] == 2 and row["tokens"]
+        else row
+        for row in truth.rows
+    ]
+    for part in ("segment-00000", "segment-00001"):
+        (tmp_path / "rank-00005" / f"{part}.parquet").unlink()
+    synthetic.table(
+        tmp_path / "rank-00005" / "segment-00000.parquet",
+        [row for row in empty if row["rank"] == 5],
+        TRACE_COLUMNS,
+    )
+    found = analyze([tmp_path])
+    whole = 3 * synthetic.FLOPS["generator"] * 1000 * 6 / 1e12
+    assert found.units[2].model_tflop_per_step == pytest.approx(whole * 5 / 6)
+
+
+def test_columns_of_steps_are_those_of_the_schema(clean):
+    assert run_sql([clean[0]], "SELECT * FROM steps").columns == list(STEP_COLUMNS)

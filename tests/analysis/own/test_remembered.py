@@ -1,0 +1,71 @@
+"""Own traces asked again: answered from what was kept, unless a file has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttrain_cli.analysis import cache
+from disttrain_cli.analysis.analyze import analyze_open
+from disttrain_cli.errors import DataError
+from tests.analysis import synthetic
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder; nothing was kept before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    synthetic.write(tmp_path / "run" / "traces", synthetic.Synthetic(steps=3))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """How often traces were opened."""
+    from disttrain_cli.analysis.own import database
+
+    calls, really = [], database.open_database
+
+    def count(paths):
+        calls.append(paths)
+        return really(paths)
+
+    monkeypatch.setattr(database, "open_database", count)
+    return calls
+
+
+def test_the_same_folder_is_read_once(run, opened):
+    first, pictures = analyze_open([run])
+    again, same = analyze_open([run])
+    assert len(opened) == 1 and again == first and len(again.ranks) == 6
+    assert same().cells == pictures().cells and len(same().timelines) == 2
+    assert same().timelines[0]["lanes"][0][0] == "encoder"
+
+
+def test_whatever_changes_is_read_again(run, opened):
+    analyze_open([run])
+    segment = run / "traces" / "rank-00000" / "segment-00001.parquet"
+    segment.write_bytes(segment.read_bytes())  # the same bytes, written later
+    analyze_open([run])
+    assert len(opened) == 2
+    (run / "traces" / "job.json").unlink()
+    found, _ = analyze_open([run])
+    assert len(opened) == 3 and found.job.mfu is None
+
+
+def test_what_cannot_be_analysed_is_not_kept(run, opened):
+    for file in (run / "traces").glob("rank-*/*"):
+        file.unlink()
+    for _ in range(2):
+        with pytest.raises(DataError):
+            analyze_open([run])
+    assert not list(cache.cache_folder().glob("*"))
+
+
+def test_damaged_memory_is_removed(run, opened):
+    analyze_open([run])
+    (kept,) = cache.cache_folder().glob("*.duckdb")
+    kept.write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        analyze_open([run])
+    analyze_open([run])
+    assert len(opened) == 2

@@ -1,0 +1,54 @@
+"""Charts as SVG text: thinned, escaped, with figures that can be read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from disttrain_cli.analysis.report.charts import line_chart, stacked_rows, thin, waterfall
+from disttrain_cli.analysis.report.heat import MOST_REPLICAS, heat_maps
+from disttrain_cli.analysis.report.words import figure, prose, seconds
+
+
+def test_charts_thin_and_survive_odd_input():
+    points = [(float(step), 1.0) for step in range(5000)]
+    assert len(thin(points)) <= 401 and thin(points)[-1] == points[-1]
+    assert line_chart("nothing", [("none", [])]) == ""
+    assert "<circle" in line_chart("one <step>", [("a", [(1.0, 2.0)])])
+    assert "<step>" not in line_chart("one <step>", [("a", [(1.0, 2.0)])])
+    assert "expected" in line_chart("with a plan", [("a", [(1.0, 2.0)])], expected=3.0)
+
+
+def test_a_waterfall_begins_each_bar_where_the_last_ended():
+    parts = [("total", "ideal", 1.0), ("lost", "a", 0.5), ("gain", "b", -0.25), ("total", "whole", 1.25)]
+    drawn = waterfall(parts, "x")
+    bars = [(kind, float(x), float(width)) for kind, x, width in
+            re.findall(r'<rect class="(\w+)" x="([\d.]+)" y="\d+" width="([\d.]+)"', drawn)]
+    (_, zero, ideal), (_, at, lost), (_, back, gain), (_, start, whole) = bars
+    assert at == pytest.approx(zero + ideal, abs=0.2) and start == zero
+    assert lost == pytest.approx(ideal / 2, abs=0.2) and gain == pytest.approx(ideal / 4, abs=0.2)
+    assert back == pytest.approx(at + lost - gain, abs=0.2) and whole == pytest.approx(1.25 * ideal, abs=0.3)
+
+
+def test_bars_of_nothing_have_no_length():
+    assert 'width="0.00"' in stacked_rows([("a", [("compute", 0.0)])], "x")
+
+
+def test_heatmaps_show_the_replicas_furthest_from_the_mean():
+    cells = [{"unit": "llm", "stage": 0, "depth": 1, "replica": replica, "mean_ms": 10.0,
+              "ratio": 2.0 if replica == 700 else 1.0, "normalised": None} for replica in range(900)]
+    drawn = heat_maps(cells)
+    assert drawn.count("<title>") == MOST_REPLICAS and "replica 700: 10 ms, 200.0 % of the mean" in drawn
+    assert drawn.count("<svg") == 1 and heat_maps([]) == ""  # without a profile there is no second map
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0.0, "0"), (1234.5, "1,234"), (0.01234, "0.0123"), (None, "–"), (12.0, "12")])
+def test_figures(value, text):
+    assert figure(value) == text
+
+
+def test_durations_and_prose():
+    assert [seconds(value) for value in (1.5, 0.0015, 1.5e-6, 0.0)] == ["1.5 s", "1.5 ms", "1.5 µs", "0"]
+    assert prose("5 s of <b>") == "5\u00a0s of &lt;b&gt;"

@@ -1,0 +1,62 @@
+"""Verdicts: where a cause lies, and what is honest where the ranks share cores."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.losses import split_losses
+from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.analysis.replay import build_graph
+from tests.analysis import synthetic
+
+PLACES = {
+    "data": ({"load_ms": 40.0, "load_replica": 1}, {"unit": "llm", "replica": 1}),
+    "host": ({"gap_ms": 15.0, "gap_rank": 2}, {"unit": "llm", "stage": 0, "replica": 1, "rank": 2, "host": "host-a"}),
+    "communication": ({"transfer_ms": 25.0}, {"unit": "llm", "stage": 0}),
+}
+
+
+@pytest.mark.parametrize("cause", PLACES)
+def test_the_place_is_as_narrow_as_the_evidence(tmp_path, cause):
+    fault, place = PLACES[cause]
+    synthetic.write(tmp_path, synthetic.Synthetic(**fault))
+    verdict = analyze([tmp_path]).verdict
+    assert verdict.cause == cause
+    assert verdict.place.model_dump(exclude_none=True) == place
+    assert verdict.confidence > 0.9
+
+
+def test_slow_links_are_told_by_the_profile_though_all_are_alike(tmp_path):
+    """Transfers that never vary lose nothing against their median; the profile knows better."""
+    synthetic.write(tmp_path, synthetic.Synthetic(transfer_ms=25.0))
+    losses = split_losses(build_graph(open_database([tmp_path])))
+    assert losses.lost["communication"].mean() > 0.1 * losses.measured.mean()
+    (tmp_path / "job.json").unlink()
+    losses = split_losses(build_graph(open_database([tmp_path])))
+    assert losses.lost["communication"].mean() == pytest.approx(0.0, abs=0.01 * losses.measured.mean())
+
+
+def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
+    late = {"late_ms": 40.0}
+    synthetic.write(tmp_path / "devices", synthetic.Synthetic(**late))
+    synthetic.write(tmp_path / "cores", synthetic.Synthetic(**late, device="cpu", peak_tflops=1.2))
+    on_devices, on_cores = (analyze([tmp_path / name]) for name in ("devices", "cores"))
+    assert on_devices.verdict.cause == "communication"
+    assert on_cores.verdict.cause == "host"
+    assert "wait for one of the cores" in on_cores.verdict.headline
+    assert on_cores.verdict.confidence <= 0.5 < on_devices.verdict.confidence
+    assert "share the cores" in on_cores.verdict.advice
+    (crowded,) = [row.value for row in on_cores.verdict.evidence if row.what.startswith("passes of all ranks")]
+    assert crowded > 1  # six ranks on two cores
+    both = [sum(found.stragglers.lost_s.values()) for found in (on_cores, on_devices)]
+    assert both[0] == pytest.approx(both[1], rel=0.05)
+
+
+def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):
+    synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}))
+    found = analyze([tmp_path])
+    lost = found.stragglers.lost_s
+    assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 3)
+    assert abs(lost["stage"]) + abs(lost["unit"]) < 0.01 * lost["worker"]
+    assert found.stragglers.slowdown == pytest.approx(1 + lost["worker"] / found.stragglers.ideal_s, rel=0.02)
