@@ -159,10 +159,3 @@ def test_wrong_configurations_are_named(make_run, change, words):
     with pytest.raises(SpecError) as error:
         layer_table(make_run(audio_encoder=change))
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_two_encoders_alike_are_refused(make_run):
-    run = make_run(audio_encoder={})
-    run.file.model.modules["audio_encoder"] = run.file.model.modules["image_encoder"]
-    with pytest.raises(SpecError, match="image_encoder and audio_encoder are both image encoders"):
-        describe(run)

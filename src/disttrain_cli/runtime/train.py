@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
+from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.starts import Reports, alone, job_of, run_ranks, step_to_resume
@@ -182,8 +183,12 @@ def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) 
 
 
 def _references(run: Run, index: Index) -> dict[str, float]:
-    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting zero noise."""
+    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting zero noise.
+
+    Where a generator predicts more than the noise, zero costs what its images do, which nobody has measured.
+    """
     references = {"text_unigram_entropy": unigram_entropy(run, index)}
-    if index.inputs.target is not None:
+    predicted = {config.noise.prediction for config in read_configs(run).values() if config.noise is not None}
+    if predicted == {"epsilon"}:
         references["image_zero_noise"] = 1.0
     return references

@@ -119,7 +119,7 @@ class ModelSpec(Strict):
         return self
 
     @model_validator(mode="after")
-    def _one_of_each(self) -> ModelSpec:
+    def _one_llm(self) -> ModelSpec:
         if len(self.named("llm")) != 1:
             raise ValueError(f"modules must hold exactly one module of kind llm; given: {len(self.named('llm'))}")
         return self
