@@ -34,11 +34,21 @@ MODEL: dict[str, Any] = {
     "loss_weights": {"text": 1.0, "image": 0.5},
 }
 
+#: A diffusion transformer in the latent space of a VAE, beside the tests' U-Net over pixels; of another size.
+REFINER: dict[str, Any] = {
+    "kind": "generator", "architecture": "pixart", "image_size": 24, "context_tokens": 4,
+    "config": {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 8, "num_layers": 2,
+               "cross_attention_dim": 48, "caption_channels": 20, "use_additional_conditions": True, "dropout": 0.1},
+    "vae": {"block_out_channels": [8, 16], "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4,
+            "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+            "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"]}}
+
 
 def write_run(folder: Path, data: Path, *, name: str = "test", modules: tuple[str, ...] = tuple(MODEL["modules"]),
               held_out: float = 0.0, **train: Any) -> Run:
     """A run file in `folder` over the sample data in `data`; `train` overrides its training section."""
-    model = MODEL | {"modules": {key: MODEL["modules"][key] for key in modules}}
+    known = MODEL["modules"] | {"refiner": REFINER}
+    model = MODEL | {"modules": {key: known[key] for key in modules}}
     content = {
         "name": name, "model": model,
         "data": {"sources": [{"path": str(data / "interleaved")}, {"path": str(data / "captions")}],

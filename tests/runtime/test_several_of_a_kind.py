@@ -22,19 +22,11 @@ from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.runtime.equivalence_worker import reference
-from tests.runtime.factory import plan_of, unit
+from tests.runtime.factory import REFINER, plan_of, unit
 from tests.runtime.factory import write_run as write_one
 
 STEPS = 2
 EYE, LLM, FIRST, SECOND, OTHER_EYE = "image_encoder", "llm", "image_generator", "refiner", "other_encoder"
-#: A diffusion transformer in the latent space of a VAE, beside the tests' U-Net over pixels; of another size.
-REFINER: dict[str, Any] = {
-    "kind": "generator", "architecture": "pixart", "image_size": 24, "context_tokens": 4,
-    "config": {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 8, "num_layers": 2,
-               "cross_attention_dim": 48, "caption_channels": 20, "use_additional_conditions": True, "dropout": 0.1},
-    "vae": {"block_out_channels": [8, 16], "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4,
-            "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
-            "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"]}}
 #: SigLIP, which has no class token, beside the tests' ViT, which has one.
 SIGLIP: dict[str, Any] = {
     "kind": "encoder", "architecture": "siglip_vision_model", "merge": 2,
