@@ -40,9 +40,9 @@ class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
     `fields` are keys of `models.layer.FIELDS`: pixels, audio, tokens, layout, context, labels, targets, weights; of a
-    further encoder or generator pixels.1, targets.1. An
-    image to read that cannot be decoded becomes a blank one, a clip silence, an image to generate gets weight 0; all
-    are named in `skipped`, once each. Without `source` the data are prepared in this process.
+    further encoder or generator pixels.1, targets.1. An image to read that cannot be decoded becomes a blank one, a
+    clip silence, an image to generate gets weight 0; all are named in `skipped`, once each. Without `source` the
+    data are prepared in this process.
     """
 
     def __init__(

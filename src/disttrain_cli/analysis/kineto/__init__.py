@@ -1,6 +1,6 @@
 """Kineto/Chrome JSON of anyone's PyTorch job: read once as a stream, kept as a DuckDB file, then asked in SQL.
 
-Start with `analysis.analyze_kineto`. `splitting` finds whole events in chunks of a file, `events` decodes them,
+Start with `analysis`. `splitting` finds whole events in chunks of a file, `events` decodes them,
 `columns` turns them into rows, `ingest` fills the database, which `database` opens (from the cache of `analysis.cache`
 where it was read before). `jobs` tells ranks and jobs apart, `kernels` tells communication from compute by evidence.
 The measures are `queries/kineto/*.sql`; `verdict` names the cause.

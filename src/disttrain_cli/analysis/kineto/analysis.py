@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from disttrain_cli.analysis.kineto.database import KinetoDatabase, open_kineto
+from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.verdict import Losses, judge
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -16,23 +15,13 @@ from disttrain_cli.analysis.result import (
     Stragglers,
 )
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.progress import Progress, silent
 
 #: A larger share of unclassified kernel time than this is said.
 TOLD_UNCLASSIFIED = 0.05
 
 
-def analyze_kineto(files: list[Path], progress: Progress = silent) -> Analysis:
-    """Analyse the Kineto/Chrome JSON of one job.
-
-    Raises:
-        DataError: no event can be read in any of the files.
-    """
-    return analyze_kineto_database(open_kineto(files, progress))
-
-
 def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
-    """The same for traces that are open already.
+    """Analyse the Kineto/Chrome JSON of one job.
 
     Times are of the measured profiler steps, or of all that was recorded where none are marked. Lost seconds are per
     step and rank; with compute, which is the ideal, they sum to what was measured.
