@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from benchmarks.common import Tables, table
 from benchmarks.rehearsal import RUN_FILE, edit
 from benchmarks.strategies import disttrain
@@ -169,7 +171,7 @@ def rehearse(folder: Path, case: Case, seed: int, traces: Path) -> None:
 def judged(case: Case, traces: Path) -> Row:
     """What the analysis says of a case's traces, and whether it is right."""
     found = analyze([traces])
-    place = found.verdict.place.model_dump(exclude_none=True)
+    place = {key: value for key, value in asdict(found.verdict.place).items() if value is not None}
     right = found.verdict.cause == case.cause and case.place.items() <= place.items()
     lost = found.stragglers.lost_s or {}
     measured = found.job.iteration_s or 1.0

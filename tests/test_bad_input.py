@@ -17,9 +17,9 @@ import yaml
 
 from disttrain_cli.app import main
 from disttrain_cli.commands.init import preset_text
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
 from tests.analysis import synthetic
 from tests.commands.conftest import make_profile, module_profile
 from tests.data.dataset import encoded, image, interleaved, text, write_dataset, write_tar

@@ -7,12 +7,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from disttrain_cli import __version__
-from disttrain_cli.commands import analyze, data, export, init, plan, profile, train
 from disttrain_cli.console import Console
 from disttrain_cli.errors import DisttrainError
 
@@ -50,7 +50,8 @@ MACHINE_ERRORS = {errno.ENOSPC: "Free some space and run the command again.",
                   errno.ENAMETOOLONG: "Choose a shorter name.",
                   errno.EMFILE: "Raise the limit of open files: ulimit -n 65536"}
 
-app = typer.Typer(name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+#: Modules of `commands/`, in the order of the help; those with an `app` are groups.
+COMMANDS = ("init", "profile", "plan", "train", "analyze", "export", "data")
 
 
 def _version(wanted: bool) -> None:
@@ -59,7 +60,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
@@ -73,14 +73,22 @@ def root(
         typer.echo(context.get_help())
 
 
-for name, command in {"init": init, "profile": profile, "plan": plan, "train": train, "analyze": analyze,
-                      "export": export}.items():
-    app.command(name, epilog=command.EPILOG)(command.run)
-app.add_typer(data.app, name="data")
+def command_line(*names: str) -> typer.Typer:
+    """The command line with these commands, or all; of the others nothing is imported."""
+    app = typer.Typer(name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+    app.callback(invoke_without_command=True)(root)
+    for name in names or COMMANDS:
+        command = import_module(f"disttrain_cli.commands.{name}")
+        if hasattr(command, "app"):
+            app.add_typer(command.app, name=name)
+        else:
+            app.command(name, epilog=command.EPILOG)(command.run)
+    return app
 
 
 def command_names() -> list[str]:
     """Every command as the user types it, those of groups after their group."""
+    app = command_line()
     names = [command.name or "" for command in app.registered_commands]
     for group in app.registered_groups:
         assert group.typer_instance is not None
@@ -96,8 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(words: list[str], console: Console) -> int:
+    asked = [word for word in words[:1] if word in COMMANDS]
     try:
-        code = app(words, prog_name="disttrain", standalone_mode=False)
+        code = command_line(*asked)(words, prog_name="disttrain", standalone_mode=False)
     except DisttrainError as error:
         _traceback_if_wanted()
         console.error(error.what, error.why, error.next_step, error.exit_code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.step import pipeline_of
-from disttrain_cli.simulation.timeline import Timeline
+from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Layout, Prediction, StageTime, UnitPlan
 from disttrain_cli.spec.profile import Profile, SizeSample
 from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
@@ -41,7 +41,8 @@ def layout_of(profile: Profile, batch: int, microbatches: int, trained: list[str
 
 
 def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
-          stretch: dict[tuple[int, bool], float] | None = None, rehearsed: Rehearsed | None = None) -> list[Timeline]:
+          stretch: dict[tuple[int, bool], float] | None = None, rehearsed: Rehearsed | None = None,
+          ordering: Literal["none", "paper"] = "paper") -> list[Timeline]:
     """Write the traces and return what was simulated.
 
     Args:
@@ -51,16 +52,7 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
     stages = stages_of(profile, layout)
     rows: dict[int, list[dict[str, Any]]] = {}
     reported, sizes, timelines, clock = [], [], [], 10**18
-    sample = profile.data.sample
-    for step in range(steps):
-        sample = (data or {}).get(step, sample)
-        batch = sampled_batch(sizes_of_sample(sample), layout.global_batch_size, step)
-        places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, "paper")
-        loads = replica_loads(batch, profile.inputs, layout, places)
-        pipeline = pipeline_of(profile, layout, stages, loads, GPUS_PER_NODE)
-        for (stage, forward), factor in (stretch or {}).items():
-            (pipeline.forward_s if forward else pipeline.backward_s)[:, stage] *= factor
-        timeline = simulate(pipeline)
+    for step, (batch, loads, pipeline, timeline) in enumerate(play(profile, layout, steps, data, stretch, ordering)):
         for rank, row in _rows(profile, layout, stages, loads, timeline, pipeline.reduce_s, clock):
             rows.setdefault(rank, []).append(row | {"step": step, "rank": rank})
         clock += round(1e9 * timeline.iteration_s)
@@ -73,14 +65,30 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
     table(folder / "sizes" / "segment-00000.parquet", sizes, SIZE_COLUMNS)
     iteration_s = float(np.mean([timeline.iteration_s for timeline in timelines]))
     predicted = Prediction(
-        iteration_s=iteration_s, sequences_per_s=layout.global_batch_size / iteration_s, mfu=0.3, warmup_s=0.1,
-        steady_s=0.4, bubble_fraction=0.2, memory=[],
+        ordering=ordering, iteration_s=iteration_s, sequences_per_s=layout.global_batch_size / iteration_s, mfu=0.3,
+        warmup_s=0.1, steady_s=0.4, bubble_fraction=0.2, memory=[],
         stages=[StageTime(unit=stage.unit.name, stage=stage.index, forward_ms=1.0, backward_ms=2.0, mfu=0.1)
                 for stage in stages])
     job = Job(run="demo", strategy="disaggregated", layout=layout, predicted=predicted, profile=profile,
               gpus_per_node=GPUS_PER_NODE, rehearsed=rehearsed)
     (folder / "job.json").write_text(job.model_dump_json())
     return timelines
+
+
+def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
+         stretch: dict[tuple[int, bool], float] | None = None, ordering: str = "paper"
+         ) -> Iterator[tuple[Sizes, dict[str, Floats], Pipeline, Timeline]]:
+    """Simulate the steps; arguments as of `write`."""
+    stages, sample = stages_of(profile, layout), profile.data.sample
+    for step in range(steps):
+        sample = (data or {}).get(step, sample)
+        batch = sampled_batch(sizes_of_sample(sample), layout.global_batch_size, step)
+        places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, ordering)
+        loads = replica_loads(batch, profile.inputs, layout, places)
+        pipeline = pipeline_of(profile, layout, stages, loads, GPUS_PER_NODE)
+        for (stage, forward), factor in (stretch or {}).items():
+            (pipeline.forward_s if forward else pipeline.backward_s)[:, stage] *= factor
+        yield batch, loads, pipeline, simulate(pipeline)
 
 
 def _rows(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats], timeline: Timeline,

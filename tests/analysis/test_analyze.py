@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import asdict
 
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.compare import compare
@@ -134,7 +135,7 @@ def test_injected_faults_are_named(tmp_path, cause):
     truth = synthetic.write(tmp_path, synthetic.Synthetic(**fault))
     found = analyze([tmp_path])
     assert found.verdict.cause == cause
-    assert {key: value for key, value in found.verdict.place.model_dump().items() if key in place} == place
+    assert {key: value for key, value in asdict(found.verdict.place).items() if key in place} == place
     assert found.verdict.confidence > 0.9
     assert found.verdict.advice and found.verdict.next_command.startswith("disttrain ")
     lost = found.stragglers.lost_s

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from disttrain_cli.commands.init import preset_text
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.profile import (
     DeviceProfile,
@@ -17,6 +16,7 @@ from disttrain_cli.spec.profile import (
     Profile,
 )
 from disttrain_cli.spec.runfile import RunFile, read_run
+from disttrain_cli.spec.whole import write_whole
 from disttrain_cli.spec.work import Work
 from tests import profiles
 

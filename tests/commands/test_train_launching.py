@@ -11,9 +11,10 @@ import pytest
 
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.runtime import train as training
-from disttrain_cli.spec.files import fingerprint, write_whole
+from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import UnitPlan, read_plan, write_plan
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
 from tests.commands.conftest import MODULES, make_profile
 from tests.commands.test_train import STEPS, call
 from tests.runtime.factory import plan_of, unit

@@ -4,8 +4,8 @@ import pytest
 
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.profiling.seen_data import with_data
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
 from tests.commands.conftest import make_profile
 from tests.profiling.recorded import sequences_with, with_layers
 

@@ -29,10 +29,11 @@ from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.data.serving.worker import AT_ONCE
 from disttrain_cli.errors import RankFailedError
 from disttrain_cli.runtime.train import train
-from disttrain_cli.spec.files import fingerprint, write_whole
+from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan, write_plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
 from tests.data.dataset import encoded, write_tar
 from tests.runtime.factory import make_job
 

@@ -1,8 +1,9 @@
 """From traces to a verdict: DuckDB over them, queries as `.sql` files, replay, advice, report.
 
 Start with `analyze.analyze` (what the command calls): `formats` finds out whose traces they are; `own/` reads this
-project's, `kineto/` those of any PyTorch job, `study/` operations of other trainers; `cache` keeps what was read once.
-All end in a `result.Analysis`. `queries/` holds one question per file, `replay` runs a step again with delays removed
-(by the engine `walk`), `losses` splits the lost time, `what_if` follows the published study, `verdict` names the
-cause. `report/` writes the HTML page, `compare` sets two runs side by side, `expressions` evaluates `--fail-if`.
+project's, `kineto/` those of any PyTorch job, `study/` operations of other trainers; `cache` keeps what was read once,
+`remembered` what was found. All end in a `result.Analysis`. `queries/` holds one question per file, `replay` runs a
+step again with delays removed (by the engine `walk`), `losses` splits the lost time, `what_if` follows the published
+study, `verdict` names the cause. `report/` writes the HTML page, `compare` sets two runs side by side, `expressions`
+evaluates `--fail-if`.
 """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.analysis.formats import find_format
+from disttrain_cli.analysis.formats import Format, files_of, find_format
+from disttrain_cli.analysis.remembered import remembered
+from disttrain_cli.analysis.result import Analysis
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.own.database import Database
     from disttrain_cli.analysis.report.pictures import Pictures
-    from disttrain_cli.analysis.result import Analysis
     from disttrain_cli.analysis.sql import Table
 
 
@@ -31,29 +33,58 @@ def analyze(paths: list[Path], progress: Progress = silent) -> Analysis:
 
 
 def analyze_open(paths: list[Path], progress: Progress = silent) -> tuple[Analysis, Callable[[], Pictures]]:
-    """The same, and what draws the report's pictures from the same traces, should a report be wanted."""
+    """The same, and what draws the report's pictures of the same traces, should a report be wanted."""
     found, files = find_format(paths)
+    inputs = files_of(found, files)
+    named = f"{found} {[str(path) for path in paths]}"
+    traces = cache(lambda: _open(found, files, progress))  # at most once, and not where all is known already
+    analysis = remembered(inputs, f"analysis {named}", Analysis, lambda: _judge(found, traces()))
+
+    def drawn() -> Pictures:
+        from disttrain_cli.analysis.report.pictures import Pictures
+
+        return remembered(inputs, f"pictures {named}", Pictures,
+                          lambda: _draw(found, traces(), analysis.verdict.place.rank))
+
+    return analysis, drawn
+
+
+def _open(found: Format, files: list[Path], progress: Progress) -> Any:
+    """The traces as the reader of their format holds them."""
     if found == "kineto":
-        from disttrain_cli.analysis.kineto.analysis import analyze_kineto_database
         from disttrain_cli.analysis.kineto.database import open_kineto
 
-        traces = open_kineto(files, progress)
-        judged = analyze_kineto_database(traces)
+        return open_kineto(files, progress)
+    if found == "operations":
+        return files
+    from disttrain_cli.analysis.own.database import open_database
 
-        def drawn() -> Pictures:
-            from disttrain_cli.analysis.report.pictures import kineto_pictures
+    return open_database(files)
 
-            return kineto_pictures(traces, judged.verdict.place.rank)
 
-        return judged, drawn
+def _judge(found: Format, traces: Any) -> Analysis:
+    if found == "kineto":
+        from disttrain_cli.analysis.kineto.analysis import analyze_kineto_database
+
+        return analyze_kineto_database(traces)
     if found == "operations":
         from disttrain_cli.analysis.study import analyze_study
 
-        return analyze_study(files), _no_pictures
-    from disttrain_cli.analysis.own.remembered import analyze_run
+        return analyze_study(traces)
+    return analyze_database(traces)
 
-    analysis, pictures = analyze_run(paths)
-    return analysis, lambda: pictures
+
+def _draw(found: Format, traces: Any, rank: int | None) -> Pictures:
+    """Pictures that show, among others, the rank that the verdict names."""
+    from disttrain_cli.analysis.report.pictures import kineto_pictures, pictures_of
+
+    if found == "kineto":
+        return kineto_pictures(traces, rank)
+    if found == "operations":
+        from disttrain_cli.analysis.study.drawing import study_pictures
+
+        return study_pictures(traces, rank)
+    return pictures_of(traces, rank)
 
 
 def analyze_database(database: Database) -> Analysis:
@@ -82,9 +113,3 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
     from disttrain_cli.analysis.own.database import run_sql
 
     return run_sql(paths, query)
-
-
-def _no_pictures() -> Pictures:
-    from disttrain_cli.analysis.report.pictures import Pictures
-
-    return Pictures()

@@ -1,4 +1,4 @@
-"""What was read once is kept: a database file per set of inputs, in the user's cache folder.
+"""What was read once is kept: a file per set of inputs, in the user's cache folder.
 
 The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a fingerprint of the inputs'
 absolute paths, sizes and times of change and of the reader's version, so whatever changed is read again.
@@ -25,8 +25,9 @@ def cache_folder() -> Path:
     return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "disttrain"
 
 
-def cached(inputs: list[Path], version: str, build: Callable[[Path], None]) -> tuple[Path, bool]:
-    """The database of `inputs`, built where there is none yet; and whether it stays (else the caller removes it).
+def cached(inputs: list[Path], version: str, build: Callable[[Path], None],
+           ending: str = ".duckdb") -> tuple[Path, bool]:
+    """The file built of `inputs`, now where there is none yet; and whether it stays (else the caller removes it).
 
     A process that builds writes beside the final name and renames at the end: no reader meets half a database, and
     of two that build at once the last one wins. Where the folder cannot be written, the database goes to a
@@ -35,11 +36,12 @@ def cached(inputs: list[Path], version: str, build: Callable[[Path], None]) -> t
     Args:
         inputs: files that are read.
         version: of the reader and of all else that the content depends on.
-        build: writes a database file at the path it is given.
+        build: writes the file at the path it is given.
+        ending: of its name: a database, or JSON.
     """
     folder = cache_folder()
     try:
-        target = folder / f"{_key(inputs, version)}.duckdb"
+        target = folder / f"{_key(inputs, version)}{ending}"
         if target.is_file():
             os.utime(target)
             return target, True
@@ -69,9 +71,11 @@ def forget(database: Path) -> None:
 
 def _key(inputs: list[Path], version: str) -> str:
     digest = hashlib.sha256(version.encode())
+    folders = {folder: os.path.realpath(folder) for folder in {path.parent for path in inputs}}
     for path in inputs:
+        place = os.path.realpath(path) if path.is_symlink() else os.path.join(folders[path.parent], path.name)
         about = path.stat()
-        digest.update(f"\0{path.resolve()}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+        digest.update(f"\0{place}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
 
@@ -81,8 +85,8 @@ def _bound(folder: Path, keep: Path) -> None:
         for left in folder.glob(".building-*"):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left, ignore_errors=True)
-        kept = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob("*.duckdb")),
-                      reverse=True)
+        kept = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.iterdir()
+                       if file.suffix in (".duckdb", ".json")), reverse=True)
         total = 0
         for _, size, file in kept:
             total += size

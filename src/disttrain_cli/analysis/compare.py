@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from disttrain_cli.analysis.result import Analysis
-from disttrain_cli.spec.files import Strict
 
 
-class Change(Strict):
+class Change(Struct, frozen=True, kw_only=True):
     """One figure in both analyses; null where one of them lacks it."""
 
     what: str

@@ -30,6 +30,18 @@ def find_format(paths: list[Path]) -> tuple[Format, list[Path]]:
     return next(iter(found.items()))
 
 
+def files_of(found: Format, paths: list[Path]) -> list[Path]:
+    """Every file on which the analysis of these paths, as `find_format` gave them, depends."""
+    if found == "disttrain":
+        folders = [path / "traces" if (path / "traces").is_dir() else path for path in paths]
+        return sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
+    if found == "kineto":
+        from disttrain_cli.analysis.kineto.kernels import users_patterns
+
+        return [*paths, *(file for file in [users_patterns()] if file.is_file())]
+    return paths
+
+
 def _look(path: Path) -> tuple[Format, list[Path]]:
     if path.is_file():
         return ("operations" if path.suffix == ".parquet" else "kineto"), [path]

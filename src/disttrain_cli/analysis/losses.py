@@ -86,7 +86,7 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
     with np.errstate(divide="ignore", invalid="ignore"):
         intra = np.where(slot > 0, work / slot, 1.0)
         worked = mean * work
-        ranks = passes.groups("rank", "backward")
+        ranks = passes.groups("rank", "depth", "backward")
         own = group_mean(compute, ranks)
         staged = worked * _shared(_ratio(own, group_mean(worked, ranks)), passes)
         ranked = staged * _ratio(own, group_mean(staged, ranks))
@@ -94,10 +94,14 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
     return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
 
 
-def split_losses(graph: Graph) -> Losses:
-    """Replay the recorded steps with the delays returning one by one."""
+def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
+    """Replay the recorded steps with the delays returning one by one.
+
+    Args:
+        why: `explain` of the recorded passes, where that is known.
+    """
     recorded, still = graph.recorded, graph.without_delays()
-    why = explain(graph, recorded.compute, graph.predicted)
+    why = why or explain(graph, recorded.compute, graph.predicted)
 
     busy = per_rank(graph, why.staged)
     ranks = {unit: len(np.unique(graph.rank[np.asarray(graph.unit) == unit])) for unit in busy}
@@ -220,7 +224,7 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
     So one slow rank makes no slow stage, also where a stage has two.
     """
     out = np.empty_like(factor)
-    ranks, directions = passes.groups("rank"), passes.groups("unit", "backward", "stage")
+    ranks, directions = passes.groups("rank"), passes.groups("unit", "backward", "depth")
     for group in np.unique(directions):
         pick = directions == group
         _, first = np.unique(ranks[pick], return_index=True)

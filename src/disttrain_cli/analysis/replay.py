@@ -22,7 +22,8 @@ from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Floats, Ints, Walk, walk_of
-from disttrain_cli.costs.layout import transfers_s
+from disttrain_cli.costs.layout import Stage, transfers_s
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.trace import Job
 
 
@@ -105,7 +106,8 @@ class Graph(Passes):
 
 def group_mean(values: Floats, groups: Ints) -> Floats:
     """Each pass's mean over its group and all steps, [passes, steps]."""
-    return _per_group(values, groups, np.mean)
+    sums, sizes = np.bincount(groups, values.sum(axis=1)), np.bincount(groups) * values.shape[1]
+    return np.repeat((sums / np.maximum(1, sizes))[groups, None], values.shape[1], axis=1)
 
 
 def _per_group(values: Floats, groups: Ints, statistic: Any) -> Floats:
@@ -198,18 +200,24 @@ def build_graph(database: Database) -> Graph | None:
         window=window,
         devices={row["unit"]: row["devices_per_rank"]
                  for row in database.sql("SELECT unit, devices_per_rank FROM units")},
-        expected=_expected_transfers(database, columns["operation"] == "backward", columns["depth"]),
+        expected=np.full(len(end), np.inf) if database.job is None or not database.stages else expected_transfers(
+            database.job, database.job.layout, database.stages, columns["operation"] == "backward", columns["depth"]),
         crowded=_crowded(database.job, table["duration_s"], window),
     )
 
 
-def _expected_transfers(database: Database, backward: NDArray[np.bool_], depth: Ints) -> Floats:
-    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite where it has none."""
-    job, stages, found = database.job, database.stages, np.full(len(backward), np.inf)
-    if job is None or not stages or shares_cores(job):
+def expected_transfers(job: Job, layout: Layout, stages: list[Stage], backward: NDArray[np.bool_],
+                       depth: Ints) -> Floats:
+    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite where it has none.
+
+    Args:
+        layout: the job's, or another one with `stages`.
+    """
+    found = np.full(len(backward), np.inf)
+    if shares_cores(job):
         return found
     cuts = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
-    seconds = transfers_s(job.profile, job.layout, stages, job.gpus_per_node)
+    seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
     for back in (False, True):
         for place in range(len(stages)):
             own = [second for cut, second in zip(cuts, seconds, strict=True) if cut[0 if back else 1] == place]

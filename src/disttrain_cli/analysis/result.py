@@ -2,49 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import msgspec
+from msgspec import Meta, Struct
 
 from disttrain_cli.spec.drift import Drift
-from disttrain_cli.spec.files import Strict
+
+#: A remedy that gains less of a step is not shown.
+LEAST_GAIN_PCT = 1.0
 
 
-class JobSummary(Strict):
+class JobSummary(Struct, frozen=True, kw_only=True):
     """The job as a whole, over the measured steps; null is what the traces cannot tell."""
 
-    run: str = Field(description="Name of the last start that was analysed.")
-    rehearsed: str | None = Field(description="How emulated devices stood for the cluster; null where none did.")
-    layout: str | None = Field(
-        description="Units with TP, DP and PP, in pipeline order; null for traces that do not name units."
-    )
+    run: Annotated[str, Meta(description="Name of the last start that was analysed.")]
+    rehearsed: Annotated[str | None, Meta(description=
+        "How emulated devices stood for the cluster; null where none did."
+    )]
+    layout: Annotated[str | None, Meta(description=
+        "Units with TP, DP and PP, in pipeline order; null for traces that do not name units."
+    )]
     ranks: int
-    steps: int = Field(description="Steps recorded.")
-    steps_measured: int = Field(description="Steps the figures are taken from.")
+    steps: Annotated[int, Meta(description="Steps recorded.")]
+    steps_measured: Annotated[int, Meta(description="Steps the figures are taken from.")]
     warmup_steps_excluded: int
-    iteration_s: float | None = Field(description="Mean time of a measured step; null where none was marked.")
+    iteration_s: Annotated[float | None, Meta(description="Mean time of a measured step; null where none was marked.")]
     iteration_p50_s: float | None
     iteration_p95_s: float | None
     sequences_per_s: float | None
-    mfu: float | None = Field(
-        description="Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once."
-    )
-    bubble_fraction: float | None = Field(description="1 − compute ÷ (ranks × window of a step).")
-    exposed_communication_fraction: float | None = Field(
-        description="Share of the ranks' time that moves tensors while the rank "
-        "computes nothing; waiting for a peer is not counted."
-    )
-    time_shares: dict[str, float] = Field(
-        description="Where the ranks' time goes: compute and the kinds of bubble; empty where that is not known."
-    )
-    unclassified_fraction: float | None = Field(
-        default=None,
-        description="Share of the kernels' time that no evidence calls compute or communication (it counts as "
-        "compute).",
-    )
+    mfu: Annotated[float | None, Meta(description=
+        "Model FLOPs ÷ (time × peak of the devices); a CPU's peak counts once."
+    )]
+    bubble_fraction: Annotated[float | None, Meta(description="1 − compute ÷ (ranks × window of a step).")]
+    exposed_communication_fraction: Annotated[float | None, Meta(description=
+        "Share of the ranks' time that moves tensors while the rank computes nothing; waiting for a peer is "
+        "not counted."
+    )]
+    time_shares: Annotated[dict[str, float], Meta(description=
+        "Where the ranks' time goes: compute and the kinds of bubble; empty where that is not known."
+    )]
+    unclassified_fraction: Annotated[float | None, Meta(description=
+        "Share of the kernels' time that no evidence calls compute or communication (it counts as compute)."
+    )] = None
 
 
-class UnitSummary(Strict):
+class UnitSummary(Struct, frozen=True, kw_only=True):
     """One unit; seconds are per step and rank."""
 
     name: str
@@ -66,17 +69,17 @@ class UnitSummary(Strict):
     gap_s: float
 
 
-class Stragglers(Strict):
+class Stragglers(Struct, frozen=True, kw_only=True):
     """Lost seconds per step by cause; null when no step could be replayed."""
 
-    slowdown: float | None = Field(
-        description="Recorded step ÷ ideal step, ideals within a unit. Of Kineto traces the ideal is compute alone."
-    )
+    slowdown: Annotated[float | None, Meta(description=
+        "Recorded step ÷ ideal step, ideals within a unit. Of Kineto traces the ideal is compute alone."
+    )]
     ideal_s: float | None
     lost_s: dict[str, float] | None
 
 
-class Place(Strict):
+class Place(Struct, frozen=True, kw_only=True):
     """Where a cause lies; null where it does not apply."""
 
     unit: str | None = None
@@ -86,7 +89,7 @@ class Place(Strict):
     host: str | None = None
 
 
-class Evidence(Strict):
+class Evidence(Struct, frozen=True, kw_only=True):
     """One measured figure behind a verdict."""
 
     what: str
@@ -94,23 +97,23 @@ class Evidence(Strict):
     unit: str
 
 
-class Verdict(Strict):
+class Verdict(Struct, frozen=True, kw_only=True):
     """What slows the job, how sure that is, and what to do."""
 
-    cause: str = Field(description="A key of lost_s, 'none' (no straggler) or 'unknown' (could not be told).")
+    cause: Annotated[str, Meta(description="A key of lost_s, 'none' (no straggler) or 'unknown' (could not be told).")]
     headline: str
     place: Place
-    lost_s: float = Field(description="Seconds per step that this cause costs.")
-    confidence: float = Field(
-        description="0 to 1: share of the steps that say the same, less what stays unexplained, and less where steps "
-        "are few."
-    )
+    lost_s: Annotated[float, Meta(description="Seconds per step that this cause costs.")]
+    confidence: Annotated[float, Meta(description=
+        "0 to 1: share of the steps that say the same, less what stays unexplained, and less where steps are "
+        "few."
+    )]
     evidence: list[Evidence]
     advice: str
     next_command: str
 
 
-class RankSummary(Strict):
+class RankSummary(Struct, frozen=True, kw_only=True):
     """Time of one rank over the measured steps, in the definitions of HolisticTraceAnalysis.
 
     Null is what a trace of another program does not tell: its ranks have no unit, stage and replica.
@@ -127,73 +130,77 @@ class RankSummary(Strict):
     non_compute_us: float
     overlap_pct: float
     collective_wait_us: float
-    last_to_arrive: int | None = Field(default=None, description="Collectives that this rank joined last.")
-    communication_us: float | None = Field(default=None, description="|union of communication|.")
-    exposed_communication_us: float | None = Field(
-        default=None, description="Communication while this rank computes nothing, waiting for others included."
-    )
-    memory_peak_gib: float | None = Field(
-        default=None, description="Most memory allocated on the device, where memory was traced."
-    )
+    last_to_arrive: Annotated[int | None, Meta(description=
+        "Collectives and messages that this rank joined last."
+    )] = None
+    communication_us: Annotated[float | None, Meta(description="|union of communication|.")] = None
+    exposed_communication_us: Annotated[float | None, Meta(description=
+        "Communication while this rank computes nothing, waiting for others included."
+    )] = None
+    memory_peak_gib: Annotated[float | None, Meta(description=
+        "Most memory allocated on the device, where memory was traced."
+    )] = None
 
 
-class CollectiveRow(Strict):
-    """One collective, matched over ranks: who came last, and how long the others waited."""
+class CollectiveRow(Struct, frozen=True, kw_only=True):
+    """One collective or message, matched over ranks: who came last, and how long the others waited."""
 
     name: str
-    group: str = Field(description="Process group as the trace names it, or 'stream' where it names none.")
+    group: Annotated[str, Meta(description="Process group as the trace names it, or 'stream' where it names none.")]
     step: int | None
-    index: int = Field(description="The how manieth of its group and name in the step, from 0.")
+    index: Annotated[int, Meta(description="The how manieth of its group and name in the step, from 0.")]
     ranks: int
     last_rank: int
     longest_wait_us: float
-    mean_wait_us: float = Field(description="Mean over the ranks that waited.")
-    transfer_us: float = Field(description="From the last arrival to the last end.")
+    mean_wait_us: Annotated[float, Meta(description="Mean over the ranks that waited.")]
+    transfer_us: Annotated[float, Meta(description="From the last arrival to the last end.")]
 
 
-class KernelRow(Strict):
+class KernelRow(Struct, frozen=True, kw_only=True):
     """All runs of one kernel, over the measured steps of all ranks."""
 
     name: str
-    kind: str = Field(description="compute, communication, memory or unclassified.")
+    kind: Annotated[str, Meta(description="compute, communication, memory or unclassified.")]
     count: int
     total_us: float
     longest_us: float
-    share: float = Field(description="Of the time of all kernels, summed.")
+    share: Annotated[float, Meta(description="Of the time of all kernels, summed.")]
 
 
-class Comparison(Strict):
+class Comparison(Struct, frozen=True, kw_only=True):
     """A prediction beside its measurement."""
 
     what: str
-    unit: str | None = Field(description="Unit of the plan, or null for the job.")
-    basis: str = Field(
-        description="'plan': predicted before the run; 'same work': profile at the recorded sizes."
-    )
+    unit: Annotated[str | None, Meta(description="Unit of the plan, or null for the job.")]
+    basis: Annotated[str, Meta(description=
+        "'plan': predicted before the run; 'same work': profile at the recorded sizes."
+    )]
     predicted: float
     measured: float
-    measure: str = Field(description="Unit of both figures.")
-    error_pct: float = Field(description="(measured − predicted) ÷ predicted.")
+    measure: Annotated[str, Meta(description="Unit of both figures.")]
+    error_pct: Annotated[float, Meta(description="(measured − predicted) ÷ predicted.")]
 
 
-class OperationRow(Strict):
+class OperationRow(Struct, frozen=True, kw_only=True):
     """One operation, as planned, as the profile expects it for the recorded work, and as measured."""
 
-    unit: str | None = Field(description="Unit of the plan, or null for the whole step.")
-    stage: int | None = Field(description="Stage of the unit; of a transfer the one before the cut.")
+    unit: Annotated[str | None, Meta(description="Unit of the plan, or null for the whole step.")]
+    stage: Annotated[int | None, Meta(description="Stage of the unit; of a transfer the one before the cut.")]
     module: str | None
-    operation: str = Field(
-        description="forward, backward: mean per slot; transfer_*: one crossing without waiting, median; send_*: time "
-        "that a rank takes to hand over; load: waiting for data; reduce, step: without waiting for other ranks; "
-        "iteration: the whole step."
-    )
-    planned: float | None = Field(description="What the plan expected of mean data, where it says.")
-    predicted: float = Field(description="What the profile expects for the work that was recorded.")
+    operation: Annotated[str, Meta(description=
+        "forward, backward: mean per slot; transfer_*: one crossing without waiting, median; send_*: time "
+        "that a rank takes to hand over; load: waiting for data; reduce, step: without waiting for other "
+        "ranks; iteration: the whole step."
+    )]
+    planned: Annotated[float | None, Meta(description="What the plan expected of mean data, where it says.")]
+    predicted: Annotated[float, Meta(description="What the profile expects for the work that was recorded.")]
     measured: float
-    measure: str = Field(description="Unit of the three figures.")
-    error_pct: float | None = Field(description="(measured − predicted) ÷ predicted; null where no time is expected.")
-    per_step: float = Field(description="How often one rank does it, or waits for it, in a step.")
-    share_of_step: float = Field(description="Time of all of them on one rank ÷ time of the step.")
+    measure: Annotated[str, Meta(description="Unit of the three figures.")]
+    error_pct: Annotated[float | None, Meta(description=
+        "(measured − predicted) ÷ predicted; null where no time is expected."
+    )]
+    per_step: Annotated[float, Meta(description="How often one rank does it, or waits for it, in a step.")]
+    share_of_step: Annotated[float, Meta(description="Time of all of them on one rank ÷ time of the step.")]
 
     @property
     def place(self) -> str:
@@ -209,106 +216,147 @@ class OperationRow(Strict):
         return (self.measured - self.predicted) * self.per_step
 
 
-class MemoryRow(Strict):
+class MemoryRow(Struct, frozen=True, kw_only=True):
     """Memory of the fullest rank of a stage."""
 
     unit: str
     stage: int
-    measured_gib: float = Field(
-        description="The most that it held for its stage; on a CPU the growth of its process, which is never less."
-    )
-    predicted_gib: float | None = Field(
-        description="Peak that the plan expects at the worst sequence; null where unknown."
-    )
+    measured_gib: Annotated[float, Meta(description=
+        "The most that it held for its stage; on a CPU the growth of its process, which is never less."
+    )]
+    predicted_gib: Annotated[float | None, Meta(description=
+        "Peak that the plan expects at the worst sequence; null where unknown."
+    )]
     limit_gib: float | None
 
 
-class Part(Strict):
+class Part(Struct, frozen=True, kw_only=True):
     """One kernel, or operator of a CPU, inside an operation of ours."""
 
     name: str
     kind: str
-    count: float = Field(description="Mean runs in one operation.")
-    share: float = Field(description="Of the operation's time.")
+    count: Annotated[float, Meta(description="Mean runs in one operation.")]
+    share: Annotated[float, Meta(description="Of the operation's time.")]
 
 
-class InsideRow(Strict):
+class InsideRow(Struct, frozen=True, kw_only=True):
     """What the time of an operation is made of, by torch's profile of some steps (train --profile-steps)."""
 
     unit: str
     stage: int
     module: str | None
     operation: str
-    ranks: int = Field(description="Ranks whose profiles were read: one or a few of a stage.")
-    count: int = Field(description="Operations that were profiled.")
-    profiled_ms: float = Field(description="Mean of them; the profiler itself takes a part.")
-    usual_ms: float | None = Field(description="Mean over the measured steps; null where none is.")
-    shares: dict[str, float] = Field(
-        description="Of its time: gemm, attention, convolution, normalization, communication, copies, other; and idle, "
+    ranks: Annotated[int, Meta(description="Ranks whose profiles were read: one or a few of a stage.")]
+    count: Annotated[int, Meta(description="Operations that were profiled.")]
+    profiled_ms: Annotated[float, Meta(description="Mean of them; the profiler itself takes a part.")]
+    usual_ms: Annotated[float | None, Meta(description="Mean over the measured steps; null where none is.")]
+    shares: Annotated[dict[str, float], Meta(description=
+        "Of its time: gemm, attention, convolution, normalization, communication, copies, other; and idle, "
         "while no kernel ran (on a CPU: no operator)."
-    )
-    top: list[Part] = Field(description="What takes most.")
+    )]
+    top: Annotated[list[Part], Meta(description="What takes most.")]
 
 
-class Slowest(Strict):
+class Slowest(Struct, frozen=True, kw_only=True):
     """The slowest stage, replica or slot against the mean of its kind."""
 
     kind: str
     unit: str | None
     number: int
     mean_ms: float
-    ratio: float = Field(description="Time over the mean of its unit (slots: of all slots).")
-    normalised_ratio: float | None = Field(description="The same after dividing by the time its work predicts.")
+    ratio: Annotated[float, Meta(description="Time over the mean of its unit (slots: of all slots).")]
+    normalised_ratio: Annotated[float | None, Meta(description=
+        "The same after dividing by the time its work predicts."
+    )]
 
 
-class WhatIf(Strict):
+class WhatIf(Struct, frozen=True, kw_only=True):
     """Slowdowns in the published study's definition (ideals over all stages alike)."""
 
     slowdown: float
-    by_stage: dict[str, float] = Field(description="By depth in the pipeline.")
+    by_stage: Annotated[dict[str, float], Meta(description="By depth in the pipeline.")]
     by_replica: dict[str, float]
     by_operation: dict[str, float]
-    worst_workers_share: float | None = Field(
-        description="M_W: share of the loss regained by fixing the slowest 3 % of ranks."
-    )
-    last_stage_share: float | None = Field(description="M_S: the same for the last stage.")
+    worst_workers_share: Annotated[float | None, Meta(description=
+        "M_W: share of the loss regained by fixing the slowest 3 % of ranks."
+    )]
+    last_stage_share: Annotated[float | None, Meta(description="M_S: the same for the last stage.")]
 
 
-class HostClock(Strict):
+class Remedy(Struct, frozen=True, kw_only=True):
+    """What one change would gain, everything else as recorded; gains of several do not add up."""
+
+    cause: Annotated[str, Meta(description="The key of lost_s that it mends.")]
+    change: Annotated[str, Meta(description="What would be different, in words.")]
+    command: Annotated[str, Meta(description="The next command towards it.")]
+    basis: Annotated[Literal["replay", "plan"], Meta(description=
+        "'replay': the recorded steps played again; 'plan': the planner's prediction less that of the present layout, "
+        "both with the times of this run."
+    )]
+    gpus: Annotated[int, Meta(description="Devices more than now.")]
+    step_s: Annotated[float, Meta(description="The step then, mean over the steps that were replayed.")]
+    gain_s: float
+    gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
+    at_most: Annotated[bool, Meta(description="Whether this is a limit that no ordering reaches: data are not cut.")]
+
+    @property
+    def worth(self) -> bool:
+        """Whether it gains enough to be shown and advised."""
+        return self.gain_pct >= LEAST_GAIN_PCT
+
+
+class HostClock(Struct, frozen=True, kw_only=True):
     """What the clock of a host shows more than the reference's, the host of rank 0; null where nothing ties them."""
 
     host: str
-    offset_us: float | None = Field(description="At the start of the trace.")
-    drift_ppm: float | None = Field(description="By how much faster it runs; 0 where one offset explains all messages.")
-    error_us: float | None = Field(description="The true offset is this far away at most: half of what is left open.")
-    applied: bool = Field(description="Whether its times were shifted: where a message would else arrive too early.")
+    offset_us: Annotated[float | None, Meta(description="At the start of the trace.")]
+    drift_ppm: Annotated[float | None, Meta(description=
+        "By how much faster it runs; 0 where one offset explains all messages."
+    )]
+    error_us: Annotated[float | None, Meta(description=
+        "The true offset is this far away at most: half of what is left open."
+    )]
+    applied: Annotated[bool, Meta(description=
+        "Whether its times were shifted: where a message would else arrive too early."
+    )]
 
 
-class Analysis(Strict):
+class Analysis(Struct, frozen=True, kw_only=True):
     """Everything `disttrain analyze` found; lists that a format cannot fill are empty."""
 
-    format: Literal["disttrain", "kineto", "operations"] = Field(
-        description="What was read: own traces, Kineto/Chrome JSON, or operations of the straggler study's form."
-    )
+    format: Annotated[Literal["disttrain", "kineto", "operations"], Meta(description=
+        "What was read: own traces, Kineto/Chrome JSON, or operations of the straggler study's form."
+    )]
     job: JobSummary
     units: list[UnitSummary]
     stragglers: Stragglers
     verdict: Verdict
     ranks: list[RankSummary]
-    what_if: WhatIf | None = Field(description="Null when no step could be replayed.")
+    what_if: Annotated[WhatIf | None, Meta(description="Null when no step could be replayed.")]
     predicted_vs_measured: list[Comparison]
-    operations: list[OperationRow] = Field(description="Prediction and measurement by operation, largest error first.")
-    drift: list[Drift] = Field(description="What of the data has moved away from what the plan was made for.")
+    operations: Annotated[list[OperationRow], Meta(description=
+        "Prediction and measurement by operation, largest error first."
+    )]
+    drift: Annotated[list[Drift], Meta(description="What of the data has moved away from what the plan was made for.")]
     slowest: list[Slowest]
-    clocks: list[HostClock] = Field(default=[], description="Clocks of the hosts, where there are several.")
-    inside: list[InsideRow] = Field(default=[], description="By operation; empty where torch profiled no step.")
-    memory: list[MemoryRow] = Field(default=[], description="By stage; empty where memory was not recorded.")
-    collectives: list[CollectiveRow] = Field(
-        default=[], description="Kineto: collectives of all ranks, those that cost most waiting first."
-    )
-    kernels: list[KernelRow] = Field(default=[], description="Kineto: the kernels that take most time.")
+    remedies: Annotated[list[Remedy], Meta(description=
+        "What single changes would gain, most first; empty where no step could be replayed."
+    )] = []
+    clocks: Annotated[list[HostClock], Meta(description="Clocks of the hosts, where there are several.")] = []
+    inside: Annotated[list[InsideRow], Meta(description="By operation; empty where torch profiled no step.")] = []
+    memory: Annotated[list[MemoryRow], Meta(description="By stage; empty where memory was not recorded.")] = []
+    collectives: Annotated[list[CollectiveRow], Meta(description=
+        "Kineto: collectives of all ranks and messages (a send and its receive), those that cost most waiting first."
+    )] = []
+    kernels: Annotated[list[KernelRow], Meta(description="Kineto: the kernels that take most time.")] = []
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json`."""
-        return self.model_dump(mode="json")
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
+        return found
+
+
+def plain(value: Any) -> Any:
+    """A NumPy scalar as Python's own number, for `msgspec`."""
+    return value.item()

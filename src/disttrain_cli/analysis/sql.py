@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.errors import UsageError
@@ -19,6 +20,16 @@ class Table:
 
     columns: list[str]
     rows: list[tuple[Any, ...]]
+
+
+def connect(database: Path | str = ":memory:", read_only: bool = False, **settings: Any) -> DuckDBPyConnection:
+    """A database that looks at no variables of Python and draws no progress bar, which DuckDB would on our stdout."""
+    import duckdb
+
+    connection = duckdb.connect(str(database), read_only=read_only,
+                                config={"python_enable_replacements": False} | settings)
+    connection.execute("SET enable_progress_bar = false")
+    return connection
 
 
 def answer(connection: DuckDBPyConnection, query: str, views: Iterable[str]) -> Table:

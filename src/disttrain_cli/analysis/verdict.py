@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from disttrain_cli.analysis.losses import CAUSES, CROWDED, Losses
-from disttrain_cli.analysis.result import Comparison, Evidence, Place, Verdict
+from disttrain_cli.analysis.next_commands import HOST_GAPS, LEVEL, REMEASURE, SLOWEST_TRANSFERS, slow_rank
+from disttrain_cli.analysis.result import LEAST_GAIN_PCT, Comparison, Evidence, Place, Remedy, Verdict
 
 #: A cause that costs less than this share of a step is no straggler.
 LEAST_SHARE = 0.05
@@ -25,6 +26,7 @@ def judge(
     gpus: int,
     comparisons: list[Comparison],
     shared_cores: bool = False,
+    remedies: Sequence[Remedy] = (),
 ) -> Verdict:
     """Name what costs most.
 
@@ -36,6 +38,7 @@ def judge(
         comparisons: predictions beside measurements, for the advice.
         shared_cores: the ranks run on one CPU, so a rank that is ready may wait for a core: causes that lie in the
             ranks themselves or between them are half as sure.
+        remedies: what single changes would gain; the one that fits the cause is advised with its gain.
     """
     measured = float(losses.measured.mean())
     means = {cause: float(losses.lost[cause].mean()) for cause in CAUSES}
@@ -64,7 +67,7 @@ def judge(
             lost_s=0.0,
             confidence=round(float(calm * known), 3),
             evidence=evidence,
-            **_calm_advice(fill),
+            **_calm_advice(fill, fitting(remedies, "unit"), measured),
         )
     persistence = (per_step.argmax(axis=0) == causes.index(cause)).mean()
     evidence += [
@@ -78,6 +81,18 @@ def judge(
         )
     )
     place, told, more, advice, command = _DETAILS[cause](losses, where, gpus, comparisons)
+    remedy = fitting(remedies, cause)
+    if remedy is not None:
+        advice += f" {_gain_of(remedy, measured)}"
+        command = remedy.command if cause == "unit" else command
+        bought = [one for one in remedies if one.cause == cause and one.gpus > 0 and one.gain_s > remedy.gain_s]
+        if bought and remedy.gpus <= 0:
+            advice += f" {_gain_of(max(bought, key=lambda one: one.gain_s / one.gpus), measured)}"
+    elif cause == "unit" and any(one.cause == "unit" for one in remedies):
+        advice += f" None of the layouts tried here would shorten a step by {LEAST_GAIN_PCT:.0f} %."
+    elif cause == "unit" and command != REMEASURE:
+        advice += (f" If the plan is already the best for {gpus} GPUs, one more shows whether the next whole number "
+                   "fits better.")
     if shared_cores and cause in ("worker", "communication", "host"):
         known /= 2
         advice = (
@@ -103,6 +118,19 @@ def judge(
     )
 
 
+def fitting(remedies: Sequence[Remedy], cause: str) -> Remedy | None:
+    """What mends a cause best: without more devices, by a plan, and not only at most, if there is that; or None."""
+    worth = [remedy for remedy in remedies if remedy.cause == cause and remedy.worth]
+    return min(worth, key=lambda one: (one.gpus > 0, one.basis != "plan", one.at_most, -one.gain_s), default=None)
+
+
+def _gain_of(remedy: Remedy, measured_s: float) -> str:
+    by = "replay of the recorded steps" if remedy.basis == "replay" else "the planner"
+    least = "at least " if remedy.at_most else ""
+    return (f"By {by}, a step would take {least}{remedy.step_s:.3g} instead of {measured_s:.3g} s "
+            f"({remedy.gain_pct:.0f} %) with {remedy.change}.")
+
+
 def unknown(reason: str) -> Verdict:
     """The verdict when no step can be replayed."""
     return Verdict(
@@ -117,17 +145,17 @@ def unknown(reason: str) -> Verdict:
     )
 
 
-def _calm_advice(fill: float) -> dict[str, str]:
+def _calm_advice(fill: float, remedy: Remedy | None, measured_s: float) -> dict[str, str]:
+    advice, command = "Nothing to repair; more speed needs more GPUs or faster kernels.", "disttrain plan --top 5"
     if fill > 0.25:
-        return {
-            "advice": f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
-            "(raise train.global_batch_size, or fewer stages).",
-            "next_command": "disttrain plan",
-        }
-    return {
-        "advice": "Nothing to repair; more speed needs more GPUs or faster kernels.",
-        "next_command": "disttrain plan --top 5",
-    }
+        advice = (f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
+                  "(raise train.global_batch_size, or fewer stages).")
+        command = "disttrain plan"
+    if remedy is not None:
+        advice += f" {_gain_of(remedy, measured_s)}"
+        if remedy.gpus <= 0 and remedy.gain_pct >= 100 * LEAST_SHARE:
+            command = remedy.command
+    return {"advice": advice, "next_command": command}
 
 
 def _unit(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
@@ -142,18 +170,16 @@ def _unit(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: li
         for row in comparisons
         if row.basis == "plan" and row.what == "stage_ms" and abs(row.error_pct) > TRUSTED_ERROR_PCT
     ]
-    ratio = losses.busy[binding] / max(1e-12, losses.busy[lightest])
+    most, least = losses.busy[binding], losses.busy[lightest]
+    advice = f"{binding} has too few GPUs for its work, " + (
+        f"{most / least:.1f} times as long per rank as {lightest}" if most < 100 * least
+        else f"while {lightest} computes next to nothing")
     if off:
-        advice = (
-            f"{binding} has too few GPUs for its work, {ratio:.1f} times as long per rank as {lightest}; the plan "
-            f"expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and plan again."
-        )
-        command = "disttrain profile && disttrain plan"
+        advice += (f"; the plan expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and "
+                   "plan again.")
+        command = REMEASURE
     else:
-        advice = (
-            f"{binding} has too few GPUs for its work, {ratio:.1f} times as long per rank as {lightest}. If the plan "
-            f"is already the best for {gpus} GPUs, one more shows whether the next whole number fits better."
-        )
+        advice += "."
         command = f"disttrain plan --gpus {gpus + 1} --top 5"
     return Place(unit=binding), f"GPUs are badly shared: unit {binding} binds", evidence, advice, command
 
@@ -173,7 +199,7 @@ def _intra(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: l
         evidence,
         "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that there is more to "
         "level with.",
-        "disttrain train",
+        LEVEL,
     )
 
 
@@ -185,7 +211,7 @@ def _inter(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: l
         f"Uneven data over the slots of a step, most in {unit}",
         evidence,
         "Order the slots: set train.ordering: best, or raise train.global_batch_size.",
-        "disttrain train",
+        LEVEL,
     )
 
 
@@ -198,7 +224,7 @@ def _stage(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: l
         evidence,
         f"Move layers away from stage {stage}: edit layers_per_stage of {unit} in plan.yaml, "
         "or measure and plan again.",
-        "disttrain profile && disttrain plan",
+        REMEASURE,
     )
 
 
@@ -213,8 +239,7 @@ def _worker(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: 
         f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work",
         evidence,
         f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
-        f'disttrain analyze --sql "SELECT step, avg(duration_ns / predicted_ms) FROM operations WHERE rank = {rank} '
-        'AND predicted_ms > 0 GROUP BY step ORDER BY step"',
+        slow_rank(rank),
     )
 
 
@@ -230,8 +255,7 @@ def _communication(losses: Losses, where: Mapping[int, Place], gpus: int, compar
         f"Transfers are slow or vary, most after stage {stage} of {unit}",
         evidence,
         f"Look at the link between stage {stage} of {unit} and the next; the command lists the slowest transfers.",
-        'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms FROM operations '
-        'WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"',
+        SLOWEST_TRANSFERS,
     )
 
 
@@ -254,7 +278,7 @@ def _data(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: li
         f"Ranks wait for data, most in {unit}" + ("" if replica is None else f", replica {replica}"),
         evidence,
         "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
-        "disttrain train",
+        LEVEL,
     )
 
 
@@ -273,7 +297,7 @@ def _host(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: li
         told,
         evidence,
         f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
-        'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"',
+        HOST_GAPS,
     )
 
 

@@ -61,6 +61,8 @@ def run(
     if perfetto is not None:
         _export(console, folders, perfetto)
         return
+    from msgspec.structs import asdict
+
     from disttrain_cli.analysis.analyze import analyze, analyze_open
     from disttrain_cli.analysis.compare import compare as set_side_by_side
     from disttrain_cli.analysis.expressions import fail_if as raise_if_holds
@@ -78,7 +80,7 @@ def run(
         document["report"] = str(report)
     changes = set_side_by_side(analyze([compare]), found) if compare is not None else []
     if compare is not None:
-        document["compare"] = {"with": str(compare), "changes": [change.model_dump() for change in changes]}
+        document["compare"] = {"with": str(compare), "changes": [asdict(change) for change in changes]}
     if fail_if is not None:
         fails, sentence = holds(found, fail_if)
         document["fail_if"] = {"condition": fail_if, "holds": fails, "sentence": sentence}

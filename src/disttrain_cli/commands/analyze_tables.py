@@ -17,11 +17,13 @@ MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS, LONGEST_NAME = 32, 8, 10, 70
 
 def render(console: Console, found: Analysis) -> None:
     """Verdict, evidence, job; then what the format tells; then what limits the figures."""
+    from msgspec.structs import asdict
+
     verdict, job = found.verdict, found.job
     if job.rehearsed is not None:
         console.say(job.rehearsed)
     console.say(verdict.headline)
-    place = ", ".join(f"{name} {value}" for name, value in verdict.place.model_dump().items() if value is not None)
+    place = ", ".join(f"{name} {value}" for name, value in asdict(verdict.place).items() if value is not None)
     console.say(f"Where       {place}" if place else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
@@ -54,6 +56,10 @@ def render(console: Console, found: Analysis) -> None:
     if lost.lost_s is not None:
         console.table(f"Lost per step ({lost.slowdown:.3f} × the ideal of {lost.ideal_s:.3f} s)",
                       ["cause", "s"], [[cause, f"{seconds:.4f}"] for cause, seconds in lost.lost_s.items()])
+    console.table("What one change would gain, all else as recorded (gains do not add up; next commands: --json)",
+                  ["change", "by", "devices", "step s", "gain s", "of the step"],
+                  [[row.change, row.basis, f"{row.gpus:+d}" if row.gpus else "same", figure(row.step_s),
+                    figure(row.gain_s), percent(row.gain_pct / 100)] for row in found.remedies if row.worth])
     if found.format == "kineto":
         _kineto(console, found)
     console.table("Slowest, beside the mean of its kind", ["what", "ms", "time", "time for its work"],

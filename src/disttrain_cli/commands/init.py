@@ -33,7 +33,7 @@ def run(
     quiet: QuietFlag = False,
 ) -> None:
     """Write a run file to start from."""
-    from disttrain_cli.spec.files import write_whole
+    from disttrain_cli.spec.whole import write_whole
 
     console = Console(json_mode=json_mode, quiet=quiet)
     path, content = folder / DEFAULT_RUN_FILE, fitted(preset_text(preset), cuda_devices())

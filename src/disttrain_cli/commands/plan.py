@@ -83,9 +83,9 @@ def run(
     from disttrain_cli.planning.sensitivity import sensitivity
     from disttrain_cli.planning.solve import cluster_of, solve
     from disttrain_cli.planning.units import units_of
-    from disttrain_cli.spec.files import write_whole
     from disttrain_cli.spec.plan import write_plan
     from disttrain_cli.spec.profile import read_profile
+    from disttrain_cli.spec.whole import write_whole
 
     costs = read_profile(profile or opened.dir.profile)
     if profile is None:  # who names a profile means its device

@@ -79,7 +79,7 @@ def run(
                          "disttrain profile --help")
     opened = open_run(run_file)
     from disttrain_cli.profiling.measure import measure
-    from disttrain_cli.spec.files import write_whole
+    from disttrain_cli.spec.whole import write_whole
 
     with console.progress() as progress:
         if reindex:
@@ -103,7 +103,7 @@ def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | Non
     """Correct the profile of a recorded run by its traces."""
     opened = open_run(run_file)
     from disttrain_cli.profiling.calibrate import calibrate
-    from disttrain_cli.spec.files import write_whole
+    from disttrain_cli.spec.whole import write_whole
 
     found = calibrate([recorded], opened)
     path = out or opened.dir.profile

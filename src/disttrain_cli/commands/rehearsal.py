@@ -22,6 +22,8 @@ LATE_SHARE = 0.02  # of a step: if the host was later than this, the rehearsal s
 
 def run_rehearsal(console: Console, run: Run, plan: Plan, profile: Profile, steps: int | None, resume: bool) -> None:
     """Rehearse a plan that was checked, and show what came of it."""
+    from msgspec.structs import asdict
+
     from disttrain_cli.analysis.own.database import open_database
     from disttrain_cli.analysis.own.operations import compare_operations
     from disttrain_cli.runtime.rehearsal.rehearse import rehearse
@@ -30,7 +32,7 @@ def run_rehearsal(console: Console, run: Run, plan: Plan, profile: Profile, step
         live = LiveStep(progress, learns=False)
         result = rehearse(run, plan, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live)
     operations = compare_operations(open_database([Path(result.run_dir)])) if len(result.steps) > 1 else []
-    console.result(result.model_dump(mode="json") | {"operations": [row.model_dump() for row in operations]},
+    console.result(result.model_dump(mode="json") | {"operations": [asdict(row) for row in operations]},
                    result.run_dir)
     _render(console, result, operations, plan, profile)
     console.hint(f"disttrain analyze {short_path(Path(result.run_dir))}")

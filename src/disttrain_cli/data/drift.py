@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from disttrain_cli.spec.drift import Drift
@@ -59,7 +60,7 @@ def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list
         if one is not None:
             sums, sequences = (np.array([step[name] for step in steps], dtype=float) for name in (column, "sequences"))
             since = _change(sums, sequences, one)
-            found.append(one.model_copy(update={"from_step": int(steps[since]["step"]) if since else None}))
+            found.append(replace(one, from_step=int(steps[since]["step"]) if since else None))
     return found
 
 

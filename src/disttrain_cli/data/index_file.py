@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.errors import DataError, MismatchError
-from disttrain_cli.spec.files import whole_file
 from disttrain_cli.spec.index import COLUMNS, INDEX_VERSION
+from disttrain_cli.spec.whole import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

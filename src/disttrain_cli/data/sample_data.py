@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.whole import write_whole
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 INTERLEAVED_SHARDS = 4

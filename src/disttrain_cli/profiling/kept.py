@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import TypedDict
 
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import write_whole
 
 
 class Record(TypedDict):

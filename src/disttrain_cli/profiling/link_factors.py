@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.own.recorded import waited_transfers
 from disttrain_cli.costs.layout import Stage, crossings, in_one_node, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.profiling.factors import each_error_pct, fit_factors
 from disttrain_cli.spec.profile import Profile
@@ -127,9 +128,7 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
     cuts = crossings(stages)
     if not cuts:
         return []
-    found = database.query("transfers", before=[number[before.name] for before, _ in cuts],
-                           after=[number[after.name] for _, after in cuts],
-                           crosses=[before.unit.name != after.unit.name for before, after in cuts])
+    found = waited_transfers(database)
     whole_s, bytes_s = (transfers_s(profile, job.layout, stages, job.gpus_per_node)
                         for profile in (job.profile, _without_latency(job.profile, "p2p")))
     samples, places = [], {(number[before.name], number[after.name]): cut for cut, (before, after) in enumerate(cuts)}

@@ -29,8 +29,8 @@ from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
 from disttrain_cli.profiling.trial import Bench
 from disttrain_cli.runtime.launching.process import rendezvous
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 WARM_UP_DRAWS = 2

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
-from disttrain_cli.spec.files import Strict
+from msgspec import Meta, Struct
 
 
-class Drift(Strict):
+class Drift(Struct, frozen=True, kw_only=True):
     """One mean that has moved."""
 
-    what: str = Field(description="Such as 'images read per sequence'.")
-    planned: float = Field(description="Mean of the sizes that the profile keeps.")
-    seen: float = Field(description="Mean of the last steps.")
-    change_pct: float | None = Field(description="(seen − planned) ÷ planned; null where there were none.")
-    z: float = Field(description="(seen − planned) ÷ its standard error.")
-    from_step: int | None = Field(None, description="The step from which on it is so; null: from the first on.")
+    what: Annotated[str, Meta(description="Such as 'images read per sequence'.")]
+    planned: Annotated[float, Meta(description="Mean of the sizes that the profile keeps.")]
+    seen: Annotated[float, Meta(description="Mean of the last steps.")]
+    change_pct: Annotated[float | None, Meta(description="(seen − planned) ÷ planned; null where there were none.")]
+    z: Annotated[float, Meta(description="(seen − planned) ÷ its standard error.")]
+    from_step: Annotated[int | None, Meta(description=
+        "The step from which on it is so; null: from the first on.")] = None
 
     @property
     def sentence(self) -> str:

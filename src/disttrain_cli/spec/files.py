@@ -1,15 +1,11 @@
-"""Reading, writing and fingerprinting artefacts: written whole or not at all, refused with the field's path."""
+"""Reading and fingerprinting artefacts: what is wrong is refused with the field's path."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -20,7 +16,7 @@ from disttrain_cli.errors import SpecError
 class Strict(BaseModel):
     """Base of every artefact: unknown keys are errors, values are immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 MOST_NESTED = 64  # levels of lists and mappings in a YAML file
@@ -33,40 +29,6 @@ def fingerprint(value: Any) -> str:
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write `content` beside `path` and rename it into place, so that no reader sees half a file.
-
-    Raises:
-        SpecError: the folder cannot be written (missing permission, disk full).
-    """
-    with whole_file(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    return path
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, renamed into place at the end; where anything fails, `path` stays as it is.
-
-    Raises:
-        SpecError: the folder cannot be written (missing permission, disk full).
-    """
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-        temporary = None
-    except OSError as error:
-        raise SpecError(f"Cannot write {path}", str(error), "Free space there or choose another folder.") from None
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 class _Loader(yaml.CSafeLoader):

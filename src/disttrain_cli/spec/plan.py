@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
-from disttrain_cli.spec.files import Strict, parse_yaml, validate, write_whole
+from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.profile import Fingerprints
+from disttrain_cli.spec.whole import write_whole
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
 Number = TypeVar("Number", int, float)

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.losses import CAUSES
 from tests.analysis.kineto import traces
 
 RANKS, STEPS = 4, 12
@@ -54,6 +55,8 @@ def test_late_by_turns_is_no_straggler(tmp_path, seed):
         arrivals[rank][step] += 200
     found = job(tmp_path, arrivals, compute=[600] * RANKS)
     assert found.verdict.cause != "worker" and found.stragglers.lost_s["worker"] == 0
+    evidence = {row.what: row.value for row in found.verdict.evidence}
+    assert evidence["waiting for whoever comes last, now one, now another"] == pytest.approx(150e-6)
 
 
 def test_a_device_that_waits_for_launches_is_bound_by_its_host(tmp_path):
@@ -77,6 +80,34 @@ def test_communication_that_nothing_hides(tmp_path):
     found = job(tmp_path, jittered(base=320), compute=[310] * RANKS, moves=600)
     assert found.verdict.cause == "communication" and found.verdict.lost_s == pytest.approx(600e-6, rel=0.05)
     assert found.job.exposed_communication_fraction == pytest.approx(0.6, abs=0.05)
+
+
+def test_copies_that_nothing_hides_are_communication(tmp_path):
+    copies = [event for step in range(STEPS) for event in traces.kernel(
+        "Memcpy HtoD (Pageable -> Device)", traces.BASE_US + step * traces.STEP_US + 320, 300, 5000 + step,
+        cat="gpu_memcpy")]
+    for rank, path in enumerate(traces.job(tmp_path, jittered(base=950), compute=[300] * RANKS)):
+        traces.write(path, traces.document(traces.events([950] * STEPS) + copies, rank, RANKS))
+    found = analyze([tmp_path])
+    assert found.stragglers.lost_s["communication"] == pytest.approx(320e-6, rel=0.02)
+    assert {row.what: row.value for row in found.verdict.evidence}["copies and fills that nothing hides"] == (
+        pytest.approx(300e-6))
+
+
+def test_the_keys_of_lost_time_are_those_of_every_analysis(tmp_path):
+    lost = job(tmp_path, jittered()).stragglers.lost_s
+    assert tuple(lost) == CAUSES
+    assert {cause for cause, seconds in lost.items() if seconds} == {"communication", "host"}
+
+
+def test_ranks_without_a_trace_make_a_verdict_less_sure(tmp_path):
+    whole = job(tmp_path / "whole", jittered([(1, 150)]), compute=[600] * RANKS)
+    part = job(tmp_path / "part", jittered([(1, 150)]), compute=[600] * RANKS, world_size=10 * RANKS)
+    assert part.verdict.confidence == pytest.approx(whole.verdict.confidence / 10, abs=1e-3)
+    for found, missing in ((whole, False), (part, True)):
+        assert any("ranks are missing" in warning for warning in found.warnings) == missing
+        shares = [row.value for row in found.verdict.evidence if row.what == "ranks whose traces are there"]
+        assert shares == ([0.1] if missing else [])
 
 
 def test_one_collective_proves_nothing(tmp_path):

@@ -235,3 +235,9 @@ def test_text_only_slots_cost_nothing(tmp_path):
 
 def test_columns_of_steps_are_those_of_the_schema(clean):
     assert run_sql([clean[0]], "SELECT * FROM steps").columns == list(STEP_COLUMNS)
+
+
+def test_no_progress_bar_is_drawn_into_what_is_printed(tmp_path):
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=2))
+    connection = open_database([tmp_path]).connection
+    assert connection.execute("SELECT current_setting('enable_progress_bar')").fetchall() == [(False,)]

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from disttrain_cli.analysis.report import write_report
 from disttrain_cli.analysis.report.pictures import Pictures
@@ -83,10 +84,10 @@ def bare(**known: object) -> Analysis:
         bubble_fraction=None, exposed_communication_fraction=None, time_shares={})
     verdict = Verdict(cause="unknown", headline="Not told.", place=Place(host=ATTACK), lost_s=0.0, confidence=0.0,
                       evidence=[], advice=ATTACK, next_command=ATTACK)
-    return Analysis.model_validate({
-        "format": "kineto", "job": job, "units": [], "stragglers": Stragglers(slowdown=None, ideal_s=None, lost_s=None),
-        "verdict": verdict, "ranks": [], "what_if": None, "predicted_vs_measured": [], "operations": [], "drift": [],
-        "slowest": [], "warnings": [ATTACK]} | known)
+    return replace(Analysis(
+        format="kineto", job=job, units=[], stragglers=Stragglers(slowdown=None, ideal_s=None, lost_s=None),
+        verdict=verdict, ranks=[], what_if=None, predicted_vs_measured=[], operations=[], drift=[], slowest=[],
+        warnings=[ATTACK]), **known)
 
 
 def test_sections_without_data_are_left_out_with_one_line(tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.kineto.verdict import Losses, judge
+from disttrain_cli.analysis.kineto.losses import Losses
+from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
     Analysis,
     CollectiveRow,
@@ -24,7 +25,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     """Analyse the Kineto/Chrome JSON of one job.
 
     Times are of the measured profiler steps, or of all that was recorded where none are marked. Lost seconds are per
-    step and rank; with compute, which is the ideal, they sum to what was measured.
+    step and rank; with compute, which is the ideal, they sum to what was measured (`losses` says what each key holds).
 
     Raises:
         DataError: nothing was recorded that takes time.
@@ -41,6 +42,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         marked=iterations["measured"] > 0,
         ranks=database.sql("SELECT * FROM times ORDER BY rank"),
         blame=database.answer("blame"),
+        present=_present(database),
     )
     verdict = judge(losses, database)
     lost_s = losses.lost_s()
@@ -63,6 +65,12 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         kernels=[KernelRow(**row) for row in database.answer("top")],
         warnings=[*database.warnings, *_limits(database, totals, iterations)],
     )
+
+
+def _present(database: KinetoDatabase) -> float:
+    """Share of the job's ranks that recorded something; 1 where no file says how many there are."""
+    row = database.sql("SELECT (SELECT count(*) FROM times) AS seen, max(world_size) AS size FROM files WHERE kept")[0]
+    return row["seen"] / max(row["seen"], row["size"] or 0)
 
 
 def _job(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any]) -> JobSummary:
@@ -113,6 +121,10 @@ def _limits(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[s
     if totals["unmatched"]:
         said.append(f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join them, so "
                     "waiting in them is not known")
+    if totals["lone_messages"] and database.sql("SELECT count(*) AS n FROM times")[0]["n"] > 1:
+        said.append(f"{totals['lone_messages']} send(s) and receive(s), {100 * totals['lone_messages_share']:.0f} % of "
+                    "the time of communication, are not matched (their arguments name no peer, or its trace lacks the "
+                    "other end), so waiting at them is not known")
     if totals["matched"] > totals["waited"]:
         said.append(f"{totals['matched'] - totals['waited']} collective(s) name no group and end at different times on "
                     "different ranks, so who joined them is not known")

@@ -21,8 +21,9 @@ _CLASSES = {
 #: Categories given to events that have a stream and no category.
 KERNEL_OF_STREAM, MEMORY_OF_STREAM = "kernel", "gpu_memcpy"
 _SPANS = frozenset("XBE")
-#: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond twice as much.
-FARTHEST_US = 4 * 10**15
+#: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond twice as much. Three
+#: of them together still fit into 64 bits of ns.
+FARTHEST_US = 3 * 10**15
 _CLIPPED_US = 2 * FARTHEST_US
 
 
@@ -41,8 +42,10 @@ class Strings:
     names: Numbers = field(default_factory=Numbers)
     categories: Numbers = field(default_factory=Numbers)
     threads: Numbers = field(default_factory=Numbers)  # (file, pid, tid)
-    calls: Numbers = field(default_factory=Numbers)  # (collective, group, about, ranks, size, elements, dtype)
+    calls: Numbers = field(default_factory=Numbers)  # (collective, group, about, ranks, size, elements, dtype, peers)
     thread_names: dict[tuple[int, str, str], str] = field(default_factory=dict)
+    process_names: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    ranks_told: dict[int, set[int]] = field(default_factory=dict)  # thread → `args.rank` of its events
 
 
 def class_of(category: str) -> int:
@@ -83,12 +86,13 @@ def spans(file: int, batch: Batch, strings: Strings) -> tuple[Columns, int]:
     }
     lengths, farthest = columns["duration_ns"], 1000 * FARTHEST_US
     possible = (starts > -farthest) & (starts < farthest) & (lengths >= 0) & (lengths < farthest)
+    _keep_ranks_told(events, columns["thread"], strings)
     if not possible.all():
         columns = {name: values[possible] for name, values in columns.items()}
     return columns, len(events) - len(columns["file"])
 
 
-def memory(file: int, events: list[Event]) -> Columns | None:
+def memory(file: int, events: list[Event], strings: Strings) -> Columns | None:
     """The profiler's `[memory]` events: bytes allocated and reserved on a device (type 0 is the CPU)."""
     rows = [(event, event.args) for event in events
             if event.name == "[memory]" and event.args is not None and event.ts is not None]
@@ -96,6 +100,7 @@ def memory(file: int, events: list[Event]) -> Columns | None:
         return None
     return {
         "file": np.full(len(rows), file, np.int32),
+        "thread": np.array([strings.threads[file, event.pid, event.tid] for event, _ in rows], np.int32),
         "at_ns": _ns([event.ts for event, _ in rows]),
         "device_type": _whole([args.device_type for _, args in rows]),
         "device": _whole([args.memory_device for _, args in rows]),
@@ -104,16 +109,32 @@ def memory(file: int, events: list[Event]) -> Columns | None:
     }
 
 
-def name_threads(file: int, events: list[Event], strings: Strings) -> None:
-    """Keep the names that metadata events give to threads."""
+def keep_names(file: int, events: list[Event], strings: Strings) -> None:
+    """Keep the names that metadata events give to threads and processes."""
     for event in events:
-        if event.ph == "M" and event.name == "thread_name" and event.args is not None:
+        if event.ph != "M" or event.args is None:
+            continue
+        if event.name == "thread_name":
             strings.thread_names[file, str(event.pid), str(event.tid)] = event.args.name
+        elif event.name == "process_name":
+            strings.process_names.setdefault((file, str(event.pid)), set()).add(event.args.name)
 
 
-def _call(args: Args) -> tuple[str, str, str, str, int, int, str]:
-    size, elements = (int(number) for number in _whole([args.group_size, args.elements]))
-    return args.collective, args.group, args.group_about, str(args.group_ranks), size, elements, args.dtype
+def _keep_ranks_told(events: list[Event], threads: NDArray[np.int32], strings: Strings) -> None:
+    """Keep what `args.rank` says of threads, −1 for events without one; end marks never have arguments."""
+    ranks = [(event.args or NO_ARGS).rank for event in events]
+    if max(ranks, default=-1) < 0:
+        return
+    for thread, rank in {(int(thread), rank) for thread, rank, event in zip(threads, ranks, events, strict=True)
+                         if event.ph != "E"}:
+        strings.ranks_told.setdefault(thread, set()).add(rank)
+
+
+def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:
+    size, elements, source, destination = (
+        int(number) for number in _whole([args.group_size, args.elements, args.source, args.destination]))
+    return (args.collective, args.group, args.group_about, str(args.group_ranks), size, elements, args.dtype, source,
+            destination)
 
 
 def _whole(numbers: list[int]) -> NDArray[np.int64]:

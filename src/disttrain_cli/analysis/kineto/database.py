@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli import __version__
 from disttrain_cli.analysis.cache import cached, forget
-from disttrain_cli.analysis.sql import Table, answer, header, query_text
+from disttrain_cli.analysis.sql import Table, answer, connect, header, query_text
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress, silent
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 #: Changes whenever the tables do: databases of other versions are built again.
-FORMAT_VERSION = "2"
+FORMAT_VERSION = "3"
 #: What can be asked: view or table → the query that makes it, whose first lines say what it is.
 _VIEWS = {"events": "view_events", "kernels": "view_kernels", "memory": "view_memory", "steps": "steps",
           "times": "times", "waits": "waits", "clocks": "clocks"}
@@ -85,10 +85,9 @@ def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabas
 
 
 def _open(path: Path) -> DuckDBPyConnection:
-    import duckdb
-
-    return duckdb.connect(str(path), read_only=True, config={
-        "enable_external_access": "false", "lock_configuration": "true", "python_enable_replacements": "false"})
+    connection = connect(path, read_only=True, enable_external_access=False)
+    connection.execute("SET lock_configuration = true")
+    return connection
 
 
 def _close(connection: DuckDBPyConnection, path: Path) -> None:
@@ -108,6 +107,7 @@ def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -
 
 def documented_views() -> dict[str, str]:
     """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
-    return {"files": "One row per file: its rank, and whether it is of the analysed job (kept). Columns: file, name, "
-                     "rank, world_size, first_ns, last_ns, events, kept",
+    return {"files": "One row per file and rank in it, and whether it is of the analysed job (kept); its times counted "
+                     "from base_ns and were moved by shift_ns to a clock that all share. Columns: file, name, rank, "
+                     "world_size, first_ns, last_ns, events, kept, base_ns, shift_ns",
             } | {name: header(query_text(f"kineto/{query}")) for name, query in _VIEWS.items()}

@@ -32,6 +32,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     group_size: int = msgspec.field(name="Group size", default=-1)
     elements: int = msgspec.field(name="In msg nelems", default=-1)
     dtype: str = ""
+    source: int = msgspec.field(name="Src Rank", default=-1)
+    destination: int = msgspec.field(name="Dst Rank", default=-1)
+    rank: int = -1
     allocated: int = msgspec.field(name="Total Allocated", default=-1)
     reserved: int = msgspec.field(name="Total Reserved", default=-1)
     memory_device: int = msgspec.field(name="Device Id", default=-1)

@@ -1,7 +1,7 @@
 """Files of Kineto/Chrome JSON into a DuckDB file: raw rows first, then the tables that the measures ask.
 
-Memory is bounded: one chunk of text, the events decoded from it, and a row group of columns at a time; DuckDB gets
-`MEMORY_LIMIT` and spills beside the file.
+Memory is bounded: one chunk of text, the events decoded from it, and a row group of columns at a time; DuckDB gets the
+least of `MEMORY_LIMITS` that will do and spills beside the file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, memory, name_threads, spans
-from disttrain_cli.analysis.kineto.jobs import TraceFile, choose_job, rank_in_header
+from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, keep_names, memory, spans
+from disttrain_cli.analysis.kineto.jobs import TraceFile, base_in_header, rank_in_header
 from disttrain_cli.analysis.kineto.kernels import Patterns, kind_of, operation
+from disttrain_cli.analysis.kineto.placing import place
 from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
-from disttrain_cli.analysis.sql import query_text
+from disttrain_cli.analysis.sql import connect, query_text
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the processor's cache
 GZIP = b"\x1f\x8b"
 ROWS_AT_ONCE = 122_880  # a row group of DuckDB
-MEMORY_LIMIT, THREADS = "128MB", 2
+THREADS = 2
+#: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank must fit whole.
+MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
 #: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
 ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top")
 
@@ -38,16 +41,15 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
     Raises:
         DataError: no event can be read in any of the files.
     """
-    import duckdb
-
-    config: dict[str, Any] = {"memory_limit": MEMORY_LIMIT, "threads": THREADS, "python_enable_replacements": False}
-    connection = duckdb.connect(str(database), config=config)
+    connection = connect(database, memory_limit=MEMORY_LIMITS[0], threads=THREADS)
     try:
         connection.execute(query_text("kineto/raw"))
+        more = iter(MEMORY_LIMITS[1:])
         warnings: list[str] = []
-        _fill(connection, files, warnings, progress)
+        read, strings = _fill(connection, files, more, warnings, progress)
         progress("measuring", 0, 0)
-        _derive(connection, patterns, warnings)
+        warnings += place(connection, read, strings)
+        _derive(connection, patterns, more, warnings)
         for text in warnings:
             connection.execute("INSERT INTO warnings VALUES (?)", [text])
         connection.execute("CHECKPOINT")
@@ -55,14 +57,17 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
         connection.close()
 
 
-def _fill(connection: DuckDBPyConnection, files: list[Path], warnings: list[str], progress: Progress) -> None:
+def _fill(
+    connection: DuckDBPyConnection, files: list[Path], more: Iterator[str], warnings: list[str], progress: Progress
+) -> tuple[list[TraceFile], Strings]:
+    """The raw rows of all files; returns the files that hold any, and the strings of all."""
     strings, rows = Strings(), _Rows(connection)
     read: list[TraceFile] = []
     total = sum(path.stat().st_size for path in files)
     before = 0
-    for path in files:
+    for number, path in enumerate(files):
         found = Reading()
-        first, last, number = 2**63 - 1, -(2**63), len(read)
+        first, last = 2**63 - 1, -(2**63)
         with path.open("rb") as source:
             for batch in split_events(_chunks(source, found, total >> 20, before, progress), found):
                 columns, impossible = spans(number, batch, strings)
@@ -71,46 +76,45 @@ def _fill(connection: DuckDBPyConnection, files: list[Path], warnings: list[str]
                     first = min(first, int(columns["start_ns"].min()))
                     last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
                 rows.add(columns)
-                name_threads(number, batch.events, strings)
-                allocated = memory(number, batch.events)
+                keep_names(number, batch.events, strings)
+                allocated = memory(number, batch.events, strings)
                 if allocated is not None:
                     _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
         warnings += _about(path, found, last >= first)
         if last >= first:
-            read.append(TraceFile(path, *rank_in_header(found.header), first, last, found.events))
+            read.append(TraceFile(number, path, *rank_in_header(found.header), base_in_header(found.header), first,
+                                  last, found.events))
     rows.flush()
     if not read:
         raise DataError("No trace can be read here", "; ".join(warnings[:5]),
                         "Name Kineto or Chrome JSON files, as torch.profiler writes them, or a folder of them.")
-    warnings += choose_job(read)
-    connection.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?)", [
-        [number, file.path.name, file.rank, file.world_size, file.first_ns, file.last_ns, file.events, file.kept]
-        for number, file in enumerate(read)])
     _insert(connection, "names", _table(strings.names))
     categories = list(strings.categories)
     _insert(connection, "categories", _table(strings.categories) | {
         "class": np.array([class_of(category) for category in categories], np.int32)})
     _insert(connection, "threads", {
         "id": np.arange(len(strings.threads)),
+        "file": np.array([thread[0] for thread in strings.threads], np.int32),
         **{name: _strings([str(thread[at]) for thread in strings.threads])
            for at, name in ((1, "process"), (2, "thread"))},
         "thread_name": _strings([strings.thread_names.get((thread[0], str(thread[1]), str(thread[2])), "")
                                  for thread in strings.threads])})
     if strings.calls:
-        connection.executemany("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        connection.executemany("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                                [[number, *call] for call, number in strings.calls.items()])
-
-
-def _derive(connection: DuckDBPyConnection, patterns: Patterns, warnings: list[str]) -> None:
-    """The tables of measures, one `.sql` file after the other."""
-    def ask(name: str) -> list[tuple[Any, ...]]:
-        return connection.execute(query_text(f"kineto/{name}")).fetchall()
-
-    for unpaired, in ask("pairs"):
+    for unpaired, in _fitting(connection, query_text("kineto/pairs"), more):
         if unpaired:
             warnings.append(f"{unpaired} begin or end mark(s) have no partner and are left out")
     connection.execute("DROP TABLE marks")
+    return read, strings
+
+
+def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[str], warnings: list[str]) -> None:
+    """The tables of measures, one `.sql` file after the other."""
+    def ask(name: str) -> list[tuple[Any, ...]]:
+        return _fitting(connection, query_text(f"kineto/{name}"), more)
+
     ask("steps")
     names = connection.execute(query_text("kineto/named")).fetchall()
     kinds = [(number, kind, operation(name) if kind == "communication" else None)
@@ -134,7 +138,25 @@ def _derive(connection: DuckDBPyConnection, patterns: Patterns, warnings: list[s
     for name in ("matches", "clocks", "waits", "busy", "times", "view_events", "view_kernels", "view_memory"):
         ask(name)
     for name in ANSWERS:
-        connection.execute(f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}")
+        _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)
+
+
+def _fitting(connection: DuckDBPyConnection, text: str, more: Iterator[str]) -> list[tuple[Any, ...]]:
+    """Run a text whole; where it needs more memory than DuckDB may hold, once more with the next limit."""
+    import duckdb
+
+    while True:
+        connection.execute("BEGIN")
+        try:
+            rows = connection.execute(text).fetchall()
+            connection.execute("COMMIT")
+            return rows
+        except duckdb.OutOfMemoryException:
+            connection.execute("ROLLBACK")
+            limit = next(more, None)
+            if limit is None:
+                raise
+            connection.execute(f"SET memory_limit = '{limit}'")
 
 
 class _Rows:

@@ -1,4 +1,4 @@
-"""Which rank a file is of, and which files belong to one job."""
+"""Which rank a file is of, which files belong to one job, and from when their times count."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from typing import Any
 _RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|gpu|device|trainer)[-_. ]?(\d+)", re.IGNORECASE)
 #: Windows of one job lie closer together than this, even where its hosts' clocks differ.
 SAME_JOB_S = 3600.0
+#: Times beyond this count from 1970, whether a file says so or not: it is September 2001.
+SINCE_1970_NS = 10**18
+#: What a base may be; with three times of `columns.FARTHEST_US` it still fits into 64 bits.
+_LATEST_BASE_NS = 3 * 10**18
 
 
 @dataclass
 class TraceFile:
-    """One file that was read."""
+    """One file that was read, or one rank's part of it; times as written, until `align` moves them by `shift_ns`."""
 
+    number: int
     path: Path
     rank: int | None
     world_size: int | None
+    base_ns: int | None
     first_ns: int
     last_ns: int
     events: int
     kept: bool = True
+    shift_ns: int = 0
 
 
 def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -32,6 +39,46 @@ def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
         return None, None
     rank, size = about.get("rank"), about.get("world_size")
     return (rank if isinstance(rank, int) and rank >= 0 else None), (size if isinstance(size, int) else None)
+
+
+def base_in_header(header: dict[str, Any]) -> int | None:
+    """When a file's times begin, in ns since 1970, as Kineto has written since 2024; None where it does not."""
+    base = header.get("baseTimeNanoseconds")
+    return base if isinstance(base, int) and 0 <= base < _LATEST_BASE_NS else None
+
+
+def align(files: list[TraceFile]) -> list[str]:
+    """Set the times of files that count from different moments on one clock; returns what must be said about it.
+
+    Whole ns are added, so nothing is rounded. Files without a base among others with one count from 1970 where their
+    times are that large; else nobody knows, and they are set to begin with the others (where collectives end then
+    repairs their clocks).
+    """
+    if len({file.base_ns for file in files}) < 2:
+        return []
+    silent = [file for file in files if file.base_ns is None]
+    lost = [file for file in silent if file.first_ns < SINCE_1970_NS]
+    zero = min(file.base_ns or 0 for file in files if file not in lost)
+    for file in files:
+        if file not in lost:
+            file.shift_ns = (file.base_ns or 0) - zero
+    if lost:
+        others = min(file.first_ns + file.shift_ns for file in files if file not in lost)
+        first = min(file.first_ns for file in lost)
+        for file in lost:
+            file.shift_ns = others - first
+    for file in files:
+        file.first_ns += file.shift_ns
+        file.last_ns += file.shift_ns
+    said = []
+    if len(silent) > len(lost):
+        said.append(f"{_some([file for file in silent if file not in lost])} without baseTimeNanoseconds, which other "
+                    "files have: times are taken to count from 1970")
+    if lost:
+        said.append(f"{_some(lost)} without baseTimeNanoseconds, which other files have: it is not known from when the "
+                    "times count, so they are set to begin with the others; waiting between them is known only where "
+                    "collectives end on both")
+    return said
 
 
 def rank_in_name(path: Path) -> int | None:
@@ -66,7 +113,7 @@ def choose_job(files: list[TraceFile]) -> list[str]:
         missing = [str(rank) for rank in range(size) if rank not in ranks]
         more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
         said.append(f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): "
-                    "who waits for them, and whom they wait for, cannot be seen")
+                    "who waits for them, and whom they wait for, cannot be seen, and the verdict is the less sure")
     return said
 
 
@@ -117,5 +164,5 @@ def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]
 
 
 def _some(files: list[TraceFile]) -> str:
-    name = files[0].path.name
-    return name if len(files) == 1 else f"{name} and {len(files) - 1} more file(s)"
+    names = list(dict.fromkeys(file.path for file in files))
+    return names[0].name if len(names) == 1 else f"{names[0].name} and {len(names) - 1} more file(s)"

@@ -26,14 +26,19 @@ def pattern_texts() -> dict[str, str]:
     Raises:
         SpecError: the user's file is no text.
     """
-    home = os.environ.get("XDG_CONFIG_HOME")
-    path = (Path(home) if home else Path.home() / ".config") / "disttrain" / "kernel_patterns.txt"
+    path = users_patterns()
     ours = resources.files("disttrain_cli") / "templates" / "kernel_patterns.txt"
     try:
         theirs = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read", str(error), "Write it again, or move it away.") from None
     return {str(path): theirs, "kernel_patterns.txt": ours.read_text(encoding="utf-8")}
+
+
+def users_patterns() -> Path:
+    """Where the user's own patterns stand, if there are any."""
+    home = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(home) if home else Path.home() / ".config") / "disttrain" / "kernel_patterns.txt"
 
 
 def read_patterns(texts: dict[str, str]) -> Patterns:

@@ -3,5 +3,5 @@
 `database` opens them (`files` finds them, `clocks` puts the hosts' times on one clock) and documents the views;
 `analysis` asks the questions of `queries/*.sql`, sets prediction and measurement side by side (`operations`, `costing`,
 `recorded`) and has the step judged. `staleness` says when a plan is made for other data, `inside` opens operations by
-torch's profiles, `chrome` writes steps as Chrome/Perfetto JSON, `remembered` keeps the answers.
+torch's profiles, `chrome` writes steps as Chrome/Perfetto JSON.
 """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from disttrain_cli.analysis.losses import split_losses
+from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.inside import inside
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
+from disttrain_cli.analysis.remedies import remedies
 from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -20,6 +21,7 @@ from disttrain_cli.analysis.result import (
     OperationRow,
     Place,
     RankSummary,
+    Remedy,
     Slowest,
     Stragglers,
     UnitSummary,
@@ -55,7 +57,7 @@ def analyze_database(database: Database) -> Analysis:
     comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
     moved = moved_data(database)
     ranks = rank_summaries(database)
-    stragglers, verdict, study = _straggle(database, shares, ranks, comparisons)
+    stragglers, verdict, study, helps = _straggle(database, shares, ranks, comparisons, bool(moved))
     summary = JobSummary(
         run=database.run,
         rehearsed=None if job is None else _rehearsed(job),
@@ -87,6 +89,7 @@ def analyze_database(database: Database) -> Analysis:
         verdict=verdict,
         ranks=ranks,
         what_if=study,
+        remedies=helps,
         predicted_vs_measured=comparisons,
         operations=operations,
         drift=moved,
@@ -202,18 +205,21 @@ def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
 
 
 def _straggle(
-    database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison]
-) -> tuple[Stragglers, Verdict, WhatIf | None]:
+    database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison],
+    moved_on: bool,
+) -> tuple[Stragglers, Verdict, WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
         return (
             Stragglers(slowdown=None, ideal_s=None, lost_s=None),
             unknown("no recorded step is whole enough to replay"),
             None,
+            [],
         )
-    losses = split_losses(graph)
+    why = explain(graph, graph.recorded.compute, graph.predicted)
+    losses, helps = split_losses(graph, why), remedies(database, graph, why, moved_on)
     where = {
-        rank.rank: Place(**rank.model_dump(include={"unit", "stage", "replica", "rank", "host"}))
+        rank.rank: Place(unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host)
         for rank in ranks
     }
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
@@ -227,8 +233,9 @@ def _straggle(
             lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
         ),
         judge(losses, shares, where, len(ranks) if job is None else job.layout.gpus_used, comparisons,
-              job is not None and shares_cores(job) and len(ranks) > 1),
+              job is not None and shares_cores(job) and len(ranks) > 1, helps),
         what_if(graph),
+        helps,
     )
 
 
@@ -239,7 +246,8 @@ def _memory(database: Database) -> list[MemoryRow]:
     rows = []
     for row in database.query("memory"):
         stage = planned.get((row["unit"], row["stage"]))
-        rows.append(MemoryRow(**row, predicted_gib=stage and stage.peak_gib, limit_gib=stage and stage.limit_gib))
+        rows.append(MemoryRow(**row, predicted_gib=stage.peak_gib if stage else None,
+                              limit_gib=stage.limit_gib if stage else None))
     return rows
 
 

@@ -1,14 +1,14 @@
 """An in-memory DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
 
-`seen` is what one pass over the files tells of every rank and step. Up to `MOST_ROWS_HELD` rows are then held in
-memory as `operations`; of a longer trace that is a view, which reads the files whenever it is asked. After the views
+`seen` is what one pass over the files tells of every rank and step. Where many questions follow, up to
+`MOST_ROWS_HELD` rows are then held in memory as `known`; of a longer trace that is a view, which reads the files
+whenever it is asked. After the views
 exist, the connection may open no file but the segments, load no extension and change no setting, so that `--sql` can
 run a stranger's query. Names of files and strings of a trace reach SQL only as quoted literals or parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.own.clocks import repair_clocks
 from disttrain_cli.analysis.own.costing import StageCost, known_stages, stage_costs
-from disttrain_cli.analysis.own.files import find_traces
+from disttrain_cli.analysis.own.files import Footer, find_traces, literals, no_glob
 from disttrain_cli.analysis.result import HostClock
-from disttrain_cli.analysis.sql import Table, answer, header, query_text
+from disttrain_cli.analysis.sql import Table, answer, connect, header, query_text
 from disttrain_cli.costs.layout import Stage
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
@@ -30,8 +30,8 @@ _TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64":
           "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
 #: Rows of a trace up to which it is held in memory (about 200 bytes each).
 MOST_ROWS_HELD = 5_000_000
-#: Views made from `queries/view_NAME.sql`, in the order in which they need each other.
-_VIEWS = ("windows", "operations", "idle", "memory")
+#: Made from `queries/view_NAME.sql`, in the order in which they need each other.
+_VIEWS = ("windows", "known", "operations", "idle", "memory")
 
 
 @dataclass
@@ -66,16 +66,19 @@ class Database:
         return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
-def open_database(paths: list[Path]) -> Database:
+def open_database(paths: list[Path], held: bool = True) -> Database:
     """Views over the traces in `paths`; see `documented_views` for what can be asked.
+
+    Args:
+        held: many queries follow, so that rows are best read once, as far as they fit (`MOST_ROWS_HELD`).
 
     Raises:
         DataError: a path does not exist, or nothing in it can be read.
     """
     import duckdb
 
-    files = find_traces(paths)
-    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
+    connection = connect()
+    files = find_traces(paths, connection)
     try:
         _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
         _make_source(connection, "step_segments", files.steps, STEP_COLUMNS)
@@ -88,10 +91,10 @@ def open_database(paths: list[Path]) -> Database:
         connection.execute("SET preserve_insertion_order = false")  # lets both cores write
         for view in _VIEWS:
             text = query_text(f"view_{view}")
-            held = view == "operations" and files.rows <= MOST_ROWS_HELD
-            connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if held else text)
+            once = held and (view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD))
+            connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if once else text)
         connection.execute("SET preserve_insertion_order = true")
-        connection.execute(f"SET allowed_paths = {_literals(files.all, str, _no_glob)}")
+        connection.execute(f"SET allowed_paths = {literals(files.all, str, no_glob)}")
         connection.execute("SET enable_external_access = false")
         connection.execute("SET lock_configuration = true")
     except duckdb.Error as error:
@@ -108,7 +111,7 @@ def run_sql(paths: list[Path], query: str) -> Table:
         DataError: nothing can be read in `paths`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_database(paths).connection, query, documented_views())
+    return answer(open_database(paths, held=False).connection, query, documented_views())
 
 
 def documented_views() -> dict[str, str]:
@@ -126,32 +129,21 @@ def documented_views() -> dict[str, str]:
         "costs": "One row per module, stage and direction: summed coefficients of FLOPs and of time in ms. Columns: "
         + ", ".join(StageCost._fields),
     }
-    return own | {name: header(query_text(f"view_{name}")) for name in _VIEWS}
+    return own | {name: header(query_text(f"view_{name}")) for name in _VIEWS if name != "known"}
 
 
-def _literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
-    """A SQL list of quoted file names, each in every given form."""
-    names = [form(str(path.resolve())) for path in paths for form in forms]
-    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
-
-
-def _no_glob(name: str) -> str:
-    """The name with the characters that DuckDB would expand standing for themselves."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
-def _make_source(connection: DuckDBPyConnection, name: str, files: list[Path], columns: dict[str, str]) -> None:
+def _make_source(connection: DuckDBPyConnection, name: str, files: dict[Path, Footer], columns: dict[str, str]) -> None:
     """A view over Parquet files with the columns of our schema, or an empty table of the same shape."""
     shape = ", ".join(f"{column} {_TYPES[kind]}" for column, kind in columns.items())
-    if not files:
-        connection.execute(f"CREATE TABLE {name} ({shape})")
-        return
-    found = f"SELECT * FROM read_parquet({_literals(files, _no_glob)}, union_by_name = true)"
-    if not LATER_COLUMNS.isdisjoint(columns):
+    alike: dict[frozenset[tuple[str, str]], list[Path]] = {}  # of files with the same columns one footer is enough
+    for file, footer in files.items():
+        alike.setdefault(footer.columns, []).append(file)
+    parts = [f"SELECT * FROM read_parquet({literals(group, no_glob)})" for group in alike.values()]
+    if not parts or not LATER_COLUMNS.isdisjoint(columns):
         connection.execute(f"CREATE TABLE {name}_shape ({shape})")
-        found += f" UNION ALL BY NAME SELECT * FROM {name}_shape"
+        parts.append(f"SELECT * FROM {name}_shape")
     casts = ", ".join(f"CAST({column} AS {_TYPES[kind]}) AS {column}" for column, kind in columns.items())
-    connection.execute(f"CREATE VIEW {name} AS SELECT {casts} FROM ({found})")
+    connection.execute(f"CREATE VIEW {name} AS SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})")
 
 
 def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: list[str]) -> str:

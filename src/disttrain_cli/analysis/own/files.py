@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.analysis.formats import RECORD
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, read_job
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+
+class Footer(NamedTuple):
+    """What a Parquet file says of itself."""
+
+    columns: frozenset[tuple[str, str]]  # name and physical type, of all levels
+    rows: int
 
 
 @dataclass
 class TraceFiles:
     """Readable segments of one or several trace folders, the job they describe, and what had to be left out."""
 
-    segments: list[Path] = field(default_factory=list)
-    steps: list[Path] = field(default_factory=list)
-    sizes: list[Path] = field(default_factory=list)
+    segments: dict[Path, Footer] = field(default_factory=dict)
+    steps: dict[Path, Footer] = field(default_factory=dict)
+    sizes: dict[Path, Footer] = field(default_factory=dict)
     job: Job | None = None
     warnings: list[str] = field(default_factory=list)
-    rows: int = 0  # of all segments
+
+    @property
+    def rows(self) -> int:
+        """Of all segments."""
+        return sum(footer.rows for footer in self.segments.values())
 
     @property
     def all(self) -> list[Path]:
         return [*self.segments, *self.steps, *self.sizes]
 
 
-def find_traces(paths: list[Path]) -> TraceFiles:
+def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
     """Look through folders (a run's folder or its `traces` folder) for readable segments.
 
     Several folders are parts of one job's trace, each with ranks of its own (hosts without a shared disk).
@@ -44,7 +60,7 @@ def find_traces(paths: list[Path]) -> TraceFiles:
                 "a folder with rank-*/segment-*.parquet is needed",
                 RECORD,
             )
-        folder = path / "traces" if (path / "traces").is_dir() else path
+        folder = (path / "traces" if (path / "traces").is_dir() else path).resolve()
         again = sorted({file.parent.name for file in folder.glob("rank-*/segment-*.parquet")} & ranks)
         if again:
             problems.append(
@@ -54,12 +70,11 @@ def find_traces(paths: list[Path]) -> TraceFiles:
             continue
         _read_job(folder, found)
         before = len(found.segments)
-        for file in sorted(folder.glob("rank-*/segment-*.parquet")):
-            found.rows += _keep_if_readable(file, folder, TRACE_COLUMNS, found.segments, problems)
-        for kind, columns, kept in (("steps", STEP_COLUMNS, found.steps), ("sizes", SIZE_COLUMNS, found.sizes)):
-            for file in sorted(folder.glob(f"{kind}/segment-*.parquet")):
-                _keep_if_readable(file, folder, columns, kept, problems)
-        ranks |= {file.parent.name for file in found.segments[before:]}
+        for pattern, columns, kept in (("rank-*", TRACE_COLUMNS, found.segments), ("steps", STEP_COLUMNS, found.steps),
+                                       ("sizes", SIZE_COLUMNS, found.sizes)):
+            files = sorted(folder.glob(f"{pattern}/segment-*.parquet"))
+            kept |= _readable(files, folder, columns, connection, problems)
+        ranks |= {file.parent.name for file in list(found.segments)[before:]}
         if len(found.segments) == before:
             problems.append(f"{path} holds no readable trace segment")
     if not found.segments:
@@ -81,25 +96,51 @@ def _read_job(folder: Path, found: TraceFiles) -> None:
         found.warnings.append(f"{error.what}: no MFU, no prediction and no plan can be shown beside the trace")
 
 
-def _keep_if_readable(
-    file: Path, folder: Path, columns: dict[str, str], kept: list[Path], problems: list[str]
-) -> int:
-    """Add `file` to `kept` when its footer can be read, its columns are there and it has rows; how many of them."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _readable(files: list[Path], folder: Path, columns: dict[str, str], connection: DuckDBPyConnection,
+              problems: list[str]) -> dict[Path, Footer]:
+    """Of the files those whose footer can be read, that have all columns and rows; the others become problems."""
+    footers = _footers(files, connection)
+    kept = {}
+    for file in files:
+        name = file.relative_to(folder)
+        if file not in footers:
+            problems.append(f"{name} is empty or half-written; skipped")
+            continue
+        there = {column for column, _ in footers[file].columns}
+        missing = [column for column in columns if column not in LATER_COLUMNS and column not in there]
+        if missing:
+            problems.append(f"{name} lacks the column(s) {', '.join(missing[:4])}; skipped")
+        elif footers[file].rows:
+            kept[file] = footers[file]
+    return kept
 
-    name = file.relative_to(folder)
+
+def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Footer]:
+    """Footers of all files at once, or of each half where some cannot be read; those are left out."""
+    import duckdb
+
+    if not files:
+        return {}
+    names = literals(files, no_glob)
     try:
-        with pq.ParquetFile(file) as parquet:
-            missing = [column for column in columns
-                       if column not in LATER_COLUMNS and column not in parquet.schema_arrow.names]
-            rows = parquet.metadata.num_rows
-    except (OSError, pa.ArrowException):
-        problems.append(f"{name} is empty or half-written; skipped")
-        return 0
-    if missing:
-        problems.append(f"{name} lacks the column(s) {', '.join(missing[:4])}; skipped")
-        return 0
-    if rows:
-        kept.append(file)
-    return rows
+        found = connection.execute(
+            "SELECT file_name, list((name, coalesce(type, 'group'))), any_value(num_rows) "
+            f"FROM parquet_schema({names}) JOIN parquet_file_metadata({names}) USING (file_name) "
+            "GROUP BY file_name").fetchall()
+    except duckdb.Error:
+        if len(files) == 1:
+            return {}
+        half = len(files) // 2
+        return _footers(files[:half], connection) | _footers(files[half:], connection)
+    return {Path(name): Footer(frozenset(columns), rows) for name, columns, rows in found}
+
+
+def literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
+    """A SQL list of quoted file names, each in every given form."""
+    names = [form(str(path)) for path in paths for form in forms]
+    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+
+
+def no_glob(name: str) -> str:
+    """The name with the characters that DuckDB would expand standing for themselves."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

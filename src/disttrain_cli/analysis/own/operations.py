@@ -12,9 +12,9 @@ import numpy as np
 
 from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
-from disttrain_cli.analysis.own.recorded import expected_s
+from disttrain_cli.analysis.own.recorded import expected_s, waited_transfers
 from disttrain_cli.analysis.result import OperationRow
-from disttrain_cli.costs.layout import crossings, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import optimizer_s, reduce_s, transfers_s
 from disttrain_cli.spec.trace import COMPUTE, Job
 
 
@@ -68,19 +68,14 @@ def _passes(database: Database, job: Job) -> list[dict[str, Any]]:
 
 def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
     """One crossing of every cut, either way, where a rank waited for it; named by the stage before the cut."""
-    stages, cuts = database.stages, crossings(database.stages)
-    if not cuts:
-        return []
+    stages = database.stages
     numbers = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
     times = dict(zip(numbers, transfers_s(job.profile, job.layout, stages, job.gpus_per_node).tolist(), strict=True))
-    found = database.query(
-        "transfers", before=[sender for sender, _ in numbers], after=[taker for _, taker in numbers],
-        crosses=[before.unit.name != after.unit.name for before, after in cuts])
     return [{"unit": stages[row["before"]].unit.name, "stage": stages[row["before"]].index,
              "operation": "transfer_activation" if row["direction"] == "forward" else "transfer_gradient",
              "predicted": 1e3 * times[row["before"], row["after"]], "measured": row["measured_ms"],
              "per_step": row["per_step"]}
-            for row in found]
+            for row in waited_transfers(database)]
 
 
 def _updates(database: Database, job: Job) -> list[dict[str, Any]]:

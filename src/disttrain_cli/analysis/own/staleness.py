@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
+from msgspec.structs import replace
 
+from disttrain_cli.analysis.next_commands import plan_again
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.result import OperationRow, Verdict
 from disttrain_cli.analysis.verdict import LEAST_SHARE
@@ -28,9 +28,7 @@ def moved_data(database: Database) -> list[Drift]:
 
 def stale(database: Database, moved: list[Drift], operations: list[OperationRow], verdict: Verdict) -> Verdict:
     """Warn that the plan was made for other data; if that matters more than the verdict's cause, advise a new plan."""
-    path = database.paths[0].parent if database.paths[0].name == "traces" else database.paths[0]
-    run = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    command = f"disttrain profile --calibrate {shlex.quote(str(run))} && disttrain plan"
+    command = plan_again(database.paths)
     database.warnings += [one.sentence for one in moved]
     effect, changed_s = "", 0.0
     if operations and operations[0].planned:
@@ -43,4 +41,4 @@ def stale(database: Database, moved: list[Drift], operations: list[OperationRow]
     if changed_s < max(verdict.lost_s, LEAST_SHARE * database.query("iterations")[0]["iteration_s"]):
         return verdict
     advice = f"{moved[0].sentence}. {told}. Measure these data and plan again, then see what is left: {verdict.advice}"
-    return verdict.model_copy(update={"advice": advice, "next_command": command})
+    return replace(verdict, advice=advice, next_command=command)

@@ -1,6 +1,6 @@
 -- How long do a slot's tensors travel over a cut? From the start of the send, or the end of the pass that made them
 -- where sends were not recorded (between units: of the last replica), to the end of the receive, where the receiver
--- already waited for them: median in ms over the measured steps, and how often a rank waited in a
+-- already waited for them: median in ms over $steps, and how often a rank waited in a
 -- step. $before, $after: depths of the stages on both sides; $crosses: whether they are of different units. A stage that
 -- receives over several cuts waits for the latest.
 WITH cuts AS (SELECT unnest($before) AS before, unnest($after) AS after, unnest($crosses) AS crosses),
@@ -11,13 +11,13 @@ ways AS (
     SELECT step, slot, depth, replica, operation IN ('forward', 'send_activation') AS onward,
            coalesce(max(start_ns) FILTER (operation LIKE 'send%'), max(end_ns)) AS sent_ns
     FROM operations
-    WHERE measured AND operation IN ('forward', 'backward', 'send_activation', 'send_gradient') GROUP BY ALL
+    WHERE list_contains($steps, step) AND operation IN ('forward', 'backward', 'send_activation', 'send_gradient') GROUP BY ALL
 ), last_sent AS (
     SELECT step, slot, depth, onward, max(sent_ns) AS sent_ns FROM sent GROUP BY ALL
 ), received AS (
     SELECT step, slot, depth, rank, replica, operation = 'receive_activation' AS onward,
            min(start_ns) AS start_ns, max(end_ns) AS end_ns
-    FROM operations WHERE measured AND operation LIKE 'receive%' GROUP BY ALL
+    FROM operations WHERE list_contains($steps, step) AND operation LIKE 'receive%' GROUP BY ALL
 ), ready AS (
     SELECT r.step, r.slot, r.rank, r.start_ns, r.end_ns, w.before, w.after, w.onward,
            if(w.crosses, s.sent_ns, p.sent_ns) AS ready_ns

@@ -5,7 +5,7 @@
 -- compute · gap_s: inside the pipeline, covered by no row (the host).
 -- Columns: step, rank, host, unit, stage, replica, window_s, compute_s, data_wait_s, warmup_s, other_unit_s,
 -- other_stage_s, transfer_s, drain_s, update_s, gap_s
-CREATE TABLE idle AS
+CREATE VIEW idle AS
 WITH edges AS (
     SELECT step, rank, any_value(host) AS host, any_value(unit) AS unit, any_value(stage) AS stage,
            any_value(replica) AS replica, min(start_ns) AS first_ns,

@@ -3,4 +3,4 @@
 -- Columns: step, rank, host, unit, stage, replica, held_gib
 CREATE VIEW memory AS
 SELECT step, rank, host, unit, stage, replica, max(bytes) / 1024.0 ** 3 AS held_gib
-FROM trace WHERE operation = 'memory' GROUP BY ALL;
+FROM known WHERE operation = 'memory' GROUP BY ALL;

@@ -19,7 +19,7 @@ from typing import Any
 from disttrain_cli.analysis.report import sections, tables
 from disttrain_cli.analysis.report.pictures import Pictures
 from disttrain_cli.analysis.result import Analysis
-from disttrain_cli.spec.files import write_whole
+from disttrain_cli.spec.whole import write_whole
 
 
 def write_report(analysis: Analysis, pictures: Pictures, images: list[Path], out: Path) -> Path:
@@ -59,6 +59,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (sections.timeline(pictures.timelines), "Timeline: these traces have no steps and ranks to draw."),
         (sections.time_shares(analysis), "Where the ranks’ time goes: these traces do not tell units and stages."),
         (sections.losses(analysis), "What a step loses: no recorded step was whole enough to be replayed."),
+        (tables.remedies(analysis), ""),
         (sections.heat(pictures), "Stage × replica: these traces do not tell what each replica computed."),
         (tables.units(analysis), "Units: these traces do not name units."),
         (tables.slowest(analysis), ""),

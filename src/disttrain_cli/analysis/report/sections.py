@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from disttrain_cli.analysis.report.charts import line_chart, share_bar, stacked_rows, waterfall
 from disttrain_cli.analysis.report.heat import heat_maps
 from disttrain_cli.analysis.report.pictures import Pictures
@@ -50,7 +52,7 @@ def verdict(analysis: Analysis) -> str:
     """What slows the job, how sure that is, what to do, and the figures behind it."""
     found = analysis.verdict
     kind = "good" if found.cause == "none" else "bad" if found.confidence >= 0.5 else "unsure"
-    where = place(**found.place.model_dump())
+    where = place(**asdict(found.place))
     rows = [[escape(row.what), seconds(row.value) if row.unit == "s" else f"{figure(row.value, 4)} {escape(row.unit)}"]
             for row in found.evidence]
     evidence = table(["Evidence", "Measured"], rows[:MOST_EVIDENCE], narrow=True) if rows else ""
@@ -144,9 +146,10 @@ def losses(analysis: Analysis) -> str:
 
 def heat(pictures: Pictures) -> str:
     drawn = heat_maps(pictures.cells)
+    both = (" What is red in both maps is slow hardware or a wrong profile; what is red in the first only is heavy "
+            "data." if any(cell["normalised"] is not None for cell in pictures.cells) else "")
     return section("Stage × replica", "Forward and backward of a slot, mean over the measured steps. Red is slower "
-                   "than the unit’s mean, striped blue faster. What is red in both maps is slow hardware or a wrong "
-                   "profile; what is red in the first only is heavy data.", drawn, "heat") if drawn else ""
+                   f"than the unit’s mean, striped blue faster.{both}", drawn, "heat") if drawn else ""
 
 
 def ranks_chart(analysis: Analysis) -> str:

@@ -50,8 +50,8 @@ def collectives(analysis: Analysis) -> str:
             for row in analysis.collectives[:MOST_ROWS]]
     more = len(analysis.collectives) - len(rows)
     note = f" {more} more cost less." if more > 0 else ""
-    return section("Collectives", "Matched over ranks; those that cost most waiting first. The last to arrive keeps "
-                   f"the others waiting.{note}",
+    return section("Collectives", "Matched over ranks, messages (a send and its receive) too; those that cost most "
+                   f"waiting first. The last to arrive keeps the others waiting.{note}",
                    table(["Collective", "Group", "Step", "No.", "Ranks", "Last to arrive", "Longest wait", "Mean wait",
                           "Transfer"], rows, label="Collectives"), "collectives") if rows else ""
 
@@ -85,6 +85,17 @@ def inside(analysis: Analysis) -> str:
                          label="Inside an operation")
                    + folded(f"Kernels and operators ({len(parts)})",
                             table(["Operation", "Kernel or operator", "Kind", "Runs", "Of its time"], parts)), "inside")
+
+
+def remedies(analysis: Analysis) -> str:
+    """What single changes would gain."""
+    rows = [[escape(row.change), f"{row.gpus:+d}" if row.gpus else "same", seconds(row.step_s), seconds(row.gain_s),
+             percent(row.gain_pct / 100), f"<code>{escape(row.command)}</code>"]
+            for row in analysis.remedies if row.worth]
+    return section("What would help", "One change at a time, everything else as recorded, so gains do not add up: the "
+                   "recorded steps played again, or, for a new plan, the planner with this run’s times.",
+                   table(["With", "Devices", "Step", "Gain", "Of the step", "Next"], rows, label="What would help"),
+                   "remedies") if rows else ""
 
 
 def what_if(analysis: Analysis) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ def kind_of(operation: str) -> str:
 def representative_steps(database: Database) -> list[tuple[int, str]]:
     """Up to three measured steps: the one of median length, the slowest and the fastest."""
     rows = database.sql("SELECT step FROM windows WHERE measured ORDER BY window_s, step")
-    steps = [int(row["step"]) for row in rows]
+    return chosen_of([int(row["step"]) for row in rows])
+
+
+def chosen_of(steps: list[int]) -> list[tuple[int, str]]:
+    """Of steps from the shortest to the longest: the middle one, the slowest and the fastest, each once."""
     if not steps:
         return []
     chosen = {steps[0]: "fastest", steps[-1]: "slowest", steps[len(steps) // 2]: "typical"}
@@ -35,13 +39,21 @@ def representative_steps(database: Database) -> list[tuple[int, str]]:
 
 def drawable(database: Database, step: int, why: str, rank: int | None = None) -> dict[str, Any]:
     """One step of own traces for drawing; `rank` is one that must be among the lanes."""
-    lanes = database.query("lanes", step=step)
-    shown = choose_lanes(lanes, rank)
-    rows = database.query("timeline", step=step, ranks=[lane["rank"] for lane in shown])
     length_us = database.sql("SELECT window_s * 1e6 AS us FROM windows WHERE step = $step", {"step": step})[0]["us"]
+    return drawn_ranks(step, why, database.query("lanes", step=step),
+                       lambda ranks: [row | {"kind": kind_of(row["operation"])}
+                                      for row in database.query("timeline", step=step, ranks=ranks)], length_us, rank)
+
+
+def drawn_ranks(step: int, why: str, lanes: list[dict[str, Any]],
+                bars_of: Callable[[list[int]], list[dict[str, Any]]], length_us: float,
+                rank: int | None = None) -> dict[str, Any]:
+    """One step with a lane per rank; `bars_of` ranks, as `drawn_lanes` needs them with their rank."""
+    shown = choose_lanes(lanes, rank)
+    place = {lane["rank"]: index for index, lane in enumerate(shown)}
     drawn = drawn_lanes(
         [(lane["unit"], f"stage {lane['stage']} · replica {lane['replica']} · rank {lane['rank']}") for lane in shown],
-        [(place, row) for place, row in _placed(shown, rows)], length_us)
+        [(place[bar["rank"]], bar) for bar in bars_of(list(place))], length_us)
     left_out = len(lanes) - len(shown)
     notes = [f"{left_out} of {len(lanes)} ranks are not drawn: of every stage replicas from the slowest to the fastest "
              "are."] if left_out else []
@@ -110,12 +122,6 @@ def choose_lanes(lanes: list[dict[str, Any]], rank: int | None = None) -> list[d
         count = min(each, len(members))
         chosen |= {members[round(place * (len(members) - 1) / max(1, count - 1))]["rank"] for place in range(count)}
     return [lane for lane in lanes if lane["rank"] in chosen][:MOST_LANES + 1]
-
-
-def _placed(lanes: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterable[tuple[int, dict[str, Any]]]:
-    place = {lane["rank"]: index for index, lane in enumerate(lanes)}
-    for row in rows:
-        yield place[row["rank"]], row | {"kind": kind_of(row["operation"])}
 
 
 def _rounded(values: Iterable[float], digits: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from disttrain_cli.analysis.losses import Losses
 from disttrain_cli.analysis.result import Evidence, Place, Verdict
@@ -21,7 +22,7 @@ _TRANSFERS = _SQL.format(what="optype, stage, min(duration) * 1e3 AS least_ms, m
 
 def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
     """The verdict with advice for a Megatron job, and with this trace's own evidence."""
-    cause, place = verdict.cause, verdict.place.model_copy(update={"unit": None})
+    cause, place = verdict.cause, replace(verdict.place, unit=None)
     advice, command, more = verdict.advice, verdict.next_command, list[Evidence]()
     if cause == "stage":
         advice, command, more = _stage(place, graph, replays, losses)
@@ -43,8 +44,7 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
     elif cause == "none":
         advice, command = "Nothing to repair; more speed needs more GPUs or faster kernels.", _BY_STAGE
     more.append(Evidence(what="slowdown S in the study's definition", value=replays.what_if.slowdown, unit="ratio"))
-    return verdict.model_copy(update={"place": place, "advice": advice, "next_command": command,
-                                      "evidence": [*verdict.evidence, *more]})
+    return replace(verdict, place=place, advice=advice, next_command=command, evidence=[*verdict.evidence, *more])
 
 
 def _stage(place: Place, graph: StudyGraph, replays: Replays,
@@ -70,8 +70,9 @@ def _worker(place: Place, graph: StudyGraph) -> tuple[str, str, list[Evidence]]:
 
 
 def _beside(graph: StudyGraph, kind: str, own: np.ndarray, name: str, others: str) -> list[Evidence]:
-    """Mean time of a type of pass at a place, and elsewhere."""
+    """Mean time of a type of pass of a microbatch, all parts of a stage, at a place and elsewhere."""
     what, same = kind.removesuffix("-compute"), graph.optype == kind
     places = {name: same & own, f"the other {others}": same & ~own}
-    return [Evidence(what=f"{place}: {what} of a microbatch", value=1e3 * float(graph.taken[pick].mean()), unit="ms")
+    ms = 1e3 * graph.trace.chunks * graph.taken
+    return [Evidence(what=f"{place}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")
             for place, pick in places.items() if pick.any()]

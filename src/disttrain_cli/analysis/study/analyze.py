@@ -38,6 +38,7 @@ def analyze_study(files: list[Path]) -> Analysis:
     slowest: list[Slowest] = []
     try:
         graph = graph_of(trace)
+        trace = graph.trace
     except NoGraphError as error:
         verdict, waits = unknown(str(error)), {}
         trace.warnings.append(f"the steps cannot be replayed: {error}")
@@ -64,8 +65,8 @@ def analyze_study(files: list[Path]) -> Analysis:
 
 
 def _layout(trace: StudyTrace) -> str:
-    slots = int((trace.optype == FORWARD)[trace.stage == 0].sum())
-    return f"DP {len(trace.replicas)}, PP {int(trace.stage.max()) + 1}, {slots} microbatches"
+    parts = f", {trace.chunks} parts per stage" if trace.chunks > 1 else ""
+    return f"DP {len(trace.replicas)}, PP {int(trace.stage.max()) + 1}{parts}, {int(trace.slot.max()) + 1} microbatches"
 
 
 def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, WhatIf, list[Slowest]]:

@@ -6,6 +6,13 @@ the first forward; after the last backward follow the gradients of layer norms a
 clipping, and the optimizer. A transfer is done by a group, and begins when its last member has:
 
     end of a transfer = latest start in its group + transfer time; end of the rest = start + duration
+
+Interleaved stages hold several parts of the model each (part c of stage s is the model's c × stages + s), so what the
+last stage sends goes to the next part on the first one. Each part's parameters are gathered before its first forward;
+where gradients are reduced beside backward passes, each part's follow its last backward. Recorders write a transfer for
+every pass then, also for those at the model's ends, which move nothing; transfers that belong to no pass, after the
+last or before the first of a step; and may lack the very first receive. The order of passes is the recorded one. (The
+three published traces have whole stages; this is what the study's program says of the others.)
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.analysis.study.clocks import on_one_clock
 from disttrain_cli.analysis.study.operations import (
     BACKWARD,
     CLIP,
@@ -42,12 +50,14 @@ class NoGraphError(Exception):
 class StudyGraph:
     """Operations of all replicas [operations], and how they wait for each other, in the columns of the trace."""
 
-    trace: StudyTrace
+    trace: StudyTrace  # on one clock
     optype: NDArray[np.str_]
     stage: Ints
     replica: Ints
     rank: Ints
     seq: Ints
+    slot: Ints  # microbatch of a pass
+    depth: Ints  # of a pass, the part of the model: its stage, where stages are whole
     walk: Walk  # every operation twice: as it begins, and as it ends
     launch: Floats  # [operations, steps] seconds from when it could begin to when it did
     taken: Floats  # [operations, steps] seconds it took: of a transfer, from the latest start in its group
@@ -60,14 +70,13 @@ class StudyGraph:
 
 
 def graph_of(trace: StudyTrace) -> StudyGraph:
-    """The graph of a trace.
+    """The graph of a trace, put on one clock first where those of its ranks contradict each other.
 
     Raises:
-        NoGraphError: its stages are interleaved, its transfers do not match its passes, or its order is impossible.
+        NoGraphError: its transfers do not match its passes, or its order is impossible.
     """
-    if trace.chunks > 1:
-        raise NoGraphError(f"its stages are interleaved ({trace.chunks} parts each), which is not replayed")
     after, groups = _one_replica(trace)
+    trace = on_one_clock(trace, groups)
     count, replicas = len(trace.optype), len(trace.replicas)
     total = count * replicas
     waits = [np.array(sorted(own), dtype=np.int64) + replica * count for replica in range(replicas) for own in after]
@@ -87,6 +96,7 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
     return StudyGraph(
         trace=trace, optype=np.tile(trace.optype, replicas), stage=np.tile(trace.stage, replicas),
         replica=np.repeat(trace.replicas, count), rank=trace.rank.reshape(-1), seq=np.tile(trace.seq, replicas),
+        slot=np.tile(trace.slot, replicas), depth=np.tile(_depth(trace), replicas),
         walk=walk, launch=np.where(launch <= -CLOCKS_APART_S, 0.0, launch),
         taken=np.where(taken <= -CLOCKS_APART_S, 0.0, taken), contradictions=contradictions)
 
@@ -96,15 +106,17 @@ def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
     after: list[set[int]] = [set() for _ in trace.optype]
     stages = int(trace.stage.max()) + 1
     own = [{kind: _of(trace, stage, kind) for kind in np.unique(trace.optype).tolist()} for stage in range(stages)]
+    crossing = []
     for stage, kinds in enumerate(own):
-        _passes(trace, stage, stages, kinds, after)
+        crossing.append(_passes(trace, stage, kinds, after))
         _update(trace, kinds, after)
     groups = [[op] for kinds in own for kind in (GATHER, SCATTER, SEPARATE) for op in kinds.get(kind, [])]
     groups.append([op for kinds in own for op in kinds.get(CLIP, [])])
     groups.append([op for kinds in (own[0], own[-1])[:stages] for op in kinds.get(EMBEDDING, [])])
-    for near, far in itertools.pairwise(own):
-        groups += _pairs(near, "forward-send", far, "forward-recv")
-        groups += _pairs(far, "backward-send", near, "backward-recv")
+    for stage in range(stages):  # after the last comes the first, with its next part
+        following = (stage + 1) % stages
+        groups += _pairs(trace, crossing[stage]["forward-send"], crossing[following]["forward-recv"])
+        groups += _pairs(trace, crossing[following]["backward-send"], crossing[stage]["backward-recv"])
     return after, [group for group in groups if group]
 
 
@@ -114,52 +126,94 @@ def _of(trace: StudyTrace, stage: int, kind: str) -> list[int]:
     return [int(op) for op in found[np.argsort(trace.seq[found])]]
 
 
-def _pairs(sender: dict[str, list[int]], send: str, receiver: dict[str, list[int]], receive: str) -> list[list[int]]:
-    return [list(pair) for pair in zip(sender.get(send, []), receiver.get(receive, []), strict=True)]
+def _depth(trace: StudyTrace) -> Ints:
+    """The part of the model that every operation works on, where it does on one."""
+    return trace.chunk.clip(0) * (trace.stage.max() + 1) + trace.stage
 
 
-def _passes(trace: StudyTrace, stage: int, stages: int, kinds: dict[str, list[int]], after: list[set[int]]) -> None:
-    """What the passes and transfers of a stage wait for."""
+def _pairs(trace: StudyTrace, sends: list[tuple[int, int]], receives: list[tuple[int, int]]) -> list[list[int]]:
+    """The two sides of every transfer, in order; each is given with the part of the model that it leads to."""
+    if [part for _, part in sends] != [part for _, part in receives]:
+        kinds = [str(trace.optype[side[0][0]]) for side in (sends, receives) if side]
+        raise NoGraphError(f"its {' and '.join(kinds)} do not match: {len(sends)} against {len(receives)}, or in "
+                           "another order")
+    return [[send, receive] for (send, _), (receive, _) in zip(sends, receives, strict=True)]
+
+
+def _passes(trace: StudyTrace, stage: int, kinds: dict[str, list[int]],
+            after: list[set[int]]) -> dict[str, list[tuple[int, int]]]:
+    """What the passes and transfers of a stage wait for.
+
+    Returns: by kind of transfer those that have another side, with the part of the model that each leads to.
+    """
+    depth = _depth(trace)
+    parts, crossing = trace.chunks * (int(trace.stage.max()) + 1), dict[str, list[tuple[int, int]]]()
     passes = sorted([*kinds.get(FORWARD, []), *kinds.get(BACKWARD, [])],
                     key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op]))
     _chain(passes, after)
     for direction, own in (("forward", kinds.get(FORWARD, [])), ("backward", kinds.get(BACKWARD, []))):
         if not own:
             raise NoGraphError(f"stage {stage} has no {direction} passes")
-        into, out_of = (stage > 0, stage < stages - 1)[:: 1 if direction == "forward" else -1]
-        for kind, needed in ((f"{direction}-recv", into), (f"{direction}-send", out_of)):
+        ahead = 1 if direction == "forward" else -1
+        for kind, toward in ((f"{direction}-recv", -ahead), (f"{direction}-send", ahead)):
+            crosses = [0 <= depth[one] + toward < parts for one in own]
             transfers = kinds.get(kind, [])
-            if needed and len(transfers) != len(own):
-                raise NoGraphError(f"stage {stage} has {len(own)} {direction} passes but {len(transfers)} {kind}")
             _chain(transfers, after)
-            for number, (transfer, one) in enumerate(zip(transfers, own, strict=False) if needed else ()):
+            crossing[kind] = []
+            for transfer, number in _of_passes(trace, stage, kind, transfers, own, crosses):
                 if kind.endswith("send"):
-                    after[transfer].add(one)
+                    after[transfer].add(own[number])
                 else:
-                    after[one].add(transfer)
+                    after[own[number]].add(transfer)
                     after[transfer] |= {own[number - 1]} if number else set()
+                if crosses[number]:
+                    crossing[kind].append((transfer, int(depth[own[number]]) + ahead * kind.endswith("send")))
     first = passes.index(kinds[BACKWARD][0])
     if first >= 2:
         for kind in ("backward-recv", "backward-send"):
             for transfer in kinds.get(kind, [])[:1]:
                 after[transfer].add(passes[first - 2])
+    return crossing
+
+
+def _of_passes(trace: StudyTrace, stage: int, kind: str, transfers: list[int], passes: list[int],
+               crosses: list[bool]) -> list[tuple[int, int]]:
+    """Transfers of one kind, each with the number of the pass that it feeds or sends from."""
+    if not any(crosses):
+        return []
+    every, needed = list(range(len(passes))), [number for number, does in enumerate(crosses) if does]
+    if len(transfers) > len(passes) and kind.endswith("recv"):
+        transfers = [one for one in transfers if trace.start[one, 0] <= trace.start[passes[-1], 0]]
+    elif len(transfers) > len(passes):
+        transfers = [one for one in transfers if trace.end[one, 0] >= trace.end[passes[0], 0]]
+    lacking = every[1:] if kind.endswith("recv") and not crosses[0] else needed
+    for numbers in (every, needed, lacking):
+        if len(transfers) == len(numbers):
+            return list(zip(transfers, numbers, strict=True))
+    raise NoGraphError(f"stage {stage} has {len(needed)} {kind.split('-')[0]} passes that need a {kind}, but "
+                       f"{len(transfers)} of these")
 
 
 def _update(trace: StudyTrace, kinds: dict[str, list[int]], after: list[set[int]]) -> None:
     """What gathering, reduction and optimizer of a stage wait for."""
     gathers, scatters = kinds.get(GATHER, []), kinds.get(SCATTER, [])
     _chain(sorted([*gathers, *scatters], key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op])), after)
-    if gathers:
-        after[kinds[FORWARD][0]].add(gathers[-1])
+    for part, gather in {trace.chunk[op]: op for op in gathers}.items():
+        after[_of_part(trace, kinds[FORWARD], part)[0]].add(gather)
     last = kinds[BACKWARD][-1]
     overlapped = bool(kinds.get(SEPARATE))
-    if overlapped and scatters:
-        after[scatters[0]].add(last)
+    for part, scatter in {trace.chunk[op]: op for op in reversed(scatters) if overlapped}.items():
+        after[scatter].add(_of_part(trace, kinds[BACKWARD], part)[-1])
     closing = [op for kind in CLOSING if not (overlapped and kind == SCATTER) for op in kinds.get(kind, [])]
     _chain([last, *closing], after)
     if overlapped and scatters:
         following = [op for op in closing if trace.optype[op] != "gc"]
         after[following[0]].add(scatters[-1])
+
+
+def _of_part(trace: StudyTrace, passes: list[int], part: int) -> list[int]:
+    """Those of a part of their stage; all, where it is not told."""
+    return [one for one in passes if trace.chunk[one] == part] or passes
 
 
 def _chain(operations: list[int], after: list[set[int]]) -> None:

@@ -1,9 +1,9 @@
 """Lost seconds of an operation-level trace by cause, as `analysis.losses` has them for our own.
 
 The ideal is the study's, slow ranks left out: one unit whose stages are equal. No row tells the work of a microbatch,
-so it is taken from what its passes have in common: the median, over stages and directions, of their time over their
-rank's mean. What then differs is the stage, the rank, communication (and the optimizer), and the host: launch delays,
-loading data among them.
+so it is taken from what its passes have in common: the median, over stages and directions, of their time over the mean
+of their rank (and part of the model). What then differs is the stage, the rank, communication (and the optimizer), and
+the host: launch delays, loading data among them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def split_study(graph: StudyGraph, replays: Replays) -> Losses:
 def passes_of(graph: StudyGraph) -> Passes:
     """Forward and backward passes among the operations."""
     own = np.isin(graph.optype, (FORWARD, BACKWARD))
-    return Passes(rank=graph.rank[own], slot=graph.seq[own], backward=graph.optype[own] == BACKWARD,
+    return Passes(rank=graph.rank[own], slot=graph.slot[own], backward=graph.optype[own] == BACKWARD,
                   unit=[UNIT] * int(own.sum()), stage=graph.stage[own], replica=graph.replica[own],
-                  depth=graph.stage[own])
+                  depth=graph.depth[own])
 
 
 def _with(taken: Floats, own: np.ndarray, compute: Floats) -> Floats:
@@ -59,7 +59,7 @@ def _with(taken: Floats, own: np.ndarray, compute: Floats) -> Floats:
 
 def _work(passes: Passes, compute: Floats) -> Floats:
     """Work of every pass over the mean, [passes, steps], from what the passes of a microbatch have in common."""
-    ratio = compute / np.maximum(group_mean(compute, passes.groups("rank", "backward")), 1e-12)
+    ratio = compute / np.maximum(group_mean(compute, passes.groups("rank", "depth", "backward")), 1e-12)
     work = np.empty_like(ratio)
     microbatches = passes.groups("replica", "slot")
     for microbatch in np.unique(microbatches):

@@ -1,6 +1,9 @@
 """Reading operation-level Parquet: one row per operation of a rank; the steps and replicas that are whole are kept.
 
-A row's rank is a worker: its place (dp_rank, stage). `seq_id` counts the operations of one type of a worker in a step.
+A row's rank is a worker: its place (dp_rank, stage). `seq_id` counts the operations of one type of a worker in a step;
+`mc` is the part of a stage that it works on where stages are interleaved (the model's part mc × stages + stage), and
+else 0, or -1 where that does not apply. It belongs to what an operation is, so steps whose passes go through the parts
+in another order than usual count as not whole.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.sql import Table, answer
-from disttrain_cli.analysis.study.operations import KNOWN
+from disttrain_cli.analysis.sql import Table, answer, connect
+from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD, KNOWN, TRANSFERS
 from disttrain_cli.analysis.walk import Floats, Ints
 from disttrain_cli.errors import DataError
 
@@ -42,11 +45,14 @@ class StudyTrace:
     optype: NDArray[np.str_]  # by operation of a replica [n]
     stage: Ints
     seq: Ints
+    chunk: Ints  # part of the stage, -1: of none
+    slot: Ints  # microbatch of a pass, or of a transfer where stages are whole; -1: of none
     replicas: Ints  # dp_rank of every block
     rank: Ints  # [replicas, n]
+    origin: Floats  # [steps] when each step starts, in seconds of the trace's clock
     start: Floats  # [replicas × n, steps] seconds from the start of the step
     end: Floats
-    chunks: int  # virtual stages of a stage
+    chunks: int  # parts of a stage
     warnings: list[str] = field(default_factory=list)
 
 
@@ -56,9 +62,7 @@ def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
     Raises:
         DataError: no file can be read, or none has the study's columns.
     """
-    import duckdb
-
-    connection = duckdb.connect(":memory:", config={"python_enable_replacements": False})
+    connection = connect()
     warnings: list[str] = []
     read: list[Path] = []
     for file in files:
@@ -129,7 +133,7 @@ def read_study(files: list[Path]) -> StudyTrace:
         if unknown:
             warnings.append(f"operations of unknown types are left out: {', '.join(map(repr, unknown[:5]))}")
         columns = connection.execute(
-            "SELECT * REPLACE (coalesce(mc, -1) AS mc) FROM operations "
+            "SELECT * REPLACE (greatest(coalesce(mc, -1), -1) AS mc) FROM operations "
             f"WHERE list_contains($steps, step) AND list_contains($known, optype) AND {_SOUND}",
             {"steps": chosen, "known": list(KNOWN)}).fetchnumpy()
     except duckdb.Error as error:
@@ -151,7 +155,9 @@ def _whole(columns: dict[str, Any], files: list[Path], recorded: int, warnings: 
     names, kind = np.unique(columns["optype"].astype(str), return_inverse=True)
     replicas, replica = np.unique(columns["dp_rank"], return_inverse=True)
     stages = int(columns["stage"].max()) + 1
-    keys = (columns["stage"] * len(names) + kind) * (int(columns["seq_id"].max()) + 1) + columns["seq_id"]
+    chunks = max(1, int(columns["mc"].max()) + 1)
+    keys = (columns["stage"] * len(names) + kind) * (chunks + 1) + columns["mc"] + 1
+    keys = keys * (int(columns["seq_id"].max()) + 1) + columns["seq_id"]
     _, first, operation = np.unique(keys, return_index=True, return_inverse=True)
     count = len(first)
     start = np.full((len(replicas), count, len(steps)), np.nan)
@@ -191,11 +197,24 @@ def _whole(columns: dict[str, Any], files: list[Path], recorded: int, warnings: 
     start, end, rank = (values[kept][:, usual] for values in (start, end, rank))
     start, end = start[..., whole], end[..., whole]
     origin = start.min(axis=(0, 1))
+    start, end = ((values - origin).reshape(-1, len(origin)) for values in (start, end))
+    stage, seq, chunk = (columns[name][first][usual].astype(np.int64) for name in ("stage", "seq_id", "mc"))
+    optype = names[kind[first][usual]]
     return StudyTrace(
-        files=files, steps=steps[whole].astype(np.int64), steps_recorded=recorded, optype=names[kind[first][usual]],
-        stage=columns["stage"][first][usual].astype(np.int64), seq=columns["seq_id"][first][usual].astype(np.int64),
-        replicas=replicas[kept].astype(np.int64), rank=rank, start=(start - origin).reshape(-1, int(whole.sum())),
-        end=(end - origin).reshape(-1, int(whole.sum())), chunks=int(columns["mc"].max()) + 1, warnings=warnings)
+        files=files, steps=steps[whole].astype(np.int64), steps_recorded=recorded, optype=optype, stage=stage, seq=seq,
+        chunk=chunk, slot=_slots(optype, stage, chunk, seq, chunks), replicas=replicas[kept].astype(np.int64),
+        rank=rank, origin=origin, start=start, end=end, chunks=chunks, warnings=warnings)
+
+
+def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks: int) -> Ints:
+    """The microbatch of every operation: a part of a stage has them in their order. -1 where it has none."""
+    passes = np.isin(optype, (FORWARD, BACKWARD))
+    slot = np.where(passes | (np.isin(optype, TRANSFERS) & (chunks == 1)), seq, -1)
+    _, part = np.unique(np.stack([stage, chunk, optype == FORWARD]), axis=1, return_inverse=True)
+    for number in np.unique(part) if chunks > 1 else ():
+        own = np.flatnonzero(passes & (part.reshape(-1) == number))
+        slot[own[np.argsort(seq[own])]] = np.arange(len(own))
+    return slot
 
 
 def _replica_is_whole(place: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints,

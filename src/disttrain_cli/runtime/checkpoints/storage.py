@@ -36,7 +36,8 @@ from torch.futures import Future
 
 from disttrain_cli.runtime.checkpoints.boxes import Pieces
 from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, digest_of, partial
-from disttrain_cli.spec.files import parse_json, write_whole
+from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.whole import write_whole
 
 #: Names of safetensors' format.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",

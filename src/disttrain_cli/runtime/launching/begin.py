@@ -18,11 +18,11 @@ from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
 from disttrain_cli.runtime.launching.starts import begin_start, job_of, step_to_resume
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
 
 
 def begin(job: JobFile, again: int = 0) -> str:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from disttrain_cli.errors import DisttrainError, RankFailedError, SpecError
-from disttrain_cli.spec.files import Strict, parse_json, validate, write_whole
+from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.rundir import rank_log
+from disttrain_cli.spec.whole import write_whole
 
 Target = Callable[[dict[str, Any]], None]
 #: What torchrun calls a place, and what srun does.

@@ -14,13 +14,13 @@ from typing import Any
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import check_belongs, latest, made_from
 from disttrain_cli.runtime.launching import launch as launching
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.rundir import RunDir, pulses, stop_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job, Rehearsed
+from disttrain_cli.spec.whole import write_whole
 
 
 def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: dict[str, Any], *, steps: int,

@@ -22,10 +22,10 @@ from disttrain_cli.models.vae import VaeDecoder, decoder_maker
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.feeding import to_batch
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
 
 MOST_STEPS = 16  # global batches searched for images to generate
 _OF_TRAINING = ("labels", "targets", "weights", "dropout")  # fields of the batch that are not asked for

@@ -39,11 +39,11 @@ from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place, build_topology
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.simulation.faults import slowdown
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
 
 
 def before_fork(payload: dict[str, Any]) -> None:

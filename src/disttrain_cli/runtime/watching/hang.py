@@ -19,9 +19,9 @@ from typing import NamedTuple
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.runtime.units.topology import Stage
 from disttrain_cli.runtime.watching.pulse import VERDICT, State, interval_s, read_state
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.rundir import rank_log
 from disttrain_cli.spec.trace import COMPUTE
+from disttrain_cli.spec.whole import write_whole
 
 MISSED_BEATS = 5  # after so many a rank counts as one that does not answer
 MOST_NAMED = 4

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.pulse import Pulse
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.watching.profiles import Marks

@@ -4,7 +4,8 @@ CREATE TABLE clocks AS
 WITH ends AS (
     SELECT rank, collective, end_ns - min(end_ns) OVER (PARTITION BY collective) AS end_ns
     FROM joined
-    WHERE even AND ranks > 1 AND name NOT ILIKE '%broadcast%' AND name NOT IN ('reduce', 'gather', 'scatter')),
+    WHERE even AND ranks > 1 AND NOT message AND name NOT ILIKE '%broadcast%'
+      AND name NOT IN ('reduce', 'gather', 'scatter')),
 away AS (SELECT rank, end_ns - median(end_ns) OVER (PARTITION BY collective) AS ahead_ns FROM ends),
 found AS (SELECT rank, median(ahead_ns) AS ahead_ns, mad(ahead_ns) AS spread_ns FROM away GROUP BY rank)
 SELECT r.rank, coalesce(f.ahead_ns, 0)::BIGINT AS ahead_ns, coalesce(f.spread_ns, 0)::BIGINT AS spread_ns,

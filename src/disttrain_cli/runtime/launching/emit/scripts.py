@@ -19,11 +19,11 @@ from pydantic import BaseModel
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.train import PREFLIGHT, TRAIN, payload_of
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import write_whole
 
 
 class Emitted(BaseModel):

@@ -10,10 +10,10 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node, hosts_of, place_ranks
 from disttrain_cli.runtime.launching.emit.scripts import Emitted, common, filled, write_job
 from disttrain_cli.runtime.train import topology_of
-from disttrain_cli.spec.files import write_whole
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import write_whole
 
 
 def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps: int, resume: bool = False,

@@ -1,0 +1,146 @@
+"""Where the time of ranks goes, and what of it is for one rank that the others wait for.
+
+Every moment of a rank's span is of exactly one kind, so compute, which is the ideal, and the losses sum to what was
+measured. By key of `lost_s`:
+
+- `worker`: waiting, outside of compute, for the one rank that is last more often than chance allows.
+- `communication`: waiting for whoever else comes last, transfers, and copies and fills, where no compute hides them.
+- `data`: the device is idle while the CPU loads data (an annotation or operator named after the DataLoader).
+- `host`: the device is idle otherwise: no kernel was there to run.
+- `unexplained`: what is of no kind; 0 but for traces whose figures contradict one another.
+- `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units, stages, microbatches or
+  samples; what uneven ones cost is in `worker` where it is always the same rank, else in `communication`.
+
+A straggler is a rank that comes last into collectives and messages more often than chance allows, and for which the
+others wait long. How often chance allows it: everyone is last with probability 1/n, independently; the tail of the
+binomial, times n because any rank could have been the one. Who comes last to a message says little: a pipeline fills
+and drains, and who is late may have waited itself. What waiting at messages is for a rank is therefore estimated: by
+how much it computes, copies and loads data longer than the mean of the others, once for every other rank, and no more
+than all waiting at messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import comb, exp, log
+from typing import Any
+
+#: The chance to take noise for a straggler.
+LEAST_SURE = 0.05
+#: Finer kinds of lost time → the key of `lost_s` that they are part of.
+KEY_OF = {
+    "worker": "worker", "others": "communication", "transfers": "communication", "copies": "communication",
+    "data": "data", "host_works": "host", "host_silent": "host", "unexplained": "unexplained",
+}
+_KEYS = ("unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
+         "unexplained")
+_MOST_EXACT = 500
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that is waited for most."""
+
+    rank: int
+    joined: int
+    last: int
+    expected: float  # how often it would be the last, were everyone equally often
+    share: float  # of all waiting
+    chance: float  # that this is chance
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Where the time of every rank goes (rows of `times`), and who was waited for (rows of `kineto/blame.sql`)."""
+
+    steps: int
+    marked: bool
+    ranks: list[dict[str, Any]]
+    blame: list[dict[str, Any]]
+    present: float = 1.0  # share of the job's ranks whose traces are there
+
+    def mean(self, column: str) -> float:
+        """Mean over the ranks of a column in ns, as s per step."""
+        return sum(self.of(row, column) for row in self.ranks) / len(self.ranks)
+
+    def of(self, row: dict[str, Any], column: str) -> float:
+        return float(row[column]) / 1e9 / self.steps
+
+    @cached_property
+    def straggler(self) -> Straggler | None:
+        """The rank that is waited for most; None where nothing was matched."""
+        if not any(row["wait_ns"] for row in self.blame):
+            return None
+        row = max(self.blame, key=self._share)
+        joined, last, expected = row["joined"], row["last"], float(row["expected"])
+        return Straggler(row["rank"], joined, last, expected, self._share(row),
+                         min(1.0, _tail(joined, last, expected) * len(self.blame)))
+
+    @cached_property
+    def at_messages(self) -> float:
+        """Share of the waiting that is at messages."""
+        waited = sum(row["wait_ns"] for row in self.blame)
+        return sum(row["wait_at_messages_ns"] for row in self.blame) / waited if waited else 0.0
+
+    @cached_property
+    def worker_share(self) -> float:
+        """Share of the waiting that is for the straggler; 0 where it may be chance."""
+        found = self.straggler
+        return found.share if found is not None and found.chance < LEAST_SURE else 0.0
+
+    def longer_ns(self, rank: int) -> float:
+        """By how much a rank computes, copies and loads data longer than the mean of the others."""
+        works = {row["rank"]: row["compute_ns"] + row["memory_ns"] + row["idle_data_ns"] for row in self.ranks}
+        others = [ns for other, ns in works.items() if other != rank]
+        return works[rank] - sum(others) / len(others) if others else 0.0
+
+    def _share(self, row: dict[str, Any]) -> float:
+        """The share of all waiting that is for a rank (a row of `blame`)."""
+        in_collectives = row["blamed_ns"] / sum(other["wait_ns"] for other in self.blame)
+        exposed_ns = sum(other["exposed_wait_ns"] for other in self.ranks)
+        if not self.at_messages or not exposed_ns:
+            return float(in_collectives)
+        longer_ns = max(0.0, self.longer_ns(row["rank"])) * (len(self.ranks) - 1)
+        return float(in_collectives + min(self.at_messages, longer_ns / exposed_ns))
+
+    def parts(self, row: dict[str, Any], worker_share: float) -> dict[str, float]:
+        """Lost seconds per step of a rank by finer kind."""
+        wait_s, of = self.of(row, "exposed_wait_ns"), self.of
+        return {
+            "worker": worker_share * wait_s,
+            "others": wait_s - worker_share * wait_s,
+            "transfers": of(row, "exposed_ns") - wait_s,
+            "copies": of(row, "memory_ns"),
+            "data": of(row, "idle_data_ns"),
+            "host_works": of(row, "idle_cpu_ns"),
+            "host_silent": (row["idle_ns"] - row["idle_data_ns"] - row["idle_cpu_ns"]) / 1e9 / self.steps,
+            "unexplained": (row["span_ns"] - row["compute_ns"] - row["exposed_ns"] - row["memory_ns"]
+                            - row["idle_ns"]) / 1e9 / self.steps,
+        }
+
+    def mean_parts(self) -> dict[str, float]:
+        """The same, mean over the ranks."""
+        of_ranks = [self.parts(row, self.worker_share) for row in self.ranks]
+        return {part: sum(parts[part] for parts in of_ranks) / len(of_ranks) for part in KEY_OF}
+
+    def lost_s(self) -> dict[str, float]:
+        """Seconds per step and rank by cause: the keys of every analysis."""
+        return by_key(self.mean_parts())
+
+
+def by_key(parts: dict[str, float]) -> dict[str, float]:
+    """Finer kinds summed to the keys of `lost_s`."""
+    return {key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0 for key in _KEYS}
+
+
+def _tail(joined: int, last: int, expected: float) -> float:
+    """The chance to be last at least so often; where the exact sum would be long, Chernoff's bound of it."""
+    chance = expected / joined
+    if joined <= _MOST_EXACT:
+        return sum(comb(joined, k) * chance**k * (1 - chance) ** (joined - k) for k in range(last, joined + 1))
+    seen = last / joined
+    if seen <= chance:
+        return 1.0
+    rest = 0.0 if seen == 1 else (1 - seen) * log((1 - seen) / (1 - chance))
+    return exp(-joined * (seen * log(seen / chance) + rest))

@@ -1,0 +1,30 @@
+"""The next commands that verdicts and remedies name."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+LEVEL = "disttrain train"  # with train.ordering or preprocess changed in the run file
+REMEASURE = "disttrain profile && disttrain plan"
+SLOWEST_TRANSFERS = (
+    'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms FROM operations '
+    'WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"')
+HOST_GAPS = 'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"'
+
+
+def plan_again(paths: list[Path]) -> str:
+    """Measure by the analysed run what its plan was made of, and plan with that.
+
+    Args:
+        paths: what was analysed: a run's folder or its `traces` folder.
+    """
+    path = paths[0].parent if paths[0].name == "traces" else paths[0]
+    run = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"disttrain profile --calibrate {shlex.quote(str(run))} && disttrain plan"
+
+
+def slow_rank(rank: int) -> str:
+    """What a rank takes over what its work should, by step."""
+    return ('disttrain analyze --sql "SELECT step, avg(duration_ns / predicted_ms) FROM operations '
+            f'WHERE rank = {rank} AND predicted_ms > 0 GROUP BY step ORDER BY step"')
