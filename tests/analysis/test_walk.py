@@ -28,15 +28,19 @@ def graphs(draw):
 
 
 @settings(deadline=None, max_examples=50)
-@given(graph=graphs())
-def test_ends_are_those_of_the_recursion(graph):
+@given(graph=graphs(), data=st.data())
+def test_ends_are_those_of_the_recursion(graph, data):
     previous, sources, time, lag = graph
-    walk = walk_of(previous, sources)
+    feeds = [np.array(data.draw(st.lists(st.booleans(), min_size=2 * len(own), max_size=2 * len(own))), dtype=bool)
+             .reshape(len(own), 2) for own in sources] if data.draw(st.booleans()) else None
+    walk = walk_of(previous, sources, feeds)
     found = walk.ends(time[walk.place], lag[walk.place])
 
     def end(node):
         before = end(previous[node]) if previous[node] >= 0 else np.zeros(2)
-        return np.max([before + lag[node], *(end(source) for source in sources[node])], axis=0) + time[node]
+        ends = [end(source) if feeds is None else np.where(feeds[node][place], end(source), -np.inf)
+                for place, source in enumerate(sources[node])]
+        return np.max([before + lag[node], *ends], axis=0) + time[node]
 
     for place, node in enumerate(walk.place):
         assert found[place] == pytest.approx(end(node))

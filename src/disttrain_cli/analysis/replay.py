@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import chosen_steps
-from disttrain_cli.analysis.walk import Floats, Ints, Walk, walk_of
+from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
 from disttrain_cli.costs.layout import Stage, transfers_s
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.trace import Job
@@ -168,7 +168,8 @@ def build_graph(database: Database) -> Graph | None:
     transfer = np.zeros_like(end)
     for index, feeding in enumerate(walk.sources):
         if len(feeding):
-            ready = np.maximum(table["received_from_s"][index], end[feeding].max(axis=0))
+            sent = np.where(walk.feeds[index], end[feeding], -np.inf) if walk.feeds else end[feeding]
+            ready = np.maximum(table["received_from_s"][index], sent.max(axis=0))
             until = table["received_from_s"][index] + table["received_s"][index]
             transfer[index] = np.maximum(0.0, until - ready)
         else:
@@ -239,7 +240,7 @@ def _walk(
     """How the passes wait for each other.
 
     `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all replicas, unless
-    the record contradicts: what ended after a pass had started did not feed it.
+    the record contradicts: what ended after a pass had started did not feed it in that step.
     """
     start, count = table["start_s"], len(backward)
     end = start + table["duration_s"]
@@ -259,11 +260,18 @@ def _walk(
         near_by.setdefault((False, after), []).append(before)
         near_by.setdefault((True, before), []).append(after)
     sources: list[Ints] = []
+    feeds: list[Feeds] = []
     for index in range(count):
         back, slot, depth = bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])
         depths = near_by.get((back, depth), [])
         near = np.concatenate([np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)])
         if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
             near = near[columns["replica"][near] == columns["replica"][index]]
-        sources.append(near[(end[near] <= start[index] + 1e-9).all(axis=1)])
-    return walk_of(previous, sources)
+        fed = end[near] <= start[index] + 1e-9
+        sometimes = fed.any(axis=1)
+        sources.append(near[sometimes])
+        feeds.append(fed[sometimes])
+    always = [feed.all(axis=1) for feed in feeds]
+    # Where the order of passes changes from step to step, only what fed in all of them can be walked.
+    return walk_of(previous, sources, feeds) or walk_of(
+        previous, [own[kept] for own, kept in zip(sources, always, strict=True)])

@@ -169,7 +169,8 @@ def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delay
         near.append(int(number[node]) if number[node] >= 0 else near[before] if before >= 0 else -1)
     before = graph.walk.previous[kept]
     previous: Ints = np.where(before >= 0, np.array([*near, -1])[before], -1)
-    walk = walk_of(previous, [number[graph.walk.sources[node]] for node in kept])
+    walk = walk_of(previous, [number[graph.walk.sources[node]] for node in kept],
+                   graph.walk.feeds and [graph.walk.feeds[node] for node in kept])
     assert walk is not None, "a part of a graph without circles has none"
     place = kept[walk.place]
     usual = _mean_over_slots(graph, delays.compute, graph.slot >= 0)[place]

@@ -2,6 +2,8 @@
 
     end = max(end of the one before on its rank + lag, ends of its sources) + time
 
+Which sources feed a node may differ from step to step.
+
 A graph is walked level by level; what is in a level depends on earlier levels only. `replay` makes such a graph of our
 own traces, `study.graph` of operation-level ones.
 """
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Feeds = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Level:
     set_of: Ints  # the set of sources of each of these
     starts: Ints  # where each set begins
     sources: Ints  # the sets, one after the other
+    absent: Floats | None  # [sources, steps] −∞ in steps in which one does not feed, else 0; None: all always do
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Walk:
     place: Ints  # by number, the number that the node had before
     previous: Ints  # node before it on its rank, -1 = none
     sources: list[Ints]
+    feeds: list[Feeds] | None  # by node [its sources, steps]: whether it waits for them in a step; None: always
     levels: list[Level]
 
     def ends(self, time: Floats, lag: Floats | None = None) -> Floats:
@@ -47,14 +52,21 @@ class Walk:
             if lag is not None:
                 ready += lag[level.nodes]
             if len(level.fed):
-                latest = np.maximum.reduceat(end[level.sources], level.starts, axis=0)
+                ends = end[level.sources] if level.absent is None else end[level.sources] + level.absent
+                latest = np.maximum.reduceat(ends, level.starts, axis=0)
                 ready[level.fed] = np.maximum(ready[level.fed], latest[level.set_of])
             end[level.nodes] = ready + time[level.nodes]
         return end[:-1]
 
 
-def walk_of(previous: Ints, sources: list[Ints]) -> Walk | None:
-    """The order in which a graph can be walked, or None where something waits for itself."""
+def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = None) -> Walk | None:
+    """The order in which a graph can be walked, or None where something waits for itself.
+
+    Args:
+        previous: by node the one before it on its rank, -1 = none.
+        sources: by node those that it waits for.
+        feeds: by node [its sources, steps], in which steps it does; None: in all.
+    """
     count = len(previous)
     sorter = graphlib.TopologicalSorter(
         {node: [*sources[node].tolist(), *([int(previous[node])] if previous[node] >= 0 else [])]
@@ -72,16 +84,24 @@ def walk_of(previous: Ints, sources: list[Ints]) -> Walk | None:
     number[place] = np.arange(count)
     moved = np.array([number[previous[node]] if previous[node] >= 0 else -1 for node in place], dtype=np.int64)
     fed_by = [number[sources[node]] for node in place]
+    fed_in = None if feeds is None else [feeds[node] for node in place]
     first = np.concatenate([[0], np.cumsum([len(ready) for ready in found])]).tolist()
-    levels = [_level(slice(*ends), fed_by[slice(*ends)]) for ends in itertools.pairwise(first)]
-    return Walk(place, moved, fed_by, levels)
+    levels = [_level(slice(*ends), fed_by[slice(*ends)], None if fed_in is None else fed_in[slice(*ends)])
+              for ends in itertools.pairwise(first)]
+    return Walk(place, moved, fed_by, fed_in, levels)
 
 
-def _level(nodes: slice, sources: list[Ints]) -> Level:
-    sets = {own.tobytes(): own for own in sources if len(own)}
+def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Level:
+    fed = [place for place, own in enumerate(sources) if len(own)]
+    names = [sources[place].tobytes() + (b"" if feeds is None else feeds[place].tobytes()) for place in fed]
+    sets = dict(zip(names, fed, strict=True))  # of each set one node that has it
     numbers = {name: number for number, name in enumerate(sets)}
-    set_of = [numbers[own.tobytes()] for own in sources if len(own)]
-    starts = np.cumsum([0, *(len(own) for own in sets.values())])[:-1]
+    members = [sources[place] for place in sets.values()]
+    always = feeds is None or all(feeds[place].all() for place in sets.values())
     return Level(
-        nodes=nodes, fed=np.flatnonzero([len(own) > 0 for own in sources]), set_of=np.array(set_of, dtype=np.int64),
-        starts=starts, sources=np.concatenate([*sets.values(), np.empty(0, dtype=np.int64)]))
+        nodes=nodes, fed=np.array(fed, dtype=np.int64),
+        set_of=np.array([numbers[name] for name in names], dtype=np.int64),
+        starts=np.cumsum([0, *(len(own) for own in members)])[:-1],
+        sources=np.concatenate([*members, np.empty(0, dtype=np.int64)]),
+        absent=None if feeds is None or always else np.concatenate(
+            [np.where(feeds[place], 0.0, -np.inf) for place in sets.values()]))
