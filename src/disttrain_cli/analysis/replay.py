@@ -12,6 +12,7 @@ share one graph, so a replay is one walk over it (`walk`) with all steps side by
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,9 @@ from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
 from disttrain_cli.costs.layout import Stage, transfers_s
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.trace import Job
+
+#: Of every pass, what came before it and what went on.
+_MESSAGES = ("received_bytes", "received_peer", "sent_bytes", "sent_peer")
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def build_graph(database: Database) -> Graph | None:
 
     def spread(name: str) -> Floats:
         out = np.full((len(first), len(steps)), np.nan)
-        out[passes, step] = columns[name]
+        out[passes, step] = np.ma.filled(np.ma.asarray(columns[name], dtype=float), np.nan)
         return out
 
     start = spread("start_s")
@@ -152,6 +156,7 @@ def build_graph(database: Database) -> Graph | None:
             "received_from_s",
             "handover_s",
             "gap_s",
+            *_MESSAGES,
         )
     }
     columns = {name: np.asarray(values)[first] for name, values in columns.items()}
@@ -234,14 +239,38 @@ def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
     return float(compute.sum() / (window.sum() * max(1, job.profile.device.cores)))
 
 
+def _messages(columns: dict[str, Any], table: dict[str, Floats]) -> Callable[[Ints, int], NDArray[np.bool_]]:
+    """Whether passes [n] can have fed a pass, [n, steps], by what their ranks recorded of messages between units."""
+    home = columns["depth"].astype(np.int64) * (1 + int(columns["replica"].max())) + columns["replica"]
+    ranks, first = np.unique(columns["rank"], return_index=True)
+
+    def known(side: str) -> tuple[NDArray[np.bool_], Floats]:
+        """Which passes had no message, and the home of the one peer of those that had one only (else NaN)."""
+        size, peer = table[f"{side}_bytes"], table[f"{side}_peer"]
+        # of a TP group perhaps only the first rank was recorded
+        place = np.searchsorted(ranks, np.nan_to_num(peer, nan=-1.0), side="right") - 1
+        return (size == 0) & bool((size > 0).any()), np.where(peer >= 0, home[first[place]], np.nan)
+
+    (silent, to), (unfed, source) = known("sent"), known("received")
+
+    def met(near: Ints, index: int) -> NDArray[np.bool_]:
+        elsewhere = (to[near] != home[index]) & ~np.isnan(to[near])
+        from_another = (source[index] != home[near][:, None]) & ~np.isnan(source[index])
+        return ~(silent[near] | elsewhere | unfed[index] | from_another)
+
+    return met
+
+
 def _walk(
     columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats], cuts: list[tuple[int, int]]
 ) -> Walk | None:
     """How the passes wait for each other.
 
-    `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all replicas, unless
-    the record contradicts: what ended after a pass had started did not feed it in that step.
+    `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all replicas, unless the
+    record of a step contradicts: what ended after a pass had started did not feed it, nor did what sent nothing or to
+    another one.
     """
+    met = _messages(columns, table)
     start, count = table["start_s"], len(backward)
     end = start + table["duration_s"]
     previous = np.full(count, -1, dtype=np.int64)
@@ -268,6 +297,8 @@ def _walk(
         if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
             near = near[columns["replica"][near] == columns["replica"][index]]
         fed = end[near] <= start[index] + 1e-9
+        if len(near) and columns["unit"][near[0]] != columns["unit"][index]:
+            fed &= met(near, index)
         sometimes = fed.any(axis=1)
         sources.append(near[sometimes])
         feeds.append(fed[sometimes])

@@ -96,6 +96,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
     value: float
     unit: str
 
+    @property
+    def shown(self) -> tuple[float, str]:
+        """Value and unit for people: shares in percent."""
+        share = self.unit == "share" or self.unit.startswith("share of ")
+        return (100 * self.value, f"%{self.unit.removeprefix('share')}") if share else (self.value, self.unit)
+
 
 class Verdict(Struct, frozen=True, kw_only=True):
     """What slows the job, how sure that is, and what to do."""

@@ -15,6 +15,8 @@ from disttrain_cli.analysis.result import LEAST_GAIN_PCT, Comparison, Evidence, 
 LEAST_SHARE = 0.05
 #: A replica is named that is the heaviest in this share of the slots; else it is now one, now another.
 OFTEN = 0.75
+#: Causes that lie in the data.
+UNEVEN = ("intra_microbatch", "inter_microbatch")
 #: Predictions further off than this are measured again before they are planned with.
 TRUSTED_ERROR_PCT = 25.0
 
@@ -37,12 +39,14 @@ def judge(
         gpus: devices in use.
         comparisons: predictions beside measurements, for the advice.
         shared_cores: the ranks run on one CPU, so a rank that is ready may wait for a core: causes that lie in the
-            ranks themselves or between them are half as sure.
+            ranks themselves or between them are half as sure. Passes do not take as long as their work says either:
+            uneven data are a cause only where a remedy says that levelling them gains.
         remedies: what single changes would gain; the one that fits the cause is advised with its gain.
     """
     measured = float(losses.measured.mean())
     means = {cause: float(losses.lost[cause].mean()) for cause in CAUSES}
-    causes = [cause for cause in CAUSES if cause != "unexplained"]
+    doubtful = [cause for cause in UNEVEN if shared_cores and remedies and fitting(remedies, cause) is None]
+    causes = [cause for cause in CAUSES if cause != "unexplained" and cause not in doubtful]
     cause = max(causes, key=lambda name: means[name])
     per_step = np.stack([losses.lost[name] for name in causes])
     known = max(0.0, 1.0 - abs(means["unexplained"]) / measured)
@@ -58,11 +62,13 @@ def judge(
         fill = shares["warmup"] + shares["drain"]
         evidence += [
             Evidence(what=f"largest loss: {cause}", value=means[cause], unit="s"),
+            *(Evidence(what=f"{name} by the work of each, which levelling would not regain on shared cores",
+                       value=means[name], unit="s") for name in doubtful if means[name] >= LEAST_SHARE * measured),
             Evidence(what="filling and draining the pipeline", value=fill, unit="share of time"),
         ]
         return Verdict(
             cause="none",
-            headline=f"No straggler: nothing costs more than {100 * LEAST_SHARE:.0f} % of a step.",
+            headline=f"No straggler: nothing that can be mended costs more than {100 * LEAST_SHARE:.0f} % of a step.",
             place=Place(),
             lost_s=0.0,
             confidence=round(float(calm * known), 3),

@@ -28,7 +28,7 @@ def render(console: Console, found: Analysis) -> None:
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
     console.table("Evidence", ["what", "value", "unit"],
-                  [[row.what, figure(row.value), row.unit] for row in verdict.evidence])
+                  [[row.what, figure(value), unit] for row in verdict.evidence for value, unit in [row.shown]])
     console.say(f"\nJob         {job.layout or job.run}")
     took = "no step is marked" if job.iteration_s is None else f"{job.iteration_s:.3f} s per step"
     console.say(f"            {job.steps_measured} of {job.steps} steps measured: {took}, "

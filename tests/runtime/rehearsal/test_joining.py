@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
-from disttrain_cli.runtime.rehearsal.joining import joined_layout, joined_order, replicas_of
+from disttrain_cli.runtime.rehearsal.joining import joined_layout, joined_order, ranks_of, replicas_of
 from disttrain_cli.runtime.units.routes import End, local_rows, routes
+from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.simulation.grouping import unit_shares
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -64,3 +65,10 @@ def test_the_joined_layout_has_processes_as_replicas() -> None:
 
 def test_shares_follow_the_tensor_parallel_groups() -> None:
     assert unit_shares(layout(1, 3, tp=8), 4)[1] == pytest.approx([1, 1, 1])
+
+
+def test_processes_are_known_by_the_rank_that_they_stand_for():
+    whole, shares, modules = layout(3, 4, tp=2), {"eye": [1, 2], "llm": [1, 1, 2]}, ["eye", "eye", "llm", "llm"]
+    processes = build_topology(joined_layout(whole, shares), modules, "llm")
+    assert ranks_of(processes, build_topology(whole, modules, "llm"), shares) == {
+        0: 16, 1: -1, 2: 0, 3: 2, 4: -1, 5: 8, 6: 10, 7: -1}

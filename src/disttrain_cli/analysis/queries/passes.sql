@@ -1,6 +1,7 @@
 -- What a replay needs: every forward and backward of the chosen steps with what preceded it on its rank since the
 -- previous one (waiting for data, handing over tensors, receiving, and time covered by no row). Seconds from the
--- start of the step; `received_from_s` is when the rank began to wait for this pass's tensors.
+-- start of the step; `received_from_s` is when the rank began to wait for this pass's tensors. Of what it received and
+-- sent on: the bytes, and the one rank it came from or went to, -1 for several; null where that was not recorded.
 WITH chosen AS (SELECT step, start_ns FROM windows WHERE list_contains($steps, step)),
 passes AS (
     SELECT o.step, o.rank, o.slot, o.operation, any_value(o.unit) AS unit, any_value(o.stage) AS stage,
@@ -9,16 +10,23 @@ passes AS (
     FROM operations o JOIN chosen USING (step) WHERE o.operation IN ('forward', 'backward')
     GROUP BY o.step, o.rank, o.slot, o.operation
 ), others AS (
-    SELECT o.step, o.rank, o.operation, o.start_ns, o.end_ns FROM operations o JOIN chosen USING (step)
+    SELECT o.step, o.rank, o.slot, o.operation, o.start_ns, o.end_ns, o.bytes, o.peer
+    FROM operations o JOIN chosen USING (step)
     WHERE o.operation NOT IN ('forward', 'backward', 'evaluation', 'checkpoint')
 ), preceding AS (
     SELECT p.step, p.rank, p.slot, p.operation,
            sum(o.end_ns - o.start_ns) AS covered_ns,
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation = 'load'), 0) AS load_ns,
            coalesce(sum(o.end_ns - o.start_ns) FILTER (o.operation LIKE 'receive%'), 0) AS received_ns,
-           min(o.start_ns) FILTER (o.operation LIKE 'receive%') AS received_from_ns
+           min(o.start_ns) FILTER (o.operation LIKE 'receive%') AS received_from_ns,
+           sum(o.bytes) FILTER (o.operation LIKE 'receive%') AS received_bytes,
+           any_value(o.peer) FILTER (o.operation LIKE 'receive%') AS received_peer
     FROM others o ASOF JOIN passes p ON o.step = p.step AND o.rank = p.rank AND o.end_ns <= p.start_ns
     GROUP BY p.step, p.rank, p.slot, p.operation
+), sent AS (
+    SELECT step, rank, slot, if(operation = 'send_activation', 'forward', 'backward') AS operation,
+           sum(bytes) AS sent_bytes, any_value(peer) AS sent_peer
+    FROM others WHERE operation LIKE 'send%' GROUP BY ALL
 )
 SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth, p.predicted_s,
        (p.start_ns - c.start_ns) / 1e9 AS start_s, (p.end_ns - p.start_ns) / 1e9 AS duration_s,
@@ -26,7 +34,9 @@ SELECT p.step, p.rank, p.slot, p.operation, p.unit, p.stage, p.replica, p.depth,
        (coalesce(q.received_from_ns, p.start_ns) - c.start_ns) / 1e9 AS received_from_s,
        coalesce(q.covered_ns - q.load_ns - q.received_ns, 0) / 1e9 AS handover_s,
        greatest(0, p.start_ns - coalesce(lag(p.end_ns) OVER (PARTITION BY p.step, p.rank ORDER BY p.start_ns, p.end_ns), c.start_ns)
-                   - coalesce(q.covered_ns, 0)) / 1e9 AS gap_s
+                   - coalesce(q.covered_ns, 0)) / 1e9 AS gap_s,
+       q.received_bytes, q.received_peer, s.sent_bytes, s.sent_peer
 FROM passes p JOIN chosen c USING (step)
 LEFT JOIN preceding q ON q.step = p.step AND q.rank = p.rank AND q.slot = p.slot AND q.operation = p.operation
+LEFT JOIN sent s ON s.step = p.step AND s.rank = p.rank AND s.slot = p.slot AND s.operation = p.operation
 ORDER BY p.step, p.rank, p.start_ns;

@@ -53,8 +53,8 @@ def verdict(analysis: Analysis) -> str:
     found = analysis.verdict
     kind = "good" if found.cause == "none" else "bad" if found.confidence >= 0.5 else "unsure"
     where = place(**asdict(found.place))
-    rows = [[escape(row.what), seconds(row.value) if row.unit == "s" else f"{figure(row.value, 4)} {escape(row.unit)}"]
-            for row in found.evidence]
+    rows = [[escape(row.what), seconds(row.value) if row.unit == "s" else f"{figure(value, 4)} {escape(unit)}"]
+            for row in found.evidence for value, unit in [row.shown]]
     evidence = table(["Evidence", "Measured"], rows[:MOST_EVIDENCE], narrow=True) if rows else ""
     if len(rows) > MOST_EVIDENCE:
         evidence += folded(f"{len(rows) - MOST_EVIDENCE} more", table(["Evidence", "Measured"], rows[MOST_EVIDENCE:],

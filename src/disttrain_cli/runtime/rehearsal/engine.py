@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,14 @@ MARGIN_S = 0.1
 
 
 class NodeTracer(Tracer):
-    """The traces of all replicas that a process stands for; what the process does, all of them do."""
+    """The traces of all replicas that a process stands for; what the process does, all of them do.
 
-    def __init__(self, tracers: list[Tracer]) -> None:
-        self.tracers, self.now = tracers, tracers[0].now
+    Args:
+        ranks: by process, the rank that it stands for; -1 where there are several.
+    """
+
+    def __init__(self, tracers: list[Tracer], ranks: Mapping[int, int]) -> None:
+        self.tracers, self.now, self.ranks = tracers, tracers[0].now, ranks
 
     @property
     def step(self) -> int:
@@ -39,6 +43,8 @@ class NodeTracer(Tracer):
     def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
         """Add a row to every replica's trace; returns its duration in ns."""
         end_ns = self.now() if end_ns is None else end_ns
+        if "peer" in amounts:
+            amounts["peer"] = self.ranks.get(amounts["peer"], -1)
         for tracer in self.tracers:
             tracer.record(operation, start_ns, end_ns, **amounts)
         return end_ns - start_ns

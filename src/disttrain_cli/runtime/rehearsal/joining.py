@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from disttrain_cli.data.slots import ReplicaItems, StepOrder
+from disttrain_cli.runtime.units.topology import Topology
 from disttrain_cli.spec.plan import Layout
 
 #: By unit name, how many neighbouring replicas each process of its stages stands for.
@@ -30,6 +31,16 @@ def replicas_of(shares: Sequence[int], process: int) -> range:
     """The replicas that a process of a unit's stages stands for."""
     first = sum(shares[:process])
     return range(first, first + shares[process])
+
+
+def ranks_of(processes: Topology, whole: Topology, shares: Shares) -> dict[int, int]:
+    """By process, the (first) rank of the replica that it stands for; -1 where there are several replicas."""
+    found = {}
+    for stage, own in zip(processes.stages, whole.stages, strict=True):
+        for number, rank in enumerate(stage.ranks):
+            replicas = replicas_of(shares[stage.unit.name], number)
+            found[rank] = own.rank(replicas[0]) if len(replicas) == 1 else -1
+    return found
 
 
 def joined_order(order: StepOrder, shares: Shares) -> StepOrder:

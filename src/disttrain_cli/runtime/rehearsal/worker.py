@@ -30,7 +30,7 @@ from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.engine import EmulatedEngine, NodeTracer
 from disttrain_cli.runtime.rehearsal.feeding import Feeder, rehearsed_index
-from disttrain_cli.runtime.rehearsal.joining import joined_layout
+from disttrain_cli.runtime.rehearsal.joining import joined_layout, ranks_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedLayer, EmulatedModule, message_specs
 from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
 from disttrain_cli.runtime.steps import Task, run_steps
@@ -68,10 +68,12 @@ def main(payload: dict[str, Any]) -> None:
         known = {int(step): Assignment(np.array(places), carry)
                  for step, (places, carry) in payload["assignments"].items()}
         feeder = Feeder(run.file, profile, shares, Orders(run.file, layout, index, profile, known), stage, place, clock)
-        whole = build_topology(layout, modules, profile.inputs.llm).stages[place.stage.number]
+        whole = build_topology(layout, modules, profile.inputs.llm)
         tracer = NodeTracer([
-            Tracer(folder.traces, payload["name"], Place(whole.rank(replica), place.stage, replica),
-                   cluster_clock(clock, payload["began_ns"])) for replica in feeder.replicas])
+            Tracer(folder.traces, payload["name"], Place(whole.stages[place.stage.number].rank(replica), place.stage,
+                                                         replica),
+                   cluster_clock(clock, payload["began_ns"])) for replica in feeder.replicas],
+            ranks_of(topology, whole, shares))
         stack.callback(tracer.close)
         links = brokers(topology, place, table, message_dtype(run.file.train), device)
         upstream, downstream = emulated_brokers(run, profile, layout, stages, place, clock, links,
