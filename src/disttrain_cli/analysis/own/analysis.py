@@ -11,7 +11,7 @@ from disttrain_cli.analysis.own.inside import inside
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
-from disttrain_cli.analysis.remedies import remedies
+from disttrain_cli.analysis.remedies.remedies import remedies
 from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.result import (
     Analysis,

@@ -7,9 +7,9 @@ import pytest
 
 from disttrain_cli.analysis.losses import explain
 from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.replanning import cluster_of, corrected, replan
+from disttrain_cli.analysis.remedies.replanning import cluster_of, corrected, replan
+from disttrain_cli.analysis.remedies.replicas import record_of
 from disttrain_cli.analysis.replay import build_graph
-from disttrain_cli.analysis.replicas import record_of
 from disttrain_cli.planning import solve as planner
 from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from disttrain_cli.analysis.losses import Explained
-from disttrain_cli.analysis.replicas import Record, memory_gib
+from disttrain_cli.analysis.remedies.replicas import Record, memory_gib
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import LayerShard, Polynomial, Profile

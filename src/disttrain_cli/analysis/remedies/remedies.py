@@ -24,10 +24,10 @@ import numpy as np
 from disttrain_cli.analysis import next_commands
 from disttrain_cli.analysis.losses import CROWDED, Explained
 from disttrain_cli.analysis.own.database import Database
-from disttrain_cli.analysis.reordering import reordered_s
-from disttrain_cli.analysis.replanning import replan
+from disttrain_cli.analysis.remedies.reordering import reordered_s
+from disttrain_cli.analysis.remedies.replanning import replan
+from disttrain_cli.analysis.remedies.replicas import Record, moved, one_more, record_of, seconds_with
 from disttrain_cli.analysis.replay import Delays, Graph, group_mean
-from disttrain_cli.analysis.replicas import Record, moved, one_more, record_of, seconds_with
 from disttrain_cli.analysis.result import Remedy
 from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.spec.plan import Layout

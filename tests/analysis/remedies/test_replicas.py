@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.analysis.remedies.replicas import moved, one_more, record_of, seconds_with, with_replicas
 from disttrain_cli.analysis.replay import build_graph
-from disttrain_cli.analysis.replicas import moved, one_more, record_of, seconds_with, with_replicas
 from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 

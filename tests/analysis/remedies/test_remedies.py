@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.remedies import remedies
+from disttrain_cli.analysis.remedies.remedies import remedies
 from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.report import tables
 from disttrain_cli.analysis.result import Remedy
