@@ -87,8 +87,10 @@ def row(name: str, folder: Path, rows: int) -> dict[str, Any]:
     first_s, first_mib, found = call("analyze", str(folder), "--json")
     again = [call("analyze", str(folder), "--json") for _ in range(ROUNDS)]
     assert all(document == found for _, _, document in again)
+    asked_s, _, _ = call("analyze", str(folder), "--json", "--sql", "SELECT count(*) FROM trace")
     place = found["verdict"]["place"]
     return {"trace": name, "rows": rows, "first call s": first_s, "again s": min(seconds for seconds, _, _ in again),
+            "--sql s": asked_s,
             "MiB": first_mib, "report MiB": Path(found["report"]).stat().st_size / 2**20,
             "verdict": f"{found['verdict']['cause']}, rank {place['rank']}"}
 

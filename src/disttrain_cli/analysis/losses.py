@@ -88,9 +88,9 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         worked = mean * work
         ranks = passes.groups("rank", "depth", "backward")
         own = group_mean(compute, ranks)
-        staged = worked * _shared(_ratio(own, group_mean(worked, ranks)), passes)
-        ranked = staged * _ratio(own, group_mean(staged, ranks))
-        usual = _ratio(group_mean(staged, directions), group_mean(worked, directions))
+        staged = worked * _shared(ratio(own, group_mean(worked, ranks)), passes)
+        ranked = staged * ratio(own, group_mean(staged, ranks))
+        usual = ratio(group_mean(staged, directions), group_mean(worked, directions))
     return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
 
 
@@ -243,5 +243,6 @@ def _mean_rows(values: Floats, groups: Ints) -> Floats:
     return _sum(values, groups) / np.bincount(groups)[groups][:, None]
 
 
-def _ratio(above: Floats, below: Floats) -> Floats:
-    return np.where(below > 0, above / below, 1.0)
+def ratio(above: Floats, below: Floats) -> Floats:
+    """above ÷ below, of the same shape; 1 where there is nothing below."""
+    return np.divide(above, below, out=np.ones_like(above), where=below > 0)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.costs.layout import crossings
 from disttrain_cli.simulation.pipeline import simulate
 from disttrain_cli.simulation.sharing import simulate_shared
 from disttrain_cli.simulation.step import pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 
-Floats = NDArray[np.float64]
 #: Steps that are replayed and simulated, spread evenly over the measured ones.
 MOST_STEPS = 32
 

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from disttrain_cli.analysis import next_commands
-from disttrain_cli.analysis.losses import CROWDED, Explained
+from disttrain_cli.analysis.losses import CROWDED, Explained, ratio
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.remedies.reordering import reordered_s
 from disttrain_cli.analysis.remedies.replanning import replan
@@ -86,12 +86,12 @@ def _repairs(database: Database, graph: Graph, why: Explained) -> Iterator[tuple
     """(cause, change, next command, delays) of everything that a new layout is not needed for."""
     recorded, usual, job = graph.recorded, graph.without_delays(), database.job
     ranks = graph.groups("rank", "backward")
-    own = _ratio(group_mean(recorded.compute, ranks), group_mean(why.worked, ranks))
+    own = ratio(group_mean(recorded.compute, ranks), group_mean(why.worked, ranks))
 
     def computed(then: Floats, now: Floats) -> Delays:
         """Passes that take what `then` explains instead of what `now` does."""
         idle = why.worked <= 0  # replicas without work, which would get some
-        return replace(recorded, compute=np.where(idle, then * own, recorded.compute * _ratio(then, now)))
+        return replace(recorded, compute=np.where(idle, then * own, recorded.compute * ratio(then, now)))
 
     ordered = "train.ordering: best"
     if job is not None and job.predicted.ordering == "best":
@@ -105,7 +105,7 @@ def _repairs(database: Database, graph: Graph, why: Explained) -> Iterator[tuple
     place = int(np.flatnonzero(graph.rank == slow)[0])
     yield ("worker", f"rank {slow} ({graph.unit[place]}, stage {graph.stage[place]}, replica {graph.replica[place]}) "
            "as fast as its peers", next_commands.slow_rank(slow),
-           replace(recorded, compute=np.where((graph.rank == slow)[:, None], recorded.compute * _ratio(
+           replace(recorded, compute=np.where((graph.rank == slow)[:, None], recorded.compute * ratio(
                why.staged, why.ranked), recorded.compute)))
     quick = np.minimum(recorded.transfer, usual.transfer)
     crowded = graph.crowded > CROWDED
@@ -144,7 +144,3 @@ def _changed(record: Record, layout: Layout) -> str:
     return ", ".join(f"{before.name} DP {before.dp} → {after.dp}"
                      for before, after in zip(record.job.layout.units, layout.units, strict=True)
                      if before.dp != after.dp)
-
-
-def _ratio(above: Floats, below: Floats) -> Floats:
-    return np.divide(above, below, out=np.ones_like(above), where=below > 0)
