@@ -295,7 +295,8 @@ def test_the_torchrun_scripts_start_ranks_on_every_host(
     assert {rank: ranks[rank]["LOCAL_RANK"] for rank in ranks} == {rank: str(rank % 3) for rank in range(6)}
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks.values()} == {"lo"}
     assert start("fail") == [1, 1]  # also the second time
-    assert "ValueError: this rank is broken" in (logs / "rank-00001.log").read_text()
+    said = [log.read_text() for log in logs.glob("rank-*.log")]  # torchrun ends slower ranks before they have a log
+    assert any("ValueError: this rank is broken" in text for text in said)
     with socket.create_server(("", port)):
         found = subprocess.run(["bash", written.scripts[0]], env=environment, capture_output=True, text=True)
     assert found.returncode == 1 and f"Port {port} of" in found.stderr and "cluster.port" in found.stderr
