@@ -110,6 +110,6 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         from disttrain_cli.analysis.study import run_study_sql
 
         return run_study_sql(files, query)
-    from disttrain_cli.analysis.own.database import run_sql
+    from disttrain_cli.analysis.own.asking import run_sql
 
     return run_sql(paths, query)

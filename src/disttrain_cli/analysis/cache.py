@@ -12,7 +12,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
+from importlib import resources
 from pathlib import Path
+from typing import Any
+
+from disttrain_cli import __version__
 
 #: Files beyond this, all together, are removed, those not used for longest first.
 MOST_BYTES = 8 * 2**30
@@ -67,6 +72,22 @@ def cached(inputs: list[Path], version: str, build: Callable[[Path], None],
 def forget(database: Path) -> None:
     """Remove a database that does not stay, with its temporary folder."""
     shutil.rmtree(database.parent, ignore_errors=True)
+
+
+@cache
+def program() -> str:
+    """The version of this package, and a fingerprint that changes with any of its files."""
+    files: list[Any] = []
+    folders = [str(resources.files("disttrain_cli"))]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders += [entry.path] * (entry.name != "__pycache__")
+                elif entry.name.endswith((".py", ".sql", ".txt")):
+                    about = entry.stat()
+                    files.append((entry.path, about.st_size, about.st_mtime_ns))
+    return hashlib.sha256(repr((__version__, sorted(files))).encode()).hexdigest()
 
 
 def _key(inputs: list[Path], version: str) -> str:

@@ -33,7 +33,7 @@ def find_format(paths: list[Path]) -> tuple[Format, list[Path]]:
 def files_of(found: Format, paths: list[Path]) -> list[Path]:
     """Every file on which the analysis of these paths, as `find_format` gave them, depends."""
     if found == "disttrain":
-        folders = [path / "traces" if (path / "traces").is_dir() else path for path in paths]
+        folders = [(path / "traces" if (path / "traces").is_dir() else path).resolve() for path in paths]
         return sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
     if found == "kineto":
         from disttrain_cli.analysis.kineto.kernels import users_patterns

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.analysis.cache import cached, forget
 from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,23 +34,51 @@ def connect(database: Path | str = ":memory:", read_only: bool = False, **settin
     return connection
 
 
-def answer(connection: DuckDBPyConnection, query: str, views: Iterable[str]) -> Table:
-    """Answer one SELECT over the named views of a connection that can reach nothing else.
+def open_cached(inputs: list[Path], version: str, build: Callable[[Path], None]) -> DuckDBPyConnection:
+    """A read-only connection to the database that `build` makes of `inputs`, now or before (see `cache.cached`).
+
+    A damaged database of the cache is built once more; one that does not stay goes with the connection.
+    """
+    import duckdb
+
+    path, stays = cached(inputs, version, build)
+    try:
+        connection = connect(path, read_only=True)
+    except duckdb.Error:
+        path.unlink()
+        path, stays = cached(inputs, version, build)
+        connection = connect(path, read_only=True)
+    if not stays:
+        weakref.finalize(connection, forget, path)
+    return connection
+
+
+def lock(connection: DuckDBPyConnection) -> None:
+    """From now on it opens no further file, loads no extension and keeps its settings."""
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Iterable[str]]) -> Table:
+    """Answer one SELECT over views, which `views` names, of a connection that can reach nothing else.
 
     Raises:
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
     import duckdb
 
-    known = "The views are: " + ", ".join(views)
     try:
         statements = connection.extract_statements(query)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            raise UsageError("--sql takes exactly one SELECT statement", f"given: {query}", known)
+            raise UsageError("--sql takes exactly one SELECT statement", f"given: {query}", _known(views()))
         cursor = connection.execute(statements[0])
         return Table([column[0] for column in cursor.description or []], cursor.fetchall())
     except duckdb.Error as error:
-        raise UsageError("The query failed", str(error), known) from None
+        raise UsageError("The query failed", str(error), _known(views())) from None
+
+
+def _known(views: Iterable[str]) -> str:
+    return "The views are: " + ", ".join(views)
 
 
 def query_text(name: str) -> str:
@@ -64,3 +94,14 @@ def header(text: str) -> str:
             break
         lines.append(line.removeprefix("--").strip())
     return " ".join(lines)
+
+
+def literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
+    """A SQL list of quoted file names, each in every given form."""
+    names = [form(str(path)) for path in paths for form in forms]
+    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+
+
+def no_glob(name: str) -> str:
+    """The name with the characters that DuckDB would expand standing for themselves."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

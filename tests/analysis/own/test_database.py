@@ -1,15 +1,17 @@
-"""Opening traces: whole, damaged, mixed, oddly named; and what a query may not do."""
+"""Opening traces: whole, damaged, mixed, oddly named."""
 
 from __future__ import annotations
 
 import shutil
 
+import duckdb
 import pyarrow.parquet as pq
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
-from disttrain_cli.analysis.own.database import documented_views, open_database, run_sql
-from disttrain_cli.errors import DataError, UsageError
+from disttrain_cli.analysis.own.asking import run_sql
+from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 from tests.analysis import synthetic
 
@@ -17,72 +19,6 @@ from tests.analysis import synthetic
 @pytest.fixture
 def folder(tmp_path, clean):
     return shutil.copytree(clean[0], tmp_path / "run" / "traces")
-
-
-def test_views_answer_and_are_documented(clean):
-    views = documented_views()
-    shown = {row[0] for row in run_sql([clean[0]], "SELECT table_name FROM information_schema.tables").rows}
-    assert set(views) <= shown
-    for name, text in views.items():
-        listed = {word.strip() for word in text.split("Columns:")[1].replace("those of trace, ", "").split(",")}
-        columns = set(run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns)
-        assert listed <= columns, name
-        assert columns - set(TRACE_COLUMNS) <= listed or name == "trace", name
-    assert run_sql([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
-    assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
-
-
-@pytest.mark.parametrize(
-    "query",
-    [
-        "SELECT * FROM read_csv('/etc/passwd')",
-        "SELECT content FROM read_text('/etc/hostname')",
-        "SELECT * FROM glob('/*')",
-        "COPY (SELECT 1) TO '/tmp/stolen.csv'",
-        "ATTACH '/tmp/other.db'",
-        "SET enable_external_access = true",
-        "SELECT 1; SELECT 2",
-        "DROP VIEW trace",
-        "DELETE FROM units",
-        "INSTALL httpfs",
-        "selec",
-        "",
-        "SELECT * FROM clean",
-        "CREATE TABLE x AS SELECT 1",
-        "SELECT * FROM '/etc/passwd'",
-        "SELECT * FROM read_blob('/etc/passwd')",
-        "SELECT * FROM read_json('/etc/passwd')",
-        "SELECT * FROM read_parquet('/tmp/*/*/*.parquet')",
-        "SELECT * FROM read_parquet('http://127.0.0.1:1/a.parquet')",
-        "SELECT * FROM sniff_csv('/etc/passwd')",
-        "FROM query('COPY (SELECT 1) TO ''/tmp/stolen.csv''')",
-        "FROM query_table('/etc/passwd')",
-        "LOAD httpfs",
-        "EXPORT DATABASE '/tmp/stolen'",
-        "IMPORT DATABASE '/tmp/stolen'",
-        "PRAGMA enable_profiling = 'json'",
-        "PRAGMA database_list",
-        "CALL pragma_version()",
-        "USE memory",
-        "CREATE SECRET (TYPE http)",
-        "CREATE MACRO f(x) AS x",
-        "PREPARE stolen AS SELECT 1",
-        "EXPLAIN ANALYZE COPY (SELECT 1) TO '/tmp/stolen.csv'",
-        "INSERT INTO units SELECT * FROM units",
-        "SELECT 1; COPY (SELECT 1) TO '/tmp/stolen.csv'; --",
-    ],
-)
-def test_queries_read_the_trace_and_nothing_else(clean, query):
-    with pytest.raises(UsageError):
-        run_sql([clean[0]], query)
-
-
-def test_a_query_cannot_overwrite_a_segment(clean):
-    target = clean[0] / "rank-00000" / "segment-00000.parquet"
-    before = target.read_bytes()
-    with pytest.raises(UsageError):
-        run_sql([clean[0]], f"COPY (SELECT 1) TO '{target}'")
-    assert target.read_bytes() == before
 
 
 def test_strange_names_are_only_names(tmp_path, clean):
@@ -241,3 +177,14 @@ def test_no_progress_bar_is_drawn_into_what_is_printed(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=2))
     connection = open_database([tmp_path]).connection
     assert connection.execute("SELECT current_setting('enable_progress_bar')").fetchall() == [(False,)]
+
+
+def test_a_question_asked_ahead_is_answered_once_and_then_again(clean):
+    opened = open_database([clean[0]])
+    slots = opened.query("slots")
+    opened.ask_ahead("slots", "cells")
+    assert opened.query("slots") == slots == opened.query("slots")
+    opened.connection.execute("DROP VIEW operations")
+    opened.ask_ahead("slots")
+    with pytest.raises(duckdb.Error, match="operations"):
+        opened.query("slots")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze, analyze_database
-from disttrain_cli.analysis.own.database import open_database, run_sql
+from disttrain_cli.analysis.own.asking import run_sql
+from disttrain_cli.analysis.own.database import open_database
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.recorded import expected_s, recorded_pipelines
 from disttrain_cli.costs.flops import module_flops

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli import __version__
-from disttrain_cli.analysis.cache import cached, forget
-from disttrain_cli.analysis.sql import Table, answer, connect, header, query_text
+from disttrain_cli.analysis.sql import Table, answer, header, lock, open_cached, query_text
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress, silent
 
@@ -64,35 +61,16 @@ def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabas
         ingest(files, database, read_patterns(patterns), progress)
 
     patterns = pattern_texts()
-    version = f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}"
     try:
-        path, stays = cached(files, version, build)
-        try:
-            connection = _open(path)
-        except duckdb.Error:  # a damaged database of the cache is read once more
-            path.unlink()
-            path, stays = cached(files, version, build)
-            connection = _open(path)
+        connection = open_cached(files, f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}", build)
     except duckdb.Error as error:
         raise DataError("The traces cannot be analysed", str(error).splitlines()[0],
                         "Free some disk space or memory and run the command again.") from None
     common = files[0].name if len(files) == 1 else files[0].resolve().parent.name
+    lock(connection)
     database = KinetoDatabase(connection, common, files)
     database.warnings += [row["warning"] for row in database.sql("SELECT warning FROM warnings")]
-    if not stays:
-        weakref.finalize(database, partial(_close, connection, path))
     return database
-
-
-def _open(path: Path) -> DuckDBPyConnection:
-    connection = connect(path, read_only=True, enable_external_access=False)
-    connection.execute("SET lock_configuration = true")
-    return connection
-
-
-def _close(connection: DuckDBPyConnection, path: Path) -> None:
-    connection.close()
-    forget(path)
 
 
 def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -> Table:
@@ -102,7 +80,7 @@ def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -
         DataError: nothing can be read in `files`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_kineto(files, progress).connection, query, documented_views())
+    return answer(open_kineto(files, progress).connection, query, documented_views)
 
 
 def documented_views() -> dict[str, str]:

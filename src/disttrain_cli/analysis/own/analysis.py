@@ -49,6 +49,7 @@ def analyze_database(database: Database) -> Analysis:
             "forward and backward of every rank, and the first one is warm-up",
             "Record more: disttrain train --steps 5",
         )
+    database.ask_ahead("exposed_communication", "cells", "slots", "memory")
     shares = database.query("idle_totals")[0]
     job, iteration_s = database.job, times["iteration_s"]
     units = _units(database, iteration_s)

@@ -1,4 +1,4 @@
-"""An in-memory DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
+"""A DuckDB with views over the Parquet segments in place, the plan and the cost model as tables.
 
 `seen` is what one pass over the files tells of every rank and step. Where many questions follow, up to
 `MOST_ROWS_HELD` rows are then held in memory as `known`; of a longer trace that is a view, which reads the files
@@ -9,16 +9,17 @@ run a stranger's query. Names of files and strings of a trace reach SQL only as 
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.own.clocks import repair_clocks
 from disttrain_cli.analysis.own.costing import StageCost, known_stages, stage_costs
-from disttrain_cli.analysis.own.files import Footer, find_traces, literals, no_glob
+from disttrain_cli.analysis.own.files import Footer, find_traces
 from disttrain_cli.analysis.result import HostClock
-from disttrain_cli.analysis.sql import Table, answer, connect, header, query_text
+from disttrain_cli.analysis.sql import connect, header, literals, lock, no_glob, query_text
 from disttrain_cli.costs.layout import Stage
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
@@ -45,9 +46,19 @@ class Database:
     stages: list[Stage] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     clocks: list[HostClock] = field(default_factory=list)
+    _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
+
+    def ask_ahead(self, *names: str) -> None:
+        """Have questions without parameters answered in turn while other work goes on; `query` then waits for them."""
+        with_cursor = partial(_rows, self.connection.cursor())
+        asker = ThreadPoolExecutor(1)
+        self._asked |= {name: asker.submit(with_cursor, query_text(name)) for name in names}
+        asker.shutdown(wait=False)
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
         """Rows of `queries/NAME.sql`, with `$parameter` values."""
+        if not parameters and name in self._asked:
+            return self._asked.pop(name).result()
         return self.sql(query_text(name), parameters)
 
     @cached_property
@@ -61,23 +72,28 @@ class Database:
 
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of an SQL text of ours."""
-        cursor = self.connection.execute(text, parameters or None)
-        names = [column[0] for column in cursor.description or []]
-        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        return _rows(self.connection, text, parameters)
 
 
-def open_database(paths: list[Path], held: bool = True) -> Database:
+def _rows(connection: DuckDBPyConnection, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    cursor = connection.execute(text, parameters or None)
+    names = [column[0] for column in cursor.description or []]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+
+def open_database(paths: list[Path], file: Path | None = None) -> Database:
     """Views over the traces in `paths`; see `documented_views` for what can be asked.
 
     Args:
-        held: many queries follow, so that rows are best read once, as far as they fit (`MOST_ROWS_HELD`).
+        file: where a database is written that others open again, which holds no rows of the trace; else it is one in
+            memory, of which many questions follow, and rows are read once as far as they fit (`MOST_ROWS_HELD`).
 
     Raises:
         DataError: a path does not exist, or nothing in it can be read.
     """
     import duckdb
 
-    connection = connect()
+    connection = connect() if file is None else connect(file)
     files = find_traces(paths, connection)
     try:
         _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
@@ -91,27 +107,16 @@ def open_database(paths: list[Path], held: bool = True) -> Database:
         connection.execute("SET preserve_insertion_order = false")  # lets both cores write
         for view in _VIEWS:
             text = query_text(f"view_{view}")
-            once = held and (view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD))
+            once = file is None and (view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD))
             connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if once else text)
         connection.execute("SET preserve_insertion_order = true")
         connection.execute(f"SET allowed_paths = {literals(files.all, str, no_glob)}")
-        connection.execute("SET enable_external_access = false")
-        connection.execute("SET lock_configuration = true")
+        lock(connection)
     except duckdb.Error as error:
         raise DataError(
             "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
         ) from None
     return Database(connection, files.job, run, paths, stages, files.warnings, clocks)
-
-
-def run_sql(paths: list[Path], query: str) -> Table:
-    """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
-
-    Raises:
-        DataError: nothing can be read in `paths`.
-        UsageError: the query is not one SELECT statement, or DuckDB refuses it.
-    """
-    return answer(open_database(paths, held=False).connection, query, documented_views())
 
 
 def documented_views() -> dict[str, str]:
@@ -176,7 +181,8 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
         "FROM seen WHERE list_contains($runs, run) GROUP BY step",
         {"runs": alike},
     )
-    connection.execute("CREATE VIEW recorded AS SELECT s.* FROM segments s JOIN kept USING (step, run)")
+    connection.execute("CREATE VIEW recorded AS SELECT s.* FROM segments s" + (
+        " JOIN kept USING (step, run)" if len(places) > 1 else ""))
     connection.execute(
         "CREATE VIEW steps AS SELECT s.* FROM step_segments s JOIN kept USING (step, run) "
         "QUALIFY row_number() OVER (PARTITION BY step ORDER BY end_ns DESC) = 1"

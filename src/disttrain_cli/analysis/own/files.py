@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from disttrain_cli.analysis.formats import RECORD
+from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, read_job
 
@@ -133,14 +133,3 @@ def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Fo
         half = len(files) // 2
         return _footers(files[:half], connection) | _footers(files[half:], connection)
     return {Path(name): Footer(frozenset(columns), rows) for name, columns, rows in found}
-
-
-def literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:
-    """A SQL list of quoted file names, each in every given form."""
-    names = [form(str(path)) for path in paths for form in forms]
-    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
-
-
-def no_glob(name: str) -> str:
-    """The name with the characters that DuckDB would expand standing for themselves."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -244,4 +244,4 @@ def run_study_sql(files: list[Path], query: str) -> Table:
         DataError: no file can be read.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_study(files)[0], query, VIEWS)
+    return answer(open_study(files)[0], query, lambda: VIEWS)

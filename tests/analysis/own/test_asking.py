@@ -1,0 +1,130 @@
+"""`--sql` over own traces: what it may ask, and that its database is prepared once."""
+
+from __future__ import annotations
+
+import pytest
+
+from disttrain_cli.analysis import cache
+from disttrain_cli.analysis.own import database
+from disttrain_cli.analysis.own.asking import run_sql
+from disttrain_cli.analysis.own.database import documented_views
+from disttrain_cli.errors import UsageError
+from disttrain_cli.spec.trace import TRACE_COLUMNS
+from tests.analysis import synthetic
+
+COUNT = "SELECT count(*) FROM trace"
+
+
+def test_views_answer_and_are_documented(clean):
+    views = documented_views()
+    shown = {row[0] for row in run_sql([clean[0]], "SELECT table_name FROM information_schema.tables").rows}
+    assert set(views) <= shown
+    for name, text in views.items():
+        listed = {word.strip() for word in text.split("Columns:")[1].replace("those of trace, ", "").split(",")}
+        columns = set(run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns)
+        assert listed <= columns, name
+        assert columns - set(TRACE_COLUMNS) <= listed or name == "trace", name
+    assert run_sql([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
+    assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT * FROM read_csv('/etc/passwd')",
+        "SELECT content FROM read_text('/etc/hostname')",
+        "SELECT * FROM glob('/*')",
+        "COPY (SELECT 1) TO '/tmp/stolen.csv'",
+        "ATTACH '/tmp/other.db'",
+        "SET enable_external_access = true",
+        "SELECT 1; SELECT 2",
+        "DROP VIEW trace",
+        "DELETE FROM units",
+        "INSTALL httpfs",
+        "selec",
+        "",
+        "SELECT * FROM clean",
+        "CREATE TABLE x AS SELECT 1",
+        "SELECT * FROM '/etc/passwd'",
+        "SELECT * FROM read_blob('/etc/passwd')",
+        "SELECT * FROM read_json('/etc/passwd')",
+        "SELECT * FROM read_parquet('/tmp/*/*/*.parquet')",
+        "SELECT * FROM read_parquet('http://127.0.0.1:1/a.parquet')",
+        "SELECT * FROM sniff_csv('/etc/passwd')",
+        "FROM query('COPY (SELECT 1) TO ''/tmp/stolen.csv''')",
+        "FROM query_table('/etc/passwd')",
+        "LOAD httpfs",
+        "EXPORT DATABASE '/tmp/stolen'",
+        "IMPORT DATABASE '/tmp/stolen'",
+        "PRAGMA enable_profiling = 'json'",
+        "PRAGMA database_list",
+        "CALL pragma_version()",
+        "USE memory",
+        "CREATE SECRET (TYPE http)",
+        "CREATE MACRO f(x) AS x",
+        "PREPARE stolen AS SELECT 1",
+        "EXPLAIN ANALYZE COPY (SELECT 1) TO '/tmp/stolen.csv'",
+        "INSERT INTO units SELECT * FROM units",
+        "SELECT 1; COPY (SELECT 1) TO '/tmp/stolen.csv'; --",
+    ],
+)
+def test_queries_read_the_trace_and_nothing_else(clean, query):
+    with pytest.raises(UsageError):
+        run_sql([clean[0]], query)
+
+
+def test_a_query_cannot_overwrite_a_segment(clean):
+    target = clean[0] / "rank-00000" / "segment-00000.parquet"
+    before = target.read_bytes()
+    with pytest.raises(UsageError):
+        run_sql([clean[0]], f"COPY (SELECT 1) TO '{target}'")
+    assert target.read_bytes() == before
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's folder; nothing was kept before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    synthetic.write(tmp_path / "run" / "traces", synthetic.Synthetic(steps=3))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """How often a database was prepared."""
+    calls, really = [], database.open_database
+
+    def count(paths, file):
+        calls.append(file)
+        return really(paths, file)
+
+    monkeypatch.setattr(database, "open_database", count)
+    return calls
+
+
+def test_the_database_is_prepared_once_whatever_is_asked(run, prepared, monkeypatch):
+    rows = run_sql([run], COUNT).rows
+    link = run.with_name("link")
+    link.symlink_to(run)
+    monkeypatch.chdir(run)
+    assert run_sql([run / "traces" / ".."], COUNT).rows == run_sql([link], COUNT).rows == rows and len(prepared) == 1
+    assert run_sql([run], "SELECT max(step) FROM idle").rows == [(2,)] and len(prepared) == 1
+    assert prepared[0].parent.parent == cache.cache_folder() and len(list(cache.cache_folder().glob("*"))) == 1
+
+
+def test_what_changes_or_is_damaged_is_prepared_again(run, prepared):
+    rows = run_sql([run], COUNT).rows
+    (kept,) = cache.cache_folder().glob("*.duckdb")
+    kept.write_bytes(b"damaged" * 1000)
+    assert run_sql([run], COUNT).rows == rows and len(prepared) == 2
+    for segment in (run / "traces" / "rank-00000").iterdir():
+        segment.unlink()
+    assert run_sql([run], COUNT).rows < rows and len(prepared) == 3
+
+
+def test_without_a_cache_folder_it_answers_and_leaves_nothing(run, monkeypatch, tmp_path):
+    (tmp_path / "blocked").write_text("a file where a folder should be")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    assert run_sql([run], COUNT).rows[0][0] > 0 and not list((tmp_path / "tmp").iterdir())
