@@ -1,9 +1,10 @@
 """`disttrain analyze` on own traces, as a whole process: how long until the verdict, and how much memory it takes.
 
-The trace is 64 ranks × 200 steps × 16 slots of a made-up job (tests/analysis/synthetic.py): 1.2 million rows in Parquet
+The trace is 64 ranks × 200 steps × 16 slots of a made-up job (tests/analysis/synthetic.py): 1.4 million rows in Parquet
 segments as the trainer writes them. Every call is a process of its own, first on files that were not seen before, then
-again; with the compiled modules that an installed package has, which the first, small trace makes. Other traces show what grows: ranks, steps, and segments (a run that was resumed often). Wall time, so other work
-on the machine shows. Run from the repository with the `dev` extra installed.
+again, with modules compiled as those of an installed package (the first, small trace sees to that). Other traces show
+what grows: ranks, steps, and segments (a run that was resumed often). Wall time, so other work on the machine shows.
+Run from the repository with the `dev` extra installed.
 """
 
 from __future__ import annotations
@@ -89,10 +90,12 @@ def row(name: str, folder: Path, rows: int) -> dict[str, Any]:
     first_s, first_mib, found = call("analyze", str(folder), "--json")
     again = [call("analyze", str(folder), "--json") for _ in range(ROUNDS)]
     assert all(document == found for _, _, document in again)
-    asked_s = [call("analyze", str(folder), "--json", "--sql", "SELECT count(*) FROM trace")[0] for _ in range(1 + ROUNDS)]
+    asked_s = [call("analyze", str(folder), "--json", "--sql", "SELECT count(*) FROM trace")[0]
+               for _ in range(1 + ROUNDS)]
     place = found["verdict"]["place"]
     return {"trace": name, "rows": rows, "first call s": first_s, "again s": min(seconds for seconds, _, _ in again),
-            "--sql s": asked_s[0], "--sql again s": min(asked_s[1:]), "MiB": first_mib, "report MiB": Path(found["report"]).stat().st_size / 2**20,
+            "--sql s": asked_s[0], "--sql again s": min(asked_s[1:]), "MiB": first_mib,
+            "report MiB": Path(found["report"]).stat().st_size / 2**20,
             "verdict": f"{found['verdict']['cause']}, rank {place['rank']}"}
 
 
