@@ -24,9 +24,10 @@ def run_sql(paths: list[Path], query: str) -> Table:
     files = files_of("disttrain", paths)
     connection = open_cached(files, f"own {[str(path.resolve()) for path in paths]} {program()}",
                              lambda file: _prepare(paths, file))
-    connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
-    lock(connection)
-    return answer(connection, query, _views)
+    with connection:
+        connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
+        lock(connection)
+        return answer(connection, query, _views)
 
 
 def _prepare(paths: list[Path], file: Path) -> None:
