@@ -28,3 +28,11 @@ def clean(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("clean") / "traces"
     spec = synthetic.Synthetic()
     return folder, spec, synthetic.write(folder, spec)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's folder; nothing was kept before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    synthetic.write(tmp_path / "run" / "traces", synthetic.Synthetic(steps=3))
+    return tmp_path / "run"

@@ -7,15 +7,6 @@ import pytest
 from disttrain_cli.analysis import cache
 from disttrain_cli.analysis.analyze import analyze_open
 from disttrain_cli.errors import DataError
-from tests.analysis import synthetic
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run's folder; nothing was kept before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    synthetic.write(tmp_path / "run" / "traces", synthetic.Synthetic(steps=3))
-    return tmp_path / "run"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.cache import cached, forget
-from disttrain_cli.errors import UsageError
+from disttrain_cli.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -38,16 +38,23 @@ def open_cached(inputs: list[Path], version: str, build: Callable[[Path], None])
     """A read-only connection to the database that `build` makes of `inputs`, now or before (see `cache.cached`).
 
     A damaged database of the cache is built once more; one that does not stay goes with the connection.
+
+    Raises:
+        DataError: what `build` raises, or the database cannot be written.
     """
     import duckdb
 
-    path, stays = cached(inputs, version, build)
     try:
-        connection = connect(path, read_only=True)
-    except duckdb.Error:
-        path.unlink()
         path, stays = cached(inputs, version, build)
-        connection = connect(path, read_only=True)
+        try:
+            connection = connect(path, read_only=True)
+        except duckdb.Error:
+            path.unlink()
+            path, stays = cached(inputs, version, build)
+            connection = connect(path, read_only=True)
+    except duckdb.Error as error:
+        raise DataError("The traces cannot be analysed", str(error).splitlines()[0],
+                        "Free some disk space or memory and run the command again.") from None
     if not stays:
         weakref.finalize(connection, forget, path)
     return connection
@@ -79,6 +86,14 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
 
 def _known(views: Iterable[str]) -> str:
     return "The views are: " + ", ".join(views)
+
+
+def rows_of(connection: DuckDBPyConnection, text: str,
+            parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Rows of an SQL text of ours, by the names of its columns."""
+    cursor = connection.execute(text, parameters or None)
+    names = [column[0] for column in cursor.description or []]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
 def query_text(name: str) -> str:

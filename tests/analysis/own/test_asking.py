@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from disttrain_cli.analysis import cache
@@ -10,7 +12,6 @@ from disttrain_cli.analysis.own.asking import run_sql
 from disttrain_cli.analysis.own.database import documented_views
 from disttrain_cli.errors import UsageError
 from disttrain_cli.spec.trace import TRACE_COLUMNS
-from tests.analysis import synthetic
 
 COUNT = "SELECT count(*) FROM trace"
 
@@ -82,14 +83,6 @@ def test_a_query_cannot_overwrite_a_segment(clean):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run's folder; nothing was kept before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    synthetic.write(tmp_path / "run" / "traces", synthetic.Synthetic(steps=3))
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def prepared(monkeypatch):
     """How often a database was prepared."""
     calls, really = [], database.open_database
@@ -128,3 +121,13 @@ def test_without_a_cache_folder_it_answers_and_leaves_nothing(run, monkeypatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     assert run_sql([run], COUNT).rows[0][0] > 0 and not list((tmp_path / "tmp").iterdir())
+
+
+def test_where_the_cache_cannot_be_written_memory_does(run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as a full disk
+    try:
+        rows = run_sql([run], COUNT).rows
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert rows == run_sql([run], COUNT).rows and len(list(cache.cache_folder().glob("*"))) == 1

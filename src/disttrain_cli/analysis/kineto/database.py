@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli import __version__
-from disttrain_cli.analysis.sql import Table, answer, header, lock, open_cached, query_text
-from disttrain_cli.errors import DataError
+from disttrain_cli.analysis.sql import Table, answer, header, lock, open_cached, query_text, rows_of
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -40,19 +39,15 @@ class KinetoDatabase:
 
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of an SQL text of ours."""
-        cursor = self.connection.execute(text, parameters or None)
-        names = [column[0] for column in cursor.description or []]
-        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        return rows_of(self.connection, text, parameters)
 
 
 def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabase:
     """The traces of one job; read now, or opened as they were read before.
 
     Raises:
-        DataError: no event can be read in any of the files.
+        DataError: no event can be read in any of the files, or the database cannot be written.
     """
-    import duckdb
-
     from disttrain_cli.analysis.kineto.kernels import pattern_texts, read_patterns
 
     def build(database: Path) -> None:
@@ -61,13 +56,9 @@ def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabas
         ingest(files, database, read_patterns(patterns), progress)
 
     patterns = pattern_texts()
-    try:
-        connection = open_cached(files, f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}", build)
-    except duckdb.Error as error:
-        raise DataError("The traces cannot be analysed", str(error).splitlines()[0],
-                        "Free some disk space or memory and run the command again.") from None
-    common = files[0].name if len(files) == 1 else files[0].resolve().parent.name
+    connection = open_cached(files, f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}", build)
     lock(connection)
+    common = files[0].name if len(files) == 1 else files[0].resolve().parent.name
     database = KinetoDatabase(connection, common, files)
     database.warnings += [row["warning"] for row in database.sql("SELECT warning FROM warnings")]
     return database

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.cache import program
 from disttrain_cli.analysis.formats import files_of
 from disttrain_cli.analysis.sql import Table, answer, literals, lock, no_glob, open_cached
+from disttrain_cli.errors import DataError
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
 
 
 def run_sql(paths: list[Path], query: str) -> Table:
@@ -21,19 +26,29 @@ def run_sql(paths: list[Path], query: str) -> Table:
         DataError: nothing can be read in `paths`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    files = files_of("disttrain", paths)
-    connection = open_cached(files, f"own {[str(path.resolve()) for path in paths]} {program()}",
-                             lambda file: _prepare(paths, file))
-    with connection:
-        connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
-        lock(connection)
+    with _open(paths) as connection:
         return answer(connection, query, _views)
+
+
+def _open(paths: list[Path]) -> DuckDBPyConnection:
+    files = files_of("disttrain", paths)
+    try:
+        connection = open_cached(files, f"own {[str(path.resolve()) for path in paths]} {program()}",
+                                 lambda file: _prepare(paths, file))
+    except DataError:  # where only the cache's disk is full, memory does; what is wrong with traces is told once more
+        from disttrain_cli.analysis.own.database import open_database
+
+        return open_database(paths).connection
+    connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
+    lock(connection)
+    return connection
 
 
 def _prepare(paths: list[Path], file: Path) -> None:
     from disttrain_cli.analysis.own.database import open_database
 
-    open_database(paths, file).connection.close()
+    with open_database(paths, file).connection as connection:
+        connection.execute("CHECKPOINT")  # closing would do it too, but says nothing where that fails
 
 
 def _views() -> Iterable[str]:

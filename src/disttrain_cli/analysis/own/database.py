@@ -19,7 +19,7 @@ from disttrain_cli.analysis.own.clocks import repair_clocks
 from disttrain_cli.analysis.own.costing import StageCost, known_stages, stage_costs
 from disttrain_cli.analysis.own.files import Footer, find_traces
 from disttrain_cli.analysis.result import HostClock
-from disttrain_cli.analysis.sql import connect, header, literals, lock, no_glob, query_text
+from disttrain_cli.analysis.sql import connect, header, literals, lock, no_glob, query_text, rows_of
 from disttrain_cli.costs.layout import Stage
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
@@ -50,9 +50,9 @@ class Database:
 
     def ask_ahead(self, *names: str) -> None:
         """Have questions without parameters answered in turn while other work goes on; `query` then waits for them."""
-        with_cursor = partial(_rows, self.connection.cursor())
+        ask = partial(rows_of, self.connection.cursor())
         asker = ThreadPoolExecutor(1)
-        self._asked |= {name: asker.submit(with_cursor, query_text(name)) for name in names}
+        self._asked |= {name: asker.submit(ask, query_text(name)) for name in names}
         asker.shutdown(wait=False)
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
@@ -72,13 +72,7 @@ class Database:
 
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of an SQL text of ours."""
-        return _rows(self.connection, text, parameters)
-
-
-def _rows(connection: DuckDBPyConnection, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    cursor = connection.execute(text, parameters or None)
-    names = [column[0] for column in cursor.description or []]
-    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        return rows_of(self.connection, text, parameters)
 
 
 def open_database(paths: list[Path], file: Path | None = None) -> Database:
@@ -93,7 +87,7 @@ def open_database(paths: list[Path], file: Path | None = None) -> Database:
     """
     import duckdb
 
-    connection = connect() if file is None else connect(file)
+    connection = connect(file or ":memory:")
     files = find_traces(paths, connection)
     try:
         _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
