@@ -101,8 +101,10 @@ def run(
     path = write_plan(out or opened.dir.plan, found)
     units = units_of(costs, cluster, found.plan)
     step = simulated_step(costs, found.plan, cluster)
-    picture = write_whole(path.with_name(path.name.removesuffix(".yaml") + ".svg"),
-                          svg(step.pipeline, step.timeline, found.plan))
+    picture = None
+    if path.is_file():  # and no device or pipe, beside which nothing is written
+        picture = write_whole(path.with_name(path.name.removesuffix(".yaml") + ".svg"),
+                              svg(step.pipeline, step.timeline, found.plan))
     why = explain(found, units, step)
     with console.progress() as progress:
         what_if = sensitivity(costs, cluster, found.plan, progress) if json_mode or not quiet else None
@@ -110,7 +112,8 @@ def run(
     console.result(found.model_dump(mode="json") | {
         "explanation": asdict(why), "sensitivity": asdict(what_if) if what_if else None,
         "changes": asdict(change) if change else None,
-        "not_run": [reason._asdict() for reason in refused], "picture": str(picture), "path": str(path)}, path)
+        "not_run": [reason._asdict() for reason in refused],
+        "picture": picture and str(picture), "path": str(path)}, path)
     show_layout(console, found, why, cluster.gpus)
     columns = terminal_columns()
     show_changes(console, change, short_path(before_path), columns)
@@ -128,7 +131,7 @@ def run(
     number = f"{search.candidates:,}" if search.candidates < 10**9 else f"{search.candidates:.1e}"
     console.note(f"\n{number} candidates in {1000 * search.solve_s:.0f} ms"
                  f"{', solved exactly' if search.exact else ''}. "
-                 f"Wrote {short_path(path)} and {short_path(picture)}")
+                 f"Wrote {short_path(path)}" + (f" and {short_path(picture)}" if picture else ""))
     if not refused:
         console.hint(next_command("train", run_file, plan=out))
     else:

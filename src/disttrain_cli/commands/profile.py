@@ -103,14 +103,11 @@ def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | Non
     """Correct the profile of a recorded run by its traces."""
     opened = open_run(run_file)
     from disttrain_cli.profiling.calibrate import calibrate
-    from disttrain_cli.spec.whole import write_whole
+    from disttrain_cli.spec.whole import keep_before, write_whole
 
     found = calibrate([recorded], opened)
     path = out or opened.dir.profile
-    before = path.with_name(f"{path.name}.before")
-    replaced = path.is_file()
-    if replaced:
-        path.replace(before)
+    before = keep_before(path)
     write_whole(path, found.profile.model_dump_json(indent=2) + "\n")
     console.result(found.profile.model_dump(mode="json") | {
         "path": str(path), "calibration": [change.model_dump(mode="json") for change in found.changes],
@@ -120,7 +117,7 @@ def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | Non
                   "error before", "after"], [_change_cells(change) for change in found.changes])
     for note in found.notes:
         console.note(f"Note: {note}")
-    console.note(f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if replaced else ""))
+    console.note(f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if before else ""))
     console.hint(next_command("plan", run_file, profile=out))
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.profile import Fingerprints
-from disttrain_cli.spec.whole import write_whole
+from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
 Number = TypeVar("Number", int, float)
@@ -252,6 +252,5 @@ def write_plan(path: Path, plan: Plan) -> Path:
     """Write `plan.yaml`, keys in the order of the specification; what it replaces is kept as `plan.yaml.before`."""
     header = "# Made by `disttrain plan`. Edit `plan:` by hand if you like; `disttrain train` checks it.\n"
     body = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
-    if path.is_file():
-        path.replace(path.with_name(f"{path.name}.before"))
+    keep_before(path)
     return write_whole(path, header + body)

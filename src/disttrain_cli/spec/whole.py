@@ -1,11 +1,12 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all; what is no file (a device, a pipe) takes the bytes as they come."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,34 +14,55 @@ from disttrain_cli.errors import SpecError
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write `content` beside `path` and rename it into place, so that no reader sees half a file.
-
-    Raises:
-        SpecError: the folder cannot be written (missing permission, disk full).
-    """
+    """Write `content` as `whole_file` does; raises SpecError as it does."""
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
     return path
+
+
+def keep_before(path: Path) -> Path | None:
+    """Keep a copy of a file that is about to be replaced, as NAME.before; None where there is no file."""
+    return write_whole(path.with_name(f"{path.name}.before"), path.read_bytes()) if path.is_file() else None
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write beside `path`, renamed into place at the end; where anything fails, `path` stays as it is.
 
+    A link stays and the file that it names is written. A file that is there keeps its mode and owner, a new one gets
+    what the umask leaves. A device or pipe is opened and written directly.
+
     Raises:
-        SpecError: the folder cannot be written (missing permission, disk full).
+        SpecError: it cannot be written (missing permission, disk full).
     """
     temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
+        there = _status(path)
+        if there is not None and not stat.S_ISREG(there.st_mode):
+            with path.open("wb") as file:
+                yield file
+            return
+        real = Path(os.path.realpath(path))
+        real.parent.mkdir(parents=True, exist_ok=True)
+        temporary = real.with_name(f".{real.name[:50]}.{secrets.token_hex(8)}")
+        with open(temporary, "xb") as file:
+            if there is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(there.st_mode))
+                with suppress(PermissionError):  # only root may give files away
+                    os.fchown(file.fileno(), there.st_uid, there.st_gid)
             yield file
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        os.replace(temporary, real)
         temporary = None
     except OSError as error:
         raise SpecError(f"Cannot write {path}", str(error), "Free space there or choose another folder.") from None
     finally:
         if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of what `path` leads to, None where that is nothing yet."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None

@@ -81,7 +81,7 @@ def test_whole_steps_up_to_a_bound_compressed(clean, tmp_path):
 
 def test_a_file_that_cannot_be_written_is_an_error_with_a_next_step(clean, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SpecError, match="cannot be written"):
+    with pytest.raises(SpecError, match="Cannot write"):
         write_chrome_trace(open_database([clean[0]]), tmp_path / "file" / "trace.json")
 
 

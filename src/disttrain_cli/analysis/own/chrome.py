@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.sql import query_text
-from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.whole import whole_file
 
 #: Events in a file; Perfetto's page reads about this many (300 MB) without trouble.
 MOST_EVENTS = 2_000_000
@@ -40,36 +39,26 @@ class ChromeTrace:
 
 def write_chrome_trace(database: Database, out: Path, progress: Progress = silent,
                        most_events: int = MOST_EVENTS) -> ChromeTrace:
-    """Write measured steps, whole, to `out` (compressed where its name ends in .gz), through a temporary name.
+    """Write measured steps to `out` (compressed where its name ends in .gz), as `whole_file` does.
 
     Raises:
         SpecError: the file cannot be written.
     """
     steps = database.query("chrome_steps")
     chosen = _fitting([step for step in steps if step["measured"]] or steps, most_events)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     events = 0
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with _open(temporary, out.name.endswith(".gz")) as file:
-            origin = chosen[0]["start_ns"] if chosen else 0
-            file.write(f'{{"displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "traceEvents": [\n')
-            for line in _lines(database, chosen, origin, progress):
-                file.write((",\n" if events else "") + line)
-                events += 1
-            file.write("\n]}\n")
-        temporary.replace(out)
-    except OSError as error:
-        raise SpecError(f"The trace cannot be written to {out}", error.strerror or str(error),
-                        "Name a file elsewhere: --perfetto FILE") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with whole_file(out) as file, _packed(file) if out.name.endswith(".gz") else nullcontext(file) as lines:
+        origin = chosen[0]["start_ns"] if chosen else 0
+        lines.write(f'{{"displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "traceEvents": [\n'.encode())
+        for line in _lines(database, chosen, origin, progress):
+            lines.write(((",\n" if events else "") + line).encode())
+            events += 1
+        lines.write(b"\n]}\n")
     return ChromeTrace(str(out), [step["step"] for step in chosen], events, len(steps) - len(chosen))
 
 
-def _open(path: Path, packed: bool) -> IO[str]:
-    return gzip.open(path, "wt", compresslevel=4, encoding="utf-8") if packed else path.open("w", encoding="utf-8")
+def _packed(file: BinaryIO) -> gzip.GzipFile:
+    return gzip.GzipFile("", "wb", compresslevel=4, fileobj=file)
 
 
 def _fitting(steps: list[dict[str, Any]], most_events: int) -> list[dict[str, Any]]:
