@@ -7,6 +7,7 @@ Sequence k of the stream belongs to the same samples whatever the layout; a glob
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges, starts_of
 from disttrain_cli.data.index import Index
+from disttrain_cli.data.once import Once
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
@@ -21,6 +23,8 @@ from disttrain_cli.spec.inputs import ModelInputs
 
 BLOCK_SAMPLES = 2048  # samples that are sorted together
 OPEN_SEQUENCES = 512  # sequences kept open from block to block, those with the most room
+
+KEPT_EPOCHS = 2  # whose sequences are remembered: a batch may lie on the end of one
 
 # Purposes of `mix`, so that equal numbers used for different things give different hashes.
 DRAW, ORDER, SEQUENCE_ORDER = 1, 2, 3
@@ -71,13 +75,12 @@ def pack(index: Index, inputs: ModelInputs, seed: int, epoch: int) -> Packing:
 
 
 class SequenceStream:
-    """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache."""
+    """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache; any thread may ask."""
 
     def __init__(self, index: Index, seed: int) -> None:
         self._index = index
-        self._seed = seed
-        self._first = [0]  # stream number of the first sequence of each epoch known so far
-        self._packed: dict[int, tuple[Ints, Ints]] = {}
+        self._first, self._lock = [0], threading.Lock()  # stream number of the first sequence of each epoch known
+        self._epoch = Once(lambda epoch: _pack_epoch(index, seed, epoch), KEPT_EPOCHS)
 
     def batch(self, first: int, count: int) -> Packing:
         """Sequences first .. first + count - 1 of the stream, over the ends of epochs where need be."""
@@ -96,16 +99,12 @@ class SequenceStream:
 
     def _epoch_of(self, number: int) -> int:
         while self._first[-1] <= number:
-            self._epoch(len(self._first) - 1)
+            epoch = len(self._first) - 1
+            start, _ = self._epoch(epoch)
+            with self._lock:
+                if epoch == len(self._first) - 1:  # else another thread was faster
+                    self._first.append(self._first[epoch] + len(start) - 1)
         return bisect_left(self._first, number + 1) - 1
-
-    def _epoch(self, epoch: int) -> tuple[Ints, Ints]:
-        if epoch not in self._packed:
-            self._packed = {number: kept for number, kept in self._packed.items() if number == epoch - 1}
-            self._packed[epoch] = _pack_epoch(self._index, self._seed, epoch)
-        if epoch + 1 == len(self._first):
-            self._first.append(self._first[epoch] + len(self._packed[epoch][0]) - 1)
-        return self._packed[epoch]
 
 
 def _pack_epoch(index: Index, seed: int, epoch: int) -> tuple[Ints, Ints]:

@@ -22,14 +22,17 @@ from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.reading import ShardReader
 from disttrain_cli.data.sequences import SequencePlan
 from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, SlotBatch
-from disttrain_cli.data.sources import Skipped
+from disttrain_cli.data.sources import Skipped, printable
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
-from disttrain_cli.spec.inputs import ImageInput, number_of
+from disttrain_cli.spec.inputs import ImageInput, ModelInputs, number_of
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 
 #: Fields that are read from the data's files, those of further encoders and generators ("pixels.1") too.
 READ = frozenset({"pixels", "audio", "tokens", "labels", "targets", "weights"})
+
+FIELDS = READ | {"layout", "context", "dropout"}
 
 
 def reads_files(fields: Iterable[str]) -> bool:
@@ -45,6 +48,25 @@ class Request(NamedTuple):
     unit: str
     replica: int
     fields: frozenset[str]
+
+
+def check_request(request: Request, layout: Layout, inputs: ModelInputs) -> None:
+    """ValueError where a request names what the layout or the model has not."""
+    replicas = {unit.name: unit.dp for unit in layout.units}
+    if request.unit not in replicas:
+        raise ValueError(f"the plan has the units {', '.join(replicas)}, not {printable(request.unit)}")
+    check_number("slot", request.slot, layout.microbatches)
+    check_number("replica", request.replica, replicas[request.unit])
+    numbered = (("pixels", len(inputs.images)), ("targets", len(inputs.targets)))
+    known = FIELDS | {f"{name}.{number}" for name, count in numbered for number in range(1, count)}
+    if unknown := sorted(request.fields - known):
+        raise ValueError(f"there is no field {printable(unknown[0])} in this run")
+
+
+def check_number(what: str, given: int, count: int) -> None:
+    """ValueError where there are fewer of something, counted from 0."""
+    if not 0 <= given < count:
+        raise ValueError(f"{what} {printable(str(given), 20)} is out of range: the job has {count}, counted from 0")
 
 
 class Broken(NamedTuple):

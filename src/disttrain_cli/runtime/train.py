@@ -72,7 +72,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     if run.file.preprocess.addresses:
         from disttrain_cli.data.serving.client import check_workers
 
-        check_workers(run, plan.plan, index, profile, progress)
+        check_workers(run, plan.plan, index, profile, total, progress)
     rows: list[dict[str, Any]] = []
 
     def take(step: dict[str, Any]) -> None:

@@ -32,12 +32,13 @@ PLACES = [(step, slot) for step in range(3) for slot in range(MONOLITHIC.microba
 @contextmanager
 def serving(run: Run, index: Index, layout: Layout = MONOLITHIC, *, port: int = 0, host: str = "127.0.0.1",
             tls: tuple[bytes, bytes] | None = None, token: str | None = None,
-            identity: dict[str, str] | None = None) -> Iterator[Worker]:
+            identity: dict[str, str] | None = None, steps: int = 6) -> Iterator[Worker]:
     """A worker that serves on loopback."""
     orders = SharedOrders(Orders(run.file, layout, index))
     preparer = Preparer(run, orders)
     location = f"grpc{'+tls' if tls else ''}://{host}:{port}"
-    worker = Worker(location, preparer, identity_of(run.file, layout, index, None) | (identity or {}), token, tls)
+    worker = Worker(location, preparer, identity_of(run.file, layout, index, None) | (identity or {}), steps,
+                    token, tls)
     try:
         yield worker
     finally:

@@ -169,7 +169,7 @@ def test_a_slot_at_which_workers_end_is_not_asked_for_for_ever(
     run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that answers greetings and goes away at every slot."""
-    def goes(connection: Connection, request: Request) -> Prepared:
+    def goes(connection: Connection, request: Request, beat: Any) -> Prepared:
         raise UnreachableError("Socket closed")
 
     monkeypatch.setattr(Connection, "fetch", goes)
@@ -179,9 +179,9 @@ def test_a_slot_at_which_workers_end_is_not_asked_for_for_ever(
 
 
 def test_ranks_wait_longer_for_each_other_than_for_workers(run: Run, index: Index) -> None:
-    impatient = pulling(run, "grpc://127.0.0.1:1", wait_s=run.file.train.timeout_s)
-    with pytest.raises(SpecError, match=r"preprocess\.wait_s must be shorter than train\.timeout_s"):
-        check_workers(impatient, MONOLITHIC, index, None)
+    impatient = pulling(run, "grpc://127.0.0.1:1", wait_s=run.file.train.longest_hang_s)
+    with pytest.raises(SpecError, match=r"preprocess\.wait_s must be shorter than train\.hang_s"):
+        check_workers(impatient, MONOLITHIC, index, None, 2)
 
 
 def of_other_seed(run: Run) -> Run:
@@ -206,7 +206,7 @@ def test_a_worker_of_something_else_is_refused(run: Run, index: Index, own_run: 
     with serving(**theirs) as worker:
         alone = pulling(run, address(worker))
         with pytest.raises(MismatchError, match="is not of this run") as caught:
-            check_workers(alone, MONOLITHIC, index, None)
+            check_workers(alone, MONOLITHIC, index, None, 2)
         assert address(worker) in caught.value.what and differs in caught.value.why
         assert own[differs] in caught.value.why and other[differs] in caught.value.why
         with remote(alone, index) as loader, pytest.raises(MismatchError, match="is not of this run"):
@@ -217,7 +217,7 @@ def test_one_that_does_not_fit_is_put_aside_with_a_warning(run: Run, index: Inde
     said = Said()
     with serving(run, index, identity={"program": "0.0.0"}) as old, serving(run, index) as fits:
         both = pulling(run, address(old), address(fits))
-        check_workers(both, MONOLITHIC, index, None, said)
+        check_workers(both, MONOLITHIC, index, None, 2, said)
         assert [line for line in said.lines if "0.0.0" in line and address(old) in line and "warning" in line]
         said.lines.clear()
         with remote(both, index, say=said) as loader:
@@ -245,7 +245,7 @@ def test_the_token_decides(run: Run, index: Index, tmp_path: Path, given: str | 
             token.write_text(given)
         wrong = pulling(run, address(worker), token_file=None if given is None else str(token))
         with pytest.raises(DisttrainError, match="refuses this run") as caught:
-            check_workers(wrong, MONOLITHIC, index, None)
+            check_workers(wrong, MONOLITHIC, index, None, 2)
         assert caught.value.exit_code == 1 and "token" in caught.value.why
         with remote(wrong, index) as loader, pytest.raises(DisttrainError, match="refuses this run"):
             loader.fetch(0, 0)
@@ -257,13 +257,13 @@ def test_the_certificate_decides(run: Run, index: Index, tmp_path: Path, expecte
     with serving(run, index, tls=(cert.read_bytes(), key.read_bytes()), token="secret") as worker:
         (tmp_path / "token").write_text("secret")
         secure = pulling(run, address(worker, "grpc+tls"), tls_ca=str(cert), token_file=str(tmp_path / "token"))
-        check_workers(secure, MONOLITHIC, index, None)
+        check_workers(secure, MONOLITHIC, index, None, 2)
         with remote(secure, index) as loader:
             assert fetch_all(loader) == expected
         for authority in (str(wrong), None):
             other = pulling(run, address(worker, "grpc+tls"), tls_ca=authority, token_file=str(tmp_path / "token"))
             with pytest.raises(DisttrainError, match="certificate") as caught:
-                check_workers(other, MONOLITHIC, index, None)
+                check_workers(other, MONOLITHIC, index, None, 2)
             assert caught.value.exit_code == 1 and "preprocess.tls_ca" in caught.value.next_step
 
 
@@ -304,6 +304,77 @@ def test_a_worker_that_fails_is_named(run: Run, index: Index, monkeypatch: pytes
             pytest.raises(RankFailedError, match=f"{address(worker)} failed") as caught:
         loader.fetch(0, 0)
     assert "a bug" in caught.value.why
+
+
+def request(**changed: Any) -> Request:
+    return Request(0, 0, "all", 0, frozenset(ALL))._replace(**changed)
+
+
+@pytest.mark.parametrize("beyond", [
+    10**18, 6, -1, request(step=10**18), request(step=-1), request(slot=MONOLITHIC.microbatches), request(slot=-1),
+    request(replica=2), request(replica=-1), request(unit="\x1b[2Jnone"), request(fields=frozenset({"pixels.-1"})),
+    request(fields=frozenset({"targets.7"})), request(fields=frozenset({"everything"}))], ids=str)
+def test_what_the_job_has_not_is_refused_and_harms_nobody(
+    run: Run, index: Index, expected: list[Any], beyond: Request | int
+) -> None:
+    own = fingerprint(identity_of(run.file, MONOLITHIC, index, None))
+    with serving(run, index) as worker:
+        client = flight.FlightClient(address(worker))
+        with pytest.raises(flight.FlightServerError, match="nothing to answer") as caught:
+            client.do_get(flight.Ticket(wire.request_bytes(beyond, own))).read_all()
+        assert "\x1b" not in str(caught.value)
+        with remote(pulling(run, address(worker)), index) as loader:
+            assert fetch_all(loader, PLACES[:2]) == expected[:2]
+
+
+def test_a_step_whose_order_takes_long_blocks_no_other(
+    run: Run, index: Index, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, assign = threading.Event(), threading.Event(), Orders._assign
+
+    def slow(orders: Orders, step: int) -> Assignment:
+        if step == 5:
+            begun.set()
+            assert go_on.wait(30)
+        return assign(orders, step)
+
+    monkeypatch.setattr(Orders, "_assign", slow)
+    with serving(run, index) as worker:
+        workers = Workers(pulling(run, address(worker)), MONOLITHIC, index, None)
+        found: list[Assignment] = []
+        asking = threading.Thread(target=lambda: found.append(workers.assignment(5)))
+        asking.start()
+        assert begun.wait(30)
+        with remote(pulling(run, address(worker)), index) as loader:
+            assert fetch_all(loader) == expected
+        assert not found
+        go_on.set()
+        asking.join(30)
+        assert found[0].places.tolist() == Orders(run.file, MONOLITHIC, index).assignment(5).places.tolist()
+        workers.close()
+
+
+def test_a_worker_that_lives_and_has_no_answer_is_named(
+    run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(Preparer, "_tokenize", lambda *_: go_on.wait(30))
+    monkeypatch.setattr("disttrain_cli.data.serving.worker.BEAT_S", 0.05)
+    monkeypatch.setattr("disttrain_cli.data.serving.client.SLOW_S", 0.1)
+    said = Said()
+    with serving(run, index) as worker, \
+            remote(pulling(run, address(worker), wait_s=1.0), index, say=said) as loader:
+        with pytest.raises(RankFailedError, match=r"did not prepare slot 0 of step 0 in 1 s") as caught:
+            loader.fetch(0, 0)
+        go_on.set()
+    assert address(worker) in caught.value.what and caught.value.exit_code == 4
+    assert any(f"waiting for the preprocessing worker {address(worker)} to prepare slot" in line for line in said.lines)
+
+
+def test_more_steps_than_workers_answer_are_refused_at_the_start(run: Run, index: Index) -> None:
+    with pytest.raises(SpecError, match=r"3 steps are more than train\.steps = 2") as caught:
+        check_workers(pulling(run, "grpc://127.0.0.1:1"), MONOLITHIC, index, None, 3)
+    assert "train.steps: 3" in caught.value.next_step
 
 
 class Gauge:

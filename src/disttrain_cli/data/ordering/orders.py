@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from disttrain_cli.data.index import Index
+from disttrain_cli.data.once import Once
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
 from disttrain_cli.data.ordering.best import Best
 from disttrain_cli.data.packing import Packing, SequenceStream
@@ -18,7 +19,9 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-KEPT = 3  # the newest step and those before it, whose last slots may still be in preparation
+KEPT = 4  # steps: the next one, this one, and those before it, whose last slots may still be in preparation
+
+StepWork = tuple[StepOrder, Packing]
 
 
 class Policy:
@@ -46,7 +49,7 @@ class Policy:
 
 
 class Orders:
-    """Orders step by step; the last few are remembered. One thread at a time may ask.
+    """Orders step by step; the last few are remembered. Any thread may ask.
 
     Args:
         profile: the policy `best` needs it.
@@ -60,28 +63,17 @@ class Orders:
                               run.cluster.memory_gib)
         self._stream = SequenceStream(index, run.train.seed)
         self._known = known or {}
-        self._assigned: dict[int, Assignment] = {}
-        self._steps: dict[int, tuple[StepOrder, Packing]] = {}
+        #: What every replica of every unit does in a step, and the global batch, in the order of the stream.
+        self.of = Once(self._order, KEPT)
+        #: What the policy decides for a step.
+        self.assignment = Once(self._assign, KEPT)
 
-    def of(self, step: int) -> tuple[StepOrder, Packing]:
-        """What every replica of every unit does in a step, and the global batch, in the order of the stream."""
-        if step not in self._steps:
-            batch = self._batch(step)
-            order = order_step(batch, self.layout, step, self._assignment(step, batch))
-            self._steps = {number: kept for number, kept in self._steps.items() if number > step - KEPT}
-            self._steps[step] = (order, batch)
-        return self._steps[step]
-
-    def assignment(self, step: int) -> Assignment:
-        """What the policy decides for a step."""
-        return self._assignment(step, self._batch(step))
+    def _order(self, step: int) -> StepWork:
+        batch = self._batch(step)
+        return order_step(batch, self.layout, step, self.assignment(step)), batch
 
     def _batch(self, step: int) -> Packing:
         return self._stream.batch(step * self.layout.global_batch_size, self.layout.global_batch_size)
 
-    def _assignment(self, step: int, batch: Packing) -> Assignment:
-        if step not in self._assigned:
-            found = self._known[step] if step in self._known else self._policy(sizes_of(batch))
-            self._assigned = {number: kept for number, kept in self._assigned.items() if number > step - KEPT}
-            self._assigned[step] = found
-        return self._assigned[step]
+    def _assign(self, step: int) -> Assignment:
+        return self._known[step] if step in self._known else self._policy(sizes_of(self._batch(step)))

@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 from disttrain_cli.data.index import Index
 from disttrain_cli.data.ordering.orders import Orders
-from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.preparing import Prepared, Request
 from disttrain_cli.data.serving.access import access_of
 from disttrain_cli.data.serving.connection import Answer, Connection, UnreachableError
@@ -28,8 +27,13 @@ from disttrain_cli.spec.runfile import Run, RunFile
 
 RETRY_S = 1.0  # between two greetings of a worker that does not answer, or does not fit
 SAY_EVERY_S = 5.0
+SLOW_S = 10.0  # without an answer from a worker that lives, before it is named
 GREETINGS_AT_ONCE = 8
 NOT_YET = "not asked yet"
+
+
+class UnansweredError(RankFailedError):
+    """A worker lives, and has no answer for so long that training cannot go on."""
 
 
 class Workers:
@@ -57,26 +61,31 @@ class Workers:
     def prepare(self, request: Request) -> Prepared:
         """A slot, from whichever worker; raises as `_ask`."""
         number = request.step * self._slots + request.slot + zlib.crc32(f"{request.unit}/{request.replica}".encode())
-        return self._ask(number, lambda connection: connection.fetch(request))
+        return self._ask(number, f"slot {request.slot} of step {request.step}",
+                         lambda connection, beat: connection.fetch(request, beat))
 
     def assignment(self, step: int) -> Assignment:
         """What the policy decides for a step, from one worker for all ranks; raises as `_ask`."""
-        return self._ask(step, lambda connection: connection.assignment(step))
+        return self._ask(step, f"the order of step {step}",
+                         lambda connection, beat: connection.assignment(step, beat))
 
-    def _ask(self, number: int, ask: Callable[[Connection], Answer]) -> Answer:
+    def _ask(self, number: int, what: str, ask: Callable[[Connection, Callable[[], None]], Answer]) -> Answer:
         """An answer from worker `number` of those that answer, or from another one.
 
         Raises:
             DataError: no worker can read a shard.
             MismatchError, DisttrainError: all workers refuse this run, or would prepare other bytes.
-            RankFailedError: none answered for `preprocess.wait_s`, or all fail at this slot.
+            RankFailedError: none answered for `preprocess.wait_s`, one lives and prepares this for as long, or all
+                fail at it.
         """
         unread: dict[Connection, DisttrainError] = {}
         lost_s: float | None = None  # since when; a slot at which every worker ends is lost for good
         while True:
             connection = self._pick(number, unread, lost_s)
             try:
-                return ask(connection)
+                return ask(connection, self._patience(connection, what))
+            except UnansweredError:
+                raise
             except (DataError, RankFailedError) as error:
                 unread[connection] = error
             except UnreachableError as error:
@@ -84,6 +93,22 @@ class Workers:
                 self._leave_out(connection, str(error))
             except DisttrainError as error:
                 self._leave_out(connection, error)
+
+    def _patience(self, connection: Connection, what: str) -> Callable[[], None]:
+        """To be called while a worker lives and has no answer: says so, and ends the wait after `wait_s`."""
+        began_s = time.monotonic()
+
+        def beat() -> None:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= self._wait_s:
+                raise UnansweredError(
+                    f"The preprocessing worker {connection.address} did not prepare {what} in {self._wait_s:g} s "
+                    "(preprocess.wait_s)", "It lives and sends no answer: its disk or decoding may hang.",
+                    "Start it again, disttrain data serve, then: disttrain train --resume")
+            if waited_s >= SLOW_S:
+                self._say_now_and_then(f"waiting for the preprocessing worker {connection.address} to prepare {what}",
+                                       waited_s)
+        return beat
 
     def _pick(self, number: int, unread: dict[Connection, DisttrainError], lost_s: float | None) -> Connection:
         """A worker that answers; waits where there is none."""
@@ -115,12 +140,14 @@ class Workers:
         )
 
     def _say_waiting(self, waited_s: float) -> None:
+        address, why = next((each.address, self._out[each]) for each in self._all if each in self._out)
+        more = f" and {len(self._all) - 1} more" if len(self._all) > 1 else ""
+        self._say_now_and_then(f"waiting for a preprocessing worker: {address} ({_reason(why)}){more}", waited_s)
+
+    def _say_now_and_then(self, what: str, waited_s: float) -> None:
         if time.monotonic() - self._said_s >= SAY_EVERY_S:
             self._said_s = time.monotonic()
-            address, why = next((each.address, self._out[each]) for each in self._all if each in self._out)
-            more = f" and {len(self._all) - 1} more" if len(self._all) > 1 else ""
-            self._say(f"waiting for a preprocessing worker: {address} ({_reason(why)}){more}; seconds",
-                      round(waited_s), round(self._wait_s))
+            self._say(f"{what}; seconds", round(waited_s), round(self._wait_s))
 
     def _leave_out(self, connection: Connection, why: DisttrainError | str) -> None:
         with self._changed:
@@ -157,23 +184,30 @@ class PulledOrders(Orders):
         super().__init__(run, layout, index, profile)
         self._workers = workers
 
-    def _assignment(self, step: int, batch: Packing) -> Assignment:
+    def _assign(self, step: int) -> Assignment:
         return self._workers.assignment(step)
 
 
-def check_workers(run: Run, layout: Layout, index: Index, profile: Profile | None, say: Progress = silent) -> None:
-    """Greet all workers once; those that do not fit or answer are named to `say`.
+def check_workers(run: Run, layout: Layout, index: Index, profile: Profile | None, steps: int,
+                  say: Progress = silent) -> None:
+    """Greet all workers once; those that do not fit or answer are named to `say`. `steps` are those of the training.
 
     Raises:
         SpecError: `preprocess` cannot be used as it stands.
         MismatchError, DisttrainError: all of them refuse this run, or would prepare other bytes.
     """
-    wait_s, timeout_s = run.file.preprocess.wait_s, run.file.train.timeout_s
-    if wait_s >= timeout_s:
+    wait_s, hang_s = run.file.preprocess.wait_s, run.file.train.longest_hang_s
+    if wait_s >= hang_s:
         raise SpecError(
-            "preprocess.wait_s must be shorter than train.timeout_s",
-            f"given: {wait_s:g} s and {timeout_s:g} s, after which the ranks that wait for each other give up",
-            "Raise train.timeout_s, or wait less for workers.",
+            "preprocess.wait_s must be shorter than train.hang_s",
+            f"given: {wait_s:g} s and {hang_s:g} s, after which a rank without progress is taken to hang",
+            "Raise train.timeout_s and train.hang_s, or wait less for workers.",
+        )
+    if steps > run.file.train.steps:
+        raise SpecError(
+            f"{steps} steps are more than train.steps = {run.file.train.steps}",
+            "preprocessing workers answer no request beyond the last step of their run file",
+            f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data serve",
         )
     access, own = access_of(run), identity_of(run.file, layout, index, profile)
 

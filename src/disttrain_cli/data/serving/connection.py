@@ -76,21 +76,22 @@ class Connection:
         check_same(self.address, theirs, self._own)
         self._client = client
 
-    def fetch(self, request: Request) -> Prepared:
-        """A slot; raises as `_get`."""
-        return self._get(request, wire.read_slot)
+    def fetch(self, request: Request, beat: Callable[[], None]) -> Prepared:
+        """A slot; `beat` is called while the worker shows that it lives and has no answer yet. Raises as `_get`."""
+        return self._get(request, wire.read_slot, beat)
 
-    def assignment(self, step: int) -> Assignment:
-        """What the policy decides for a step; raises as `_get`."""
-        return self._get(step, wire.read_assignment)
+    def assignment(self, step: int, beat: Callable[[], None]) -> Assignment:
+        """What the policy decides for a step; `beat` as in `fetch`. Raises as `_get`."""
+        return self._get(step, wire.read_assignment, beat)
 
-    def _get(self, request: Request | int, read: Callable[[Iterator[Any]], Answer]) -> Answer:
+    def _get(self, request: Request | int, read: Callable[[Iterator[Any]], Answer],
+             beat: Callable[[], None]) -> Answer:
         """The answer to a request.
 
         Raises:
             UnreachableError: the worker went away.
             DataError: it cannot read a shard.
-            RankFailedError: it failed at this slot.
+            RankFailedError: it failed at this slot, or `beat` raised it.
             DisttrainError: as `greet`, where another worker took its place.
         """
         client, reader = self._client, None
@@ -100,9 +101,12 @@ class Connection:
             ticket = flight.Ticket(wire.request_bytes(request, self._fingerprint))
             reader = client.do_get(ticket, flight.FlightCallOptions(headers=self._headers))
             self._calls.add(reader)
-            return read(iter(reader))
+            return read(wire.beating(reader, beat))
         except (pa.ArrowException, OSError, EOFError) as error:
             raise self._meant(error) from None
+        except RankFailedError:  # `beat` had enough
+            reader.cancel()
+            raise
         finally:
             self._calls.discard(reader)
 

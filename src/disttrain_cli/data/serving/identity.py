@@ -12,7 +12,7 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-PROTOCOL = 1
+PROTOCOL = 2
 IDENTITY_ACTION = "identity"  # by which a worker tells its own
 DECODERS = ("opencv-python-headless", "simplejpeg")
 
@@ -31,6 +31,7 @@ def identity_of(run: RunFile, layout: Layout, index: Index, profile: Profile | N
         "profile": fingerprint(profile),
         "cluster": run.cluster_fingerprint(),  # the ordering knows its memory and nodes
         "ordering": f"{run.train.ordering}, seed {run.train.seed}",
+        "train.steps": str(run.train.steps),  # beyond which a worker answers nothing
     }
 
 

@@ -83,8 +83,10 @@ def open_worker(task: Task) -> Worker:
     index = read_index(run, profile.inputs)
     orders = SharedOrders(Orders(run.file, plan.plan, index, profile))
     address = task.listens()
+    steps = run.file.train.steps + run.file.preprocess.prefetch_slots + 1
     try:
-        return Worker(address, Preparer(run, orders), identity_of(run.file, plan.plan, index, profile), token, tls)
+        return Worker(address, Preparer(run, orders), identity_of(run.file, plan.plan, index, profile), steps, token,
+                      tls)
     except (pa.ArrowException, OSError) as error:
         raise DisttrainError(f"A preprocessing worker cannot listen on {address}", str(error),
                              "Choose other ports, --port, or end what uses them; check --tls-cert and --tls-key.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -35,13 +35,25 @@ def request_bytes(request: Request | int, identity: str) -> bytes:
 
 def read_request(data: bytes) -> tuple[Request | int, str]:
     """The request and the fingerprint in it; raises ValueError."""
-    match json.loads(data):
+    try:
+        told = json.loads(data)
+    except RecursionError:
+        raise ValueError("not a request") from None
+    match told:
         case {"step": int(step), "identity": str(identity), **others} if not others:
             return step, identity
         case {"step": int(step), "slot": int(slot), "unit": str(unit), "replica": int(replica),
               "fields": list(fields), "identity": str(identity)}:
             return Request(step, slot, unit, replica, frozenset(map(str, fields))), identity
     raise ValueError("not a request")
+
+
+def beating(chunks: Iterable[Any], beat: Callable[[], None]) -> Iterator[Any]:
+    """The chunks of a stream; `beat` is called at those that only show that the worker lives."""
+    for chunk in chunks:
+        if chunk.app_metadata is None and not chunk.data.num_rows:
+            beat()
+        yield chunk
 
 
 def slot_messages(prepared: Prepared) -> Iterator[Message]:

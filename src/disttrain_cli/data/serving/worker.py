@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from disttrain_cli.data.preparing import Preparer, Request
+from disttrain_cli.data.preparing import Preparer, Request, check_number, check_request
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.serving.access import HEADER
 from disttrain_cli.data.serving.identity import IDENTITY_ACTION, Identity
@@ -28,10 +28,14 @@ BEAT_S = 1.0
 
 
 class Worker(flight.FlightServerBase):
-    """Serves from when it is made. `tls` is a certificate and its key (PEM); without `token` anyone may ask."""
+    """Serves from when it is made: of a job, so many steps, those that ranks prefetch beyond its last included.
 
-    def __init__(self, location: str, preparer: Preparer, identity: Identity, token: str | None = None,
+    `tls` is a certificate and its key (PEM); without `token` anyone may ask.
+    """
+
+    def __init__(self, location: str, preparer: Preparer, identity: Identity, steps: int, token: str | None = None,
                  tls: tuple[bytes, bytes] | None = None) -> None:
+        self._steps = steps
         self._preparer, self._identity, self._fingerprint = preparer, identity, fingerprint(identity)
         self._places = threading.Semaphore(AT_ONCE)
         middleware = {} if token is None else {"token": _TokenCheck(token)}
@@ -51,8 +55,18 @@ class Worker(flight.FlightServerBase):
             raise flight.FlightServerError(f"cannot read the request: {error}") from None
         if identity != self._fingerprint:
             raise _told("mismatch", self._identity)
+        try:
+            self._check(request)
+        except ValueError as error:
+            raise flight.FlightServerError(f"there is nothing to answer: {error}") from None
         answer = self._assignment(request) if isinstance(request, int) else self._slot(request)
         return flight.GeneratorStream(wire.SCHEMA, answer)
+
+    def _check(self, request: Request | int) -> None:
+        orders = self._preparer.orders
+        check_number("step", request if isinstance(request, int) else request.step, self._steps)
+        if isinstance(request, Request):
+            check_request(request, orders.layout, orders.index.inputs)
 
     def _assignment(self, step: int) -> Iterator[wire.Message]:
         found = self._preparer.orders.assignment(step)
@@ -68,7 +82,7 @@ class Worker(flight.FlightServerBase):
             work = self._preparer.begin(request)
             while not work.done(BEAT_S):
                 yield wire.EMPTY
-            self._preparer.orders.begin(request.step + 1)
+            self._preparer.orders.begin(min(request.step + 1, self._steps - 1))
             yield from wire.slot_messages(work.result())
         except DataError as error:
             raise _told("data", {"what": error.what, "why": error.why, "next_step": error.next_step}) from None
