@@ -34,6 +34,11 @@ def encoded(width: int, height: int, suffix: str = ".jpg", shade: int = 0) -> by
     return cv2.imencode(suffix, pixels.astype(np.uint8))[1].tobytes()
 
 
+def damaged(file: bytes) -> bytes:
+    """A JPEG whose end is there and whose code stops in the middle: only a decoder notices."""
+    return file[:-100] + bytes(98) + file[-2:]
+
+
 def write_tar(path: Path, files: Iterable[tuple[str, bytes]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:

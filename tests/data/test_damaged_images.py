@@ -86,6 +86,13 @@ def test_a_few_bytes_left_over_at_the_end_of_a_jpeg_are_forgiven() -> None:
     assert "extraneous bytes" in outcome(data[:-2] + b"x" * 40 + data[-2:])
 
 
+def test_a_motion_photo_is_the_picture_before_the_film() -> None:
+    data = FILES["jpeg"]
+    film = b"\0\0\0\x18ftypmp42" + bytes(20_000)
+    assert np.array_equal(decode_image(data + film, (6, 8), IMAGE), decode_image(data, (6, 8), IMAGE))
+    assert "truncated jpeg" in outcome(data[:-200] + film)
+
+
 @PROPERTY
 @given(head=st.sampled_from([data[:40] for data in FILES.values()]), rest=st.binary(max_size=400))
 def test_anything_after_a_header(head: bytes, rest: bytes) -> None:

@@ -16,12 +16,16 @@ def header(data: bytes) -> ImageHeader:
     return read_header(lambda offset, length: data[offset:offset + length])
 
 
+def whole(data: bytes) -> bool:
+    return is_whole(lambda offset, length: data[offset:offset + length], len(data))
+
+
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
 @pytest.mark.parametrize("size", [(16, 16), (33, 250), (300, 17)])
 def test_size_of_every_format(suffix: str, size: tuple[int, int]) -> None:
     data = encoded(*size, suffix)
     assert header(data)[1:3] == size
-    assert is_whole(data) and not is_whole(data[:-12])
+    assert whole(data) and not whole(data[:-12])
 
 
 def test_webp_kinds_and_segments_before_the_frame() -> None:
@@ -48,3 +52,12 @@ def test_webp_kinds_and_segments_before_the_frame() -> None:
 def test_refused(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         header(data)
+
+
+@pytest.mark.parametrize("more", [0, 5000, 3 * 2**20])
+def test_a_film_behind_a_jpeg_does_not_hide_its_end(more: int) -> None:
+    """Motion photos; the end of the thumbnail in a header is not that of the picture."""
+    jpeg, film = encoded(300, 200), b"\0\0\0\x18ftypmp42" + bytes(more)
+    thumbnail = b"\xff\xe1" + struct.pack(">H", 2 + len(jpeg)) + jpeg
+    assert whole(jpeg + film) and not whole(jpeg[:-300] + film)
+    assert not whole(jpeg[:2] + thumbnail + jpeg[2:-300]) and whole(jpeg[:2] + thumbnail + jpeg[2:])

@@ -195,41 +195,6 @@ def test_noise_changes_with_the_step(own_run: MakeRun) -> None:
     assert len(seeds) == 2
 
 
-def broken_run(own_run: MakeRun, **data: Any) -> Run:
-    """Headers are whole, so that the index takes all images; one to read and one to generate are cut inside."""
-    whole, cut = encoded(40, 40), encoded(40, 40)[:-100] + bytes(100)
-    files = []
-    for n in range(10):
-        files += [interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),
-                  (f"{n}.a.jpg", cut if n == 3 else whole), (f"{n}.b.jpg", cut if n == 5 else whole)]
-    return own_run({"a.tar": files}, **data)
-
-
-def test_broken_images_are_blank_weightless_and_named_once(own_run: MakeRun) -> None:
-    run = broken_run(own_run, max_bad_fraction=0.1)
-    index = build_index(run, INPUTS)
-    layout = MONOLITHIC.model_copy(update={"units": [MONOLITHIC.units[0].model_copy(update={"dp": 1})],
-                                           "microbatches": 12})
-    with loader(run, index, layout, "all", 0) as source:
-        batches = [fetched(source, step, slot) for step in range(3) for slot in range(12)]
-        assert sorted(s.key for s in source.skipped) == ["3", "5"]
-        assert all(s.shard == "own/a.tar" and "truncated jpeg" in s.reason for s in source.skipped)
-    blank = [not one.any() for batch in batches for block in batch.pixels or [] for one in block]
-    weights = np.concatenate([batch.target_weights for batch in batches if batch.target_weights is not None])
-    assert any(blank) and not all(blank)
-    assert set(weights.tolist()) == {0.0, 1.0}
-
-
-def test_too_many_broken_images_stop_the_run(own_run: MakeRun) -> None:
-    run = broken_run(own_run, max_bad_fraction=0.01)
-    index = build_index(run, INPUTS)
-    with pytest.raises(DataError, match=r"max_bad_fraction = 0\.01") as caught:
-        for replica in (0, 1):
-            for step in range(3):
-                fetch_step(run, index, MONOLITHIC, "all", replica, step)
-    assert "a.tar/" in str(caught.value)
-
-
 @pytest.mark.parametrize("damage", ["cut", "gone", "other text"])
 def test_shards_that_change_under_way(own_run: MakeRun, damage: str) -> None:
     run = own_run({"a.tar": [interleaved(f"{n}", text("hello" * 9)) for n in range(9)]})

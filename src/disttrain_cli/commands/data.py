@@ -1,4 +1,4 @@
-"""`disttrain data serve`: preprocessing workers on this host, for ranks here or elsewhere."""
+"""`disttrain data`: preprocessing workers on this host, for ranks here or elsewhere; and the data decoded once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from disttrain_cli.commands.common import (
     JsonFlag,
     QuietFlag,
     RunFileArgument,
+    next_command,
     open_run,
 )
 from disttrain_cli.console import Console
@@ -27,6 +28,16 @@ $ disttrain data serve --json --quiet > workers.json
 Needs the run file, its profile, plan, index and data, and no GPU. The process serves until SIGTERM or Ctrl-C, and
 starts a worker again that ends. Beyond loopback it needs a certificate and preprocess.token_file in the run file.
 With --json one document is printed as soon as all workers serve.
+"""
+
+CHECK_EPILOG = """Examples:
+
+$ disttrain data check
+$ disttrain data check demo/disttrain.yaml --json --quiet > skipped.json
+
+Indexes the data as disttrain profile does, then decodes every image and clip that was not decoded by an earlier check,
+on all cores of this machine. Samples that cannot be used are listed with their reasons and left out of the index; past
+data.max_bad_fraction the index stays as it is, with exit code 1.
 """
 
 app = typer.Typer()
@@ -80,3 +91,37 @@ def serve(
         sys.stdout.flush()
 
     supervise(tasks, ready, console.note)
+
+
+@app.command("check", epilog=CHECK_EPILOG)
+def check(
+    run_file: RunFileArgument = DEFAULT_RUN_FILE,
+    json_mode: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Decode every image and clip once, and leave out the samples that cannot be used."""
+    console = Console(json_mode=json_mode, quiet=quiet)
+    opened = open_run(run_file)
+    from disttrain_cli.data.checking import find_broken, unchecked
+    from disttrain_cli.data.index import leave_out, open_index
+    from disttrain_cli.data.index_checks import check_sources
+    from disttrain_cli.models.graph import describe
+
+    check_sources(opened)
+    inputs = describe(opened)
+    with console.progress() as progress:
+        index = open_index(opened, inputs, progress)
+        decoded = len(unchecked(index))
+        broken = find_broken(opened, index, progress)
+    skipped = [*index.skipped, *broken.values()]
+    if skipped:
+        console.table("Samples that are left out", ["sample", "reason"],
+                      [[f"{one.shard}/{one.key}".rstrip("/"), one.reason] for one in skipped])
+    if decoded:
+        leave_out(opened, inputs, broken)
+    samples = len(index) - len(broken)
+    console.result({"samples": samples, "decoded": decoded, "found": len(broken), "path": str(opened.dir.index),
+                    "skipped": [one._asdict() for one in skipped]}, opened.dir.index)
+    console.say(f"{samples:,} samples can be used, {len(skipped):,} are left out; "
+                f"{decoded:,} with images or clips were decoded now")
+    console.hint(next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file))

@@ -143,7 +143,7 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
     for named in data.skipped_first:
         console.say(f"         skipped {named}")
     if data.skipped > len(data.skipped_first):
-        console.say(f"         and {data.skipped - len(data.skipped_first):,} more")
+        console.say(f"         and {data.skipped - len(data.skipped_first):,} more: disttrain data check lists all")
     trained = f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
     console.say(f"Tokens   {data.text_tokens:,} of text{trained}; {data.image_tokens:,} of images")
     images = data.images_per_sequence

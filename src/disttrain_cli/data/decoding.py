@@ -72,8 +72,11 @@ def _cv2() -> Any:
 
 def _decoded(data: bytes, channels: int, height: int, width: int) -> Bytes:
     """[H, W, C] BGR or grey, at least `height` x `width` where the file is."""
-    header = read_header(lambda offset, length: data[offset : offset + length])
-    if not is_whole(data):
+    def read(offset: int, length: int) -> bytes:
+        return data[offset : offset + length]
+
+    header = read_header(read)
+    if not is_whole(read, len(data)):
         raise ValueError(f"truncated {header.format} file")
     shrink = 1
     if header.format == "jpeg":

@@ -1,13 +1,16 @@
-"""Image sizes from header bytes (JPEG, PNG, WebP), without decoding a pixel."""
+"""Image files (JPEG, PNG, WebP) without decoding a pixel: sizes from header bytes, and whether the end is there."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 #: Larger images are refused before anything is decoded (a few bytes can claim gigabytes of pixels).
 MAX_PIXELS = 100_000_000
+
+TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
+PIECE_BYTES = 2**20  # read at once, where it does not
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
@@ -42,17 +45,25 @@ def read_header(read: Read) -> ImageHeader:
     return header
 
 
-def is_whole(data: bytes) -> bool:
-    """Whether the file ends as its format says; decoders fill what is missing without telling."""
-    if data.startswith(b"\xff\xd8"):
-        return b"\xff\xd9" in data[-4096:]
-    if data.startswith(b"\x89PNG"):
-        return _png_ends(data)
-    return len(data) >= 8 and len(data) >= int.from_bytes(data[4:8], "little") + 8
+def is_whole(read: Read, size: int) -> bool:
+    """Whether a file of so many bytes ends as its format says; decoders fill what is missing without telling.
+
+    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures.
+    """
+    head = read(0, 12)
+    try:
+        if head.startswith(b"\xff\xd8"):
+            return _jpeg_ends(read, size)
+        if head.startswith(b"\x89PNG"):
+            return _png_ends(read, size)
+    except (struct.error, ValueError):
+        return False
+    return size >= 8 and size >= int.from_bytes(head[4:8], "little") + 8
 
 
-def _jpeg(read: Read) -> ImageHeader:
-    """Walk the segments to the start of frame (ITU T.81, B.1.1.3)."""
+def _jpeg_segments(read: Read) -> Iterator[tuple[int, int]]:
+    """(code, place) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises struct.error, ValueError.
+    """
     at = 2
     while True:
         marker, code, length = struct.unpack(">BBH", read(at, 4))
@@ -60,20 +71,34 @@ def _jpeg(read: Read) -> ImageHeader:
             raise ValueError("damaged JPEG header")
         if code == 0xFF:  # fill byte
             at += 1
-        elif 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
+            continue
+        yield code, at
+        if code in (0xD9, 0xDA):
+            return
+        at += 2 + length
+
+
+def _jpeg(read: Read) -> ImageHeader:
+    for code, at in _jpeg_segments(read):
+        if 0xC0 <= code <= 0xCF and code not in (0xC4, 0xC8, 0xCC):
             height, width = struct.unpack(">HH", read(at + 5, 4))
             return ImageHeader("jpeg", width, height, progressive=code in (0xC2, 0xC6, 0xCA, 0xCE))
-        elif code in (0xD9, 0xDA):
-            raise ValueError("JPEG without a frame header")
-        else:
-            at += 2 + length
+    raise ValueError("JPEG without a frame header")
 
 
-def _png_ends(data: bytes) -> bool:
+def _jpeg_ends(read: Read, size: int) -> bool:
+    """Whether an end marker follows the first scan: looked for at the end of the file, then everywhere."""
+    *_, (_, scan) = _jpeg_segments(read)
+    end = max(scan, size - TAIL_BYTES)
+    pieces = [(end, size), *((at, min(at + PIECE_BYTES, size)) for at in range(scan, end, PIECE_BYTES))]
+    return any(b"\xff\xd9" in read(first, last + 1 - first) for first, last in pieces)
+
+
+def _png_ends(read: Read, size: int) -> bool:
     """Whether the chunks lead to the last one; a decoder may set aside whatever length a damaged one claims."""
     at = 8
-    while at + 12 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
+    while at + 12 <= size:
+        length, kind = struct.unpack(">I4s", read(at, 8))
         if kind == b"IEND":
             return True
         at += 12 + length

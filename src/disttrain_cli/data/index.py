@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, overload
 
@@ -19,6 +19,7 @@ from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.distribution import draw
 from disttrain_cli.data.held_out import chosen
 from disttrain_cli.data.index_checks import (
+    State,
     check_bad,
     check_files,
     check_kept,
@@ -35,6 +36,7 @@ from disttrain_cli.data.index_file import Indexed, Stored, read_stored, writing_
 from disttrain_cli.data.index_rows import counts_of, digest, flat, shard_rows
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.data.sources import Shard, Skipped, read_shard
+from disttrain_cli.data.sources.files import content_of
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, SAMPLE_SPECIALS, TEXT
@@ -83,6 +85,8 @@ class Index:
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
     scaled_down: int | None = None  # images read that have more pixels than the model's budget; of files only
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
+    #: [shards] all images and clips of a shard were decoded once
+    checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -132,8 +136,8 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
         return build_index(run, inputs, progress)
     shards = list_shards(run)
     states = states_of(shards)
-    check_kept(stored, states)
-    if len(states) > len(stored.files):
+    check_kept(stored, states, shards)
+    if states != [State(*indexed[:4]) for indexed in stored.files]:
         return _build(run, inputs, tokenizer, shards, progress, stored)
     return _index(run, inputs, stored, shards)
 
@@ -163,28 +167,47 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
     stored = read_stored(run.dir.index)
     check_same(stored, made_for(run, inputs, checked_tokenizer(run, inputs)))
     shards = list_shards(run)
-    check_files(stored, states_of(shards))
+    check_files(stored, states_of(shards), shards)
     return _index(run, inputs, stored, shards)
 
 
+def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> Index:
+    """Write the index without these samples (rows of it), all others of which were decoded.
+
+    Raises:
+        DataError: as `build_index`, whose index stays as it was.
+    """
+    tokenizer = checked_tokenizer(run, inputs)
+    return _build(run, inputs, tokenizer, list_shards(run), silent, read_stored(run.dir.index), broken)
+
+
 def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]], progress: Progress,
-           kept: Stored | None = None) -> Index:
-    """Write the index; rows of shards that `kept` holds are taken from it, and are known to be unchanged."""
+           kept: Stored | None = None, broken: Mapping[int, Skipped] | None = None) -> Index:
+    """Write the index; rows of shards that `kept` holds are taken from it, and are known to be unchanged.
+
+    `broken`: rows of `kept` that are left out, and why, where all were decoded.
+    """
     old = kept.by_shard() if kept else iter(())
     known = {indexed[:2] for indexed in kept.files} if kept else set()
     files: list[Indexed] = []
     skipped: list[tuple[int, Skipped]] = []
-    labels = 0
+    labels = read = 0
     with writing_index(run.dir.index) as writer:
         for number, ((source, shard), state) in enumerate(zip(shards, states_of(shards), strict=True)):
             progress("index shards", number, len(shards))
             if (source, shard.name) in known:  # both in dataset order
                 indexed, rows, left_out = next(old)
                 assert indexed[:2] == (source, shard.name)
+                indexed = indexed._replace(time=state.time)
+                if broken is not None:
+                    own = range(read, read := read + len(rows))
+                    left_out = [*left_out, *(broken[row] for row in own if row in broken)]
+                    rows = rows.filter([row not in broken for row in own])
+                    indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
             else:
                 label = shard_label(run, shard)
                 rows, left_out = shard_rows(read_shard(shard, label), label, inputs, tokenizer)
-                indexed = Indexed(*state, rows=len(rows), digest=digest(rows))
+                indexed = Indexed(*state, len(rows), digest(rows), content_of(shard.path))
             files.append(indexed)
             skipped += [(number, one) for one in left_out]
             labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
@@ -234,6 +257,7 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         offsets=flat(rows, "offsets"),
         sizes=flat(rows, "sizes"),
         grids=_grids(inputs, kinds, widths, heights),
+        checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
         drawn=~chosen(rows.column("key"), fraction) if fraction else None,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from disttrain_cli.data.index_file import PROFILE, Stored
 from disttrain_cli.data.sources import Shard, Skipped, find_shards, printable, shown
-from disttrain_cli.data.sources.files import is_url, state_of
+from disttrain_cli.data.sources.files import content_of, is_url, state_of
 from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
@@ -114,15 +114,30 @@ def check_same(stored: Stored, now: dict[str, Any]) -> None:
         )
 
 
-def check_kept(stored: Stored, now: list[State]) -> None:
-    """MismatchError where a shard changed or went since it was indexed; new ones may be there."""
-    _check_states(stored, now, MEANT, added=False)
+def check_kept(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> None:
+    """MismatchError where a shard changed or went since it was indexed; new ones may be there, and copies with other
+    times."""
+    _check_states(stored, _without_copies(stored, now, shards), MEANT, added=False)
 
 
-def check_files(stored: Stored, now: list[State]) -> None:
-    """MismatchError where a shard came, went or changed."""
+def check_files(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> None:
+    """MismatchError where a shard came, went or changed; copies with other times may be there."""
+    now = _without_copies(stored, now, shards)
     _check_states(stored, now, MEANT, added=False)
     _check_states(stored, now, ADDED, added=True)
+
+
+def _without_copies(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> list[State]:
+    """The states, where a shard of the same size and content has another time with the time that is stored."""
+    known = {indexed[:2]: indexed for indexed in stored.files}
+
+    def told(state: State, shard: Shard) -> State:
+        old = known.get(state[:2])
+        copied = old is not None and old.time != state.time and old.size == state.size and old.content \
+            and old.content == content_of(shard.path)
+        return state._replace(time=old.time) if old is not None and copied else state
+
+    return [told(state, shard) for state, (_, shard) in zip(now, shards, strict=True)]
 
 
 def _check_states(stored: Stored, now: list[State], next_step: str, added: bool) -> None:

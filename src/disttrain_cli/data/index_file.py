@@ -30,6 +30,8 @@ class Indexed(NamedTuple):
     time: int | str  # of the last change in ns, or the version that a server tells
     rows: int
     digest: str
+    content: str = ""  # of its bytes (`sources.files.content_of`)
+    checked: bool = False  # every image and clip of it was decoded
 
 
 class Stored(NamedTuple):

@@ -13,9 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol
 
+from disttrain_cli.data.checking import Broken
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
-from disttrain_cli.data.preparing import Broken, Prepared, Preparer, Request
+from disttrain_cli.data.preparing import Prepared, Preparer, Request
 from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.data.sources import Skipped
@@ -40,9 +41,9 @@ class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
     `fields` are keys of `models.layer.FIELDS`: pixels, audio, tokens, layout, context, labels, targets, weights; of a
-    further encoder or generator pixels.1, targets.1. An image to read that cannot be decoded becomes a blank one, a
-    clip silence, an image to generate gets weight 0; all are named in `skipped`, once each. Without `source` the
-    data are prepared in this process.
+    further encoder or generator pixels.1, targets.1. A sample with an image or clip that cannot be decoded is left out
+    of the losses: without labels, its images to generate of weight 0. All are named in `skipped`, once each. Without
+    `source` the data are prepared in this process.
     """
 
     def __init__(
@@ -128,5 +129,5 @@ class Loader:
                 f"{len(self._broken)} images or clips cannot be decoded, more than data.max_bad_fraction = "
                 f"{self._run.data.max_bad_fraction} allows",
                 named,
-                "Repair the shards, or raise data.max_bad_fraction.",
+                "See all of them, and leave them out: disttrain data check",
             )

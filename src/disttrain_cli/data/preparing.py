@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disttrain_cli.data.arrays import mix, ranges
+from disttrain_cli.data.checking import Broken, broken_in, try_decoding
 from disttrain_cli.data.decoding import decode_image, decode_target
-from disttrain_cli.data.index_checks import shard_label
 from disttrain_cli.data.log_mel import SILENCE, decode_features
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
 from disttrain_cli.data.reading import ShardReader
-from disttrain_cli.data.sequences import SequencePlan
+from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
 from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, SlotBatch
-from disttrain_cli.data.sources import Skipped, printable
+from disttrain_cli.data.sources import printable
 from disttrain_cli.data.tokenizer import read_tokenizer
 from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs, number_of
@@ -69,14 +69,6 @@ def check_number(what: str, given: int, count: int) -> None:
         raise ValueError(f"{what} {printable(str(given), 20)} is out of range: the job has {count}, counted from 0")
 
 
-class Broken(NamedTuple):
-    """An image or clip that could not be decoded: a blank one, of weight 0 where it is to be generated, or silence
-    stands in its place."""
-
-    segment: int
-    what: Skipped
-
-
 class Prepared(NamedTuple):
     """The answer to a request."""
 
@@ -89,7 +81,7 @@ class Preparation:
     """A request at work: the arrays that the tasks write into."""
 
     fields: dict[str, Any]
-    tasks: list[Future[Broken | None]] = field(default_factory=list)
+    tasks: list[Future[list[Broken]]] = field(default_factory=list)
 
     def done(self, timeout_s: float | None = None) -> bool:
         """Whether everything is written, waiting for it as long."""
@@ -103,8 +95,8 @@ class Preparation:
 
     def result(self) -> Prepared:
         """The arrays, once everything is written; raises what a task raised."""
-        broken = [found for task in self.tasks if (found := task.result()) is not None]
-        return Prepared(SlotBatch(**self.fields), broken)
+        broken = {found.segment: found for task in self.tasks for found in task.result()}
+        return Prepared(SlotBatch(**self.fields), list(broken.values()))
 
 
 class Preparer:
@@ -120,6 +112,7 @@ class Preparer:
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(self._index, self._tokenizer)
         self._threads = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
+        self._whole = np.zeros(len(self._index), dtype=bool)  # [N] samples known to be, besides those of checked shards
 
     def close(self) -> None:
         """End the threads; what was begun and not finished fails."""
@@ -234,27 +227,37 @@ class Preparer:
             if "labels" in wanted:
                 fields["labels"] = labels
 
-    def _tokenize(self, plan: SequencePlan, ids: Ints, labels: Ints) -> None:
+    def _tokenize(self, plan: SequencePlan, ids: Ints, labels: Ints) -> list[Broken]:
         ids[:], labels[:] = plan.token_ids(self._tokenizer, self._reader.texts)
+        broken = []
+        for sample, first, count in zip(plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True):
+            if found := self._broken_in(sample):
+                labels[first : first + count] = NOT_TRAINED
+                broken += found
+        return broken
 
     def _decode(
         self, work: Preparation, segment: int, out: Any, decode: Callable[..., Any], weight: Any = None
     ) -> None:
-        """Queue one image or clip; where it cannot be decoded, `out` stays blank and `weight` becomes 0."""
+        """Queue one image or clip; where it cannot be decoded, `out` stays blank. `weight` becomes 0 where anything of
+        its sample cannot."""
         sample = int(self._sample_of(segment))
 
-        def task() -> Broken | None:
-            try:
-                decode(self._reader.file(sample, segment), out=out)
-            except ValueError as error:
-                if weight is not None:
-                    weight[:] = 0
-                place = segment - int(self._index.segment_start[sample])
-                shard = shard_label(self._run, self._index.shards[int(self._index.shard[sample])])
-                return Broken(segment, Skipped(shard, self._index.keys[sample], f"segments[{place}]: {error}"))
-            return None
+        def task() -> list[Broken]:
+            if weight is not None and (found := self._broken_in(sample)):
+                weight[:] = 0
+                return found
+            return try_decoding(self._run, self._index, self._reader, sample, segment, partial(decode, out=out))
 
         work.tasks.append(self._threads.submit(task))
+
+    def _broken_in(self, sample: int) -> list[Broken]:
+        """What of a sample cannot be decoded; nothing of a shard all of whose samples were found to be whole."""
+        if self._whole[sample] or self._index.checked[self._index.shard[sample]]:
+            return []
+        found = broken_in(self._run, self._index, self._reader, sample)
+        self._whole[sample] = not found
+        return found
 
     def _seeds(self, step: int, segments: Ints) -> Ints:
         """A number for each segment from (seed, step, sample, place in the sample), not negative."""

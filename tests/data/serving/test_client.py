@@ -22,7 +22,7 @@ from disttrain_cli.data.slots import Assignment
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, RankFailedError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.runfile import Run
-from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, encoded, image, interleaved, text
+from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, damaged, encoded, image, interleaved, text
 from tests.data.serving.services import (
     ALL,
     PLACES,
@@ -268,7 +268,7 @@ def test_the_certificate_decides(run: Run, index: Index, tmp_path: Path, expecte
 
 
 def test_broken_images_are_named_and_counted_as_if_prepared_here(own_run: MakeRun) -> None:
-    whole, cut = encoded(40, 40), encoded(40, 40)[:-100] + bytes(100)
+    whole, cut = encoded(40, 40), damaged(encoded(40, 40))
     files = []
     for n in range(20):
         files += [interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data.preparing import Broken, Prepared, Request
+from disttrain_cli.data.checking import Broken
+from disttrain_cli.data.preparing import Prepared, Request
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.slots import Assignment, SlotBatch
 from disttrain_cli.data.sources import Skipped

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from disttrain_cli.data.preparing import Broken, Prepared, Request
+from disttrain_cli.data.checking import Broken
+from disttrain_cli.data.preparing import Prepared, Request
 from disttrain_cli.data.slots import Assignment, SlotBatch
 from disttrain_cli.data.sources import Skipped
 

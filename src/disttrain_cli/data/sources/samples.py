@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple, Protocol
 
 from disttrain_cli.data.clips import ClipHeader, read_clip_header
-from disttrain_cli.data.headers import ImageHeader, Read, read_header
+from disttrain_cli.data.headers import ImageHeader, Read, is_whole, read_header
 
 MAX_TEXT_BYTES = 16 * 1024 * 1024  # a larger json, txt or record is no sample
 MAX_IMAGE_BYTES = 256 * 1024 * 1024  # a larger image or sound file is none
@@ -86,7 +86,8 @@ class OpenShard(Protocol):
 
 
 def read_size(read: Read, file_bytes: int) -> ImageHeader:
-    """Format and size in pixels of an image file of so many bytes; ValueError with the reason where it is none."""
+    """Format and size in pixels of an image file of so many bytes; ValueError where it is none, or its end is missing.
+    """
     if file_bytes > MAX_IMAGE_BYTES:
         raise ValueError(f"oversized image file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read")
     head = read(0, HEAD_BYTES)
@@ -94,7 +95,10 @@ def read_size(read: Read, file_bytes: int) -> ImageHeader:
     def part(offset: int, size: int) -> bytes:
         return head[offset : offset + size] if offset + size <= len(head) else read(offset, size)
 
-    return read_header(part)
+    header = read_header(part)
+    if not is_whole(part, file_bytes):
+        raise ValueError(f"truncated {header.format} file")
+    return header
 
 
 def read_duration(read: Read, file_bytes: int) -> ClipHeader:

@@ -1,0 +1,91 @@
+"""Decoding every image and clip of a dataset once, to leave out samples that training could not use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from disttrain_cli.data.clips import decode_clip
+from disttrain_cli.data.decoding import decode_image, decode_target
+from disttrain_cli.data.index import Index
+from disttrain_cli.data.index_checks import shard_label
+from disttrain_cli.data.log_mel import FRAME_MS
+from disttrain_cli.data.reading import ShardReader
+from disttrain_cli.data.slots import Ints
+from disttrain_cli.data.sources import Skipped
+from disttrain_cli.data.tokenizer import read_tokenizer
+from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
+from disttrain_cli.spec.progress import Progress
+from disttrain_cli.spec.runfile import Run
+
+AT_ONCE = 1024  # samples between two messages of the progress
+
+
+class Broken(NamedTuple):
+    """An image or clip that could not be decoded. Its whole sample is left out of the losses: no text of it is a
+    label and no image of it is learnt, whoever prepares them. A blank or silence stands in its place."""
+
+    segment: int
+    what: Skipped
+
+
+def try_decoding(run: Run, index: Index, reader: ShardReader, sample: int, segment: int,
+                 decode: Callable[[bytes], Any]) -> list[Broken]:
+    """Decode one image or clip; what is wrong with it, if anything. Raises DataError where the shard changed."""
+    try:
+        decode(reader.file(sample, segment))
+    except ValueError as error:
+        shard = shard_label(run, index.shards[int(index.shard[sample])])
+        place = segment - int(index.segment_start[sample])
+        return [Broken(segment, Skipped(shard, index.keys[sample], f"segments[{place}]: {error}"))]
+    return []
+
+
+def broken_in(run: Run, index: Index, reader: ShardReader, sample: int) -> list[Broken]:
+    """What of a sample cannot be decoded. Raises DataError where the shard changed."""
+    segments = range(int(index.segment_start[sample]), int(index.segment_start[sample + 1]))
+    return [one for segment in segments if index.kinds[segment] != TEXT
+            for one in try_decoding(run, index, reader, sample, segment, _decoder(index, segment))]
+
+
+def unchecked(index: Index) -> Ints:
+    """Samples with images or clips that nobody has decoded yet."""
+    media = index.per_sample((index.kinds != TEXT).astype(np.int64)) > 0
+    return np.flatnonzero(media & ~index.checked[index.shard])
+
+
+def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped]:
+    """Decode what is `unchecked`, on all cores: the samples of which anything cannot be decoded, and why.
+
+    Raises:
+        DataError: a shard is gone or changed.
+    """
+    reader = ShardReader(index, read_tokenizer(run))
+    samples, broken = unchecked(index).tolist(), {}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "check") as threads:
+        for first in range(0, len(samples), AT_ONCE):
+            progress("decode samples", first, len(samples))
+            own = samples[first : first + AT_ONCE]
+            for sample, found in zip(own, threads.map(partial(broken_in, run, index, reader), own), strict=True):
+                if found:
+                    broken[sample] = found[0].what
+    progress("decode samples", len(samples), len(samples))
+    return broken
+
+
+def _decoder(index: Index, segment: int) -> Callable[[bytes], Any]:
+    """Raises ValueError where a file is not what the segment was indexed as."""
+    inputs, kind = index.inputs, index.kinds[segment]
+    if kind == AUDIO:
+        assert inputs.audio is not None
+        return partial(decode_clip, longest_ms=inputs.audio.frames * FRAME_MS)
+    if kind == IMAGE:
+        assert inputs.image is not None
+        return partial(decode_image, grid=tuple(index.grids[segment].tolist()), image=inputs.image)
+    assert inputs.target is not None
+    return partial(decode_target, target=inputs.target)
