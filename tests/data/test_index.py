@@ -130,6 +130,14 @@ def test_copies_with_other_times_are_known_by_their_content(own_run: MakeRun, mo
         assert len(open_index(run, INPUTS)) == 3
 
 
+def test_a_folder_of_images_that_is_not_there_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text("[]")
+    run = make_run(tmp_path, [{"path": "chat.json", "images": "nowhere"}])
+    with pytest.raises(DataError, match=r"There is no folder of images at .*nowhere") as caught:
+        build_index(run, INPUTS)
+    assert "data.sources[0].images: nowhere" in caught.value.why
+
+
 def test_other_model_or_sources_are_refused(run: Run, index: Index) -> None:
     with pytest.raises(MismatchError, match="another run file") as caught:
         read_index(run, INPUTS.model_copy(update={"sequence_length": 256}))

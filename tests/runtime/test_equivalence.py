@@ -18,7 +18,7 @@ from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
-from tests.data.dataset import interleaved, text, write_tar
+from tests.data.dataset import damaged, encoded, image, interleaved, text, write_tar
 from tests.runtime.equivalence_worker import orders_of, reference
 from tests.runtime.factory import plan_of, unit, write_run
 
@@ -67,7 +67,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("equivalence")
     write_sample_data(folder / "data")
     texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8)) for n in range(200)]
-    write_tar(folder / "data" / "interleaved" / "text.tar", texts)
+    cut = [(f"{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24)) for n in range(3)
+           for place in range(2)]  # left out of both losses on all ranks, also the pictures that can be decoded
+    left_out = [interleaved(f"{n}", text("Not trained."), image(f"{n}.0.jpg", n == 2), image(f"{n}.1.jpg", n == 1))
+                for n in range(3)]
+    write_tar(folder / "data" / "interleaved" / "text.tar", [*texts, *cut, *left_out])
     run = write_run(folder, folder / "data")
     zero = write_run(folder / "zero", folder / "data", name="zero", zero_stage=1)
     bf16 = write_run(folder / "bf16", folder / "data", name="bf16", zero_stage=1, precision="bf16")

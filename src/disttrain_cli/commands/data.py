@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from disttrain_cli.commands.common import (
     open_run,
 )
 from disttrain_cli.console import Console
+
+if TYPE_CHECKING:
+    from disttrain_cli.data.sources import Skipped
 
 SERVE_EPILOG = """Examples:
 
@@ -104,24 +107,32 @@ def check(
     opened = open_run(run_file)
     from disttrain_cli.data.checking import find_broken, unchecked
     from disttrain_cli.data.index import leave_out, open_index
-    from disttrain_cli.data.index_checks import check_sources
+    from disttrain_cli.data.index_checks import BadSamplesError, check_sources
     from disttrain_cli.models.graph import describe
 
     check_sources(opened)
     inputs = describe(opened)
-    with console.progress() as progress:
-        index = open_index(opened, inputs, progress)
-        decoded = len(unchecked(index))
-        broken = find_broken(opened, index, progress)
+    try:
+        with console.progress() as progress:
+            index = open_index(opened, inputs, progress)
+            decoded = len(unchecked(index))
+            broken = find_broken(opened, index, progress)
+        if decoded:
+            leave_out(opened, inputs, broken)
+    except BadSamplesError as error:
+        _show(console, error.skipped)
+        raise
     skipped = [*index.skipped, *broken.values()]
-    if skipped:
-        console.table("Samples that are left out", ["sample", "reason"],
-                      [[f"{one.shard}/{one.key}".rstrip("/"), one.reason] for one in skipped])
-    if decoded:
-        leave_out(opened, inputs, broken)
+    _show(console, skipped)
     samples = len(index) - len(broken)
     console.result({"samples": samples, "decoded": decoded, "found": len(broken), "path": str(opened.dir.index),
                     "skipped": [one._asdict() for one in skipped]}, opened.dir.index)
     console.say(f"{samples:,} samples can be used, {len(skipped):,} are left out; "
                 f"{decoded:,} with images or clips were decoded now")
     console.hint(next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file))
+
+
+def _show(console: Console, skipped: list[Skipped]) -> None:
+    if skipped:
+        console.table("Samples that cannot be used", ["sample", "reason"],
+                      [[f"{one.shard}/{one.key}".rstrip("/"), one.reason] for one in skipped])

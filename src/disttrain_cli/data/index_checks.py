@@ -22,6 +22,14 @@ ADDED = "Take the new shards in with: disttrain profile"
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
 
 
+class BadSamplesError(DataError):
+    """More samples cannot be used than are allowed; `skipped` are all of them."""
+
+    def __init__(self, skipped: list[Skipped], what: str, why: str, next_step: str) -> None:
+        super().__init__(what, why, next_step)
+        self.skipped = skipped
+
+
 class State(NamedTuple):
     """By which a change of a shard is noticed."""
 
@@ -66,11 +74,16 @@ def check_text(samples: int, label_tokens: int) -> None:
 
 
 def list_shards(run: Run) -> list[tuple[int, Shard]]:
-    """(source, shard) of every shard, in dataset order."""
+    """(source, shard) of every shard, in dataset order; DataError where a source is not there."""
 
     def opened(path: str) -> str:
         return path if is_url(path) else str(run.resolve(path))
 
+    for number, source in enumerate(run.file.data.sources):
+        if source.images is not None and not is_url(source.images) and not run.resolve(source.images).is_dir():
+            raise DataError(f"There is no folder of images at {shown(opened(source.images))}",
+                            f"given by data.sources[{number}].images: {shown(source.images)}",
+                            "Correct data.sources in the run file.")
     return [
         (number, shard)
         for number, source in enumerate(run.file.data.sources)
@@ -171,22 +184,23 @@ def _shown_state(state: State) -> str:
 
 
 def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
-    """DataError where no sample is left, or more were skipped than `data.max_bad_fraction` allows."""
+    """BadSamplesError where no sample is left, or more were skipped than `data.max_bad_fraction` allows."""
     limit = run.file.data.max_bad_fraction
     named = "\n".join(f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED])
     if good and len(skipped) <= limit * (good + len(skipped)):
         return
     if not good:
-        raise DataError(
-            "The dataset has no usable sample",
+        raise BadSamplesError(
+            skipped, "The dataset has no usable sample",
             named or "its shards are empty",
             "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its files; "
             "an example: disttrain init DIR --sample-data",
         )
     shards = ", ".join(f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4))
-    raise DataError(
-        f"{len(skipped)} of {good + len(skipped)} samples cannot be used, more than data.max_bad_fraction "
+    raise BadSamplesError(
+        skipped, f"{len(skipped)} of {good + len(skipped)} samples cannot be used, more than data.max_bad_fraction "
         f"= {limit} allows",
         f"by shard: {shards}\n{named}",
-        "Repair the shards, or raise data.max_bad_fraction (long samples: data.sequence_length).",
+        "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction (long samples: "
+        "data.sequence_length).",
     )

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_cli.data.sources import Sample, Shard, Skipped, llava, read_shard
+from disttrain_cli.data.sources import RowGroups, Sample, Shard, Skipped, find_shards, llava, open_shard, read_shard
 from disttrain_cli.data.sources.llava import conversation
+from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
 from tests.data.dataset import PROPERTY, encoded
 from tests.data.sources.forms import write_llava
@@ -41,10 +42,13 @@ def read(folder: Path, content: bytes | list[Any], name: str = "chat.json") -> t
     (turns("<image>", "a", image="chat.json"), "chat.json: not a JPEG"),
     (turns("<image>", "a", image={"file": "a.jpg"}), "`image` must be"),
     (turns("<image>", "a", image=[1]), "`image` must be"),
-    ({"id": "x"}, "`conversations` must be"),
+    ({"id": "x"}, "`conversations` with at least"),
+    ({"id": "x", "text": ""}, "not empty"),
+    ({"id": "x", "text": ["a"]}, "`text` must be"),
+    ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "leads out"),
     ({"id": "x", "conversations": []}, "at least one turn"),
     ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
-    ({"id": "x", "conversations": [{"from": "system", "value": "be nice"}]}, "`from` (human or gpt)"),
+    ({"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]}, "`from` (system, human, gpt)"),
     ({"id": "x", "conversations": [{"from": "gpt", "value": None}]}, "`value` (a text)"),
 ])
 def test_bad_records_are_named_and_the_rest_is_read(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
@@ -130,3 +134,47 @@ def test_turns_are_written_as_user_and_assistant() -> None:
         (TEXT, "USER: a ASSISTANT:", False), (TEXT, " b", True), (TEXT, " USER: ", False), (TEXT, " ASSISTANT:", False),
         (TEXT, " d", True)]
     assert [part.value for part in parts if part.kind == IMAGE] == ["one", "two"]
+
+
+def test_what_the_system_says_stands_first_and_is_not_trained() -> None:
+    record = turns("<image>hi", "hello", image="a.jpg")
+    record["conversations"].insert(0, {"from": "system", "value": "Be brief."})
+    assert [tuple(part) for part in conversation(record)] == [
+        (TEXT, "Be brief. USER: ", False), (IMAGE, "a.jpg", True), (TEXT, "hi ASSISTANT:", False),
+        (TEXT, " hello", True)]
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.json"])
+def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> None:
+    records = [{"text": "First wörds."}, {"id": 7, "text": "More.", "url": "http://x", "meta": {"a": [1]}}]
+    content = json.dumps(records) if name.endswith(".json") else "\n".join(map(json.dumps, records))
+    (tmp_path / name).write_text(content)
+    shards = find_shards(str(tmp_path), "data.sources[0].path")
+    samples = [one for one in read_shard(shards[0], name) if isinstance(one, Sample)]
+    assert [(one.key, [s[2] for s in one.segments], [s.trained for s in one.segments]) for one in samples] == [
+        ("record 0", ["First wörds."], [True]), ("7", ["More."], [True])]
+    opened = open_shard(shards[0], RowGroups())
+    assert [opened.texts(one.segments[0].place) for one in samples] == [["First wörds."], ["More."]]
+
+
+def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "1.jpg").write_bytes(encoded(20, 30))
+        line = {"file_name": "1.jpg", "text": f"a picture to {split}"}
+        (tmp_path / split / "metadata.jsonl").write_text(json.dumps(line) + "\n")
+    shards = find_shards(str(tmp_path), "data.sources[0].path")
+    assert [shard.name for shard in shards] == ["test/metadata.jsonl", "train/metadata.jsonl"]
+    (sample,) = read_shard(shards[1], "x")
+    assert isinstance(sample, Sample) and [s.kind for s in sample.segments] == [IMAGE, TEXT]
+    assert sample.segments[0][3:5] == (20, 30) and sample.segments[1].text == "a picture to train"
+    opened = open_shard(shards[1], RowGroups())
+    assert opened.image(sample.segments[0].place, sample.segments[1].place) == encoded(20, 30)
+
+
+def test_pictures_alone_need_texts(tmp_path: Path) -> None:
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "1.JPG").write_bytes(encoded(20, 30))
+    with pytest.raises(DataError, match="pictures without texts") as caught:
+        find_shards(str(tmp_path), "data.sources[0].path")
+    assert "metadata.jsonl" in caught.value.next_step

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from disttrain_cli.data.sources import Sample, Shard, Skipped, read_shard
+from disttrain_cli.data.sources import RowGroups, Sample, Shard, Skipped, open_shard, read_shard
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
@@ -38,13 +39,38 @@ def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: st
     assert find_columns(columns, "x") == (image, text, False, None)
 
 
+@pytest.mark.parametrize(("columns", "text"), [
+    (schema("text"), "text"),
+    (schema("text id dump url date language", other="token_count"), "text"),  # FineWeb
+    (schema("text timestamp url"), "text"),  # C4
+    (schema("story", other="number"), "story"),
+])
+def test_a_corpus_of_texts_alone(columns: pa.Schema, text: str) -> None:
+    assert find_columns(columns, "x") == (None, text, False, None)
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow])
+def test_texts_alone_are_read_and_read_again(tmp_path: Path, write: Any) -> None:
+    path = write(tmp_path / f"a.{'parquet' if write is write_parquet else 'arrow'}",
+                 pa.table({"text": ["one", None, "thrée"], "url": ["http://x"] * 3}))
+    samples, skipped = read(path)
+    assert skipped == {"row 1": "the text is missing"}
+    opened = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
+    assert [(key, opened.texts(one.segments[0].place), one.segments[0].trained) for key, one in samples.items()] == [
+        ("row 0", ["one"], True), ("row 2", ["thrée"], True)]
+
+
 @pytest.mark.parametrize(("columns", "words"), [
     (schema("text caption", "image"), ["several columns may hold the texts: text, caption", "caption (string)"]),
     (schema("a b", "image"), ["several columns may hold the texts: a, b"]),
     (schema("text", "x y"), ["several columns may hold the image bytes: x, y", "y (binary)"]),
     (schema("text", "image jpg"), ["image, jpg"]),
     (schema("", "image", "text"), ["no column holds texts", "text (int64)"]),
-    (schema("text url"), ["no column holds image bytes", "img2dataset"]),
+    (schema("caption url"), ["no column holds image bytes", "`url` seems to name pictures", "img2dataset"]),
+    (schema("TEXT URL", other="WIDTH HEIGHT"), ["`URL` seems to name pictures", "img2dataset"]),
+    (schema("text image_url"), ["`image_url` seems to name pictures", "img2dataset"]),
+    (schema("text image"), ["no column holds image bytes", "`image` seems to name pictures"]),
+    (schema("text", other="image"), ["no column holds image bytes"]),
     (pa.schema([("images", pa.list_(pa.string())), ("texts", pa.list_(pa.string()))]), ["URLs", "img2dataset"]),
 ])
 def test_what_is_ambiguous_is_asked_for(columns: pa.Schema, words: list[str]) -> None:

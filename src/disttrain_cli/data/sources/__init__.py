@@ -23,6 +23,8 @@ __all__ = ["OpenShard", "Part", "Place", "RowGroups", "Sample", "Segment", "Shar
 
 FORMS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".json": "llava", ".jsonl": "llava"}
 BELOW = ("parquet", "arrow")  # forms whose files lie anywhere below a folder; those of others lie in it
+CAPTIONS = "metadata.jsonl"  # of an imagefolder: it may lie below too
+PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 #: What Hugging Face and img2dataset write beside the data.
 BESIDE = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 
@@ -31,8 +33,9 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
     """Shards of a source in order: the one file given, or a folder's by name.
 
     A folder with tars is read as tars; else with Parquet files anywhere below as Parquet; else with Arrow files
-    anywhere below as a Hugging Face dataset; else as conversations (*.json, *.jsonl). `images`: folder of the images
-    that conversations name, else that of the JSON.
+    anywhere below as a Hugging Face dataset; else as conversations or texts (*.json, *.jsonl), or the captions of a
+    Hugging Face imagefolder (metadata.jsonl anywhere below). `images`: folder of the images that a JSON names, else
+    that of the JSON.
 
     Raises:
         DataError: there is nothing at `path`, nothing readable in it, or the URL cannot be reached; `field` is the
@@ -49,12 +52,16 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
     names = [(name, own) for name in list_files(path) if (own := _form(name)) and _counts(name, own)]
     if not names and not is_url(path) and not os.path.isdir(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
+    if not names and any(name.lower().endswith(PICTURES) for name in list_files(path)):
+        raise DataError(f"The dataset {shown(path)} has pictures without texts", given,
+                        'Write metadata.jsonl beside them, one line a picture: {"file_name": "1.jpg", "text": "…"}')
     if not names:
         known = ", ".join(f"*{suffix}" for suffix in FORMS)
         raise DataError(f"The dataset {shown(path)} is empty", f"no {known} in it, {given}", hint)
     chosen = next(form for form in dict.fromkeys(FORMS.values()) if any(own == form for _, own in names))
-    return [Shard(form, join(path, name), name, images or path if form == "llava" else "")
-            for name, form in sorted(names) if form == chosen]
+    files = [(name, join(path, name)) for name, form in sorted(names) if form == chosen]
+    return [Shard(chosen, file, name, images or file.rpartition("/")[0] if chosen == "llava" else "")
+            for name, file in files]
 
 
 def read_shard(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
@@ -89,4 +96,6 @@ def _counts(name: str, form: str) -> bool:
     file = PurePosixPath(name).name
     if form == "arrow" and file.startswith("cache-"):
         return False  # what `datasets` computed from the data
-    return form in BELOW or ("/" not in name and file not in BESIDE and not file.endswith("_stats.json"))
+    if form in BELOW or file == CAPTIONS:
+        return True
+    return "/" not in name and file not in BESIDE and not file.endswith("_stats.json")

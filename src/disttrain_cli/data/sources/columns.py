@@ -1,13 +1,15 @@
 """Which columns of a Parquet or Arrow file hold images, sounds and texts, and what a row of them says.
 
-Two forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) or of sounds (the same, by its
+Three forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) or of sounds (the same, by its
 name), or one of each, and one of texts; where there are several of a type, the usual names decide. Interleaved
-(OBELICS): lists `images` and `texts` of equal length, at each position exactly one of the two is not null. The place of
-a segment is its row in the file and its position in the row.
+(OBELICS): lists `images` and `texts` of equal length, at each position exactly one of the two is not null. Texts alone:
+a column of texts where no other is named for images or sounds. The place of a segment is its row in the file and its
+position in the row.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -25,6 +27,7 @@ AUDIO_NAMES = ("audio", "wav", "flac", "ogg", "mp3", "sound", "speech")
 TEXT_NAMES = ("text", "caption", "txt")
 SPOKEN_NAMES = ("transcription", "transcript", "sentence", "normalized_text")  # where there is none of the others
 LISTS = ("images", "texts")
+ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail", re.IGNORECASE)  # in the name of a column of image URLs
 BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 
 
@@ -58,7 +61,9 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
     sounds = {name: own for name, own in kinds.items() if own == "image" and name.lower() in AUDIO_NAMES}
     others = {name: own for name, own in kinds.items() if name not in sounds}
     audio = _one(sounds, "image", AUDIO_NAMES, label, schema) if sounds else None
-    image = _one(others, "image", IMAGE_NAMES, label, schema) if "image" in others.values() or not sounds else None
+    texts_alone = not sounds and "image" not in others.values() and not _pictures_elsewhere(kinds)
+    image = None if texts_alone or (sounds and "image" not in others.values()) else \
+        _one(others, "image", IMAGE_NAMES, label, schema)
     usual = any(own == "text" and name.lower() in TEXT_NAMES for name, own in kinds.items())
     text = _one(kinds, "text", SPOKEN_NAMES if sounds and not usual else TEXT_NAMES, label, schema)
     return Columns(image, text, interleaved=False, audio=audio)
@@ -186,6 +191,18 @@ def _kind(type_: pa.DataType) -> str:
     return "other"
 
 
+def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
+    """Columns that seem to say where images or sounds are: of files, or of URLs beside captions or sizes.
+
+    A `url` beside a `text` alone is where a page of a text corpus was found.
+    """
+    media = [name for name in kinds if name.lower() in (*IMAGE_NAMES, *AUDIO_NAMES, "images") or ELSEWHERE.search(name)]
+    lower = {name.lower() for name in kinds}
+    captioned = "caption" in lower or {"width", "height"} <= lower
+    urls = [name for name, own in kinds.items() if own == "text" and "url" in name.lower()] if captioned else []
+    return [*(name for name in media if kinds[name] == "text"), *urls, *media]
+
+
 def _one(kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, schema: pa.Schema) -> str:
     """The only column of a kind, or the only one of them with a usual name."""
     found = [name for name, own in kinds.items() if own == kind]
@@ -194,8 +211,8 @@ def _one(kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, s
         return (usual if len(usual) == 1 else found)[0]
     what = "image bytes" if kind == "image" else "texts"
     if not found:
-        url = [name for name, own in kinds.items() if own == "text" and "url" in name.lower()]
-        advice = (f"`{url[0]}` names pictures elsewhere: download them first, e.g. with img2dataset." if url else
+        url = next(iter(_pictures_elsewhere(kinds)), None) if kind == "image" else None
+        advice = (f"`{url}` seems to name pictures elsewhere: download them first, e.g. with img2dataset." if url else
                   "Images are binary or {bytes, path}, texts are strings; or lists `images` and `texts` of them.")
         raise _refused(label, schema, f"no column holds {what}", advice)
     raise _refused(label, schema, f"several columns may hold the {what}: {', '.join(usual or found)}",

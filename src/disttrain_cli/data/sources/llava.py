@@ -1,8 +1,9 @@
 """Conversations in LLaVA's JSON form: a list of records (.json), or one record a line (.jsonl), images beside it.
 
-A record is `{id, image: NAME or [NAME, …], conversations: [{from: human or gpt, value}, …]}`; `<image>` in a text
-marks where an image stands. Turns are written as `USER: … ASSISTANT: …`; only what stands behind `ASSISTANT:` is
-trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2).
+A record is `{id, image: NAME or [NAME, …], conversations: [{from: system, human or gpt, value}, …]}`; `<image>` in a
+text marks where an image stands. Turns are written as `USER: … ASSISTANT: …` behind what the system says; only what
+stands behind `ASSISTANT:` is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). Or it is `{text}`, all
+of which is trained: a document, or the caption of `image`, or of `file_name` (Hugging Face's imagefolder).
 
 The place of a text is its record in the JSON (byte offset, length); that of an image is its number among the images
 of the record, and the length of its file. A name that leads out of the folder of images is a bad sample.
@@ -34,6 +35,7 @@ from disttrain_cli.spec.index import IMAGE, TEXT
 
 MARK = "<image>"
 USER, ASSISTANT = "USER: ", "ASSISTANT:"
+ROLES = {"system": "", "human": USER, "gpt": ASSISTANT}
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
 
 DECODER = json.JSONDecoder()
@@ -109,16 +111,18 @@ def conversation(record: Any) -> list[Part]:
     """
     names = image_names(record)
     turns = record.get("conversations")
+    if turns is None and "text" in record:
+        return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record["text"]))]
     if not isinstance(turns, list) or not turns:
-        raise ValueError("`conversations` must be a list with at least one turn")
+        raise ValueError("a record has a list `conversations` with at least one turn, or a `text`")
     parts: list[Part] = []
     marks, before = 0, ""  # `before`: a text that is not trained and not in `parts` yet
     for number, turn in enumerate(turns):
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if who not in ("human", "gpt") or not isinstance(said, str):
-            raise ValueError(f"conversations[{number}] must have `from` (human or gpt) and `value` (a text)")
+        if who not in ROLES or not isinstance(said, str):
+            raise ValueError(f"conversations[{number}] must have `from` ({', '.join(ROLES)}) and `value` (a text)")
         answers = who == "gpt"
-        before += (" " if number else "") + (ASSISTANT if answers else USER)
+        before += (" " if number else "") + ROLES[who]
         for place, piece in enumerate(clean(said).split(MARK)):
             if place:
                 before = _text(parts, before, trained=False)
@@ -140,11 +144,17 @@ def image_names(record: Any) -> list[str]:
     """Names of a record's images; ValueError where it has no such form."""
     if not isinstance(record, dict):
         raise ValueError("a record must be a mapping")
-    images = record.get("image")
+    images = record.get("image", record.get("file_name"))
     names = [] if images is None else [images] if isinstance(images, str) else images
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("`image` must be a name or a list of names")
     return names
+
+
+def _document(text: Any) -> str:
+    if not isinstance(text, str) or not text:
+        raise ValueError("`text` must be a text that is not empty")
+    return clean(text)
 
 
 def open_image(folder: str, name: str) -> File:
