@@ -1,6 +1,7 @@
 """`disttrain init`: presets, sample data, and what is refused."""
 
 import json
+import re
 
 import pytest
 
@@ -21,7 +22,20 @@ def test_every_preset_is_a_valid_run_file_and_names_itself(name, tmp_path, capsy
     code, _, err = init([str(tmp_path / "run"), "--preset", name], capsys)
     run = read_run(tmp_path / "run" / "disttrain.yaml")
     assert code == 0 and run.file.name == name
-    assert err.endswith(f"Next: cd {tmp_path / 'run'} && disttrain profile\n")
+    if run.file.data.distribution is not None:
+        assert err.endswith(f"Next: cd {tmp_path / 'run'} && disttrain profile\n")
+    else:  # a profile would fail: there is no data yet
+        assert err.endswith(f"Next: disttrain init {tmp_path / 'run'} --preset {name} --sample-data\n")
+
+
+def test_the_next_step_after_data_is_to_profile_it(tmp_path, capsys):
+    code, _, err = init([str(tmp_path), "--sample-data"], capsys)
+    assert code == 0 and err.endswith(f"Next: cd {tmp_path} && disttrain profile\n")
+
+
+def test_help_names_every_preset(capsys):
+    code, out, _ = init(["--help"], capsys)
+    assert code == 0 and all(re.search(rf"[ ,.]{name}[,.]", out) for name in preset_names())
 
 
 def test_writing_twice_is_fine_but_an_edited_file_is_kept(tmp_path, capsys):

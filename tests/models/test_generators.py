@@ -331,3 +331,27 @@ def test_published_generators_are_described(make_run, name):
     own = sum(info.parameters for info in table if info.kind != "projector" and not info.frozen)
     assert own == parameters
     assert describe(run).target.latent_pixels == (size // 8) ** 2
+
+
+def latent_unet(folder):
+    """A diffusers pipeline: the U-Net of latents and its VAE."""
+    for name, fields in (("unet", {"_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4}),
+                         ("vae", {"_class_name": "AutoencoderKL"})):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(fields))
+    (folder / "model_index.json").write_text("{}")
+
+
+@pytest.mark.parametrize(("folder", "named"), [
+    ("pipe", "set model.modules.image_generator.folder: pipe/unet"),
+    ("pipe/unet", "set model.modules.image_generator.vae_folder: pipe/vae"),
+    ("someone/a-model", "hf download someone/a-model --local-dir someone/a-model"),
+    ("nowhere", "Correct model.modules.image_generator.folder, or give architecture."),
+])
+def test_a_folder_that_does_not_fit_says_what_to_name_instead(make_run, tmp_path, folder, named):
+    latent_unet(tmp_path / "pipe")
+    run = make_run(image_generator={"architecture": None, "folder": folder, "config": {}})
+    run.file.model.modules["image_generator"].config.clear()
+    with pytest.raises(SpecError) as error:
+        read_configs(run)
+    assert named in error.value.next_step, error.value

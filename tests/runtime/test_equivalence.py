@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain_cli.data.index import build_index
+from disttrain_cli.data.index import build_index, read_index
+from disttrain_cli.data.packing import SequenceStream
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
@@ -67,10 +68,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("equivalence")
     write_sample_data(folder / "data")
     texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8)) for n in range(200)]
-    cut = [(f"{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24)) for n in range(3)
+    cut = [(f"b{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24)) for n in range(120)
            for place in range(2)]  # left out of both losses on all ranks, also the pictures that can be decoded
-    left_out = [interleaved(f"{n}", text("Not trained."), image(f"{n}.0.jpg", n == 2), image(f"{n}.1.jpg", n == 1))
-                for n in range(3)]
+    left_out = [interleaved(f"b{n}", text("Not trained."), image(f"b{n}.0.jpg", n % 3 == 2),
+                            image(f"b{n}.1.jpg", n % 3 == 1)) for n in range(120)]
     write_tar(folder / "data" / "interleaved" / "text.tar", [*texts, *cut, *left_out])
     run = write_run(folder, folder / "data")
     zero = write_run(folder / "zero", folder / "data", name="zero", zero_stage=1)
@@ -89,6 +90,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     history, parameters, orders = reference(run, STEPS)
     layouts = {each.file.train.ordering: plan_of(each, *_layouts(each)["3-2-1"]).plan for each in (run, *ordered)}
+    index = read_index(run, describe(run))
+    drawn = SequenceStream(index, run.file.train.seed).batch(0, STEPS * run.file.train.global_batch_size).samples
+    assert any(index.keys[row].startswith("b") for row in drawn.tolist()), "no damaged sample is in these steps"
     members = {each.file.train.ordering: [[place for slot in order.slots for place in slot.sequences] for order in (
         orders_of(each, layouts[each.file.train.ordering]).of(step)[0] for step in range(STEPS))]
         for each in (run, *ordered)}

@@ -25,9 +25,16 @@ Writes DIR/disttrain.yaml, and with --sample-data the scanned digits of scikit-l
 """
 
 
+def preset_names() -> list[str]:
+    """Presets that ship with the package."""
+    folder = files("disttrain_cli") / "templates" / "presets"
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
 def run(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],
-    preset: Annotated[str, typer.Option(metavar="NAME", help="Which run file to start from.")] = "tiny",
+    preset: Annotated[str, typer.Option(
+        metavar="NAME", help=f"Which run file to start from: {', '.join(preset_names())}.")] = "tiny",
     sample_data: Annotated[bool, typer.Option("--sample-data", help="Write a small real dataset too.")] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -57,13 +64,20 @@ def run(
     console.say(f"Wrote {short_path(path)} (preset {preset})")
     for name in sources:
         console.say(f"Wrote {short_path(folder / 'data' / name)}")
-    console.hint(f"cd {shlex.quote(str(folder))} && disttrain profile")
+    if missing := missing_data(folder, content):
+        console.say(f"There is no data yet at {', '.join(missing)}: put yours there, or name it in data.sources of "
+                    f"{short_path(path)}; or write an example:")
+        console.hint(f"disttrain init {shlex.quote(str(folder))} --preset {preset} --sample-data")
+    else:
+        console.hint(f"cd {shlex.quote(str(folder))} && disttrain profile")
 
 
-def preset_names() -> list[str]:
-    """Presets that ship with the package."""
-    folder = files("disttrain_cli") / "templates" / "presets"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+def missing_data(folder: Path, content: str) -> list[str]:
+    """Paths of a run file's sources at which there is nothing."""
+    import yaml
+
+    sources = yaml.safe_load(content)["data"].get("sources", [])
+    return [source["path"] for source in sources if not (folder / source["path"]).exists()]
 
 
 def preset_text(name: str) -> str:

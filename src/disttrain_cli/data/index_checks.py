@@ -19,6 +19,7 @@ from disttrain_cli.spec.runfile import Run
 REINDEX = "Index the data again with: disttrain profile --reindex"
 MEANT = "Bring the data back as it was; where the change is meant, index all of it again: disttrain profile --reindex"
 ADDED = "Take the new shards in with: disttrain profile"
+EVEN = 128  # a multiple of it is a vocabulary that all usual TP sizes divide
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
 
 
@@ -47,7 +48,8 @@ def checked_tokenizer(run: Run, inputs: ModelInputs) -> Tokenizer:
             f"The tokenizer {run.file.data.tokenizer!r} does not fit the model",
             f"data.tokenizer has {tokenizer.vocabulary} ids with the special ones, "
             f"{inputs.llm} has a vocabulary of {inputs.vocabulary}",
-            f"Set model.modules.{inputs.llm}.config.vocab_size to at least {tokenizer.vocabulary}.",
+            f"Set model.modules.{inputs.llm}.config.vocab_size to at least {tokenizer.vocabulary}; "
+            f"{-(-tokenizer.vocabulary // EVEN) * EVEN} is divided by every TP.",
         )
     return tokenizer
 

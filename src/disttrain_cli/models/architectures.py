@@ -5,6 +5,7 @@ A class of models is one file with its layers, its checks beside its family's in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,8 @@ from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.inputs import AudioInput, ImageInput, Item, TargetInput
 from disttrain_cli.spec.runfile import Kind, LossWeights, ModuleSpec, Run
 
+#: Folders of the parts of a diffusers pipeline that are modules here.
+PARTS = ("unet", "transformer")
 #: Ids of the built-in byte tokenizer: 256 bytes and 5 special tokens.
 BYTE_TOKENS = 261
 
@@ -235,9 +238,23 @@ def _read(run: Run, name: str) -> ModuleConfig:
     if spec.vae_folder is not None:
         path = run.resolve(spec.vae_folder) / "config.json"
         spec = with_folder(spec, _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder."))
-    config, own_vae = entry.read(name, architecture, spec, fields)
+    try:
+        config, own_vae = entry.read(name, architecture, spec, fields)
+    except SpecError as error:
+        raise _with_vae(run, name, spec, fields, error) from None
     noise = read_noise(name, spec, _scheduler(run, spec)) if entry.kind == "generator" else None
     return ModuleConfig(name, entry.kind, architecture, config, own_vae, noise)
+
+
+def _with_vae(run: Run, name: str, spec: ModuleSpec, fields: dict[str, Any], error: SpecError) -> SpecError:
+    """The error, with what is missing where a generator of latents has no VAE."""
+    channels = {**fields, **spec.config}.get("in_channels", 3)
+    if spec.kind != "generator" or spec.vae is not None or channels == 3 or "channels" not in error.what:
+        return error
+    beside = run.resolve(spec.folder).parent / "vae" if spec.folder is not None else None
+    found = beside is not None and (beside / "config.json").exists()
+    given = f"{str(spec.folder).rstrip('/').rpartition('/')[0] or '.'}/vae" if found else "FOLDER, its VAE's"
+    return SpecError(error.what, error.why, f"It denoises latents: set model.modules.{name}.vae_folder: {given}")
 
 
 def _scheduler(run: Run, spec: ModuleSpec) -> dict[str, Any]:
@@ -255,10 +272,22 @@ def _mapping(path: Path, what: str, next_step: str) -> dict[str, Any]:
     return fields
 
 
+def _instead(there: Path, name: str, folder: str) -> str:
+    """What to do where a folder has no `config.json`: name a part of a whole pipeline, or download it."""
+    field = f"model.modules.{name}.folder"
+    parts = [part for part in PARTS if (there / part / "config.json").exists()]
+    if parts:
+        return f"It holds the parts of a whole pipeline: set {field}: {folder.rstrip('/')}/{parts[0]}"
+    if not there.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
+        return f"Correct {field}; or download it first, if it is a model's name on Hugging Face: " \
+               f"hf download {folder} --local-dir {folder}"
+    return f"Correct {field}, or give architecture."
+
+
 def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
     """Architecture and configuration of a folder's `config.json`; no code of a folder is ever run."""
     path = run.resolve(folder) / "config.json"
-    fields = _mapping(path, "model configuration", f"Correct model.modules.{name}.folder, or give architecture.")
+    fields = _mapping(path, "model configuration", _instead(path.parent, name, folder))
     if "auto_map" in fields:
         what = f"model.modules.{name}: {path} asks for code of its own (auto_map: {fields['auto_map']})"
         why = f"code of a model's folder is never run; known architectures: {', '.join(ARCHITECTURES)}"
