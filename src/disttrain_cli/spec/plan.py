@@ -184,7 +184,9 @@ class Prediction(Strict):
         None, description="Policy that ordered the simulated steps; None in plans made before it was noted.")
     iteration_s: float
     sequences_per_s: float
-    mfu: float
+    mfu: float = Field(description="Over all devices given, those included that the plan leaves idle.")
+    mfu_used: float | None = Field(
+        None, description="Over the devices that the plan uses; None in plans made before it was noted.")
     warmup_s: float
     steady_s: float
     bubble_fraction: float
@@ -204,9 +206,11 @@ class Prediction(Strict):
 
 
 class Baseline(Strict):
+    """Another strategy's best layout, simulated like the plan."""
+
     iteration_s: float
     sequences_per_s: float
-    mfu: float
+    mfu: float = Field(description="Over all devices given, as the plan's.")
     gpus_used: int
     layout: str
     plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
