@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 #: first: it is lower in the first of these columns in which the two differ.
 Dearness = tuple[Sequence[NDArray[np.float64] | Ints], Sequence[Ints]]
 BLOCK = 512  # rows compared with those before them at once
-MOST = 2048  # rows that others are compared with; of more, every second one
+MOST = 256  # rows that others are compared with; of more, every second one
 
 
 def undominated(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints], top: int) -> Ints:

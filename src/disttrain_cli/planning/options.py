@@ -165,11 +165,11 @@ def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: i
     load = busiest_load(False, slot_sequences, unit.items_per_sequence, rows.dp.astype(float))
     least = busiest_load(False, slot_sequences, unit.items_per_sequence, np.full(1, 1e18))
     enough = (load == least) & (rows.state_gib + rows.active_gib * slots <= rows.room_gib * SAFE)
-    kept = np.ones(len(rows), dtype=bool)
-    for variant in np.unique(_variants(unit, rows)):
-        mine = np.flatnonzero(enough & (_variants(unit, rows) == variant))
-        kept[mine[top:]] = False
-    return rows if kept.all() else take(rows, kept)
+    place = np.flatnonzero(enough)
+    variant, behind = _variants(unit, take(rows, place)), np.zeros(len(rows), dtype=bool)
+    for number in np.unique(variant):
+        behind[place[variant == number][top:]] = True
+    return take(rows, ~behind) if behind.any() else rows
 
 
 def fitting(unit: Unit, rows: Rows, slot_sequences: int, slots: int, after: int, slowest_ms: Floats) -> Rows:

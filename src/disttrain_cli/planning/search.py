@@ -256,8 +256,16 @@ def _join(partial: _Partial, table: Options, before: list[Options], llm: int, sl
             pairs = take(pairs, _whole_ms(pairs, rest) + rest.line_ms + _steady_ms(slowest, slots) <= limit)
         joined = join([joined, pairs])
         if len(joined) > CHUNK or first + step >= len(partial):
-            simplicity = joined.gpus, joined.pp, joined.tp
-            total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
-            worse = (joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages)
-            joined = take(joined, undominated(worse if before else (total_ms,), simplicity, top))
+            joined = _best_of(joined, slots, top, bool(before))
     return joined
+
+
+def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
+    """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be joined."""
+    worse = [joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
+    if not more:
+        total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
+        last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf
+        near = np.flatnonzero(total_ms <= last * (1 + 1e-12))
+        joined, worse = take(joined, near), [total_ms[near]]
+    return take(joined, undominated(worse, (joined.gpus, joined.pp, joined.tp), top))

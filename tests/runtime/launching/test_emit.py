@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.launching.emit.hosts import Host, place_ranks, read_hostfile
+from disttrain_cli.runtime.launching.emit.hosts import place_ranks
 from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.rank import JobFile
