@@ -60,14 +60,16 @@ class ModuleSpec(Strict):
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class.")
     merge: int = Field(
-        1, ge=1, le=1024, description="Encoders: what one LLM token stands for: patches per side of a square of the image, or "
-        "positions of the audio.")
+        1, ge=1, le=1024, description="Encoders: what one LLM token stands for: patches per side of a square of the "
+        "image, or positions of the audio.")
     feature_layer: int | None = Field(
-        None, ge=-1024, le=-1, description="Image encoders: the block whose output the LLM reads, from the end (-2: the last but "
-        "one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built. None: the last, normed.")
+        None, ge=-1024, le=-1, description="Image encoders: the block whose output the LLM reads, from the end (-2: "
+        "the last but one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built. None: the "
+        "last, normed.")
     image_size: int | None = Field(
         None, ge=8, le=4096, description="Generators: side of a generated image in pixels.")
-    context_tokens: int = Field(8, ge=1, le=65_536, description="Generators: LLM positions that condition one generated image.")
+    context_tokens: int = Field(
+        8, ge=1, le=65_536, description="Generators: LLM positions that condition one generated image.")
     vae: dict[str, Any] | None = Field(
         None, description="Generators: fields of diffusers' AutoencoderKL, in whose latent space images are denoised; "
         "it is frozen and encodes target images on the generator's first stage.")
@@ -124,8 +126,8 @@ class ModelSpec(Strict):
     def _names(self) -> ModelSpec:
         for name in self.modules:
             if name == PROJECTORS or not re.match(UNIT_NAME, name):
-                raise ValueError(f"modules: {name!r} is no name for a module; allowed: at most 64 letters, digits, _, + "
-                                 f"and -, a letter or digit first, and not {PROJECTORS!r}: the layers that join modules")
+                raise ValueError(f"modules: {name!r} is no name for a module; allowed: at most 64 letters, digits, _, "
+                                 f"+ and -, a letter or digit first, and not {PROJECTORS!r} (the layers between)")
         return self
 
     @model_validator(mode="after")
@@ -176,7 +178,8 @@ class SourceSpec(Strict):
     images: str | None = Field(
         None, description="Folder of the images that a LLaVA JSON names; the JSON's own folder if not given.")
     weight: float = Field(
-        1.0, gt=0, le=1000, description="How often its samples are drawn, relative to the other sources (1 = once per epoch).")
+        1.0, gt=0, le=1000, description="How often its samples are drawn, relative to the other sources (1 = once per "
+        "epoch).")
 
 
 class DistributionSpec(Strict):
@@ -245,7 +248,8 @@ class SlurmSpec(Strict):
     time: str | None = Field(
         None, pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", description="Time limit as Slurm reads it, such as 1-12:00:00.")
     signal_s: int = Field(
-        300, ge=10, le=86_400, description="Seconds before the time limit at which the job saves, ends and is queued again.")
+        300, ge=10, le=86_400, description="Seconds before the time limit at which the job saves, ends and is queued "
+        "again.")
     options: list[Annotated[str, Field(pattern=rf"^--[a-z][a-z-]*(={SLURM_WORD[1:-1]})?$")]] = Field(
         default_factory=list, description="More options of sbatch for the GPU nodes, such as --exclusive.")
     setup: str | None = Field(
@@ -280,8 +284,8 @@ class ClusterSpec(Strict):
     @model_validator(mode="after")
     def _most_gpus(self) -> ClusterSpec:
         if self.gpus > MOST_GPUS:
-            raise ValueError(f"nodes × gpus_per_node = {self.nodes:,} × {self.gpus_per_node:,} = {self.gpus:,} devices; "
-                             f"allowed: {MOST_GPUS:,}")
+            raise ValueError(f"nodes × gpus_per_node = {self.nodes:,} × {self.gpus_per_node:,} = {self.gpus:,} "
+                             f"devices; allowed: {MOST_GPUS:,}")
         return self
 
     @property
@@ -310,9 +314,10 @@ class OptimizerSpec(Strict):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, le=1)
     weight_decay: float = Field(
-        0.0, ge=0, le=1e3, description="Decoupled decay of matrices, kernels and embeddings; biases, norms and other single "
-        "vectors do not decay.")
-    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Steps of linear warm-up, before the schedule begins.")
+        0.0, ge=0, le=1e3, description="Decoupled decay of matrices, kernels and embeddings; biases, norms and other "
+        "single vectors do not decay.")
+    warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Steps of linear warm-up, before the schedule begins.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="The rate after the warm-up: constant, or falling to min_lr_fraction at train.steps.")
     min_lr_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end, as a share of lr.")
@@ -336,7 +341,8 @@ class EvaluationSpec(Strict):
     """Losses on data that are never trained on (`data.held_out`)."""
 
     every_steps: int = Field(ge=1, le=MOST_STEPS, description="Steps between evaluations.")
-    sequences: int = Field(ge=1, le=10**6, description="Packed sequences evaluated, rounded up to whole global batches.")
+    sequences: int = Field(
+        ge=1, le=10**6, description="Packed sequences evaluated, rounded up to whole global batches.")
 
 
 class EmaSpec(Strict):
@@ -371,10 +377,11 @@ class TrainSpec(Strict):
     seed: int = Field(0, ge=0, lt=2**32)
     timeout_s: float = Field(600.0, ge=1e-3, le=MOST_S, description="Longest wait of a rank for another one.")
     hang_s: float | None = Field(
-        None, ge=1e-3, le=MOST_S, description="Longest time without progress of any rank, after which the job ends and names the "
-        "rank that the others wait for; three quarters of timeout_s if not given.")
+        None, ge=1e-3, le=MOST_S, description="Longest time without progress of any rank, after which the job ends and "
+        "names the rank that the others wait for; three quarters of timeout_s if not given.")
     restarts: int = Field(
-        0, ge=0, le=10**6, description="How often the job is started again from its newest checkpoint when a rank dies or hangs.")
+        0, ge=0, le=10**6, description="How often the job is started again from its newest checkpoint when a rank dies "
+        "or hangs.")
     track: list[Literal["tensorboard", "wandb"]] = Field(
         default_factory=list, description="Where every step's figures go besides the console and the traces.")
 
@@ -401,7 +408,8 @@ def worker_host(address: str) -> tuple[str, str]:
     """Scheme and host of a worker's address; raises ValueError where it is none."""
     url = urlsplit(address)
     if url.scheme not in WORKER_SCHEMES or not url.hostname or not url.port:
-        raise ValueError(f"not the address of a worker; allowed: {', '.join(f'{s}://HOST:PORT' for s in WORKER_SCHEMES)}")
+        allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in WORKER_SCHEMES)
+        raise ValueError(f"not the address of a worker; allowed: {allowed}")
     return url.scheme, url.hostname
 
 

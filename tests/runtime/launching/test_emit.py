@@ -28,6 +28,7 @@ from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.spec.files import parse_yaml
+from disttrain_cli.spec.hostfile import Host, read_hostfile
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
