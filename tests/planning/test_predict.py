@@ -87,13 +87,13 @@ def check_figures(profile: Profile, plan: Layout, found: Prediction) -> None:
     assert found.sequences_per_s == pytest.approx(plan.global_batch_size / iteration_s)
     ranks = [unit.tp * unit.dp for unit in plan.units for _ in range(unit.pp)]
     assert sum(n * stage.mfu for n, stage in zip(ranks, found.stages, strict=True)) == pytest.approx(
-        plan.gpus_used * found.mfu)
+        plan.gpus_used * found.mfu_used)
     assert sum(u.gpus * row.mfu for u, row in zip(plan.units, found.units, strict=True)) == pytest.approx(
-        plan.gpus_used * found.mfu)
+        plan.gpus_used * found.mfu_used)
     flops = {row.unit: row.mfu * unit.gpus * peak * iteration_s
              for row, unit in zip(found.units, plan.units, strict=True)}
     ideal = sum(flops.values()) / sum(flops[name] / found.kernel_mfu[name] for name in flops if flops[name])
-    assert found.orchestration_efficiency == pytest.approx(found.mfu / ideal)
+    assert found.orchestration_efficiency == pytest.approx(found.mfu_used / ideal)
     assert found.orchestration_efficiency == pytest.approx(1 - found.bubble_fraction)
     for memory in found.memory:
         assert memory.peak_gib == pytest.approx(memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
@@ -106,7 +106,9 @@ def check_figures(profile: Profile, plan: Layout, found: Prediction) -> None:
                                   three(zero_stage=0), three(trained=["image_encoder"])])
 def test_figures_belong_together(case: tuple[Profile, list[Unit], Cluster], plan: Layout) -> None:
     profile, units, cluster = case
-    check_figures(profile, plan, predict(units, plan, cluster))
+    found = predict(units, plan, cluster)
+    check_figures(profile, plan, found)
+    assert found.mfu * cluster.gpus == pytest.approx(found.mfu_used * plan.gpus_used)
 
 
 def test_flops_are_those_of_the_data(case: tuple[Profile, list[Unit], Cluster]) -> None:
@@ -114,7 +116,7 @@ def test_flops_are_those_of_the_data(case: tuple[Profile, list[Unit], Cluster]) 
     profile, units, cluster = case
     plan = layout([unit("image_encoder", 1, 2, [4]), unit("llm", 1, 2, [6]), unit("image_generator", 1, 1, [4])], 4, 16)
     found = predict(units, plan, dataclasses.replace(cluster, batch=16))
-    flops = found.mfu * found.iteration_s * plan.gpus_used * profile.device.peak_tflops * 1e12
+    flops = found.mfu_used * found.iteration_s * plan.gpus_used * profile.device.peak_tflops * 1e12
     assert flops == pytest.approx(16 * sum(flops_per_sequence(profile).values()))
 
 

@@ -61,7 +61,7 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Profile to plan from, instead of the run's own.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Use at most N devices, not the whole cluster.")
+        int | None, typer.Option(min=1, max=65_536, metavar="N", help="Use at most N devices, not the whole cluster.")
     ] = None,
     strategy: Annotated[
         Strategy,
@@ -83,11 +83,14 @@ def run(
     from disttrain_cli.planning.sensitivity import sensitivity
     from disttrain_cli.planning.solve import cluster_of, solve
     from disttrain_cli.planning.units import units_of
+    from disttrain_cli.spec.hostfile import read_hostfile
     from disttrain_cli.spec.plan import write_plan
     from disttrain_cli.spec.profile import read_profile
     from disttrain_cli.spec.whole import write_whole
 
     costs = read_profile(profile or opened.dir.profile)
+    if opened.file.cluster.hostfile is not None:
+        read_hostfile(opened.resolve(opened.file.cluster.hostfile))
     if profile is None:  # who names a profile means its device
         check_device(opened.file, costs)
     cluster = cluster_of(opened.file, costs, gpus)

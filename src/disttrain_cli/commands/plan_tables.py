@@ -22,7 +22,8 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
     layout, predicted = plan.plan, plan.predicted
     used = f"{layout.gpus_used:,}" if layout.gpus_used == given else f"{layout.gpus_used:,} of {given:,}"
     console.say(f"{layout.strategy} plan on {used} devices: {_seconds(predicted.iteration_s)} per step, "
-                f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}")
+                f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}"
+                + (f" of all given, {percent(predicted.mfu_used)} of those used" if layout.gpus_used < given else ""))
     console.say(f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots × "
                 f"{layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM replica); "
                 f"ZeRO-{layout.zero_stage}{_trained(layout)}")
@@ -86,7 +87,7 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation) -> N
                    "TP×DP×PP of each unit, M"], rows)
     better = [ratio.name for ratio in explanation.baselines if ratio.per_gpu_given and ratio.per_gpu_given < 1 - 1e-3]
     if better:
-        console.say(f"Faster in the simulator than the formula's choice: disttrain plan --strategy {better[0]}")
+        console.say(f"Faster, and none that {layout.strategy} plans may choose: disttrain plan --strategy {better[0]}")
 
 
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:

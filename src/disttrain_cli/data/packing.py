@@ -22,6 +22,7 @@ from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
 from disttrain_cli.spec.inputs import ModelInputs
 
 BLOCK_SAMPLES = 2048  # samples that are sorted together
+MOST_DRAWN = 20_000_000  # samples of an epoch, where there are not that many
 OPEN_SEQUENCES = 512  # sequences kept open from block to block, those with the most room
 
 KEPT_EPOCHS = 2  # whose sequences are remembered: a batch may lie on the end of one
@@ -119,6 +120,12 @@ def _pack_epoch(index: Index, seed: int, epoch: int) -> tuple[Ints, Ints]:
 
 def _draw(index: Index, seed: int, epoch: int) -> Ints:
     """Rows of an epoch in shuffled order: weight 2.5 draws every sample twice and half of them once more."""
+    wanted = sum(weight * int((index.source == source).sum()) for source, weight in enumerate(index.weights))
+    most = max(MOST_DRAWN, 16 * len(index.source))
+    if wanted > most:
+        raise DataError(f"The weights of data.sources draw {wanted:,.0f} samples in an epoch",
+                        f"weights: {index.weights}, of {len(index.source):,} samples; allowed: {most:,}",
+                        "Lower all of them: the mixture follows from their ratios.")
     rows, copies = [], []
     for source, weight in enumerate(index.weights):
         own = np.flatnonzero(index.source == source if index.drawn is None else

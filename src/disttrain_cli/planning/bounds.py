@@ -28,6 +28,7 @@ from disttrain_cli.planning.options import (
     options_of,
     slowest_by_stages,
     take,
+    without_idle,
 )
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_after
 from disttrain_cli.spec.plan import in_line
@@ -111,14 +112,17 @@ class Space:
                               for rows, share in zip(self.rows, self.shares, strict=True)]))
 
 
-def space_of(units: list[Unit], size: int, cluster: Cluster, shares: list[int], keep: Keep | None) -> Space:
-    """The shapes for slots of `size` sequences, and a lower bound of a step's time."""
+def space_of(units: list[Unit], size: int, cluster: Cluster, shares: list[int], keep: Keep | None,
+             top: int = 1) -> Space:
+    """The shapes that the `top` best layouts with slots of `size` sequences may have; a lower bound of a step."""
     slots = cluster.batch // size
     rows = [list_rows(unit, size, slots, share, after)
             for unit, share, after in zip(units, shares, units_after(units), strict=True)]
     if keep is not None:
         rows = [take(part, keep(number, size, part)) for number, part in enumerate(rows)]
     holder = holder_of(units)
+    rows = [part if number == holder else without_idle(units[number], part, size, slots, top)
+            for number, part in enumerate(rows)]
     mine = rows[holder]
     stages = np.arange(1, units[holder].layers + 1)
     row, place = np.nonzero((stages >= mine.least_stages[:, None])

@@ -193,9 +193,10 @@ def _waiting_sentence(predicted: Prediction) -> str:
     waits = f"Waiting   {100 * predicted.bubble_fraction:.1f} % of the devices' time"
     if not predicted.orchestration_efficiency:
         return f"{waits}."
-    alone = predicted.mfu / predicted.orchestration_efficiency
+    used = predicted.mfu_used or predicted.mfu
+    alone = used / predicted.orchestration_efficiency
     return (f"{waits}; orchestration efficiency {100 * predicted.orchestration_efficiency:.1f} %: MFU "
-            f"{100 * predicted.mfu:.1f} % of the {100 * alone:.1f} % that kernels alone would reach.")
+            f"{100 * used:.1f} % of the {100 * alone:.1f} % that kernels alone would reach.")
 
 
 def _compare(name: str, plan: Plan, units: list[Unit], parts: list[TimePart], other: Alternative,

@@ -4,7 +4,8 @@ The formula takes all sequences to be alike and a step to end with its last back
 every transfer, the reduction of gradients and the optimizer. Finalists come in rounds: the formula's best, then its
 best with at most half as many replicas of the LLM as the last round's best has, and so on, because many replicas of
 few stages have the most to reduce. No more rounds once the formula alone takes longer than the best simulated time.
-Last come other shapes of the LLM near the best one's.
+Then come the layouts of other strategies that the search could have found, and last other shapes of the LLM near the
+best one's.
 
 All finalists run the same global batches: one each first, and the best few of them all `predict.batches`. Every rank
 has a device of its own, also where a CPU stands in for a cluster: shared cores would make all layouts alike.
@@ -52,7 +53,8 @@ class Limits:
 
 
 def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tuple[list[Unit], Found]],
-           layout_of: Callable[[list[Unit], Candidate], Layout], wanted: int, pool: int, near: int) -> list[Ranked]:
+           layout_of: Callable[[list[Unit], Candidate], Layout], wanted: int, pool: int, near: int,
+           others: Sequence[Layout] = ()) -> list[Ranked]:
     """Finalists with their times over one global batch.
 
     Args:
@@ -61,6 +63,7 @@ def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tup
         pool: of the formula's best, from which the different ones of a round are taken.
         near: finalists after the last round with another TP or other replicas, up to twice or half as many, than
             those before.
+        others: finalists whatever the formula says.
     """
     finalists: list[Ranked] = []
 
@@ -82,6 +85,9 @@ def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tup
         most = replicas // 2
         if not most:
             break
+    for layout in others:
+        if layout not in (one.layout for one in finalists):
+            finalists.append(Ranked(layout, one_batch_s(profile, layout, cluster)))
     for _ in range(near if finalists else 0):
         llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
         best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]

@@ -32,8 +32,10 @@ def busiest_load(holds_llm: bool, slot_sequences: int, items_per_sequence: float
     if its remainder by DP is uniform the mean of that ceiling is T/DP + (DP-1)/(2·DP). A replica that has any
     has one, and none has more than all: hence min(T, max(1, that)).
     """
-    if holds_llm or items_per_sequence == 0:
+    if holds_llm:
         return slot_sequences / dp
+    if items_per_sequence == 0:
+        return np.zeros_like(dp)
     total = slot_sequences * items_per_sequence
     images = np.minimum(total, np.maximum(1.0, total / dp + (dp - 1) / (2 * dp)))
     return images / items_per_sequence

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,13 @@ from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, slowest_stage, split
 from disttrain_cli.planning.units import Unit
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-Table = TypeVar("Table", "Rows", "Options")
+Table = TypeVar("Table", bound="DataclassInstance")
 EVERY_AFTER = 1 << 30  # "however many stages come after"
 NEVER = 1 << 20  # more stages than any unit has layers
 SAFE = 1 - 1e-9  # lower bounds stay bounds under rounding
@@ -151,6 +154,22 @@ def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later
     rows = (rows if fits.all() else take(rows, fits)).behind(flight)
     fits = rows.stage_gpus * rows.least_stages <= most_gpus
     return rows if fits.all() else take(rows, fits)
+
+
+def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: int) -> Rows:
+    """The rows of a unit without the LLM, but for those that only add replicas without an image to so many others.
+
+    More replicas help neither the time, where the busiest has the least work there is, nor the memory, where all
+    layers fit on one stage: `top` rows like that of each kind are enough for the best `top` layouts.
+    """
+    load = busiest_load(False, slot_sequences, unit.items_per_sequence, rows.dp.astype(float))
+    least = busiest_load(False, slot_sequences, unit.items_per_sequence, np.full(1, 1e18))
+    enough = (load == least) & (rows.state_gib + rows.active_gib * slots <= rows.room_gib * SAFE)
+    place = np.flatnonzero(enough)
+    variant, behind = _variants(unit, take(rows, place)), np.zeros(len(rows), dtype=bool)
+    for number in np.unique(variant):
+        behind[place[variant == number][top:]] = True
+    return take(rows, ~behind) if behind.any() else rows
 
 
 def fitting(unit: Unit, rows: Rows, slot_sequences: int, slots: int, after: int, slowest_ms: Floats) -> Rows:

@@ -107,10 +107,12 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     computing = _rank_seconds(steps)
     orchestration = _orchestration(profile.device, layout, computing, iteration_s)
     stage_times = _stage_times(profile, steps, layout, flops, iteration_s)
+    done = sum(sum(own.values()) for own in flops)
+    mfu_used = mfu(done, iteration_s, profile.device, layout.gpus_used)
     return Prediction(
         ordering=cluster.ordering, iteration_s=iteration_s,
         sequences_per_s=layout.global_batch_size / iteration_s,
-        mfu=mfu(sum(sum(own.values()) for own in flops), iteration_s, profile.device, layout.gpus_used),
+        mfu=mfu(done, iteration_s, profile.device, max(cluster.gpus, layout.gpus_used)), mfu_used=mfu_used,
         warmup_s=formula.warmup_ms / 1e3, steady_s=formula.steady_ms / 1e3, bubble_fraction=_bubble(steps, layout),
         memory=memory, memory_binds=_fullest(memory),
         units=_unit_times(profile, steps, layout, flops, iteration_s), stages=stage_times,

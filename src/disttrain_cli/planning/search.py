@@ -3,28 +3,31 @@
 For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit with Σ GPUs ≤ N.
 The slot size with the least lower bound is looked at next: once roughly, then with a limit that rises until enough
 layouts are found. Within a limit `bounds` leaves only shapes that may be part of a layout; these are priced exactly
-(`options.price`) and joined, so *every* layout within the limit is found. Done when no bound is below the last
-layout wanted.
+(`options.price`) and joined, so every layout within the limit is found, but for those behind at least `top` others
+(`dominance`): of ties, however many there are, only the simplest stay. Done when no bound is below the last layout
+wanted.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.planning.bounds import Keep, Space, divisors, narrowed, rough_floor, space_of
+from disttrain_cli.planning.dominance import Dearness, not_behind, undominated
 from disttrain_cli.planning.objective import combine
-from disttrain_cli.planning.options import Options, price, take
+from disttrain_cli.planning.options import Options, join, price, take
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
 GROWTH = (1.01, 1.01, 1.02, 1.03, 1.05, 1.1, 1.2, 1.5, 2.0, 5.0, 25.0, np.inf)
-CHUNK = 1 << 20
+CHUNK = 1 << 18  # pairs of rows that are looked at together
+PRICED = 4096  # options that are priced before the others are compared with them
 
 
 @dataclass(frozen=True, order=True)
@@ -93,7 +96,7 @@ def search(units: list[Unit], cluster: Cluster, top: int = 1, keep: Keep | None 
         if bound > cut or not np.isfinite(bound):
             break
         if size not in spaces:
-            spaces[size] = space_of(units, size, cluster, most, keep)
+            spaces[size] = space_of(units, size, cluster, most, keep, top)
             heapq.heappush(queue, (max(bound, spaces[size].floor_ms), size))
             continue
         limit = min(cut, bound * growth[min(tries[size], len(growth) - 1)])
@@ -128,7 +131,12 @@ class _Partial:
     beside_ms: NDArray[np.float64]  # the slowest unit before them: they stand side by side
     stage_ms: NDArray[np.float64]
     stages: NDArray[np.int64]  # from the LLM's unit to the end
-    rows: tuple[NDArray[np.int64], ...]  # row numbers in each unit's priced table, last unit first
+    pp: NDArray[np.int64]  # of all units together
+    tp: NDArray[np.int64]
+    rows: NDArray[np.int64]  # [B, units] row numbers in each unit's priced table, last unit first
+
+    def __len__(self) -> int:
+        return len(self.gpus)
 
 
 class _Rest(NamedTuple):
@@ -147,10 +155,11 @@ def _rest(before: list[Options], llm: int) -> _Rest:
 
 def _layouts(units: list[Unit], wanted: list[Options], size: int, cluster: Cluster, limit: float,
              top: int) -> list[Candidate]:
-    """Every layout of one slot size within the limit, the `top` best of them. Units are joined last to first."""
+    """The layouts of one slot size within the limit, the `top` best of them. Units are joined last to first."""
     slots, llm = cluster.batch // size, holder_of(units)
     within = limit * (1 + 1e-9)
-    partial = _Partial(np.zeros(1, np.int64), np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1, np.int64), ())
+    none = np.zeros(1, np.int64)
+    partial = _Partial(none, np.zeros(1), np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0), np.int64))
     priced: list[Options] = []
     for number in reversed(range(len(units))):
         before, beside = wanted[:number], number < llm
@@ -158,23 +167,39 @@ def _layouts(units: list[Unit], wanted: list[Options], size: int, cluster: Clust
         table = take(wanted[number], _may_join(wanted[number], partial, rest, beside, slots, cluster.gpus, within))
         least = _warmup_ms(partial.line_ms.min(), _whole_ms(partial, rest).min(), table.unit_ms, rest, beside)
         most = (within - least) / (slots - 1) if slots > 1 else np.full(len(table), np.inf)
-        exact = price(units[number], table, size, slots, np.unique(partial.stages), most)
+        exact = _priced(units[number], table, size, slots, np.unique(partial.stages), most, top)
         exact = take(exact, _may_join(exact, partial, rest, beside, slots, cluster.gpus, within))
         priced.append(exact)
-        partial = _join(partial, exact, before, llm, slots, cluster.gpus, within)
-        if not len(partial.gpus):
+        partial = _join(partial, exact, before, llm, slots, cluster.gpus, within, top)
+        if not len(partial):
             return []
-    total = partial.line_ms + partial.beside_ms + _steady_ms(partial.stage_ms, slots)
-    nearest = np.argsort(total, kind="stable")
-    if len(nearest) > top:  # ties with the last one wanted stay in
-        nearest = nearest[total[nearest] <= total[nearest[top - 1]] * (1 + 1e-12)]
     found = []
-    for row in nearest:
+    for rows in partial.rows:
         shapes = [Shape(int(t.tp[i]), int(t.dp[i]), int(t.pp[i]), bool(t.checkpointing[i]), float(t.unit_ms[i]),
                         float(t.stage_ms[i]))
-                  for t, i in zip(priced, (index[row] for index in partial.rows), strict=True)][::-1]
+                  for t, i in zip(priced, rows, strict=True)][::-1]
         found.append(candidate_of(shapes, size, slots, llm))
-    return found
+    return sorted(found)[:top]
+
+
+def _priced(unit: Unit, table: Options, size: int, slots: int, afters: NDArray[np.int64],
+            most: NDArray[np.float64], top: int) -> Options:
+    """The options exactly (`price`), without those that cannot be part of the `top` best layouts."""
+    left = np.lexsort((table.tp, table.pp, table.gpus))
+    exact = take(table, left[:0])
+    while True:
+        now, left = left[:PRICED], left[PRICED:]
+        exact = join([exact, price(unit, take(table, now), size, slots, afters, most[now])])
+        exact = take(exact, undominated(*_dearness(exact), top))
+        if not len(left):
+            return exact
+        left = left[not_behind(_dearness(take(table, left)), _dearness(exact), top)]
+
+
+def _dearness(options: Options) -> Dearness:
+    """How options compare: what they cost a layout, and which is the simpler one."""
+    return ((options.gpus, options.unit_ms, options.stage_ms, options.pp, options.after_from, -options.after_to),
+            (options.gpus, options.pp, options.tp))
 
 
 def _steady_ms(stage_ms: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
@@ -205,35 +230,42 @@ def _may_join(table: Options, partial: _Partial, rest: _Rest, beside: bool, slot
 
 
 def _join(partial: _Partial, table: Options, before: list[Options], llm: int, slots: int, total_gpus: int,
-          limit: float) -> _Partial:
-    """All pairs of a partial layout and a shape of the unit before it that may end within the limit."""
+          limit: float, top: int) -> _Partial:
+    """Pairs of a partial layout and a shape of the unit before it that may end among the `top` within the limit."""
     rest, beside = _rest(before, llm), len(before) < llm
-    parts: list[_Partial] = []
+    joined = replace(take(partial, np.zeros(0, np.int64)), rows=np.zeros((0, partial.rows.shape[1] + 1), np.int64))
     step = max(1, CHUNK // max(1, len(table)))
-    for first in range(0, len(partial.gpus), step):
-        part = slice(first, first + step)
-        gpus = partial.gpus[part, None] + table.gpus
-        stage_ms = np.maximum(partial.stage_ms[part, None], table.stage_ms)
-        after = partial.stages[part, None]
-        warmup_ms = _warmup_ms(partial.line_ms[part, None], _whole_ms(partial, rest)[part, None], table.unit_ms, rest,
-                               beside)
+    for first in range(0, len(partial), step):
+        part = take(partial, np.arange(first, min(first + step, len(partial))))
+        gpus = part.gpus[:, None] + table.gpus
+        stage_ms = np.maximum(part.stage_ms[:, None], table.stage_ms)
+        after = part.stages[:, None]
+        warmup_ms = _warmup_ms(part.line_ms[:, None], _whole_ms(part, rest)[:, None], table.unit_ms, rest, beside)
         fits = (gpus + rest.gpus <= total_gpus) & (after >= table.after_from) & (after < table.after_to)
         fits &= warmup_ms + _steady_ms(stage_ms, slots) <= limit
         a, b = np.nonzero(fits)
-        line_ms, beside_ms, stages = partial.line_ms[part][a], partial.beside_ms[part][a], partial.stages[part][a]
+        line_ms, beside_ms, stages = part.line_ms[a], part.beside_ms[a], part.stages[a]
         if beside:
             beside_ms = np.maximum(beside_ms, table.unit_ms[b])
         else:
             line_ms, stages = line_ms + table.unit_ms[b], stages + table.pp[b]
-        parts.append(_Partial(gpus[a, b], line_ms, beside_ms, stage_ms[a, b], stages,
-                              (*(rows[part][a] for rows in partial.rows), b)))
-    numbers = zip(*((p.gpus, p.line_ms, p.beside_ms, p.stage_ms, p.stages) for p in parts), strict=True)
-    gpus_, line_, beside_, stage_, stages_ = (np.concatenate(column) for column in numbers)
-    rows_ = tuple(np.concatenate(rows) for rows in zip(*(p.rows for p in parts), strict=True))
-    joined = _Partial(gpus_, line_, beside_, stage_, stages_, rows_)
-    if not before or not len(joined.gpus):
-        return joined
-    slowest = np.maximum(joined.stage_ms, _slowest_within(before, total_gpus - joined.gpus))
-    kept = _whole_ms(joined, rest) + rest.line_ms + _steady_ms(slowest, slots) <= limit
-    return _Partial(joined.gpus[kept], joined.line_ms[kept], joined.beside_ms[kept], joined.stage_ms[kept],
-                    joined.stages[kept], tuple(rows[kept] for rows in joined.rows))
+        pairs = _Partial(gpus[a, b], line_ms, beside_ms, stage_ms[a, b], stages, part.pp[a] + table.pp[b],
+                         part.tp[a] + table.tp[b], np.concatenate([part.rows[a], b[:, None]], axis=1))
+        if before:
+            slowest = np.maximum(pairs.stage_ms, _slowest_within(before, total_gpus - pairs.gpus))
+            pairs = take(pairs, _whole_ms(pairs, rest) + rest.line_ms + _steady_ms(slowest, slots) <= limit)
+        joined = join([joined, pairs])
+        if len(joined) > CHUNK or first + step >= len(partial):
+            joined = _best_of(joined, slots, top, bool(before))
+    return joined
+
+
+def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
+    """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be joined."""
+    worse = [joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
+    if not more:
+        total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
+        last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf
+        near = np.flatnonzero(total_ms <= last * (1 + 1e-12))
+        joined, worse = take(joined, near), [total_ms[near]]
+    return take(joined, undominated(worse, (joined.gpus, joined.pp, joined.tp), top))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.planning.baselines import candidates, megatron
 from disttrain_cli.planning.bounds import Keep
-from disttrain_cli.planning.finalists import EACH, Limits, Ranked, faster_zero, one_batch_s, rank, rounds
+from disttrain_cli.planning.finalists import EACH, Limits, Ranked, faster_zero, rank, rounds
 from disttrain_cli.planning.infeasible import infeasible
 from disttrain_cli.planning.options import Rows, layers_per_stage
 from disttrain_cli.planning.predict import predict, simulated_s
@@ -74,8 +76,8 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
           top: int = 5) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
-    The formula's best layouts are simulated, and for `disaggregated` the `paper` strategy's own choice with them, so
-    that the plan is never worse than that.
+    The formula's best layouts are simulated, and for `disaggregated` the other strategies' own choices with them, as
+    far as its units may have their shapes (`apart`): a plan is never slower than a baseline that it could have chosen.
 
     Raises:
         MismatchError: the profile belongs to another model or cluster.
@@ -85,20 +87,30 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
     cluster = cluster_of(run, profile, gpus)
     started = time.perf_counter()
     either_zero = run.train.zero_stage == "auto"
-    ranked, combinations, simulated = ranking(profile, cluster, strategy, top, either_zero)
+    baselines = {name: baseline(profile, cluster, name, either_zero) for name in BASELINES if name != strategy}
+    rivals = _rivals(profile, cluster, baselines) if strategy == "disaggregated" else []
+    ranked, combinations, simulated = ranking(profile, cluster, strategy, top, either_zero,
+                                              [layout for layout, _ in rivals])
     if not ranked:
         raise infeasible(profile, cluster, strategy)
+    predicted = _predicted(profile, cluster, ranked[0].layout)
+    for layout, shown in rivals:  # where training differs from what ranks layouts: shared cores, another ordering
+        if shown.iteration_s < predicted.iteration_s:
+            own = _predicted(profile, cluster, layout)
+            if own.iteration_s < predicted.iteration_s:
+                predicted = own
+                ranked = [Ranked(layout, simulated_s(profile, layout, ranked_as(cluster), shared=False)),
+                          *(one for one in ranked if one.layout != layout)]
     best = ranked[0]
-    predicted = predict(units_of(profile, cluster, best.layout), best.layout, cluster)
     solve_s = time.perf_counter() - started
-    mine = _baseline(best.layout, predicted)
+    if strategy in BASELINES:
+        baselines[strategy] = _baseline(best.layout, predicted)
     # Ranked by another policy than they would be trained with, runners-up are shown as many times slower as that said.
     scale = predicted.iteration_s / _shown_s(profile, cluster, best) if ranked_as(cluster) != cluster else 1.0
     return Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
         provenance=profile.provenance, plan=best.layout, predicted=predicted,
-        baselines={name: mine if name == strategy else baseline(profile, cluster, name, either_zero)
-                   for name in BASELINES},
+        baselines={name: baselines[name] for name in BASELINES},
         alternatives=[
             Alternative(layout=_described(other.layout), gpus_used=other.layout.gpus_used,
                         iteration_s=_shown_s(profile, cluster, other) * scale, plan=other.layout,
@@ -109,7 +121,7 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
 
 
 def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0,
-            either_zero: bool = False) -> tuple[list[Ranked], int, int]:
+            either_zero: bool = False, others: Sequence[Layout] = ()) -> tuple[list[Ranked], int, int]:
     """Layouts of a strategy, best first, and how many were candidates and simulated.
 
     `distmm` and `paper` keep the order of their own rules. Where training orders by the policy `best`, layouts are
@@ -118,6 +130,7 @@ def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0
     Args:
         top: runners-up wanted beside the best layout.
         either_zero: every layout may take the ZeRO stage that suits it, as far as it fits.
+        others: layouts that are simulated with those of the strategy (`disaggregated`).
     """
     combinations = 0
     cluster = ranked_as(cluster)
@@ -139,13 +152,39 @@ def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0
         return ranked, found.combinations, len(ranked)
     ours = strategy == "disaggregated"
     finalists = rounds(profile, cluster, find, as_layout, top + 1, POOL if ours else max(EACH, top + 1),
-                       NEAR if ours else 0)
-    if finalists and ours:
-        units, published = candidates(profile, cluster, "paper", 1)
-        layouts = [as_layout(units, candidate) for candidate in published.best]
-        finalists += [Ranked(layout, one_batch_s(profile, layout, cluster)) for layout in layouts
-                      if layout not in (one.layout for one in finalists)]
+                       NEAR if ours else 0, others)
     return rank(profile, cluster, finalists, top + 1), combinations, len(finalists)
+
+
+def _rivals(profile: Profile, cluster: Cluster,
+            baselines: dict[Strategy, Baseline | None]) -> list[tuple[Layout, Baseline]]:
+    """The baselines' layouts as units of the strategy `disaggregated`, where it has such, and the baselines."""
+    units = group(profile, cluster, "disaggregated")
+    found = [(apart(other.plan, units), other) for other in baselines.values() if other and other.plan]
+    return [(layout, other) for layout, other in found if layout is not None and all(
+        stage.peak_gib <= stage.limit_gib for stage in layout_memory(profile, layout, cluster.memory_gib))]
+
+
+def apart(layout: Layout, units: list[Unit]) -> Layout | None:
+    """The layout with its stages shared out to these units, in pipeline order; None where a stage holds several."""
+    left = [(plan, layers) for plan in layout.units for layers in plan.layers_per_stage]
+    plans: list[UnitPlan] = []
+    for unit in units:
+        stages, missing = [], unit.layers
+        while missing > 0 and left:
+            stages.append(left.pop(0))
+            missing -= stages[-1][1]
+        if missing or any(plan is not stages[0][0] for plan, _ in stages):
+            return None
+        plan = stages[0][0]
+        plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=plan.tp, dp=plan.dp, pp=len(stages),
+                              gpus=plan.tp * plan.dp * len(stages), layers_per_stage=[layers for _, layers in stages],
+                              checkpointing=plan.checkpointing))
+    return layout.model_copy(update={"strategy": "disaggregated", "units": plans})
+
+
+def _predicted(profile: Profile, cluster: Cluster, layout: Layout) -> Prediction:
+    return predict(units_of(profile, cluster, layout), layout, cluster)
 
 
 def ranked_as(cluster: Cluster) -> Cluster:
@@ -213,8 +252,7 @@ def baseline(profile: Profile, cluster: Cluster, strategy: Strategy, either_zero
     ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero)
     if not ranked:
         return None
-    layout = ranked[0].layout
-    return _baseline(layout, predict(units_of(profile, cluster, layout), layout, cluster))
+    return _baseline(ranked[0].layout, _predicted(profile, cluster, ranked[0].layout))
 
 
 def _baseline(layout: Layout, predicted: Prediction) -> Baseline:

@@ -14,6 +14,7 @@ from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout, in_line, neighbours
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import MONOLITH
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -172,7 +173,7 @@ def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
     names = list(profile.modules)
     few = cluster.gpus < len(names)
     if strategy == "megatron" or few:
-        units = [Unit("model" if len(names) > 1 else names[0], tuple(names), profile, cluster, fenced=not few)]
+        units = [Unit(MONOLITH if len(names) > 1 else names[0], tuple(names), profile, cluster, fenced=not few)]
     else:
         units = [Unit(name, (name,), profile, cluster) for name in names]
     for unit in units:

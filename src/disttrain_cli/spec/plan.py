@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.profile import Fingerprints
+from disttrain_cli.spec.runfile import MOST_GPUS, MOST_SEQUENCES, UNIT_NAME
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
@@ -54,12 +55,12 @@ def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
 class UnitPlan(Strict):
     """Consecutive modules that share one (TP, DP, PP) on their own ranks."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_+-]*$")
+    name: str = Field(pattern=UNIT_NAME)
     modules: list[str] = Field(min_length=1)
-    tp: int = Field(1, ge=1)
-    dp: int = Field(1, ge=1)
-    pp: int = Field(1, ge=1)
-    gpus: int = Field(ge=1, description="tp × dp × pp.")
+    tp: int = Field(1, ge=1, le=MOST_GPUS)
+    dp: int = Field(1, ge=1, le=MOST_GPUS)
+    pp: int = Field(1, ge=1, le=MOST_GPUS)
+    gpus: int = Field(ge=1, le=MOST_GPUS, description="tp × dp × pp.")
     layers_per_stage: list[int] = Field(description="Layers of each stage; their sum is the layers of the modules.")
     checkpointing: bool = Field(
         False, description="Activations are recomputed in the backward instead of kept from the forward.")
@@ -80,11 +81,11 @@ class Layout(Strict):
     """The part of a plan that decides what runs where."""
 
     strategy: Strategy = "disaggregated"
-    global_batch_size: int = Field(ge=1, description="Packed sequences per step.")
-    microbatch_size: int = Field(ge=1, description="Packed sequences per LLM replica and slot (M).")
-    microbatches: int = Field(ge=1, description="Slots per step (n = BS / (DP_lm · M)).")
+    global_batch_size: int = Field(ge=1, le=MOST_SEQUENCES, description="Packed sequences per step.")
+    microbatch_size: int = Field(ge=1, le=MOST_SEQUENCES, description="Packed sequences per LLM replica and slot (M).")
+    microbatches: int = Field(ge=1, le=MOST_SEQUENCES, description="Slots per step (n = BS / (DP_lm · M)).")
     zero_stage: Literal[0, 1] = Field(1, description="1: optimizer states are split over the replicas of a unit.")
-    gpus_used: int = Field(ge=1)
+    gpus_used: int = Field(ge=1, le=MOST_GPUS)
     trained: list[str] | None = Field(None, description="Modules trained, and 'projectors'; None = everything.")
     units: list[UnitPlan] = Field(min_length=1, description="In pipeline order.")
 
@@ -182,9 +183,11 @@ class Prediction(Strict):
 
     ordering: Literal["none", "paper", "best"] | None = Field(
         None, description="Policy that ordered the simulated steps; None in plans made before it was noted.")
-    iteration_s: float
-    sequences_per_s: float
-    mfu: float
+    iteration_s: float = Field(gt=0)
+    sequences_per_s: float = Field(gt=0)
+    mfu: float = Field(description="Over all devices given, those included that the plan leaves idle.")
+    mfu_used: float | None = Field(
+        None, description="Over the devices that the plan uses; None in plans made before it was noted.")
     warmup_s: float
     steady_s: float
     bubble_fraction: float
@@ -204,9 +207,11 @@ class Prediction(Strict):
 
 
 class Baseline(Strict):
-    iteration_s: float
-    sequences_per_s: float
-    mfu: float
+    """Another strategy's best layout, simulated like the plan."""
+
+    iteration_s: float = Field(gt=0)
+    sequences_per_s: float = Field(gt=0)
+    mfu: float = Field(description="Over all devices given, as the plan's.")
     gpus_used: int
     layout: str
     plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
@@ -216,7 +221,7 @@ class Alternative(Strict):
     """A runner-up of the simulated finalists, with what it would cost."""
 
     layout: str
-    iteration_s: float
+    iteration_s: float = Field(gt=0)
     gpus_used: int
     slower_pct: float = Field(description="Simulated time over the plan's; below 0 where a strategy's own rule chose.")
     plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")

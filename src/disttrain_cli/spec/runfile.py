@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.rundir import RunDir
@@ -16,6 +18,15 @@ PROJECTORS = "projectors"
 SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
 #: Fields of `cluster` that say how ranks are started, and not what they run on.
 LAUNCHING = frozenset({"cpu_nodes", "hostfile", "port", "interface", "slurm"})
+#: Bounds: what follows from any number within them takes a machine's memory and seconds, not more.
+MOST_GPUS = 65_536
+MOST_SEQUENCES = 16_384  # of a step
+MOST_STEPS = 10**9
+MOST_S = 30 * 86_400.0
+MOST_DRAWN = 4_000_000  # images and clips of a distribution
+WORKER_SCHEMES = ("grpc", "grpc+tls")
+UNIT_NAME = r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$"
+MONOLITH = "model"  # the unit that holds every module
 KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
 
 
@@ -31,7 +42,7 @@ class NoiseSpec(Strict):
         None, description="Schedule of the noise's variance (diffusers' beta_schedule); flow: does not matter.")
     beta_start: float | None = Field(None, gt=0, lt=1)
     beta_end: float | None = Field(None, gt=0, lt=1)
-    timesteps: int | None = Field(None, ge=1, description="Timesteps from image to noise.")
+    timesteps: int | None = Field(None, ge=1, le=100_000, description="Timesteps from image to noise.")
 
 
 class ModuleSpec(Strict):
@@ -49,13 +60,16 @@ class ModuleSpec(Strict):
     config: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the architecture's configuration class.")
     merge: int = Field(
-        1, ge=1, description="Encoders: what one LLM token stands for: patches per side of a square of the image, or "
-        "positions of the audio.")
+        1, ge=1, le=1024, description="Encoders: what one LLM token stands for: patches per side of a square of the "
+        "image, or positions of the audio.")
     feature_layer: int | None = Field(
-        None, le=-1, description="Image encoders: the block whose output the LLM reads, from the end (-2: the last but "
-        "one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built. None: the last, normed.")
-    image_size: int | None = Field(None, ge=8, description="Generators: side of a generated image in pixels.")
-    context_tokens: int = Field(8, ge=1, description="Generators: LLM positions that condition one generated image.")
+        None, ge=-1024, le=-1, description="Image encoders: the block whose output the LLM reads, from the end (-2: "
+        "the last but one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built. None: the "
+        "last, normed.")
+    image_size: int | None = Field(
+        None, ge=8, le=4096, description="Generators: side of a generated image in pixels.")
+    context_tokens: int = Field(
+        8, ge=1, le=65_536, description="Generators: LLM positions that condition one generated image.")
     vae: dict[str, Any] | None = Field(
         None, description="Generators: fields of diffusers' AutoencoderKL, in whose latent space images are denoised; "
         "it is frozen and encodes target images on the generator's first stage.")
@@ -87,9 +101,9 @@ class ModuleSpec(Strict):
 class LossWeights(Strict):
     """Weight of each loss in the sum that is trained."""
 
-    text: float = Field(1.0, ge=0)
-    image: float = Field(1.0, ge=0)
-    modules: dict[str, Annotated[float, Field(ge=0)]] = Field(
+    text: float = Field(1.0, ge=0, le=1e6)
+    image: float = Field(1.0, ge=0, le=1e6)
+    modules: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = Field(
         default_factory=dict, description="Other weights than image of some generators, by module.")
 
     def of(self, generator: str) -> float:
@@ -102,11 +116,19 @@ class ModelSpec(Strict):
 
     modules: dict[str, ModuleSpec] = Field(description="Modules by name, in any order.")
     projector_hidden: int | None = Field(
-        None, ge=1, description="Hidden width of the two-layer projectors; the LLM's width if not given.")
+        None, ge=1, le=2**20, description="Hidden width of the two-layer projectors; the LLM's width if not given.")
     loss_weights: LossWeights = Field(default_factory=LossWeights)
     trained: list[str] | None = Field(
         None, description="Modules whose weights are trained, and 'projectors' for the layers that join modules; "
         "all of them if not given. The others are frozen.")
+
+    @model_validator(mode="after")
+    def _names(self) -> ModelSpec:
+        for name in self.modules:
+            if name == PROJECTORS or not re.match(UNIT_NAME, name):
+                raise ValueError(f"modules: {name!r} is no name for a module; allowed: at most 64 letters, digits, _, "
+                                 f"+ and -, a letter or digit first, and not {PROJECTORS!r} (the layers between)")
+        return self
 
     @model_validator(mode="after")
     def _known_trained(self) -> ModelSpec:
@@ -156,18 +178,27 @@ class SourceSpec(Strict):
     images: str | None = Field(
         None, description="Folder of the images that a LLaVA JSON names; the JSON's own folder if not given.")
     weight: float = Field(
-        1.0, gt=0, description="How often its samples are drawn, relative to the other sources (1 = once per epoch).")
+        1.0, gt=0, le=1000, description="How often its samples are drawn, relative to the other sources (1 = once per "
+        "epoch).")
 
 
 class DistributionSpec(Strict):
     """A named distribution of sizes that stands in for a dataset: to plan for data that nobody has here."""
 
     name: str = Field("laion-like", description="File of templates/distributions/.")
-    images_per_sequence: float = Field(8.0, ge=0, description="Mean images read per packed sequence.")
-    generated_per_sequence: float = Field(8.0, ge=0, description="Mean images generated per packed sequence.")
-    clips_per_sequence: float = Field(0.0, ge=0, description="Mean audio clips heard per packed sequence.")
-    min_side_px: int = Field(0, ge=0, description="Smaller images are not used (shorter side in pixels).")
+    images_per_sequence: float = Field(8.0, ge=0, le=1e6, description="Mean images read per packed sequence.")
+    generated_per_sequence: float = Field(8.0, ge=0, le=1e6, description="Mean images generated per packed sequence.")
+    clips_per_sequence: float = Field(0.0, ge=0, le=1e6, description="Mean audio clips heard per packed sequence.")
+    min_side_px: int = Field(0, ge=0, le=10_000, description="Smaller images are not used (shorter side in pixels).")
     sequences: int = Field(4096, ge=1, le=100_000, description="Packed sequences drawn; together they are one epoch.")
+
+    @model_validator(mode="after")
+    def _drawn(self) -> DistributionSpec:
+        each = self.images_per_sequence + self.generated_per_sequence + self.clips_per_sequence
+        if each * self.sequences > MOST_DRAWN:
+            raise ValueError(f"{each:g} images and clips × {self.sequences:,} sequences are more than are drawn; "
+                             f"allowed: {MOST_DRAWN:,}")
+        return self
 
 
 class DataSpec(Strict):
@@ -178,9 +209,9 @@ class DataSpec(Strict):
         None, description="Instead of sources: sizes drawn from a named distribution; plans only, no training.")
     tokenizer: str = Field(
         "bytes", description="'bytes', a local Hugging Face tokenizer folder, or the name of one on Hugging Face.")
-    sequence_length: int = Field(8192, ge=16, description="Tokens of one packed sequence.")
+    sequence_length: int = Field(8192, ge=16, le=2**20, description="Tokens of one packed sequence.")
     max_image_pixels: int = Field(
-        1048576, ge=64, description="Pixels of one image read; larger ones are scaled down to it.")
+        1048576, ge=64, le=100_000_000, description="Pixels of one image read; larger ones are scaled down to it.")
     held_out: float = Field(
         0.0, ge=0, lt=1, description="Share of the samples that are never trained on, for train.evaluation; chosen by "
         "their keys.")
@@ -199,9 +230,10 @@ class DataSpec(Strict):
 class LinkSpec(Strict):
     """Published bandwidths of one GPU's links, one direction; needed for devices that cannot be measured here."""
 
-    intra_node_gbps: float | None = Field(None, gt=0, description="NVLink or the like; the catalogue's if not given.")
+    intra_node_gbps: float | None = Field(
+        None, ge=1e-3, le=1e6, description="NVLink or the like; the catalogue's if not given.")
     inter_node_gbps: float = Field(
-        100.0, gt=0, description="Network of one GPU: a node's network bandwidth over its GPUs.")
+        100.0, ge=1e-3, le=1e6, description="Network of one GPU: a node's network bandwidth over its GPUs.")
 
 
 class SlurmSpec(Strict):
@@ -216,7 +248,8 @@ class SlurmSpec(Strict):
     time: str | None = Field(
         None, pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$", description="Time limit as Slurm reads it, such as 1-12:00:00.")
     signal_s: int = Field(
-        300, ge=10, description="Seconds before the time limit at which the job saves, ends and is queued again.")
+        300, ge=10, le=86_400, description="Seconds before the time limit at which the job saves, ends and is queued "
+        "again.")
     options: list[Annotated[str, Field(pattern=rf"^--[a-z][a-z-]*(={SLURM_WORD[1:-1]})?$")]] = Field(
         default_factory=list, description="More options of sbatch for the GPU nodes, such as --exclusive.")
     setup: str | None = Field(
@@ -226,17 +259,18 @@ class SlurmSpec(Strict):
 class ClusterSpec(Strict):
     """The machines."""
 
-    nodes: int = Field(1, ge=1)
-    gpus_per_node: int = Field(8, ge=1, description="Devices of one node; on a CPU, processes.")
+    nodes: int = Field(1, ge=1, le=MOST_GPUS)
+    gpus_per_node: int = Field(8, ge=1, le=1024, description="Devices of one node; on a CPU, processes.")
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$",
         description="auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not here.")
-    memory_gib: float | None = Field(None, gt=0, description="Memory of one device; measured when not given.")
+    memory_gib: float | None = Field(
+        None, ge=1e-3, le=1e6, description="Memory of one device; measured when not given.")
     peak_tflops: float | None = Field(
-        None, gt=0, description="Dense peak of one device; needed when the device is not in the catalogue.")
+        None, ge=1e-3, le=1e6, description="Dense peak of one device; needed when the device is not in the catalogue.")
     links: LinkSpec = Field(default_factory=LinkSpec)
-    cpu_node_cores: int = Field(64, ge=1, description="Cores of one preprocessing node.")
-    cpu_nodes: int = Field(0, ge=0, description="Preprocessing nodes that --emit slurm asks for.")
+    cpu_node_cores: int = Field(64, ge=1, le=MOST_GPUS, description="Cores of one preprocessing node.")
+    cpu_nodes: int = Field(0, ge=0, le=MOST_GPUS, description="Preprocessing nodes that --emit slurm asks for.")
     hostfile: str | None = Field(
         None, description="DeepSpeed hostfile (lines such as 'worker-1 slots=8'), relative to the run file: the hosts "
         "of --emit torchrun.")
@@ -247,6 +281,13 @@ class ClusterSpec(Strict):
         "choose one themselves if not given.")
     slurm: SlurmSpec = Field(default_factory=SlurmSpec)
 
+    @model_validator(mode="after")
+    def _most_gpus(self) -> ClusterSpec:
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"nodes × gpus_per_node = {self.nodes:,} × {self.gpus_per_node:,} = {self.gpus:,} "
+                             f"devices; allowed: {MOST_GPUS:,}")
+        return self
+
     @property
     def gpus(self) -> int:
         """Devices in all."""
@@ -256,23 +297,27 @@ class ClusterSpec(Strict):
 class ModuleOptimizerSpec(Strict):
     """What the optimizer does differently for one module; fields not given are those of the whole model."""
 
-    lr: float | None = Field(None, ge=0)
-    weight_decay: float | None = Field(None, ge=0)
-    warmup_steps: int | None = Field(None, ge=0)
+    lr: float | None = Field(None, ge=0, le=1e3)
+    weight_decay: float | None = Field(None, ge=0, le=1e3)
+    warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS)
     schedule: Literal["constant", "cosine", "linear"] | None = None
     min_lr_fraction: float | None = Field(None, ge=0, le=1)
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(Strict):
     """AdamW and its learning rate."""
 
-    lr: float = Field(1e-3, gt=0, description="Learning rate after the warm-up.")
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    lr: float = Field(1e-3, gt=0, le=1e3, description="Learning rate after the warm-up.")
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, le=1)
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled decay of matrices, kernels and embeddings; biases, norms and other single "
-        "vectors do not decay.")
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, before the schedule begins.")
+        0.0, ge=0, le=1e3, description="Decoupled decay of matrices, kernels and embeddings; biases, norms and other "
+        "single vectors do not decay.")
+    warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Steps of linear warm-up, before the schedule begins.")
     schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="The rate after the warm-up: constant, or falling to min_lr_fraction at train.steps.")
     min_lr_fraction: float = Field(0.0, ge=0, le=1, description="Where cosine and linear end, as a share of lr.")
@@ -288,15 +333,16 @@ class OptimizerSpec(Strict):
 class CheckpointSpec(Strict):
     """When checkpoints are written."""
 
-    every_steps: int = Field(0, ge=0, description="Steps between checkpoints; 0 = only at the end.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    every_steps: int = Field(0, ge=0, le=MOST_STEPS, description="Steps between checkpoints; 0 = only at the end.")
+    keep: int = Field(2, ge=1, le=MOST_STEPS, description="Newest checkpoints kept.")
 
 
 class EvaluationSpec(Strict):
     """Losses on data that are never trained on (`data.held_out`)."""
 
-    every_steps: int = Field(ge=1, description="Steps between evaluations.")
-    sequences: int = Field(ge=1, description="Packed sequences evaluated, rounded up to whole global batches.")
+    every_steps: int = Field(ge=1, le=MOST_STEPS, description="Steps between evaluations.")
+    sequences: int = Field(
+        ge=1, le=10**6, description="Packed sequences evaluated, rounded up to whole global batches.")
 
 
 class EmaSpec(Strict):
@@ -309,15 +355,16 @@ class EmaSpec(Strict):
 class TrainSpec(Strict):
     """The optimisation."""
 
-    global_batch_size: int = Field(ge=1, description="Packed sequences per optimizer step, over the whole job.")
-    steps: int = Field(ge=1, description="Optimizer steps.")
+    global_batch_size: int = Field(
+        ge=1, le=MOST_SEQUENCES, description="Packed sequences per optimizer step, over the whole job.")
+    steps: int = Field(ge=1, le=MOST_STEPS, description="Optimizer steps.")
     precision: Literal["fp32", "bf16"] = "bf16"
     zero_stage: Literal[0, 1, "auto"] = Field(
         1, description="1 splits optimizer states over the replicas of a unit, 0 does not; auto lets the plan choose.")
     activation_checkpointing: Literal["none", "full", "auto"] = Field(
         "auto", description="Recompute activations in the backward: never, in every unit, or where the plan needs it.")
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
-    gradient_clipping: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no clipping.")
+    gradient_clipping: float = Field(1.0, ge=0, le=1e6, description="Largest global gradient norm; 0 = no clipping.")
     on_bad_loss: Literal["stop", "skip"] = Field(
         "stop", description="When a loss or the gradient norm is not finite: stop and name the module, or skip the "
         "step (weights stay as they were), and stop after ten such steps in a row.")
@@ -327,13 +374,14 @@ class TrainSpec(Strict):
     ordering: Literal["none", "paper", "best"] = Field(
         "paper", description="How samples are ordered in a global batch: as packed, by the paper's two rules, or by "
         "a search that the simulator drives.")
-    seed: int = Field(0, ge=0)
-    timeout_s: float = Field(600.0, gt=0, description="Longest wait of a rank for another one.")
+    seed: int = Field(0, ge=0, lt=2**32)
+    timeout_s: float = Field(600.0, ge=1e-3, le=MOST_S, description="Longest wait of a rank for another one.")
     hang_s: float | None = Field(
-        None, gt=0, description="Longest time without progress of any rank, after which the job ends and names the "
-        "rank that the others wait for; three quarters of timeout_s if not given.")
+        None, ge=1e-3, le=MOST_S, description="Longest time without progress of any rank, after which the job ends and "
+        "names the rank that the others wait for; three quarters of timeout_s if not given.")
     restarts: int = Field(
-        0, ge=0, description="How often the job is started again from its newest checkpoint when a rank dies or hangs.")
+        0, ge=0, le=10**6, description="How often the job is started again from its newest checkpoint when a rank dies "
+        "or hangs.")
     track: list[Literal["tensorboard", "wandb"]] = Field(
         default_factory=list, description="Where every step's figures go besides the console and the traces.")
 
@@ -356,12 +404,26 @@ class TrainSpec(Strict):
         return self
 
 
+def worker_host(address: str) -> tuple[str, str]:
+    """Scheme and host of a worker's address; raises ValueError where it is none."""
+    url = urlsplit(address)
+    if url.scheme not in WORKER_SCHEMES or not url.hostname or not url.port:
+        allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in WORKER_SCHEMES)
+        raise ValueError(f"not the address of a worker; allowed: {allowed}")
+    return url.scheme, url.hostname
+
+
+def _address(address: str) -> str:
+    worker_host(address)
+    return address
+
+
 class PreprocessSpec(Strict):
     """How pixels are prepared: in every rank, or by workers on CPU nodes (`disttrain data serve`)."""
 
-    workers: int = Field(1, ge=1, description="Decoding threads per rank that loads images, or per worker.")
-    prefetch_slots: int = Field(2, ge=1, description="Slots prepared ahead of the training step, per rank.")
-    addresses: list[str] = Field(
+    workers: int = Field(1, ge=1, le=1024, description="Decoding threads per rank that loads images, or per worker.")
+    prefetch_slots: int = Field(2, ge=1, le=1024, description="Slots prepared ahead of the training step, per rank.")
+    addresses: list[Annotated[str, AfterValidator(_address)]] = Field(
         default_factory=list, description="Preprocessing workers that ranks pull from, as grpc://HOST:PORT or "
         "grpc+tls://HOST:PORT; none: ranks prepare their data themselves.")
     tls_ca: str | None = Field(
@@ -373,14 +435,14 @@ class PreprocessSpec(Strict):
         "the node's name.")
     tls_key: str | None = Field(None, description="Its private key (PEM); {host} stands for the node's name.")
     wait_s: float = Field(
-        300.0, gt=0, description="Longest wait for a worker when none answers, before training stops.")
+        300.0, ge=1e-3, le=MOST_S, description="Longest wait for a worker when none answers, before training stops.")
 
 
 class SampleSpec(Strict):
     """Images generated after training."""
 
-    images: int = Field(8, ge=0, description="Images generated at the end of a run.")
-    denoising_steps: int = Field(20, ge=1)
+    images: int = Field(8, ge=0, le=10_000, description="Images generated at the end of a run.")
+    denoising_steps: int = Field(20, ge=1, le=10_000)
 
 
 class FaultSpec(Strict):
@@ -391,9 +453,10 @@ class FaultSpec(Strict):
         "and its gradients, takes longer; worker: the data of a unit's replicas take longer to prepare; host: one "
         "replica of a stage begins its operations late, so that they take longer with the wait.")
     unit: str = Field(description="Unit of the plan.")
-    stage: int = Field(0, ge=0, description="Stage of the unit; worker: does not matter.")
-    replica: int | None = Field(None, ge=0, description="rank, host, worker: the replica; none: all workers of it.")
-    factor: float = Field(gt=0, description="Times as long.")
+    stage: int = Field(0, ge=0, le=MOST_GPUS, description="Stage of the unit; worker: does not matter.")
+    replica: int | None = Field(
+        None, ge=0, le=MOST_GPUS, description="rank, host, worker: the replica; none: all workers of it.")
+    factor: float = Field(ge=1e-3, le=1e6, description="Times as long.")
 
     @model_validator(mode="after")
     def _one_rank(self) -> FaultSpec:
@@ -407,10 +470,10 @@ class FaultSpec(Strict):
 class RehearseSpec(Strict):
     """How `disttrain train --rehearse` stands in for the cluster."""
 
-    steps: int = Field(3, ge=1, description="Optimizer steps, where --steps gives none.")
-    time_scale: float | Literal["auto"] = Field(
+    steps: int = Field(3, ge=1, le=MOST_STEPS, description="Optimizer steps, where --steps gives none.")
+    time_scale: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = Field(
         "auto", description="Seconds here per second of the cluster; auto: slow enough for this machine to keep up.")
-    gpus_per_process: int | Literal["auto"] = Field(
+    gpus_per_process: Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"] = Field(
         "auto", description="GPUs of one stage for which a process stands, whole TP groups; auto: as few as make "
         "at most 24 processes.")
     messages: Literal["scaled", "real"] = Field(
@@ -441,6 +504,15 @@ class RunFile(Strict):
         if unknown:
             raise ValueError(
                 f"train.optimizer.modules: no such module: {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        return self
+
+    @model_validator(mode="after")
+    def _known_units(self) -> RunFile:
+        allowed = [*self.model.modules, MONOLITH]
+        unknown = [fault.unit for fault in self.rehearse.faults if fault.unit not in allowed]
+        if unknown:
+            raise ValueError(f"rehearse.faults: no plan has such a unit: {', '.join(unknown)}; allowed: "
+                             f"{', '.join(allowed)}, which holds every module")
         return self
 
     @model_validator(mode="after")

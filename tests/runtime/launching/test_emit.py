@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.launching.emit.hosts import Host, place_ranks, read_hostfile
+from disttrain_cli.runtime.launching.emit.hosts import place_ranks
 from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.spec.files import parse_yaml
+from disttrain_cli.spec.hostfile import Host, read_hostfile
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile, read_run

@@ -175,7 +175,7 @@ def _comparisons(
     if operations:
         add("iteration_s", None, "same work", operations[0].predicted / 1e3, iteration_s, "s")
     add("sequences_per_s", None, "plan", plan.sequences_per_s, job.layout.global_batch_size / iteration_s, "1/s")
-    add("mfu", None, "plan", plan.mfu, mfu, "fraction")
+    add("mfu", None, "plan", plan.mfu_used or plan.mfu, mfu, "fraction")
     add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
     sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
     for unit in job.layout.units:

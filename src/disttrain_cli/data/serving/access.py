@@ -6,12 +6,11 @@ import ipaddress
 import re
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile import WORKER_SCHEMES, Run, worker_host
 
-PLAIN, TLS = "grpc", "grpc+tls"
+PLAIN, TLS = WORKER_SCHEMES
 HEADER = "authorization"
 
 
@@ -75,13 +74,7 @@ def read_secret(path: Path, name: str) -> bytes:
 def _parts(address: str, name: str) -> tuple[str, str]:
     """Scheme and host of an address."""
     try:
-        url = urlsplit(address)
-        if url.scheme in (PLAIN, TLS) and url.hostname and url.port:
-            return url.scheme, url.hostname
-    except ValueError:
-        pass
-    raise SpecError(
-        f"{name} is not the address of a worker",
-        f"given: {address!r}; allowed: {PLAIN}://HOST:PORT, {TLS}://HOST:PORT",
-        "disttrain data serve shows the addresses of its workers.",
-    )
+        return worker_host(address)
+    except ValueError as error:
+        raise SpecError(f"{name}: {address!r} cannot be asked", str(error),
+                        "disttrain data serve shows the addresses of its workers.") from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,33 @@ def refuse_unknown(name: str, architecture: str, given: Iterable[str], known: It
             raise SpecError(what, f"known: {', '.join(near)}")
 
 
+#: Largest numbers of a configuration: blocks in a row, ids and positions, and everything else that is whole.
+MOST_LAYERS, MOST_IDS, MOST_WIDTH = 256, 2**24, 2**17
+LAYERS = re.compile(r"depth|(^|_)layers($|_)")
+IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$")
+#: Fields that size nothing, or whose larger numbers are checked with their meaning.
+FREE = re.compile(r"^(rope|initializer|max_length|sample_size|num_train)")
+
+
+def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config") -> None:
+    """Raise SpecError for the first number that no machine could build or count: in lists and mappings too."""
+    for field, given in fields.items():
+        most = MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
+        for value in _numbers(given):
+            if not math.isfinite(value) or (abs(value) > most and isinstance(value, int) and not FREE.search(field)):
+                raise wrong(name, field, given, f"finite numbers up to {most:,}", section)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _numbers(part)
+    elif isinstance(value, dict):
+        yield from _numbers([part for key, part in value.items() if not isinstance(key, str) or "rope" not in key])
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+
+
 def refuse_dropout(name: str, field: str, value: float | None) -> None:
     """Raise SpecError where a probability of dropout is not zero."""
     if value:
@@ -82,6 +111,7 @@ def read_transformer(
     made = getattr(transformers, class_name)
     known = {*inspect.get_annotations(made), *getattr(made, "attribute_map", {})}
     refuse_unknown(name, architecture, spec.config, known, "config")
+    check_numbers(name, fields | spec.config)
     try:
         config = made(**{**fields, **spec.config})
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.configs.checks import check_dropout, refuse_unknown, wrong
+from disttrain_cli.models.configs.checks import check_dropout, check_numbers, refuse_unknown, wrong
 from disttrain_cli.models.noise import Noise
 from disttrain_cli.spec.runfile import ModuleSpec, NoiseSpec
 
@@ -105,6 +105,7 @@ def _read(
     assert spec.image_size is not None
     defaults = known_fields(architecture)
     refuse_unknown(name, architecture, spec.config, defaults, "config")
+    check_numbers(name, fields | spec.config)
     vae = None if spec.vae is None else _make_vae(name, spec.vae, spec.image_size)
     side = spec.image_size if vae is None else latent_side(vae, spec.image_size)
     if spec.config.get("sample_size") not in (None, side):
@@ -130,6 +131,7 @@ def _check_channels(name: str, config: dict[str, Any], channels: int, why: str, 
 
 def _make_vae(name: str, fields: dict[str, Any], image_size: int) -> dict[str, Any]:
     refuse_unknown(name, "AutoencoderKL", fields, known_fields("AutoencoderKL"), "vae")
+    check_numbers(name, fields, "vae")
     config = {**known_fields("AutoencoderKL"), **fields}
     for field in ("in_channels", "out_channels"):
         if config[field] != 3:

@@ -31,6 +31,12 @@ def image_input(
     Raises:
         SpecError: the folder's `preprocessor_config.json` cannot be read, or holds values that are none.
     """
+    most, block_px = run.file.data.max_image_pixels, patch_px * merge
+    if block_px**2 > most:
+        raise SpecError(f"model.modules.{module}: one token stands for more pixels than an image may have",
+                        f"patch_size {patch_px} × merge {merge}: {block_px} × {block_px} pixels; "
+                        f"data.max_image_pixels: {most:,}",
+                        "Lower merge or patch_size, or raise data.max_image_pixels.")
     mean, std = _from_folder(run, module, *normal)
     return ImageInput(
         module=module, patch_px=patch_px, merge=merge, mean=mean, std=std, extra_tokens=extra_tokens, window=window,

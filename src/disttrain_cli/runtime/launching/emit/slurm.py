@@ -6,9 +6,10 @@ import shlex
 from pathlib import Path
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.launching.emit.hosts import Host, Node, place_ranks
+from disttrain_cli.runtime.launching.emit.hosts import Node, place_ranks
 from disttrain_cli.runtime.launching.emit.scripts import Emitted, common, filled, plain_path, write_job
 from disttrain_cli.runtime.train import topology_of
+from disttrain_cli.spec.hostfile import Host
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
