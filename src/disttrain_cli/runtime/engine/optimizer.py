@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
 
 
-def owner(module: str, kind: str) -> str:
-    """Under which name a layer is trained and its rates are given: its module's, or "projectors"."""
-    return PROJECTORS if kind == "projector" else module
-
-
 def decays(parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: more than one dimension of the whole tensor is longer than one number."""
     return sum(size > 1 for size in whole_shape(parameter)) > 1
@@ -41,11 +36,11 @@ def parameter_groups(layers: Iterable[PipelineLayer], optimizer: OptimizerSpec) 
     """
     groups: dict[str, dict[str, Any]] = {}
     for layer in layers:
-        module = owner(layer.module, layer.kind)
-        own = optimizer.of(module)
-        for parameter in layer.parameters():
+        for path, parameter in layer.named_parameters():
             if not parameter.requires_grad:
                 continue
+            module = layer.owner_of(path)
+            own = optimizer.of(module)
             whole, decay = shard_of(parameter) is None, decays(parameter)
             name = f"{module}/{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
             group = groups.setdefault(name, {
