@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.spec.runfile import PROJECTORS, OptimizerSpec, Run, TrainSpec
+from disttrain_cli.spec.runfile import OptimizerSpec, Run, TrainSpec
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
@@ -70,8 +70,7 @@ def learning_rate(train: TrainSpec, module: str, step: int) -> float:
 
 def rates(run: Run, step: int) -> dict[str, float]:
     """Rate of every module that is trained, and of the projectors, in a step."""
-    names = run.file.model.trained or [*run.file.model.order, PROJECTORS]
-    return {name: learning_rate(run.file.train, name, step) for name in names}
+    return {name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names}
 
 
 def set_rates(engine: UnitEngine, step: int) -> None:
