@@ -32,7 +32,7 @@ def planned(run_folder, capsys):
 @pytest.fixture
 def faked(planned, monkeypatch):
     """A run that reports three steps and starts no rank."""
-    def train(run, plan, profile, *, steps, resume, profile_steps, on_step, progress):
+    def train(run, plan, profile, *, steps, resume, profile_steps, origin, on_step, progress):
         root = Path(run.dir.root)
         for step in STEPS:
             on_step(step)

@@ -61,6 +61,19 @@ def test_images_without_a_module_are_left_out(own_run: MakeRun) -> None:
     assert index.kinds.tolist() == [TEXT] and [s.key for s in index.skipped] == ["1"]
 
 
+def test_what_has_no_module_is_counted_and_no_text_that_asks_for_it_is_trained(own_run: MakeRun) -> None:
+    files = [interleaved("s", text("seen"), image("s.0.jpg"), text("Draw it."), image("s.1.jpg", True), text("end")),
+             ("s.0.jpg", encoded(20, 20)), ("s.1.jpg", encoded(20, 20))]
+    run = own_run({"a.tar": files, "b.tar": files})
+    index = build_index(run, INPUTS.model_copy(update={"target": None}))
+    assert index.kinds.tolist() == [TEXT, IMAGE, TEXT, TEXT] * 2
+    assert index.trained.tolist() == [True, False, False, True] * 2
+    assert index.unread == {"images to generate": 2}
+    assert build_index(run, INPUTS).unread == {} and build_index(run, INPUTS).trained.sum() == 6
+    neither = build_index(run, INPUTS.model_copy(update={"target": None, "image": None}))
+    assert neither.unread == {"images to read": 2, "images to generate": 2}
+
+
 def test_images_without_any_text_are_refused(own_run: MakeRun) -> None:
     run = own_run({"a.tar": [interleaved("0", image("0.jpg"), text("")), ("0.jpg", encoded(20, 20))]})
     with pytest.raises(DataError, match="no text"):
@@ -264,10 +277,10 @@ def test_an_index_of_another_version_is_built_again(own_run: MakeRun, monkeypatc
 
     run = own_run({"a.tar": shard_of("one")})
     with monkeypatch.context() as older:
-        older.setattr(room, "INDEX_VERSION", 1)  # of what is written; what is read must be 2
+        older.setattr(room, "INDEX_VERSION", 1)  # of what is written; what is read must be this
         with pytest.raises(MismatchError, match="another version"):
             build_index(run, INPUTS)
-    with pytest.raises(MismatchError, match="index: 1, this program: 2"):
+    with pytest.raises(MismatchError, match="index: 1, this program: 3"):
         read_index(run, INPUTS)
     assert len(open_index(run, INPUTS)) == 1
 

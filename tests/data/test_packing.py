@@ -28,7 +28,7 @@ def make_index(kinds: list[list[int]], tokens: list[list[int]], weights: list[fl
         shard=np.zeros(len(kinds), dtype=np.int64), keys=[str(n) for n in range(len(kinds))],
         segment_start=starts_of(np.array([len(row) for row in kinds])), kinds=flat_kinds,
         tokens=np.array([t for row in tokens for t in row], dtype=np.int64), trained=flat_kinds == TEXT,
-        offsets=zeros, sizes=zeros,
+        ended=np.zeros(len(flat_kinds), dtype=bool), offsets=zeros, sizes=zeros,
         grids=np.where(flat_kinds[:, None] == IMAGE, [[2, 4]], 0),
     )
 

@@ -22,7 +22,7 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, PROPERTY, interleaved, make_run, text, write_tar
-from tests.data.sources.forms import FORMS, Written, write_form
+from tests.data.sources.forms import ENDED, FORMS, Written, write_form
 
 
 @pytest.fixture(scope="module", params=FORMS)
@@ -37,7 +37,9 @@ def contents(index: Index, reader: ShardReader, sample: int) -> list[tuple[int, 
     """A sample as `Written.samples` has it, read through the index."""
     segments = range(index.segment_start[sample], index.segment_start[sample + 1])
     texts = iter(reader.texts(sample))
-    return [(TEXT, bytes(next(texts)).decode(), bool(index.trained[s])) if index.kinds[s] == TEXT
+    eos = ByteTokenizer().eos
+    return [(TEXT, bytes(ord(ENDED) if token == eos else token for token in next(texts)).decode(),
+             bool(index.trained[s])) if index.kinds[s] == TEXT
             else (int(index.kinds[s]), reader.file(sample, s), bool(index.trained[s])) for s in segments]
 
 
@@ -66,7 +68,8 @@ def test_labels_are_the_trained_texts(read_form: tuple[Run, Index, Written]) -> 
         ids, labels = plan.token_ids(tokens, reader.texts)
         learnt = labels[labels != NOT_TRAINED].tolist()
         own = [written.samples[sample] for sample in plan.samples]
-        said = [[*"".join(value for kind, value, trained in sample if trained).encode(), tokens.eos] for sample in own]
+        said = [[tokens.eos if byte == ord(ENDED) else byte for byte in "".join(
+            [*(value for kind, value, trained in sample if trained), ENDED]).encode()] for sample in own]
         assert learnt == [token for sample in said for token in sample]
         assert len(learnt) == packing.label_tokens[number] and len(ids) == INPUTS.sequence_length
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from disttrain_cli.models.dropout import SeededDropout, begin, row_hashes, seeded
+from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_batch, state_at
@@ -89,3 +90,13 @@ def test_a_vits_block_drops_the_same_of_an_image_alone_and_among_others(make_run
     alone = block({"image_hidden": state["image_hidden"][rows:]}, second)["image_hidden"]
     torch.testing.assert_close(whole[rows:], alone)
     assert not torch.allclose(block.eval()(state, both)["image_hidden"], whole)
+
+
+@pytest.mark.parametrize(("module", "change"), [
+    ("image_encoder", {"config": {"hidden_dropout_prob": 0.5}}),
+    ("audio_encoder", {"config": {"dropout": 0.3, "activation_dropout": 0.2}}),
+    ("image_generator", {"config": {"dropout": 0.4}})])
+def test_layers_that_drop_are_counted_like_those_that_do_not(make_run, module, change) -> None:
+    kept = {"config": dict.fromkeys(change["config"], 0.0)}
+    counted = [count_flops(make_run(**{module: own}))[module] for own in (change, kept)]
+    assert counted[0] == counted[1]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.noise import Noise, _betas
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.sampling import generate
 
@@ -50,6 +51,38 @@ def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypa
     result = images(make_run(), steps=5)
     expected = ((clean[0] + 1) * 127.5).round().permute(1, 2, 0).numpy()
     assert np.abs(result.astype(float) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_what_a_prediction_is_wrong_by_stays_in_images_no_more_than_with_ddpm(prediction):
+    """A denoiser of four images that knows them, but for an error of a tenth: how far its images are from the next."""
+    from diffusers import DDPMScheduler
+
+    noise = Noise(prediction=prediction)
+    images = torch.randint(0, 2, (4, 64), generator=torch.Generator().manual_seed(0)) * 1.8 - 0.9
+    alphas = DDPMScheduler(**_betas(noise)).alphas_cumprod
+
+    def predict(noisy, time):
+        signal, sigma = alphas[time].sqrt(), (1 - alphas[time]).sqrt()
+        clean = torch.softmax(-(noisy[:, None] - signal * images).square().sum(-1) / (2 * sigma**2), -1) @ images
+        drawn = (noisy - signal * clean) / sigma
+        return (drawn if prediction == "epsilon" else signal * drawn - sigma * clean) + 0.1 * torch.sin(9 * noisy)
+
+    def left_over(scheduler):
+        scheduler.set_timesteps(20)
+        sample, random = (torch.randn(16, 64, generator=torch.Generator().manual_seed(1)),
+                          torch.Generator().manual_seed(2))
+        for time in scheduler.timesteps:
+            sample = scheduler.step(predict(sample, time), time, sample, generator=random).prev_sample
+        return float((sample[:, None] - images).square().mean(-1).min(1).values.sqrt().mean())
+
+    ddpm = left_over(DDPMScheduler(prediction_type=prediction, clip_sample=True, **_betas(noise)))
+    assert left_over(noise.sampler(bounded=True)) < 1.5 * ddpm < 0.02
+
+
+def test_no_more_steps_than_timesteps(make_run):
+    run = make_run(image_generator={"noise": {"timesteps": 3}})
+    assert images(run, steps=20, targets=1).shape == (1, 16, 16, 3)
 
 
 @pytest.mark.parametrize("steps", [1, 20])

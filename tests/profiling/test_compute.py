@@ -113,7 +113,7 @@ def test_layers_that_were_not_built_count_as_the_later_ones() -> None:
 def test_the_first_layers_of_every_kind_come_as_ranges() -> None:
     from disttrain_cli.models.graph import LayerInfo
 
-    table = [LayerInfo(f"m.{i}", module, kind, (), (), (), None, 0, False) for i, (module, kind) in enumerate(
+    table = [LayerInfo(f"m.{i}", module, kind, (), (), (), None, 0, frozenset()) for i, (module, kind) in enumerate(
         [("m", "embed"), ("m", "block"), ("m", "block"), ("m", "block"), ("m", "head"), ("n", "block")])]
     assert first_of_kinds(table, "m", 2) == [(0, 3), (4, 5)]
     assert first_of_kinds(table, "n", 2) == [(5, 6)]

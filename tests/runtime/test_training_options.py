@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from disttrain_cli.data.index import build_index
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.progress import silent
@@ -164,8 +164,14 @@ def test_frozen_weights_have_neither_gradients_nor_moments(runs: Runs, name: str
     run, out = runs(name)
     trained = run.file.model.trained
     assert trained is not None
-    expected = sum(2 * info.parameters for info in layer_table(run)
-                   if ("projectors" if info.kind == "projector" else info.module) in trained)
+    table = layer_table(run)
+    start = {f"{layer.name}/{path}": (p, "projectors" if layer.published_name(path) is None else layer.module)
+             for layer in build_layers(run, 0, len(table)) for path, p in layer.named_parameters()}
+    expected = sum(2 * p.numel() for p, owner in start.values() if owner in trained)
+    for key, weight in _weights(out).items():
+        p, owner = start[key]
+        if owner not in trained and weight.shape == p.shape:
+            assert torch.equal(weight, p.to(weight.dtype)), key
     ranks, (layout, *_) = _ranks(out), CASES[name]
     if layout == "units":
         assert sum(rank["moments"] for rank in ranks) == expected

@@ -20,6 +20,7 @@ from disttrain_cli.commands.common import (
 )
 from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
+from disttrain_cli.spec.index import TARGET, UNREAD
 
 if TYPE_CHECKING:
     from disttrain_cli.profiling.calibrate import Change
@@ -144,6 +145,10 @@ def _render(console: Console, profile: Profile, path: Path) -> None:
         console.say(f"         skipped {named}")
     if data.skipped > len(data.skipped_first):
         console.say(f"         and {data.skipped - len(data.skipped_first):,} more: disttrain data check lists all")
+    if data.unread:
+        left_out = " and ".join(f"{count:,} {what}" for what, count in data.unread.items())
+        asked = "; texts that ask for an image are not trained" if UNREAD[TARGET] in data.unread else ""
+        console.say(f"         without {left_out}: the model has no module for them{asked}")
     trained = f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
     console.say(f"Tokens   {data.text_tokens:,} of text{trained}; {data.image_tokens:,} of images")
     images = data.images_per_sequence

@@ -41,6 +41,7 @@ $ disttrain train --emit slurm
 $ disttrain train --emit torchrun --out scripts
 $ disttrain train --rehearse
 $ disttrain train --steps 200 --resume
+$ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
@@ -60,6 +61,9 @@ def run(
         int | None, typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    origin: Annotated[Path | None, typer.Option(
+        "--from", metavar="RUN|EXPORT", help="Start at step 0 from all weights of another run (its folder or run file: "
+        "its newest checkpoint; or a checkpoint's folder), or of a folder that `disttrain export` wrote.")] = None,
     rehearse: Annotated[bool, typer.Option(
         "--rehearse", help="Run the plan on emulated devices: real processes, messages and schedule, computing is "
         "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
@@ -89,6 +93,7 @@ def run(
     if out is not None and emit is None:
         raise UsageError("--out names a folder for what --emit writes", "given: no --emit", "disttrain train --help")
     profiled = _steps_to_profile(profile_steps, rehearse, preflight)
+    begins = _begins_with(origin, resume, rehearse)
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
     check(chosen, opened.file, profile)
     if profiled is not None:
@@ -103,7 +108,7 @@ def run(
             console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
         elsewhere = opened.file.cluster.nodes > 1 and emit is None and not rehearse
         console.hint(next_command("train", run_file, plan=plan, steps=steps, profile_steps=profile_steps,
-                                  emit="slurm" if elsewhere else emit)
+                                  **{"from": origin}, emit="slurm" if elsewhere else emit)
                      + (" --rehearse" if rehearse else ""))
         return
     if rehearse:
@@ -112,21 +117,23 @@ def run(
         run_rehearsal(console, opened, chosen, profile, steps, resume)
         return
     refuse_not_run(chosen, opened.file, profile)
+    if not preflight:
+        from disttrain_cli.runtime.checkpoints.origin import starts
+
+        for note in starts(opened, begins, resume):
+            console.note(note)
     if emit is not None:
         write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
-                      resume=resume, preflight=preflight, profile_steps=profiled)
+                      resume=resume, preflight=preflight, profile_steps=profiled, origin=begins)
         return
     if preflight:
         try_out(console, opened, chosen, profile)
         return
-    from disttrain_cli.models.weights import random_starts
     from disttrain_cli.runtime.train import train
 
-    for note in random_starts(opened):
-        console.note(note)
     with console.progress() as progress:
         live = LiveStep(progress)
-        result = train(opened, chosen, profile, steps=steps, resume=resume, profile_steps=profiled,
+        result = train(opened, chosen, profile, steps=steps, resume=resume, profile_steps=profiled, origin=begins,
                        on_step=live.on_step, progress=live)
     console.result(result, result.run_dir)
     _render(console, result, chosen, profile)
@@ -137,6 +144,24 @@ def run(
         raise SystemExit(128 + signal.Signals[result.stopped_by])
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
                  else f"disttrain analyze {short_path(opened.dir.root)}")
+
+
+def _begins_with(origin: Path | None, resume: bool, rehearse: bool) -> Path | None:
+    """The folder of the checkpoint or export that --from names.
+
+    Raises:
+        UsageError: no weights are loaded, or they are those of --resume.
+        SpecError: there are none.
+    """
+    if origin is None:
+        return None
+    if resume or rehearse:
+        raise UsageError(f"--from does not go with --{'resume' if resume else 'rehearse'}",
+                         "--resume goes on with this run's own weights; --from starts at step 0" if resume
+                         else "emulated devices have no weights", "Leave one of the two out.")
+    from disttrain_cli.runtime.checkpoints.origin import find
+
+    return find(origin)
 
 
 def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> range | None:
@@ -223,6 +248,8 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
     say_drift(console, profile, chosen, steps, Path(result.run_dir))
     for why in result.restarts:
         console.say(f"Started again: {why}")
+    if result.started_from is not None:
+        console.say(f"Started from the weights of {short_path(Path(result.started_from))}")
     if result.resumed_from_step is not None:
         console.say(f"Resumed from step {result.resumed_from_step}")
     for sample in result.skipped_samples[:3]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -80,10 +81,12 @@ class Index:
     kinds: Ints  # [segments] TEXT, IMAGE, TARGET or AUDIO
     tokens: Ints  # [segments]
     trained: NDArray[np.bool_]  # [segments] a text whose tokens are labels
+    ended: NDArray[np.bool_]  # [segments] a text whose last token is an EOS inside the sample
     offsets: Ints  # [segments] where it lies in its shard: two numbers whose meaning is the form's own
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
     scaled_down: int | None = None  # images read that have more pixels than the model's budget; of files only
+    unread: dict[str, int] = field(default_factory=dict)  # by `UNREAD`, what the model has no module for
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -206,8 +209,8 @@ def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tup
                     indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
             else:
                 label = shard_label(run, shard)
-                rows, left_out = shard_rows(read_shard(shard, label), label, inputs, tokenizer)
-                indexed = Indexed(*state, len(rows), digest(rows), content_of(shard.path))
+                rows, left_out, unread = shard_rows(read_shard(shard, label), label, inputs, tokenizer)
+                indexed = Indexed(*state, len(rows), digest(rows), unread, content_of(shard.path))
             files.append(indexed)
             skipped += [(number, one) for one in left_out]
             labels += int(flat(rows, "tokens")[flat(rows, "trained") > 0].sum())
@@ -254,10 +257,12 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         kinds=kinds,
         tokens=flat(rows, "tokens"),
         trained=flat(rows, "trained").astype(bool),
+        ended=flat(rows, "ended").astype(bool),
         offsets=flat(rows, "offsets"),
         sizes=flat(rows, "sizes"),
         grids=_grids(inputs, kinds, widths, heights),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
+        unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
         scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
         drawn=~chosen(rows.column("key"), fraction) if fraction else None,
     )
@@ -293,6 +298,7 @@ def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
         kinds=drawn.kinds,
         tokens=drawn.tokens,
         trained=drawn.kinds == TEXT,
+        ended=np.zeros(len(drawn.kinds), dtype=bool),
         offsets=nowhere,
         sizes=nowhere,
         grids=drawn.grids,

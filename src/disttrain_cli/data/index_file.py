@@ -30,6 +30,7 @@ class Indexed(NamedTuple):
     time: int | str  # of the last change in ns, or the version that a server tells
     rows: int
     digest: str
+    unread: dict[str, int]  # by `UNREAD`, what the samples hold that the model has no module for
     content: str = ""  # of its bytes (`sources.files.content_of`)
     checked: bool = False  # every image and clip of it was decoded
 
@@ -145,6 +146,6 @@ def schema() -> pa.Schema:
 
     kinds = {"sample": pa.int64(), "source": pa.int32(), "shard": pa.string(), "key": pa.string(),
              "kinds": pa.list_(pa.int8()), "tokens": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()),
-             "widths": pa.list_(pa.int32()), "heights": pa.list_(pa.int32()), "offsets": pa.list_(pa.int64()),
-             "sizes": pa.list_(pa.int64())}
+             "ended": pa.list_(pa.bool_()), "widths": pa.list_(pa.int32()), "heights": pa.list_(pa.int32()),
+             "offsets": pa.list_(pa.int64()), "sizes": pa.list_(pa.int64())}
     return pa.schema([(name, kinds[name]) for name in COLUMNS])

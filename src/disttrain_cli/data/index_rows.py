@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from itertools import compress, islice
 from typing import TYPE_CHECKING
@@ -15,9 +16,9 @@ from disttrain_cli.data.arrays import starts_of
 from disttrain_cli.data.index_file import schema
 from disttrain_cli.data.log_mel import FRAME_MS
 from disttrain_cli.data.slots import Ints
-from disttrain_cli.data.sources import Sample, Skipped, printable
+from disttrain_cli.data.sources import Sample, Segment, Skipped, printable
 from disttrain_cli.data.tokenizer import Tokenizer
-from disttrain_cli.spec.index import AUDIO, COLUMNS, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
+from disttrain_cli.spec.index import AUDIO, COLUMNS, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT, UNREAD
 from disttrain_cli.spec.inputs import ModelInputs
 
 if TYPE_CHECKING:
@@ -36,21 +37,22 @@ def own_schema() -> pa.Schema:
 
 
 def shard_rows(found: Iterator[Sample | Skipped], label: str, inputs: ModelInputs,
-               tokenizer: Tokenizer) -> tuple[pa.Table, list[Skipped]]:
-    """(rows of a shard: key and segments; what is left out of it).
+               tokenizer: Tokenizer) -> tuple[pa.Table, list[Skipped], dict[str, int]]:
+    """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is left out of samples).
 
     Left out are broken samples, those of which this model reads nothing, those longer than a sequence, and those with
-    a clip longer than the model hears. Images and clips that the model has no module for are no segments.
+    a clip longer than the model hears. Images and clips that the model has no module for are no segments, and a text
+    right before an image to be generated, which asks for it, is then not trained.
     """
     import pyarrow as pa
 
-    batches, skipped = [], []
+    batches, skipped, unread = [], list[Skipped](), Counter[str]()
     while chunk := list(islice(found, CHUNK_SAMPLES)):
         samples = [one for one in chunk if isinstance(one, Sample)]
         skipped += [one for one in chunk if isinstance(one, Skipped)]
-        batches.append(_batch(samples, label, inputs, tokenizer, skipped))
+        batches.append(_batch(samples, label, inputs, tokenizer, skipped, unread))
     named = [Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON)) for one in skipped]
-    return pa.Table.from_batches(batches, own_schema()), named
+    return pa.Table.from_batches(batches, own_schema()), named, dict(unread)
 
 
 def digest(rows: pa.Table) -> str:
@@ -80,16 +82,17 @@ def counts_of(rows: pa.Table) -> Ints:
 
 
 def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: Tokenizer,
-           skipped: list[Skipped]) -> pa.RecordBatch:
+           skipped: list[Skipped], unread: Counter[str]) -> pa.RecordBatch:
     import pyarrow as pa
 
     heads = {IMAGE: inputs.image, TARGET: inputs.target, AUDIO: inputs.audio}
     present = {TEXT} | {kind for kind, head in heads.items() if head}
-    own = [[one for one in sample.segments if one.kind in present] for sample in samples]
+    own = [_read(sample.segments, present) for sample in samples]
+    unread.update(UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present)
     counts = np.array([len(segments) for segments in own], dtype=np.int64)
-    kinds, places, texts, widths, heights, trained = zip(*(s for segments in own for s in segments),
-                                                         strict=True) if counts.any() else [()] * 6
-    columns = {"kinds": np.array(kinds, np.int64), "trained": np.array(trained, bool),
+    kinds, places, texts, widths, heights, trained, ended = zip(*(s for segments in own for s in segments),
+                                                                strict=True) if counts.any() else [()] * 7
+    columns = {"kinds": np.array(kinds, np.int64), "trained": np.array(trained, bool), "ended": np.array(ended, bool),
                "widths": np.array(widths, np.int64), "heights": np.array(heights, np.int64)}
     for name, values in zip(("offsets", "sizes"), zip(*places, strict=True) if places else ((), ()), strict=True):
         columns[name] = np.array(values, np.int64)
@@ -118,11 +121,19 @@ def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: To
     return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
 
 
+def _read(segments: list[Segment], present: set[int]) -> list[Segment]:
+    """Segments of the kinds `present`; a text that asks for an image that nothing here generates is not trained."""
+    asks = [one.kind == TARGET and TARGET not in present for one in segments[1:]] + [False]
+    return [one._replace(trained=one.trained and not asking) for one, asking in zip(segments, asks, strict=True)
+            if one.kind in present]
+
+
 def _tokens(columns: dict[str, NDArray], texts: tuple[str, ...], inputs: ModelInputs, tokenizer: Tokenizer) -> Ints:
     """LLM tokens of each segment."""
     kinds = columns["kinds"]
     tokens = np.zeros(len(kinds), dtype=np.int64)
     tokens[kinds == TEXT] = tokenizer.count(list(compress(texts, (kinds == TEXT).tolist())))
+    tokens += columns["ended"]
     images = np.flatnonzero(kinds == IMAGE)
     if inputs.image is not None and len(images):
         sizes = np.stack([columns["widths"][images], columns["heights"][images]], axis=1)

@@ -40,6 +40,7 @@ def describe_data(packing: Packing) -> DataProfile:
         images_per_sequence=distribution(np.diff(packing.image_start)),
         skipped=len(index.skipped),
         skipped_first=[f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]],
+        unread=index.unread,
         sample=size_sample(packing),
     )
 

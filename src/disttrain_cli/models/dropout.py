@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -81,10 +82,11 @@ def begin(layer: PipelineLayer, dropouts: list[SeededDropout], seeds_N: Tensor |
 
 def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
     """[R] int64: one number for each row of each item."""
-    repeats = torch.tensor(counts, dtype=torch.int64, device=seeds_N.device)
-    starts = repeats.cumsum(0) - repeats
-    numbers = torch.arange(sum(counts), device=seeds_N.device) - starts.repeat_interleave(repeats)
-    return mix(mix(seeds_N).repeat_interleave(repeats) + numbers)
+    repeats = np.asarray(counts, dtype=np.int64)
+    items = np.repeat(np.arange(len(counts)), repeats)  # what the counts alone say is made where they are: on the host
+    numbers = np.arange(len(items)) - np.repeat(repeats.cumsum() - repeats, repeats)
+    item_R, number_R = (torch.from_numpy(values).to(seeds_N.device) for values in (items, numbers))
+    return mix(mix(seeds_N).index_select(0, item_R) + number_R)
 
 
 def mix(values: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class LayerInfo:
     needs: tuple[str, ...]
     loss: str | None
     parameters: int
+    owners: frozenset[str]  # of its parameters (`PipelineLayer.owner_of`)
     frozen: bool = False
 
 
@@ -158,5 +159,6 @@ def _info(layer: PipelineLayer) -> LayerInfo:
         layer.needs,
         layer.loss,
         sum(parameter.numel() for parameter in layer.parameters()),
+        frozenset(layer.owner_of(path) for path, _ in layer.named_parameters()),
         layer.frozen,
     )

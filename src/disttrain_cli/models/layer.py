@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.division import Division
 from disttrain_cli.spec.inputs import Item
+from disttrain_cli.spec.runfile import PROJECTORS
 
 if TYPE_CHECKING:
     from disttrain_cli.models.parallel import Group
@@ -107,7 +108,7 @@ class PipelineLayer(nn.Module):
     needs: tuple[str, ...] = ()  # keys of FIELDS
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
-    trained: bool = True  # whether this run trains its weights; set when a stage is put together, as is the next
+    trained: bool = True  # whether this run trains any of its weights; set when a stage is put together, as is the next
     passes: bool = True  # whether gradients of its inputs are asked for
     division: Division = Division()  # over a tensor-parallel group
     by_rows: bool = False  # over a TP group it works on own rows of its tensors, else on whole tensors (`parallel`)
@@ -139,6 +140,13 @@ class PipelineLayer(nn.Module):
             if path == own or path.startswith(f"{own}."):
                 return theirs + path[len(own) :]
         return None
+
+    def owner_of(self, path: str) -> str:
+        """Under which name a parameter is trained and its rates are given: its module's, or "projectors".
+
+        A projector's layer may begin with the module's own final norm, which the published model has: the module's.
+        """
+        return PROJECTORS if self.kind == "projector" and self.published_name(path) is None else self.module
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors by the paths of this layer's parameters → tensors by the published model's names.

@@ -67,14 +67,15 @@ class Noise:
     def sampler(self, bounded: bool) -> Any:
         """diffusers' scheduler that leads from noise to images: DDIM (Song et al. 2021), or Euler's steps of a flow.
 
-        `bounded`: images lie in −1..1 (pixels), so that predictions outside are cut off; latents do not.
+        Its steps end at timestep 0, as DDPM's do: what a prediction is wrong by stays in the image, times the noise
+        of the last timestep. `bounded`: images lie in −1..1 (pixels), so that predictions outside are cut off; latents
+        do not.
         """
         from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
         if self.prediction == "flow":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=self.timesteps)
-        return DDIMScheduler(prediction_type=self.prediction, timestep_spacing="trailing", clip_sample=bounded,
-                             **_betas(self))
+        return DDIMScheduler(prediction_type=self.prediction, clip_sample=bounded, **_betas(self))
 
 
 @cache

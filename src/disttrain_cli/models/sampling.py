@@ -52,7 +52,7 @@ def generate(
     ]
     sample = torch.stack(draws).to(device)
     scheduler = canvas.noise.sampler(bounded=decoder is None)
-    scheduler.set_timesteps(denoising_steps)
+    scheduler.set_timesteps(min(denoising_steps, canvas.noise.timesteps))
     for time in scheduler.timesteps:
         features = {**state, **start.start(state, sample, time.to(device).expand(count))}
         for layer in inner:

@@ -7,7 +7,7 @@ keeps its part. Parameters that no published model has (projectors) stay as they
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -40,12 +40,22 @@ class Source:
     folder: Path
     architecture: str
     config: Any
+    otherwise: str = "set pretrained: false"  # what to do where its weights do not fit
 
 
-def load_into(layers: Sequence[PipelineLayer], run: Run) -> list[str]:
+#: Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without a row are NaN.
+Fill = Callable[[PipelineLayer, str, Tensor], None]
+
+
+def load_into(layers: Sequence[PipelineLayer], run: Run,
+              sources: Callable[[Run, str, str], Source | None] | None = None, fill: Fill | None = None) -> list[str]:
     """Give layers the published weights that the run file names; returns notes on what was done, for the user.
 
     Layers may be a stage's, of one TP rank, of any dtype, on any device.
+
+    Args:
+        sources: the source of a module's part, if not that of the run file (`source_of`).
+        fill: what is done with a tensor, if it is not put into the layer's own parameter.
 
     Raises:
         SpecError: weights are pickled, damaged or incomplete, or a tensor is missing or has another shape.
@@ -53,21 +63,23 @@ def load_into(layers: Sequence[PipelineLayer], run: Run) -> list[str]:
     notes = []
     for (module, part), group in groupby(layers, key=lambda layer: (layer.module, layer.weights_of)):
         own = [layer for layer in group if layer.published]
-        source = source_of(run, module, part)
+        source = (sources or source_of)(run, module, part)
         if own and source is not None:
-            notes += _load(own, run, module, part, source)
+            notes += _load(own, run, module, part, source, fill or _fill)
     return notes
 
 
-def random_starts(run: Run) -> list[str]:
+def random_starts(run: Run, given: Collection[str] = ()) -> list[str]:
     """What starts from random weights though its user may think otherwise; one sentence each.
+
+    Modules in `given` take their weights from elsewhere.
 
     Raises:
         SpecError: a folder's weights are pickled, or files that its index names are missing.
     """
     notes = []
     for module, config in read_configs(run).items():
-        for part in ("module", *(("vae",) if config.vae is not None else ())):
+        for part in (*(() if module in given else ("module",)), *(("vae",) if config.vae is not None else ())):
             source = source_of(run, module, part)
             if source is not None and not weight_files(source.folder):
                 notes.append(f"{source.field}: {source.folder} holds no weights; {module} starts from random ones.")
@@ -107,7 +119,7 @@ def module_layers(run: Run, module: str) -> list[PipelineLayer]:
     return build_layers(run, places[0], places[-1] + 1, device="meta")
 
 
-def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source) -> list[str]:
+def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source, fill: Fill) -> list[str]:
     files = weight_files(source.folder)
     if not files:  # as `random_starts` says
         return []
@@ -123,7 +135,8 @@ def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, sou
         shapes = published_shapes(layers)
         new = max(_check(shapes, place, weights, source), default=0)
         for layer in layers:
-            _fill(layer, lambda name: _grown(weights.read(place[name]), shapes[name]))
+            for path, whole in layer.from_published(lambda name: _grown(weights.read(place[name]), shapes[name])):
+                fill(layer, path, whole)
         # Of a VAE the decoder waits until images are generated.
         unused = sorted(set(weights.names) - set(place.values())) if part == "module" else []
     said = [f"{module}: weights from {source.folder}."]
@@ -143,7 +156,7 @@ def _check(shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: W
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise SpecError(f"{source.field}: the weights in {source.folder} lack tensors",
                         f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
-                        "Give the folder of a model of this architecture and size, or set pretrained: false.")
+                        f"Give the folder of a model of this architecture and size, or {source.otherwise}.")
     for name, expected in shapes.items():
         given = weights.shape(place[name])
         if name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
@@ -151,7 +164,7 @@ def _check(shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: W
         elif given != expected:
             raise SpecError(f"{source.field}: a tensor of {source.folder} has another shape",
                             f"{place[name]}: given {list(given)}, expected {list(expected)}",
-                            "Make the fields of config those of the folder's config.json, or set pretrained: false.")
+                            f"Make the fields of config those of the folder's config.json, or {source.otherwise}.")
 
 
 def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -160,11 +173,14 @@ def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.cat([tensor, tensor.new_full((rows, *shape[1:]), math.nan)]) if rows else tensor
 
 
+def _fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
+    """Set a layer's parameter, or its part of it."""
+    parameter = layer.get_parameter(path)
+    put(parameter, piece(whole, shard_of(parameter)), layer, path)
+
+
 @torch.no_grad()
-def _fill(layer: PipelineLayer, read: Callable[[str], Tensor]) -> None:
-    """Set a layer's published parameters; numbers that are none stay as they were."""
-    parameters = dict(layer.named_parameters())
-    for path, whole in layer.from_published(read):
-        parameter = parameters[path]
-        own = piece(whole, shard_of(parameter)).to(parameter)
-        parameter.copy_(torch.where(own.isnan(), parameter, own) if layer.published_name(path) in _BY_ID else own)
+def put(values: Tensor, own: Tensor, layer: PipelineLayer, path: str) -> None:
+    """Set values of a parameter; rows of token ids that the source has not stay as they were."""
+    own = own.to(values)
+    values.copy_(torch.where(own.isnan(), values, own) if layer.published_name(path) in _BY_ID else own)

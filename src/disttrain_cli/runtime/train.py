@@ -31,6 +31,7 @@ class TrainResult(BaseModel):
     steps: list[dict[str, Any]]
     skipped_samples: list[dict[str, str]]
     resumed_from_step: int | None
+    started_from: str | None = None  # folder of the checkpoint or export with whose weights it began
     checkpoint: str | None
     trace: str
     images: list[str]
@@ -44,7 +45,7 @@ TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.w
 
 
 def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
-          profile_steps: range | None = None,
+          profile_steps: range | None = None, origin: Path | None = None,
           on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample images.
 
@@ -52,8 +53,8 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     `train.restarts` times.
 
     The plan must have been checked against the run and profile (`planning.check`). A fresh start moves what an
-    earlier one left to `earlier/`; `resume` goes on from the newest checkpoint. Of the steps in `profile_steps` every
-    rank leaves torch's profile.
+    earlier one left to `earlier/`, and begins with the weights of `origin`, if given (`checkpoints.origin`); `resume`
+    goes on from the newest checkpoint. Of the steps in `profile_steps` every rank leaves torch's profile.
 
     Raises:
         SpecError: the plan's ranks belong on several hosts, or there is nothing to resume from.
@@ -82,7 +83,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
 
     def start(resume: bool, watch: Callable[[], None]) -> Reports:
         return run_ranks(root, job_of(run, plan, profile), TRAIN, plan.plan.gpus_used,
-                         payload_of(run, plan, profile, profile_steps), steps=total, resume=resume,
+                         payload_of(run, plan, profile, profile_steps, origin), steps=total, resume=resume,
                          on_step=take, progress=progress, watch=watch)
 
     with alone(root):
@@ -92,7 +93,8 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         newest = latest(root.checkpoints)
         return TrainResult(
             run_dir=str(root.root), steps=merged(rows), skipped_samples=_skipped(run, index),
-            resumed_from_step=resumed, checkpoint=str(newest) if newest else None, trace=str(root.traces),
+            resumed_from_step=resumed, started_from=str(origin) if origin else None,
+            checkpoint=str(newest) if newest else None, trace=str(root.traces),
             images=[] if stopped or newest is None else _generate(run, profile, newest, progress),
             reference_losses=_references(run, index), restarts=losses, stopped_by=stopped.name if stopped else None)
 
@@ -118,11 +120,12 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
     return told[1:]  # the first is the launcher's own
 
 
-def payload_of(run: Run, plan: Plan, profile: Profile, profile_steps: range | None = None) -> dict[str, Any]:
+def payload_of(run: Run, plan: Plan, profile: Profile, profile_steps: range | None = None,
+               origin: Path | None = None) -> dict[str, Any]:
     """What a rank must know, besides its start."""
     profiled = {} if profile_steps is None else {"profile_steps": [profile_steps.start, profile_steps.stop]}
     return {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
-            "profile": profile.model_dump(mode="json")} | profiled
+            "profile": profile.model_dump(mode="json")} | profiled | ({"from": str(origin)} if origin else {})
 
 
 def check_profiled(steps: range, total: int, first: int = 0) -> None:

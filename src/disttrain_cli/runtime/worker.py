@@ -3,7 +3,8 @@
 Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes: `run` (path of the
 run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a folder), and of this start `name` (used in
 trace files), `resume` and `steps_file`, or `start_file`, which holds these. `profile_steps`: first step that torch's
-profiler records and the one after the last, if any.
+profiler records and the one after the last, if any. `from`: folder of the weights that a fresh start begins with, if
+any.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import reads_files
 from disttrain_cli.models.graph import layer_table
-from disttrain_cli.models.weights import random_starts
-from disttrain_cli.runtime.checkpoints import checkpoint
+from disttrain_cli.runtime.checkpoints import checkpoint, origin
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
@@ -70,15 +70,19 @@ def main(payload: dict[str, Any]) -> None:
                         wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None))
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
-        for note in random_starts(run) if rank0 else ():
+        start = None if told["resume"] or "from" not in payload else origin.where(Path(payload["from"]), run.dir.root)
+        for note in origin.starts(run, start, told["resume"]) if rank0 else ():
             print(note)
         tracer.begin("building")
         idle_gib = peak_gib(job.device)
-        engine = build_engine(run, job.plan, job.topology, place, job.device, tracer)
+        engine = build_engine(run, job.plan, job.topology, place, job.device, tracer,
+                              origin.given_layers(run, start) if start else ())
         dist.barrier()  # some stages take longer to build
         tracer.begin("preflight")
         check_groups(engine.module.mpu(), place, job.device, min(PREFLIGHT_S, run.file.train.timeout_s))
         tracer.begin("building")
+        if start is not None:
+            origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
         first = checkpoint.resume(run.dir.checkpoints, made_from(run.file, job.index.fingerprint), engine, average) \
             if told["resume"] else 0

@@ -9,6 +9,7 @@ shard are one row group:
   kinds        list<int8>   per segment: 0 text, 1 image read, 2 image generated, 3 audio clip
   tokens       list<int32>  per segment: LLM tokens it takes (text, image tokens, context tokens, audio tokens)
   trained      list<bool>   per segment: a text whose tokens are labels
+  ended        list<bool>   per segment: a text that EOS follows inside the sample, one of its `tokens`
   widths       list<int32>  pixels from the image's header; duration of a clip in ms, rounded up; 0 for text
   heights      list<int32>  and samples per second of a clip
   offsets      list<int64>  where the segment lies in the shard: two numbers whose meaning is the form's own
@@ -22,5 +23,8 @@ from __future__ import annotations
 
 TEXT, IMAGE, TARGET, AUDIO = 0, 1, 2, 3
 SAMPLE_SPECIALS = 2  # every sample starts with BOS and ends with EOS
-INDEX_VERSION = 2
-COLUMNS = ("sample", "source", "shard", "key", "kinds", "tokens", "trained", "widths", "heights", "offsets", "sizes")
+INDEX_VERSION = 3
+COLUMNS = ("sample", "source", "shard", "key", "kinds", "tokens", "trained", "ended", "widths", "heights", "offsets",
+           "sizes")
+#: What a sample holds beside texts, by kind, as users are told.
+UNREAD = {IMAGE: "images to read", TARGET: "images to generate", AUDIO: "audio clips"}

@@ -179,6 +179,8 @@ class DataProfile(Strict):
     images_per_sequence: Distribution
     skipped: int = Field(0, description="Samples that could not be read.")
     skipped_first: list[str] = Field(default_factory=list, description="The first of them, and why.")
+    unread: dict[str, int] = Field(
+        default_factory=dict, description="Images and clips of the samples that the model has no module for.")
     sample: SizeSample
 
 

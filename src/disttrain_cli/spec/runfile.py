@@ -159,6 +159,11 @@ class ModelSpec(Strict):
                              f"{', '.join(generators) or 'none'}")
         return self
 
+    @property
+    def trained_names(self) -> list[str]:
+        """Under which names weights are trained: modules in pipeline order, and "projectors"."""
+        return [name for name in (*self.order, PROJECTORS) if self.trained is None or name in self.trained]
+
     def named(self, kind: str) -> list[str]:
         """Names of the modules of a kind."""
         return [name for name, module in self.modules.items() if module.kind == kind]

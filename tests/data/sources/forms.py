@@ -86,14 +86,17 @@ def records() -> list[dict[str, Any]]:
     ]
 
 
+ENDED = "\x03"  # stands for the token EOS inside a sample
+
+
 def conversations() -> list[list[tuple[int, Any, bool]]]:
     """What `records` mean."""
     a, b = (IMAGE, PICTURES[0], False), (IMAGE, PICTURES[1], False)
     return [
         [(TEXT, "USER: ", False), a, (TEXT, "\nWhat is it? ASSISTANT:", False), (TEXT, " A grädient.", True)],
         [(TEXT, "USER: Hi ASSISTANT:", False), (TEXT, " Hello", True)],
-        [(TEXT, "USER: ", False), b, (TEXT, " and ASSISTANT:", False), (TEXT, " yes", True),
-         (TEXT, " USER: this: ", False), a, (TEXT, " ASSISTANT:", False), (TEXT, " no", True)],
+        [(TEXT, "USER: ", False), b, (TEXT, " and ASSISTANT:", False), (TEXT, f" yes{ENDED}", True),
+         (TEXT, "USER: this: ", False), a, (TEXT, " ASSISTANT:", False), (TEXT, " no", True)],
     ]
 
 

@@ -130,9 +130,9 @@ def test_pieces_of_any_length_give_the_same_records(said: list[str], chunk: int,
 
 def test_turns_are_written_as_user_and_assistant() -> None:
     parts = conversation(turns("a", "b", "<image>", "d<image>", image=["one", "two"]))
-    assert [(part.kind, part.value, part.trained) for part in parts if part.kind == TEXT] == [
-        (TEXT, "USER: a ASSISTANT:", False), (TEXT, " b", True), (TEXT, " USER: ", False), (TEXT, " ASSISTANT:", False),
-        (TEXT, " d", True)]
+    assert [(part.value, part.trained, part.ended) for part in parts if part.kind == TEXT] == [
+        ("USER: a ASSISTANT:", False, False), (" b", True, True), ("USER: ", False, False),
+        (" ASSISTANT:", False, False), (" d", True, False)]
     assert [part.value for part in parts if part.kind == IMAGE] == ["one", "two"]
 
 

@@ -48,7 +48,7 @@ def engine_of(seed: int = 0, *, dp: int = 1, replica: int = 0, tp: int = 1, tp_r
         for parameter in parameters:
             parameter.requires_grad_(False)
     flat = _partition(parameters, dp, replica) if zero else []
-    basic = torch.optim.AdamW(flat or parameters, lr=1e-2) if trained else None
+    basic = torch.optim.AdamW([{"params": flat or parameters, "module": "llm"}], lr=1e-2) if trained else None
     for parameter in (flat or parameters) if trained else []:
         parameter.grad = torch.sin(parameter.detach())  # the same wherever a value lies
     if basic is not None:
@@ -59,7 +59,7 @@ def engine_of(seed: int = 0, *, dp: int = 1, replica: int = 0, tp: int = 1, tp_r
                 parameter.data.view(-1)[start:start + len(values)] = values
     return SimpleNamespace(module=SimpleNamespace(layers=layers), place=Place(tp_rank + tp * replica, stage, replica,
                            tp_rank), basic_optimizer=basic, device=torch.device("cpu"),
-                           skipped_steps=0)
+                           skipped_steps=0, updates={"llm": 1} if trained else {})
 
 
 def _partition(parameters: list[nn.Parameter], dp: int, replica: int) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.runtime.checkpoints import checkpoint, storage
+from disttrain_cli.runtime.checkpoints import checkpoint, origin, storage
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.engine.optimizer import set_rates
@@ -42,14 +42,17 @@ def ranks(payload: dict[str, Any]) -> None:
 
 
 def _train(case: dict[str, Any], device: torch.device) -> None:
-    """Steps `first` .. `last` - 1 from the checkpoint `load`, with one at `save`, if they are given."""
+    """Steps `first` .. `last` - 1 from the checkpoint `load`, or with the weights of `start`, with ones at `save`."""
     run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
     topology = build_topology(plan.plan, [info.module for info in layer_table(run)])
     place = topology.place(int(os.environ["RANK"]))
     own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
     fields = {field for info in own for field in info.needs}
     tracer = Tracer(out / "traces", "test", place, wall_clock())
-    engine = build_engine(run, plan, topology, place, device, tracer)
+    start = Path(case["start"]) if case["start"] else None
+    engine = build_engine(run, plan, topology, place, device, tracer, origin.given_layers(run, start) if start else ())
+    if start is not None:
+        origin.start_from(start, engine, run)
     index, dtype = read_index(run, describe(run)), message_dtype(run.file.train)
     spec = run.file.train
     assert spec.ema and spec.evaluation
@@ -61,6 +64,8 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     with checkpoint.Saver(out / "checkpoints", MADE_FROM, engine, 3, average) as saver, Loader(
             run, Orders(run.file, plan.plan, index), unit=place.unit.name, replica=place.replica, fields=fields,
             first_step=first) as loader:
+        if 0 in case["save"]:
+            saver.save(0)
         for step in range(first, case["last"]):
             order = loader.order(step)
             set_rates(engine, step)

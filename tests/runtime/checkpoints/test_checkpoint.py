@@ -16,7 +16,7 @@ from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime.checkpoints import checkpoint, storage
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver, load, read_tensors, save
-from disttrain_cli.runtime.checkpoints.folder import latest, partial
+from disttrain_cli.runtime.checkpoints.folder import latest, newly_trained, partial
 from disttrain_cli.runtime.checkpoints.owning import allocate_moments, staged, weights
 from disttrain_cli.spec.runfile import EmaSpec
 from tests.runtime.checkpoints.checkpoint_parts import SHAPES, alone, engine_of
@@ -46,7 +46,7 @@ def _assert_same(own: Any, other: Any) -> None:
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_rank_gets_back_what_it_saved(tmp_path: Path, zero: bool) -> None:
     engine, other = engine_of(1, zero=zero), engine_of(7, zero=zero)
-    engine.skipped_steps = 2
+    engine.skipped_steps, engine.updates = 2, {"llm": 58}
     folder = save(tmp_path / "c", 60, HERE, engine, keep=2)
     assert folder.name == "step-000060" and load(folder, HERE, other) == 60
     _assert_same(other, engine)
@@ -71,6 +71,20 @@ def test_frozen_weights_are_saved_without_moments(tmp_path: Path) -> None:
         f"weight/layer{number}/{key}" for number in range(2) for key in SHAPES}
     load(folder, HERE, other)
     assert torch.equal(other.module.layers[0].kernel, engine.module.layers[0].kernel)
+
+
+def test_what_was_frozen_up_to_a_checkpoint_begins_with_moments_of_zero(tmp_path: Path) -> None:
+    frozen, engine = engine_of(1, trained=False), engine_of(7)
+    folder = save(tmp_path / "c", 5, HERE, frozen, keep=1)
+    assert newly_trained(folder, ["llm"]) == ["llm"]
+    assert load(folder, HERE, engine) == 5 and engine.updates == {"llm": 0}
+    assert torch.equal(engine.module.layers[0].kernel, frozen.module.layers[0].kernel)
+    states = engine.basic_optimizer.state.values()
+    assert {float(state["step"]) for state in states} == {0.0}
+    assert not any(state[moment].any() for state in states for moment in MOMENTS)
+    on = save(tmp_path / "c", 6, HERE, engine, keep=1)
+    assert newly_trained(on, ["llm", "projectors"]) == ["projectors"]
+    load(on, HERE, engine_of(3, trained=False))  # and frozen again, its moments are left
 
 
 def test_files_are_safetensors_of_whole_tensors(tmp_path: Path) -> None:
@@ -173,7 +187,8 @@ def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) 
     with pytest.raises(SpecError, match=r"lacks 15 tensors of this model.*\n.*weight/other/matrix"):
         load(folder, HERE, renamed)
     reshaped.module.layers[0].vector = torch.nn.Parameter(torch.zeros(4))
-    reshaped.basic_optimizer = torch.optim.AdamW([p for layer in reshaped.module.layers for p in layer.parameters()])
+    reshaped.basic_optimizer = torch.optim.AdamW(
+        [{"params": [p for layer in reshaped.module.layers for p in layer.parameters()], "module": "llm"}])
     with pytest.raises(SpecError, match=r"weight/layer0/vector: \(5,\) in the checkpoint, \(4,\) in the model"):
         load(folder, HERE, reshaped)
     with pytest.raises(SpecError, match="lacks the layers layer7"):

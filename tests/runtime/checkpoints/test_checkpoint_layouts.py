@@ -16,10 +16,12 @@ from disttrain_cli.errors import RankFailedError
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run, read_run
 from tests.runtime.checkpoints.checkpoint_parts import engine_of
 from tests.runtime.factory import plan_of, unit, write_run
+from tests.runtime.outputs.test_export import trained
 from tests.runtime.test_evaluation import SEQUENCES, mean_losses
 
 pytestmark = pytest.mark.slow
@@ -27,6 +29,11 @@ pytestmark = pytest.mark.slow
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 ALL = [ENCODER, LLM, GENERATOR]
 DECAY = 0.8
+#: Runs that start from the weights of others, without a step: run, layout, and where the weights are.
+STARTS = {"from checkpoint": ("zero", "tp2dp2", "whole/checkpoints/step-000002"),
+          "from bf16": ("bf16", "1-tp2-1", "bf16/checkpoints/step-000002"),
+          "from export": ("zero", "tp2dp2", "export"), "from export bf16": ("bf16", "pp2dp2", "export"),
+          "from export frozen": ("frozen", "1-2-1", "export")}
 
 
 def _run(folder: Path, data: Path, name: str, trained: list[str] | None = None, **train: Any) -> Run:
@@ -63,11 +70,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     cases: list[dict[str, Any]] = []
 
-    def case(name: str, run: Run, layout: str, last: int, load: str = "", save: tuple[int, ...] = ()) -> None:
+    def case(name: str, run: Run, layout: str, last: int, load: str = "", save: tuple[int, ...] = (),
+             start: str = "") -> None:
         size = 1 if layout == "dp4" else 3
         plan = plan_of(run, layouts[layout], 1 if layout == "dp4" else size)
         cases.append({"name": name, "run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
                       "last": last, "load": load and str(folder / "out" / load), "save": save,
+                      "start": start and str(folder / "out" / start),
                       "out": str(folder / "out" / name)})
 
     case("whole", plain, "1-2-1", 4, save=(2, 4))
@@ -85,6 +94,15 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case("bf16 other", bf16, "1-tp2-1", 3, "bf16/checkpoints/step-000002")
     case("frozen", frozen, "1-2-1", 3, save=(2,))
     case("frozen other", frozen, "tp2dp2", 3, "frozen/checkpoints/step-000002", save=(3,))
+    case("unfrozen", zero, "tp2dp2", 4, "frozen/checkpoints/step-000002", save=(3,))
+    case("unfrozen on", zero, "tp2dp2", 4, "unfrozen/checkpoints/step-000003")
+    case("unfrozen other", plain, "1-pp2-1", 4, "frozen/checkpoints/step-000002")
+    exported = _run(folder, folder / "data", "exported", seed=5)
+    trained(exported)
+    export(exported, folder / "out" / "export")
+    for name, (run, layout, start) in STARTS.items():
+        case(name, {"plain": plain, "zero": zero, "bf16": bf16, "frozen": frozen}[run], layout, 0, save=(0,),
+             start=start)
     launch(4, "tests.runtime.checkpoints.checkpoint_worker:ranks", {"cases": cases}, folder / "logs", timeout_s=500)
     return folder / "out"
 
@@ -127,6 +145,38 @@ def test_frozen_modules_have_weights_and_no_moments(out: Path) -> None:
     assert still and before.keys() == after.keys() and not any(key.startswith(f"exp_avg/{ENCODER}.block")
                                                                for key in before)
     assert all(torch.equal(before[key], after[key]) for key in still)
+
+
+def test_what_was_frozen_trains_on_with_moments_of_its_own(out: Path) -> None:
+    """In any layout, and after another checkpoint; the first step is AdamW's with the first moments."""
+    assert torch.allclose(_history(out, "unfrozen other"), _history(out, "unfrozen"), rtol=1e-5, atol=1e-5)
+    assert torch.equal(_history(out, "unfrozen on"), _history(out, "unfrozen")[1:])
+    groups = ("weight", "exp_avg", "exp_avg_sq")
+    before, after = (checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
+                     for name, step in (("frozen", "step-000002"), ("unfrozen", "step-000003")))
+    beta1, beta2, lr, decay, eps = 0.9, 0.95, 1e-3, 0.01, 1e-5
+    fresh = [key.removeprefix("weight/") for key in before
+             if key.startswith("weight/") and f"exp_avg/{key.removeprefix('weight/')}" not in before]
+    assert any(name.startswith(f"{GENERATOR}.") for name in fresh) and f"{ENCODER}.projector/norm.weight" in fresh
+    for name in fresh:
+        mean, square = (after[f"{moment}/{name}"] for moment in ("exp_avg", "exp_avg_sq"))
+        assert torch.allclose(mean / (1 - beta1), (square / (1 - beta2)).sqrt().copysign(mean), rtol=1e-4, atol=1e-9)
+        if sum(size > 1 for size in mean.shape) > 1:
+            gradient, weight = mean / (1 - beta1), before[f"weight/{name}"]
+            expected = weight * (1 - lr * decay) - lr * gradient / (gradient.abs() + eps)
+            assert torch.allclose(after[f"weight/{name}"], expected, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_starts_from_the_weights_of_another_bit_for_bit(out: Path, name: str) -> None:
+    _, _, start = STARTS[name]
+    folder = out.parent / "exported" / "runs" / "exported" / "checkpoints" / "step-000001" if start == "export" \
+        else out / start
+    own = checkpoint.read_tensors(out / name / "checkpoints" / "step-000000", groups=("weight", "exp_avg"))
+    other = checkpoint.read_tensors(folder)
+    assert {key for key in own if key.startswith("weight/")} == other.keys()
+    assert all(torch.equal(own[key], values.to(own[key].dtype)) for key, values in other.items())
+    assert not any(values.any() for key, values in own.items() if key.startswith("exp_avg/"))
 
 
 def test_what_another_layout_saved_is_the_same(out: Path) -> None:

@@ -7,10 +7,12 @@ from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.gradients import GradientFlow, gradient_flow
 
 
-def _layer(module: str, number: int, reads: str, writes: str, kind: str = "block", frozen: bool = False) -> LayerInfo:
+def _layer(module: str, number: int, reads: str, writes: str, kind: str = "block", frozen: bool = False,
+           owners: str | None = None) -> LayerInfo:
     return LayerInfo(name=f"{module}.{number}", module=module, kind=kind, reads=tuple(reads.split()),
                      writes=tuple(TensorSpec(name, "sequence", "tokens", (4,)) for name in writes.split()), needs=(),
-                     loss=None, parameters=1, frozen=frozen)
+                     loss=None, parameters=1, frozen=frozen,
+                     owners=frozenset((owners or ("projectors" if kind == "projector" else module)).split()))
 
 
 #: Two encoders side by side, an LLM that reads both, a generator whose first layer reads nothing of it.
@@ -48,12 +50,20 @@ def test_projectors_are_trained_by_a_name_of_their_own() -> None:
     assert not any(_flow("generator").carrying[:8])
 
 
+def test_a_layer_with_weights_of_two_names_trains_by_either() -> None:
+    table = [_layer("eye", 0, "", "image"), _layer("eye", 1, "image", "image_embeds", "projector",
+                                                   owners="eye projectors")]
+    assert gradient_flow(table, ["eye"]).trained == gradient_flow(table, None).trained == (True, True)
+    assert gradient_flow(table, ["projectors"]).trained == (False, True)
+    assert gradient_flow(table, ["llm"]).trained == (False, False)
+
+
 def test_layers_are_told_and_their_weights_frozen() -> None:
     import torch
 
     made = [PipelineLayer() for _ in TABLE[:4]]
-    for layer in made:
-        layer.weight = torch.nn.Parameter(torch.zeros(1))
+    for layer, info in zip(made, TABLE, strict=False):
+        layer.module, layer.kind, layer.weight = info.module, info.kind, torch.nn.Parameter(torch.zeros(1))
     _flow("eye").mark(made[1:], 1)
     assert [(layer.trained, layer.passes, layer.weight.requires_grad) for layer in made] == [
         (True, True, True), (False, True, False), (False, False, False), (False, True, False)]

@@ -67,6 +67,14 @@ def test_groups_are_of_one_kind_each_and_leave_out_what_is_frozen() -> None:
     assert make_optimizer([still], spec) is None
 
 
+def test_a_projector_with_its_modules_own_norm_gives_that_to_the_module() -> None:
+    layer = Layer("image_encoder", "projector")
+    layer.published = {"norm": "post_layernorm"}
+    spec = OptimizerSpec.model_validate({"modules": {"image_encoder": {"lr": 0.25}}})
+    assert {g["name"]: (g["initial_lr"], len(g["params"])) for g in parameter_groups([layer], spec)} == {
+        "projectors/decay": (1e-3, 1), "projectors/plain": (1e-3, 2), "image_encoder/plain": (0.25, 2)}
+
+
 def test_the_rate_warms_up_and_falls_to_its_end() -> None:
     train = _train(warmup_steps=10, schedule="cosine", min_lr_fraction=0.1)
     rates = [learning_rate(train, "llm", step) for step in range(130)]

@@ -21,7 +21,7 @@ class Linear(PipelineLayer):
 
     def __init__(self, module: str, number: int, reads: str, writes: str) -> None:
         super().__init__()
-        self.name, self.module, self.kind = f"{module}.{number}", module, "block"
+        self.name, self.module, self.kind, self.owners = f"{module}.{number}", module, "block", frozenset({module})
         self.reads, self.writes = (reads,) if reads else (), (TensorSpec(writes, "sequence", "tokens", (WIDTH,)),)
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.forwards = 0

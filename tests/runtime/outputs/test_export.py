@@ -60,7 +60,8 @@ def trained(run, step=1, averaged=()):
               "boxes": [[0, [0] * value.ndim, list(value.shape)]]} for key, value in tensors.items()}}).encode()
     (folder / TENSORS).write_bytes(described)
     (folder / DESCRIPTION).write_text(json.dumps({
-        "version": VERSION, "step": step, "model": run.file.model_fingerprint(), "skipped_steps": 0, "files": {
+        "version": VERSION, "step": step, "model": run.file.model_fingerprint(), "skipped_steps": 0, "updates": {},
+        "files": {
             one.name: {"bytes": one.size_bytes, "sha256": one.sha256},
             TENSORS: {"bytes": len(described), "sha256": hashlib.sha256(described).hexdigest()}}}))
     return layers

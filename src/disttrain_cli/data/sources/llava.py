@@ -1,9 +1,10 @@
 """Conversations in LLaVA's JSON form: a list of records (.json), or one record a line (.jsonl), images beside it.
 
 A record is `{id, image: NAME or [NAME, …], conversations: [{from: system, human or gpt, value}, …]}`; `<image>` in a
-text marks where an image stands. Turns are written as `USER: … ASSISTANT: …` behind what the system says; only what
-stands behind `ASSISTANT:` is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). Or it is `{text}`, all
-of which is trained: a document, or the caption of `image`, or of `file_name` (Hugging Face's imagefolder).
+text marks where an image stands. Turns are written as `USER: … ASSISTANT: …EOS` behind what the system says; only what
+stands behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last
+EOS is the sample's own. Or it is `{text}`, all of which is trained: a document, or the caption of `image`, or of
+`file_name` (Hugging Face's imagefolder).
 
 The place of a text is its record in the JSON (byte offset, length); that of an image is its number among the images
 of the record, and the length of its file. A name that leads out of the folder of images is a bad sample.
@@ -116,13 +117,16 @@ def conversation(record: Any) -> list[Part]:
     if not isinstance(turns, list) or not turns:
         raise ValueError("a record has a list `conversations` with at least one turn, or a `text`")
     parts: list[Part] = []
-    marks, before = 0, ""  # `before`: a text that is not trained and not in `parts` yet
+    marks, before, answers = 0, "", True  # `before`: a text that is not trained and not in `parts` yet
     for number, turn in enumerate(turns):
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if who not in ROLES or not isinstance(said, str):
             raise ValueError(f"conversations[{number}] must have `from` ({', '.join(ROLES)}) and `value` (a text)")
+        if answers and parts and parts[-1].kind == TEXT:
+            parts[-1] = parts[-1]._replace(ended=True)
+        before += "" if answers else " "
         answers = who == "gpt"
-        before += (" " if number else "") + ROLES[who]
+        before += ROLES[who]
         for place, piece in enumerate(clean(said).split(MARK)):
             if place:
                 before = _text(parts, before, trained=False)
@@ -198,7 +202,7 @@ def _segments(record: Record, folder: str) -> list[Segment]:
     segments, images = [], 0
     for part in conversation(record.value):
         if part.kind == TEXT:
-            segments.append(Segment(TEXT, record.place, part.value, trained=part.trained))
+            segments.append(Segment(TEXT, record.place, part.value, trained=part.trained, ended=part.ended))
             continue
         file = open_image(folder, part.value)
         try:

@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A piece of a sample. `trained`: the tokens of this text are labels.
+    """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows inside the sample.
 
     A clip has its duration in ms in the place of the width, its samples per second in that of the height.
     """
@@ -41,6 +41,7 @@ class Segment(NamedTuple):
     width_px: int = 0
     height_px: int = 0
     trained: bool = False
+    ended: bool = False
 
 
 class Sample(NamedTuple):
@@ -56,6 +57,7 @@ class Part(NamedTuple):
     kind: int
     value: str
     trained: bool = True
+    ended: bool = False
 
 
 class Shard(NamedTuple):

@@ -67,7 +67,8 @@ class Saver:
         """Copy the state to the host, and begin to write it."""
         self.wait()
         pieces = self._copy()
-        self._writing = self._thread.submit(self._write, step, self._engine.skipped_steps, pieces)
+        self._writing = self._thread.submit(self._write, step, {
+            "skipped_steps": self._engine.skipped_steps, "updates": self._engine.updates}, pieces)
 
     def check(self) -> None:
         """Raise what went wrong since, if anything; does not wait."""
@@ -113,13 +114,13 @@ class Saver:
             torch.cuda.synchronize(self._engine.device)
         return pieces
 
-    def _write(self, step: int, skipped_steps: int, pieces: dict[str, Pieces]) -> None:
+    def _write(self, step: int, state: dict[str, Any], pieces: dict[str, Pieces]) -> None:
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
         rank = dist.get_rank()
         folder = self._checkpoints / f"step-{step:06d}"
-        writer = Writer(folder, rank, {"step": step, "skipped_steps": skipped_steps, **self._made_from})
+        writer = Writer(folder, rank, {"step": step, **state, **self._made_from})
         try:
             dcp.save(pieces, storage_writer=writer, planner=SavePieces(), process_group=self._group)
         except CheckpointException as error:
@@ -149,7 +150,8 @@ def load(folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Ave
     """Set weights, optimizer state and averages of this rank from a checkpoint of any layout; returns its step.
 
     Every rank calls this. Each checks the checksums of some of the files, so that all are read once.
-    A checkpoint without averages leaves them at its weights.
+    A checkpoint without averages leaves them at its weights, and one in which other modules were frozen the moments of
+    those that are trained now at zero (`newly_trained`).
 
     Raises:
         MismatchError: it was made from something else than `here` says.
@@ -160,9 +162,10 @@ def load(folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Ave
     _verify(folder, described["files"])
     metadata = read_metadata(folder)
     engine.skipped_steps = described["skipped_steps"]
-    allocate_moments(engine, step - engine.skipped_steps)
+    engine.updates = {name: described["updates"].get(name, 0) for name in engine.updates}
+    allocate_moments(engine, restart=True)
     with torch.no_grad():
-        _fill(folder, metadata, wanted(engine))
+        _fill(folder, metadata, wanted(engine, described["updates"].keys()))
         if average is not None:
             average.start()
             if any(key.startswith(f"{AVERAGE}/") for key in metadata.state_dict_metadata):
@@ -170,6 +173,18 @@ def load(folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Ave
                                          for part, values in average.values()})
     dist.barrier()
     return step
+
+
+def load_weights(folder: Path, pieces: dict[str, Pieces]) -> None:
+    """Fill pieces of weights from a checkpoint of any layout and model; every rank calls this, as it does `load`.
+
+    Raises:
+        SpecError: the checkpoint is damaged, or lacks a tensor.
+    """
+    _verify(folder, describe(folder)["files"])
+    with torch.no_grad():
+        _fill(folder, read_metadata(folder), pieces)
+    dist.barrier()
 
 
 def read_tensors(folder: Path, layers: Collection[str] | None = None,

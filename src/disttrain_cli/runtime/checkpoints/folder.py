@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import RunFile
 
-VERSION = 2
+VERSION = 3
 DESCRIPTION, TENSORS = "checkpoint.json", "tensors.json"
 
 
@@ -95,6 +95,11 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
                                 f"{what} of the checkpoint: {theirs}; here: {own}",
                                 f"Start without --resume, or {remedy}.")
     return int(described["step"])
+
+
+def newly_trained(folder: Path, trained: Iterable[str]) -> list[str]:
+    """Those of the names `trained` of which a checkpoint has no moments, as they were frozen up to it."""
+    return [name for name in trained if name not in describe(folder)["updates"]]
 
 
 def digest_of(path: Path) -> str:

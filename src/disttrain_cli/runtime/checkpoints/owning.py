@@ -8,7 +8,7 @@ twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,27 +130,32 @@ def _moment(engine: UnitEngine, parameter: nn.Parameter, moment: str) -> Tensor:
     return values[address.start:address.start + address.numel]
 
 
-def allocate_moments(engine: UnitEngine, updates: int | None = None) -> None:
-    """Give the optimizer its moments where no step has done so yet, and the number of updates it has made, if known."""
+def allocate_moments(engine: UnitEngine, restart: bool = False) -> None:
+    """Give the optimizer its moments where no step has done so yet; with `restart` zeros, after `engine.updates`."""
     base: Any = getattr(engine, "basic_optimizer", None)  # a stage that trains nothing has none
     for group in base.param_groups if base is not None else ():
         for parameter in group["params"]:
             state = base.state[parameter]
-            for moment in MOMENTS:
-                state.setdefault(moment, torch.zeros_like(parameter))
-            if updates is not None or "step" not in state:
-                on_device = group.get("fused") or group.get("capturable")
-                state["step"] = torch.tensor(float(updates or 0), device=parameter.device if on_device else "cpu")
+            if not restart and "step" in state:
+                continue
+            state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            on_device = group.get("fused") or group.get("capturable")
+            state["step"] = torch.tensor(float(engine.updates[group["module"]]),
+                                         device=parameter.device if on_device else "cpu")
 
 
-def wanted(engine: UnitEngine) -> dict[str, Pieces]:
-    """What this rank reads of a checkpoint, to be filled in place: all of its weights, and its moments.
+def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pieces]:
+    """What this rank reads of a checkpoint, to be filled in place: all of its weights, and moments.
 
-    Where ZeRO partitions a parameter: the partition's masters and moments, and the whole weight in its own precision.
+    Moments are those of the weights that are trained under the names `moments_of`. Where ZeRO partitions a parameter:
+    the partition's masters and moments, and the whole weight in its own precision.
     """
     found: dict[str, Pieces] = {}
+    with_moments = {id(parameter) for layer in engine.module.layers for path, parameter in layer.named_parameters()
+                    if layer.owner_of(path) in moments_of}
     for name, parameter in named_parameters(engine.module.layers):
         shape, shard = parameter.shape, shard_of(parameter)
+        moments = MOMENTS if id(parameter) in with_moments else ()
         whole = torch.Size(whole_shape(parameter))
 
         def add(group: str, boxes: list[Any], key: str = name, whole: torch.Size = whole) -> None:
@@ -166,10 +171,10 @@ def wanted(engine: UnitEngine) -> dict[str, Pieces]:
             mapping: Any = parameter._hp_mapping
             if start < stop:
                 add(WEIGHT, flat_boxes(mapping.hp_fragment, start, shape, shard))
-                for moment in MOMENTS:
+                for moment in moments:
                     add(moment, flat_boxes(_moment(engine, parameter, moment), start, shape, shard))
         elif parameter.requires_grad:
-            for moment in MOMENTS:
+            for moment in moments:
                 add(moment, everything(engine.basic_optimizer.state[parameter][moment]))
     return found
 

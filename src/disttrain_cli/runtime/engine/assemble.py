@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -26,24 +26,26 @@ from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.runfile import PROJECTORS, Run, TrainSpec
 
 
-def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device,
-                 tracer: Tracer) -> UnitEngine:
+def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device, tracer: Tracer,
+                 given: Collection[str] = ()) -> UnitEngine:
     """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around them.
+
+    Layers named in `given` get other weights afterwards, so that those of folders are not read.
 
     Raises:
         SpecError: published weights do not fit the model.
         OutOfMemoryError: the device has not enough memory for the stage.
     """
     with out_of_memory(place, plan.plan, "start", -1):
-        return _build_engine(run, plan, topology, place, device, tracer)
+        return _build_engine(run, plan, topology, place, device, tracer, given)
 
 
-def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device,
-                  tracer: Tracer) -> UnitEngine:
+def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device, tracer: Tracer,
+                  given: Collection[str]) -> UnitEngine:
     table, stage, grid = layer_table(run), place.stage, UnitGrid(topology, place)
     layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device, tp=stage.tp,
                           tp_rank=place.tp_rank)
-    for note in load_into(layers, run):
+    for note in load_into([layer for layer in layers if layer.name not in given], run):
         print(note, flush=True)
     for layer in layers:
         join(layer, grid.tp)
@@ -109,7 +111,8 @@ def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: Place,
     return {"module": StageModule(layers, grid, place), "optimizer": optimizer,
             "config": deepspeed_config(train, layout, place.unit.dp, optimizer is not None),
             "place": place, "layout": layout, "train_spec": train,
-            "loss_modules": {info.loss: info.module for info in layer_table(run) if info.loss is not None}}
+            "loss_modules": {info.loss: info.module for info in layer_table(run) if info.loss is not None},
+            "trained": run.file.model.trained_names}
 
 
 def deepspeed_config(train: TrainSpec, layout: Layout, dp: int, trains: bool = True) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class UnitEngine(PipelineEngine):
     def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any],
                  runner: StageRunner, upstream: Broker | Brokers | None, downstream: Broker | Brokers | None,
                  place: Place, tracer: Tracer, layout: Layout, train_spec: TrainSpec,
-                 loss_modules: dict[str, str]) -> None:
+                 loss_modules: dict[str, str], trained: Sequence[str]) -> None:
         super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
                          config_class=DeepSpeedConfig(config, module.mpu()))
         self._starting = False
@@ -79,6 +79,8 @@ class UnitEngine(PipelineEngine):
         self._state: dict[int, dict[str, Tensor]] = {}  # slot → tensors waiting between two instructions
         self._amounts: dict[tuple[int, str], dict[str, int]] = {}  # of this step, by slot and module
         self.data_wait_ns = 0
+        #: Updates that the moments of each name have seen, under which weights of the whole model are trained.
+        self.updates = dict.fromkeys(trained, 0)
         self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
         self._norm = math.nan
         if self.using_bf16_optimizer:  # its own norm asks other ranks than ours; trap 8 forbids a subclass
@@ -265,6 +267,7 @@ class UnitEngine(PipelineEngine):
             self._refuse_step(gradients)
             return
         self.skipped_in_a_row = 0
+        self.updates = {name: count + 1 for name, count in self.updates.items()}
         if self.optimizer is None:
             return
         clipping = self.train_spec.gradient_clipping

@@ -17,15 +17,10 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.spec.runfile import PROJECTORS, OptimizerSpec, Run, TrainSpec
+from disttrain_cli.spec.runfile import OptimizerSpec, Run, TrainSpec
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
-
-
-def owner(module: str, kind: str) -> str:
-    """Under which name a layer is trained and its rates are given: its module's, or "projectors"."""
-    return PROJECTORS if kind == "projector" else module
 
 
 def decays(parameter: nn.Parameter) -> bool:
@@ -41,11 +36,11 @@ def parameter_groups(layers: Iterable[PipelineLayer], optimizer: OptimizerSpec) 
     """
     groups: dict[str, dict[str, Any]] = {}
     for layer in layers:
-        module = owner(layer.module, layer.kind)
-        own = optimizer.of(module)
-        for parameter in layer.parameters():
+        for path, parameter in layer.named_parameters():
             if not parameter.requires_grad:
                 continue
+            module = layer.owner_of(path)
+            own = optimizer.of(module)
             whole, decay = shard_of(parameter) is None, decays(parameter)
             name = f"{module}/{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
             group = groups.setdefault(name, {
@@ -75,8 +70,7 @@ def learning_rate(train: TrainSpec, module: str, step: int) -> float:
 
 def rates(run: Run, step: int) -> dict[str, float]:
     """Rate of every module that is trained, and of the projectors, in a step."""
-    names = run.file.model.trained or [*run.file.model.order, PROJECTORS]
-    return {name: learning_rate(run.file.train, name, step) for name in names}
+    return {name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names}
 
 
 def set_rates(engine: UnitEngine, step: int) -> None:

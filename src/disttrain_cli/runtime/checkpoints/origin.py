@@ -1,0 +1,219 @@
+"""The weights that a run starts from: all of another run's, or of a folder of `disttrain export` (`train --from`).
+
+A run that starts so begins at step 0 with a fresh optimizer; model, data, schedule and layout are its own. Modules
+are found by name: one that the origin has takes all of its weights and its projector's from there, any other starts
+as it would without. Of a generator's VAE the run file's own folder goes first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from disttrain_cli.errors import SpecError
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, describe, latest, newly_trained
+from disttrain_cli.spec.files import parse_json
+from disttrain_cli.spec.runfile import Run, read_run
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from disttrain_cli.models.layer import PipelineLayer
+    from disttrain_cli.models.weights import Fill, Source
+    from disttrain_cli.runtime.engine.engine import UnitEngine
+
+EXPORT, JOINTS = "model.json", "projectors.safetensors"
+SHOWN = 8  # tensors named of many
+ANEW = "give the module another name, so that it starts anew"
+
+
+def find(given: Path) -> Path:
+    """The folder of a checkpoint or an export that the user names: by itself, or by a run's folder or run file.
+
+    Raises:
+        SpecError: there is none.
+    """
+    named = given / "disttrain.yaml" if (given / "disttrain.yaml").is_file() else given
+    root = read_run(named).dir.root if named.is_file() else named
+    found = root if any((root / name).is_file() for name in (DESCRIPTION, EXPORT)) else latest(root / "checkpoints")
+    if found is None:
+        raise SpecError(f"There are no weights to start from in {given}",
+                        f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an export",
+                        "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain export wrote.")
+    return found.resolve()
+
+
+def where(folder: Path, root: Path) -> Path:
+    """The folder of an origin; a checkpoint of this very run lies elsewhere when a fresh start has moved it."""
+    if not folder.exists():
+        return max((root / "earlier").glob(f"*/checkpoints/{folder.name}"), default=folder)
+    return folder
+
+
+def modules_in(run: Run, folder: Path) -> list[str]:
+    """The run's modules that an origin has weights of, in pipeline order.
+
+    Raises:
+        SpecError: its description is damaged, or it has none.
+    """
+    theirs = _modules(run, folder)
+    found = [name for name in run.file.model.order if name in theirs]
+    if not found:
+        raise SpecError(f"{folder} has no weights of this model", f"modules there: {', '.join(sorted(theirs))}; here: "
+                        f"{', '.join(run.file.model.order)}", "Give the modules of the run file the names they had.")
+    return found
+
+
+def given_layers(run: Run, folder: Path) -> frozenset[str]:
+    """Names of the layers that take their weights from an origin."""
+    from disttrain_cli.models.graph import layer_table
+    from disttrain_cli.models.weights import source_of
+
+    modules = modules_in(run, folder)
+    own_vae = {name for name in modules if source_of(run, name, "vae") is not None}
+    return frozenset(info.name for info in layer_table(run) if info.module in modules and not (
+        info.frozen and info.module in own_vae))
+
+
+def check(run: Run, folder: Path) -> list[str]:
+    """Compare an origin's tensors with the model; returns what every module starts from, a sentence each.
+
+    Raises:
+        SpecError: a tensor is missing or has another shape; the origin is damaged or has nothing of this model.
+    """
+    from disttrain_cli.models.graph import build_layers, layer_table
+
+    taken, given = modules_in(run, folder), given_layers(run, folder)
+    layers = [layer for place, info in enumerate(layer_table(run)) if info.name in given
+              for layer in build_layers(run, place, place + 1, device="meta")]
+    if _is_checkpoint(folder):
+        _check_stored(folder, layers)
+        notes = [f"{name}: weights from {folder}." for name in taken]
+    else:
+        notes = _from_export(folder, run, layers, lambda layer, path, whole: None)
+    for name in run.file.model.order:
+        spec = run.file.model.modules[name]
+        if name not in taken:
+            start = f"starts from {spec.folder}" if spec.folder and spec.pretrained else "starts from random weights"
+            notes.append(f"{name}: not in {folder}; {start}.")
+    unused = sorted(_modules(run, folder) - set(taken))
+    return [*notes, *([f"Not used of {folder}: {', '.join(unused)}."] if unused else [])]
+
+
+def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
+    """What there is to say about where weights and moments come from, before the first step; a sentence each.
+
+    Raises:
+        SpecError: an origin, or the folder of a module, does not fit the model.
+    """
+    from disttrain_cli.models.weights import random_starts
+
+    newest = latest(run.dir.checkpoints) if resume else None
+    if newest is None:
+        notes, given = ([], []) if folder is None else (check(run, folder), modules_in(run, folder))
+    else:
+        fresh, given = newly_trained(newest, run.file.model.trained_names), run.file.model.order
+        notes = [f"{', '.join(fresh)}: frozen up to {newest.name}, trained from here on; moments start at zero."] \
+            if fresh else []
+    return notes + random_starts(run, given)
+
+
+def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
+    """Set this rank's weights from an origin, whatever layout wrote it; every rank calls this, before its first step.
+
+    Raises:
+        SpecError: it is damaged, or lacks a tensor of the model.
+    """
+    from disttrain_cli.models.weights import put
+    from disttrain_cli.runtime.checkpoints.checkpoint import load_weights
+    from disttrain_cli.runtime.checkpoints.owning import WEIGHT, wanted
+
+    given = given_layers(run, folder)
+    pieces = {key: one for key, one in wanted(engine).items() if key.split("/", 2)[1] in given}
+
+    def fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
+        one = pieces[f"{WEIGHT}/{layer.name}/{path}"]
+        for offsets, values in one.boxes:
+            own = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
+            put(values, whole[own], layer, path)
+
+    if _is_checkpoint(folder):
+        load_weights(folder, pieces)
+    else:
+        _from_export(folder, run, [layer for layer in engine.module.layers if layer.name in given], fill)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / DESCRIPTION).exists()
+
+
+def _modules(run: Run, folder: Path) -> set[str]:
+    """Names of all modules that an origin has."""
+    name, key = (TENSORS, "tensors") if _is_checkpoint(folder) else (EXPORT, "modules")
+    described = parse_json(folder / name, "list of weights", _another(folder))
+    listed = described.get(key) if isinstance(described, dict) else None
+    if not isinstance(listed, dict):
+        raise SpecError(f"{folder} is damaged", f"{name} lists no {key}", _another(folder))
+    if name == EXPORT:
+        return {name for name, about in listed.items() if isinstance(about, dict) and about.get("kind") != "vae"}
+    layers = {key.split("/", 2)[1] for key in listed if key.startswith("weight/")}
+    own = run.file.model.order
+    return {next((name for name in own if layer.startswith(f"{name}.")), layer.partition(".")[0]) for layer in layers}
+
+
+def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
+    """SpecError where a checkpoint's list of tensors is damaged, or is not of these layers."""
+    from disttrain_cli.models.division import whole_shape
+    from disttrain_cli.runtime.checkpoints.owning import WEIGHT, named_parameters
+    from disttrain_cli.runtime.checkpoints.storage import damaged, read_metadata
+
+    problems = damaged(folder, {TENSORS: describe(folder)["files"][TENSORS]})
+    if problems:
+        raise SpecError(f"The checkpoint {folder} is damaged", "\n".join(problems), _another(folder))
+    stored = read_metadata(folder).state_dict_metadata
+    _compare(folder, {f"{WEIGHT}/{name}": whole_shape(parameter) for name, parameter in named_parameters(layers)},
+             {key: tuple(one.size) for key, one in stored.items()})
+
+
+def _compare(folder: Path, expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
+    lacking = [key for key in expected if key not in there]
+    other = [key for key in expected if key in there and there[key] != tuple(expected[key])]
+    if lacking or other:
+        lines = [f"{key}: missing" for key in lacking] + [
+            f"{key}: {list(there[key])} there, {list(expected[key])} in the model" for key in other]
+        more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+        raise SpecError(f"{len(lines)} tensors of the model are not in {folder}, or have another shape",
+                        "\n".join(lines[:SHOWN] + more), f"Make config as it was there, or {ANEW}.")
+
+
+def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill) -> list[str]:
+    """Give an export's tensors to `fill`, those of some layers; returns notes for the user.
+
+    Raises:
+        SpecError: weights are missing or damaged, or a tensor has another shape.
+    """
+    from disttrain_cli.models.architectures import read_configs
+    from disttrain_cli.models.division import whole_shape
+    from disttrain_cli.models.published import Weights, weight_files
+    from disttrain_cli.models.weights import Source, load_into, published_as
+
+    def source(run: Run, module: str, part: str) -> Source:
+        of_part = folder / (module if part == "module" else f"{module}_vae")
+        if not weight_files(of_part):
+            raise SpecError(f"There are no weights of {of_part.name} in {folder}", "", "Export again: disttrain export")
+        return Source("--from", of_part, *published_as(read_configs(run)[module], part), otherwise=ANEW)
+
+    notes = load_into(layers, run, source, fill)
+    own = [(layer, path, parameter) for layer in layers for path, parameter in layer.named_parameters()
+           if layer.published_name(path) is None]
+    if own:
+        with Weights([folder / JOINTS] if (folder / JOINTS).exists() else []) as weights:
+            _compare(folder / JOINTS, {f"{layer.name}.{path}": whole_shape(p) for layer, path, p in own},
+                     {name: weights.shape(name) for name in weights.names})
+            for layer, path, _ in own:
+                fill(layer, path, weights.read(f"{layer.name}.{path}"))
+    return notes
+
+
+def _another(folder: Path) -> str:
+    return f"Name another checkpoint or export than {folder}."
