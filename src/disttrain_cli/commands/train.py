@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +22,7 @@ from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.console import Console
-from disttrain_cli.errors import UsageError
+from disttrain_cli.errors import RankLostError, UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
@@ -44,7 +43,8 @@ $ disttrain train --steps 200 --resume
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
-SIGTERM or Ctrl-C finishes the step, writes a checkpoint and ends with exit code 143 or 130; a second one ends at once.
+SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and ends with exit code
+143 or 130; a second signal ends at once.
 Exit code 4 means that a rank failed; the message names it and its log.
 """
 
@@ -60,6 +60,8 @@ def run(
         int | None, typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    restart: Annotated[bool, typer.Option(
+        "--restart", help="Start at step 0 though there are checkpoints; what is there is moved to earlier/.")] = False,
     rehearse: Annotated[bool, typer.Option(
         "--rehearse", help="Run the plan on emulated devices: real processes, messages and schedule, computing is "
         "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
@@ -88,6 +90,12 @@ def run(
 
     if out is not None and emit is None:
         raise UsageError("--out names a folder for what --emit writes", "given: no --emit", "disttrain train --help")
+    if resume and restart:
+        raise UsageError("--resume and --restart exclude each other", "one goes on from the newest checkpoint, the "
+                         "other starts at step 0", "Give one of them.")
+    if emit is not None and rehearse:
+        raise UsageError("--emit does not go with --rehearse", "a rehearsal runs on this machine alone",
+                         "Leave one of them out.")
     profiled = _steps_to_profile(profile_steps, rehearse, preflight)
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
     check(chosen, opened.file, profile)
@@ -114,27 +122,35 @@ def run(
     refuse_not_run(chosen, opened.file, profile)
     if emit is not None:
         write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
-                      resume=resume, preflight=preflight, profile_steps=profiled)
+                      resume=resume, restart=restart, preflight=preflight, profile_steps=profiled)
         return
     if preflight:
         try_out(console, opened, chosen, profile)
         return
     from disttrain_cli.models.weights import random_starts
+    from disttrain_cli.runtime.checkpoints.folder import latest
     from disttrain_cli.runtime.train import train
 
     for note in random_starts(opened):
         console.note(note)
-    with console.progress() as progress:
-        live = LiveStep(progress)
-        result = train(opened, chosen, profile, steps=steps, resume=resume, profile_steps=profiled,
-                       on_step=live.on_step, progress=live)
+    again = next_command("train", run_file, plan=plan, steps=steps)
+    try:
+        with console.progress() as progress:
+            live = LiveStep(progress)
+            result = train(opened, chosen, profile, steps=steps, resume=resume, restart=restart,
+                           profile_steps=profiled, on_step=live.on_step, progress=live)
+    except RankLostError as error:
+        newest = latest(opened.dir.checkpoints)
+        error.next_step = f"Go on from {newest.name}: {again} --resume" if newest else \
+            f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
+        raise
     console.result(result, result.run_dir)
     _render(console, result, chosen, profile)
     if result.stopped_by is not None:
         done = result.steps[-1]["step"] + 1 if result.steps else 0
         console.note(f"Stopped by {result.stopped_by} after step {done}.")
-        console.hint(next_command("train", run_file, plan=plan, steps=steps) + " --resume")
-        raise SystemExit(128 + signal.Signals[result.stopped_by])
+        console.hint(f"{again} --resume")
+        raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
                  else f"disttrain analyze {short_path(opened.dir.root)}")
 

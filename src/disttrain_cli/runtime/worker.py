@@ -9,7 +9,8 @@ profiler records and the one after the last, if any.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ from disttrain_cli.runtime.watching.trackers import trackers_of
 from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import stop_file
+from disttrain_cli.spec.rundir import stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
 
 PREFLIGHT_S = 60.0  # longest time of one small all-reduce
 
@@ -60,14 +62,15 @@ def main(payload: dict[str, Any]) -> None:
         fields = {field for info in own for field in info.needs}
 
         def say(text: str) -> None:
-            print(text, flush=True)
+            with suppress(OSError):  # a full disk
+                print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
         watch = Watch(trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
                       stop_file(Path(payload["logs"])) if rank0 else None)
         stack.callback(watch.close)
         tracer = Tracer(run.dir.traces, told["name"], place,
-                        wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None))
+                        wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None), say)
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
         for note in random_starts(run) if rank0 else ():
@@ -90,10 +93,12 @@ def main(payload: dict[str, Any]) -> None:
                                 job.device, say) if payload.get("profile_steps") else None
         if profiler is not None:
             stack.callback(profiler.close)
-        run_steps(run, job.plan.plan, job.profile,
-                  Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average, evaluation,
-                       profiler, idle_gib),
-                  engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
+        stopped = run_steps(run, job.plan.plan, job.profile,
+                            Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average,
+                                 evaluation, profiler, say, idle_gib),
+                            engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
+        if stopped and os.environ["LOCAL_RANK"] == "0":  # every host may look for it
+            write_whole(stopped_file(Path(payload["logs"])), stopped)
         if loader.skipped:
             Path(payload["logs"], f"skipped-rank-{place.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))

@@ -41,12 +41,12 @@ class _Template(Template):
 
 
 def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, steps: int, resume: bool, preflight: bool,
-              profile_steps: range | None = None) -> Path:
+              profile_steps: range | None = None, restart: bool = False) -> Path:
     """Write the job file from which every rank starts."""
     root = run.dir.preflight if preflight else run.dir
     payload = payload_of(run, plan, profile, profile_steps) | {
-        "steps": 0 if preflight else steps, "resume": resume or preflight, "logs": str(root.logs.resolve()),
-        "start_file": str((folder / "start.json").resolve())}
+        "steps": 0 if preflight else steps, "resume": resume or preflight, "restart": restart,
+        "logs": str(root.logs.resolve()), "start_file": str((folder / "start.json").resolve())}
     job = JobFile(target=PREFLIGHT if preflight else TRAIN, payload=payload, logs=str(root.logs.resolve()),
                   ranks=plan.plan.gpus_used)
     return write_whole(folder / "job.json", job.model_dump_json(indent=1))

@@ -18,7 +18,8 @@ SERVE_PORT = 8815  # of the first worker of a preprocessing node, the others fol
 
 
 def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_file: Path, steps: int,
-               resume: bool = False, preflight: bool = False, profile_steps: range | None = None) -> Emitted:
+               resume: bool = False, preflight: bool = False, profile_steps: range | None = None,
+               restart: bool = False) -> Emitted:
     """Write a job file and an sbatch script into `folder`, on a file system that all nodes share.
 
     Raises:
@@ -30,7 +31,7 @@ def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_fil
     serving = cluster.cpu_nodes > 0 and not preflight
     if serving:
         _check_protected(run)
-    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps)
+    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, restart)
     logs = (run.dir.preflight if preflight else run.dir).logs.resolve()
     values = common(run, job, logs, 0 if preflight else run.file.train.restarts)
     counts = [len(node.ranks) for node in nodes]
