@@ -23,6 +23,7 @@ from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError, UsageError
+from disttrain_cli.runtime.watching.lines import StepLines, listed
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
@@ -178,21 +179,13 @@ class LiveStep:
     """Progress that shows the latest step's figures, and how long the rest will take, while training."""
 
     def __init__(self, progress: Progress, learns: bool = True) -> None:
-        self._progress, self._learns = progress, learns  # a rehearsal has no losses
+        self._progress, self._lines = progress, StepLines(learns)
         self._figures = ""
-        self._held_out: list[str] = []
         self._first: tuple[float, int] | None = None
 
     def on_step(self, step: dict[str, Any]) -> None:
         """Take in one finished step."""
-        learned = [f"loss {step['loss']:.4f} ({_losses(step['losses'])})"] if self._learns else []
-        if "evaluation" in step:
-            self._held_out = [f"held out {_losses(step['evaluation'])} after step {step['step']}"]
-        parts = [*learned, *self._held_out, f"{step['iteration_s']:.3f} s per step",
-                 f"{step['sequences_per_s']:.2f} sequences/s", f"MFU {percent(step['mfu'])}", *_speeds(step),
-                 f"data wait {1000 * step['data_wait_s']:.0f} ms",
-                 *([f"grad norm {_number(step['grad_norm'], '.3g')}"] if self._learns else [])]
-        self._figures = "  ".join(parts)
+        self._figures = self._lines.of(step)
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what == "training" and self._figures:
@@ -209,16 +202,6 @@ class LiveStep:
         return f"{left_s // 60}:{left_s % 60:02d} left"
 
 
-def _speeds(step: dict[str, Any]) -> list[str]:
-    """Further figures, where a step has them."""
-    words = {"tokens_per_s": "{:.0f} tokens/s", "images_per_s": "{:.1f} images/s", "memory_gib": "{:.2f} GiB"}
-    return [words[name].format(step[name]) for name in words if step.get(name) is not None]
-
-
-def _losses(losses: dict[str, float | None]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)
-
-
 def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profile) -> None:
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
@@ -230,7 +213,7 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
           _number(step["grad_norm"], ".3g"), f"{step['iteration_s']:.3f}", f"{step['sequences_per_s']:.2f}",
           percent(step["mfu"]), f"{1000 * step['data_wait_s']:.1f}"] for step in shown])
     for step in [step for step in steps if "evaluation" in step][-TABLE_STEPS:]:
-        console.say(f"Held out, after step {step['step']}: {_losses(step['evaluation'])}")
+        console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")
     if steps:
         median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
         console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")

@@ -2,8 +2,8 @@
 
 Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes: `run` (path of the
 run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a folder), and of this start `name` (used in
-trace files), `resume` and `steps_file`, or `start_file`, which holds these. `profile_steps`: first step that torch's
-profiler records and the one after the last, if any.
+trace files), `resume` and `steps_file`, or `start_file`, which holds these, and `console`, an open file for what the
+user should know. `profile_steps`: first step that torch's profiler records and the one after the last, if any.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from disttrain_cli.runtime.launching.meeting import check_groups
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.runtime.watching.trackers import trackers_of
@@ -61,13 +62,18 @@ def main(payload: dict[str, Any]) -> None:
         own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
         fields = {field for info in own for field in info.needs}
 
+        # Without a launcher of ours nobody reads the reports.
+        narration = Narration(payload["console"], int(payload["steps"])) if "console" in payload else None
+
         def say(text: str) -> None:
+            if narration is not None:
+                narration.say(text)
             with suppress(OSError):  # a full disk
                 print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
         watch = Watch(trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
-                      stop_file(Path(payload["logs"])) if rank0 else None)
+                      stop_file(Path(payload["logs"])) if rank0 else None, narration if rank0 else None)
         stack.callback(watch.close)
         tracer = Tracer(run.dir.traces, told["name"], place,
                         wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None), say)

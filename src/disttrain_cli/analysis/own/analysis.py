@@ -297,7 +297,7 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
 
 
 def _ranks_of(database: Database, job: Job) -> int:
-    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other ever told any."""
+    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other has any."""
     others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
     return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
 

@@ -126,9 +126,15 @@ class Saver:
         except CheckpointException as error:
             if rank == 0:  # all have ended writing
                 remove_leftovers(self._checkpoints)
-            reasons = [f"rank {number}: {failure[0]}" for number, failure in sorted(error.failures.items())]
-            raise DisttrainError(f"The checkpoint of step {step} could not be written", "\n".join(reasons[:8]),
-                                 f"See that there is room in {self._checkpoints}; then go on with --resume.") from None
+            ranks: dict[str, list[int]] = {}
+            for number, failure in sorted(error.failures.items()):
+                ranks.setdefault(str(failure[0]), []).append(number)
+            reasons = [f"{reason} (rank {', '.join(_shown(numbers))})" for reason, numbers in ranks.items()]
+            newest = latest(self._checkpoints)
+            raise DisttrainError(
+                f"The checkpoint of step {step} could not be written", "\n".join(_shown(reasons)),
+                f"See that there is room in {self._checkpoints}; then "
+                + (f"go on from {newest.name} with --resume." if newest else "start again.")) from None
         if rank == 0:
             for old in superseded(self._checkpoints, self._keep):
                 shutil.rmtree(old, ignore_errors=True)
@@ -253,6 +259,6 @@ def _refuse(folder: Path, problems: list[str]) -> None:
         raise SpecError(f"The checkpoint {folder} is damaged", "\n".join(_shown(problems)), how_to_go_on(folder))
 
 
-def _shown(items: Iterable[str], most: int = 8) -> list[str]:
-    listed = list(items)
+def _shown(items: Iterable[object], most: int = 8) -> list[str]:
+    listed = list(map(str, items))
     return listed[:most] + ([f"and {len(listed) - most} more"] if len(listed) > most else [])

@@ -38,11 +38,11 @@ def begin(job: JobFile, again: int = 0) -> str:
     resume = bool(payload["resume"]) or (again > 0 and latest(folder.checkpoints) is not None)
     if resume and payload["steps"]:
         step_to_resume(run, profile, folder, payload["steps"])
-    elif not (resume or payload["restart"]):
+    elif not (resume or payload.get("restart")):
         check_fresh(folder)
-    name, reports, aside = begin_start(folder, job_of(run, plan, profile), resume)
-    if aside:
-        print(aside)
+    name, reports, notes = begin_start(folder, job_of(run, plan, profile), resume)
+    for note in notes:
+        print(note)
     write_whole(Path(payload["start_file"]), json.dumps({"name": name, "resume": resume, "steps_file": str(reports)}))
     return name
 

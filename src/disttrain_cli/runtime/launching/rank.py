@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> None:
             module.before_fork(job.payload)
     except DisttrainError as error:
         sys.exit(f"{error.what}\n{error.why}\n{error.next_step}")
-    live(rank, function, job.payload, log)
+    live(rank, function, job.payload | {"console": os.dup(1)}, log)
 
 
 if __name__ == "__main__":

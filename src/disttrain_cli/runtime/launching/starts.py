@@ -16,6 +16,7 @@ from typing import Any
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import check_belongs, latest, made_from
 from disttrain_cli.runtime.launching import launch as launching
+from disttrain_cli.runtime.watching.lines import reported
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
@@ -36,9 +37,9 @@ def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: di
         SpecError: a folder of the run cannot be written.
         RankFailedError: a rank failed.
     """
-    name, reports, aside = begin_start(folder, job, resume)
-    if aside:
-        progress(aside, 0, 0)
+    name, reports, notes = begin_start(folder, job, resume)
+    for note in notes:
+        progress(note, 0, 0)
     reader = Reports(name, reports, on_step, progress, steps)
     progress("starting ranks", 0, 0)
 
@@ -52,24 +53,27 @@ def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: di
     return reader
 
 
-def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, str]:
-    """Prepare the run's folder for a start; returns its name, the file for its reports, and what was moved where.
+def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list[str]]:
+    """Prepare the run's folder for a start; returns its name, the file for its reports, and what the user should know.
 
     Raises:
         SpecError: a folder of the run cannot be written.
     """
     for each in (folder.checkpoints, folder.traces, folder.images, folder.logs):
         _check_writable(each)
-    aside = "" if resume else move_aside(folder)
+    notes = [] if resume else move_aside(folder)
     shutil.rmtree(pulses(folder.logs), ignore_errors=True)
     for left in (stop_file(folder.logs), stopped_file(folder.logs)):
         left.unlink(missing_ok=True)
     name = next_start(folder)
-    write_whole(folder.traces / "job.json", job.model_copy(update={"run": name}).model_dump_json(indent=1))
+    try:
+        write_whole(folder.traces / "job.json", job.model_copy(update={"run": name}).model_dump_json(indent=1))
+    except SpecError as error:  # a full disk
+        notes.append(f"warning: {error.what}: {error.why}; training goes on")
     reports = folder.logs / f"{name}-steps.jsonl"
     reports.parent.mkdir(parents=True, exist_ok=True)
     reports.touch()
-    return name, reports, aside
+    return name, reports, notes
 
 
 def _check_writable(folder: Path) -> None:
@@ -144,10 +148,6 @@ def alone(root: RunDir) -> Iterator[None]:
         yield
 
 
-#: Figures of a step besides those that every step has.
-FIGURES = ("tokens_per_s", "images_per_s", "unit_mfu", "memory_gib", "learning_rate")
-
-
 class Reports:
     """Follows the file to which rank 0 appends one line per step, and any rank a note."""
 
@@ -173,34 +173,27 @@ class Reports:
                     self._progress(row["note"], row["done"], row["total"])
                 self._noted = row
                 continue
-            step = {"step": row["step"], "loss": row["loss"],
-                    "losses": {"text": row["loss_text"], "image": row["loss_image"], **row.get("generator_losses", {})},
-                    **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu",
-                                                 "data_wait_s", "tokens", "images", "targets")},
-                    **{key: row[key] for key in FIGURES if key in row}}
-            if "evaluation_loss" in row:
-                step["evaluation"] = {"text": row["evaluation_loss_text"], "image": row["evaluation_loss_image"],
-                                      **row.get("evaluation_generator_losses", {})}
+            step = reported(row)
             self.steps.append(step)
             if self._on_step is not None:
                 self._on_step(step)
             self._progress("training", row["step"] + 1, self._total)
 
 
-def move_aside(folder: RunDir) -> str:
+def move_aside(folder: RunDir) -> list[str]:
     """Keep what an earlier start left, under `earlier/NNN/`; says what was moved there, if anything.
 
     A link or another disk stays where it is: what it holds of the run is moved to an `earlier/NNN/` inside it.
     """
     left = [path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))]
     if not left:
-        return ""
+        return []
     numbers = [int(path.name) for where in ("earlier/*", "*/earlier/*") for path in folder.root.glob(where)
                if path.name.isdigit()]
     aside = folder.root / "earlier" / f"{max(numbers, default=-1) + 1:03d}"
     left += [folder.logs] if folder.logs.exists() else []
     places = dict.fromkeys(_set_aside(path, aside) for path in left)
-    return f"Moved what an earlier start left to {' and '.join(map(str, places))}"
+    return [f"Moved what an earlier start left to {place}" for place in places]
 
 
 def _set_aside(path: Path, aside: Path) -> Path:

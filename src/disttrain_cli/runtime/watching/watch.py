@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import Tracker
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -17,14 +18,15 @@ REASONS = ("", signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIG
 
 
 class Watch:
-    """Made once per rank, by its main thread. Trackers and the stop file belong to rank 0.
+    """Made once per rank, by its main thread. Trackers, narration and the stop file belong to rank 0.
 
     SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, ask to stop after the step; a second
     SIGTERM or SIGINT ends the rank at once, also where it waits for another one.
     """
 
-    def __init__(self, trackers: Sequence[Tracker] = (), stop_file: Path | None = None) -> None:
-        self._trackers, self._stop_file = trackers, stop_file
+    def __init__(self, trackers: Sequence[Tracker] = (), stop_file: Path | None = None,
+                 narration: Narration | None = None) -> None:
+        self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
         self._asked = ""
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
@@ -34,7 +36,9 @@ class Watch:
         threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
 
     def step(self, row: dict[str, Any]) -> None:
-        """Hand a finished step to the trackers (rank 0)."""
+        """Hand a finished step to the trackers and whoever watches (rank 0)."""
+        if self._narration is not None:
+            self._narration.step(row)
         for tracker in self._trackers:
             tracker.step(row)
 
