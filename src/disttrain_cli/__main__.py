@@ -1,5 +1,21 @@
-"""`python -m disttrain_cli`: the same as the console script."""
+"""The console script, and `python -m disttrain_cli`: an interrupt is answered before anything else is imported."""
 
-from disttrain_cli.app import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from disttrain_cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        if "--json" in sys.argv:
+            print('{"error": {"what": "Interrupted", "why": "", "next": "", "exit_code": 130}}')
+        else:
+            print("Error: Interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

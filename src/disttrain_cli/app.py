@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import traceback
@@ -13,7 +14,7 @@ from typing import Annotated
 import typer
 
 from disttrain_cli import __version__
-from disttrain_cli.console import Console
+from disttrain_cli.console import Console, OutputError
 from disttrain_cli.errors import DisttrainError
 
 EPILOG = """Examples:
@@ -100,7 +101,23 @@ def command_names() -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code (see `errors.py` for what each means)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_run(words, Console(json_mode="--json" in words)))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of a locale that lacks our letters, and for names that are no text
+            stream.reconfigure(errors="replace")
+    try:
+        code = _run(words, Console(json_mode="--json" in words))
+        sys.stdout.flush()
+    except OSError as error:
+        code = _without_output(error)
+    sys.exit(code)
+
+
+def _without_output(error: OSError) -> int:
+    """Say on stderr that stdout takes nothing; a reader that had enough of it needs no word."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
+    if error.errno != errno.EPIPE:
+        Console().error("Cannot write the output", error.strerror or "", "Give it room, or write it elsewhere.")
+    return 1
 
 
 def _run(words: list[str], console: Console) -> int:
@@ -119,6 +136,8 @@ def _run(words: list[str], console: Console) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except OutputError:
+        raise
     except OSError as error:
         _traceback_if_wanted()
         if error.errno not in MACHINE_ERRORS:

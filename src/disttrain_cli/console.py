@@ -14,10 +14,13 @@ Rich is imported only where a live bar is drawn, so that `disttrain --help` star
 from __future__ import annotations
 
 import json
+import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,11 @@ if TYPE_CHECKING:
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
 NUMERIC = frozenset("0123456789+-–.,%×/ ")
+MOST_WORD = 24  # letters of a word up to which a column is not narrowed
+
+
+class OutputError(OSError):
+    """stdout takes no more: a full disk, or a reader that has gone."""
 
 
 class Console:
@@ -40,19 +48,19 @@ class Console:
     def say(self, text: str = "") -> None:
         """Text of the result, for people."""
         if not (self.json_mode or self.quiet):
-            print(text, file=sys.stdout)
+            _write(text)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of the result, for people; nothing where there are no rows."""
         if rows:
-            self.say(f"\n{title}\n{format_table(headers, rows)}")
+            self.say(f"\n{title}\n{format_table(headers, rows, terminal_width())}")
 
     def result(self, document: BaseModel | dict[str, Any], path: Path | str = "") -> None:
         """The result for programs: the JSON document with `--json`, the bare `path` with `--quiet`."""
         if self.json_mode:
-            print(to_json(document), file=sys.stdout)
+            _write(_encodable(document))
         elif self.quiet and str(path):
-            print(path, file=sys.stdout)
+            _write(path)
 
     def note(self, text: str) -> None:
         """One line of chatter."""
@@ -67,7 +75,7 @@ class Console:
         """What happened, why, and what to do: on stderr, or with `--json` as the document on stdout."""
         if self.json_mode:
             fields = {"what": what, "why": why, "next": next_step, "exit_code": exit_code}
-            print(to_json({"error": fields}), file=sys.stdout)
+            _write(_encodable({"error": fields}))
             return
         print(f"Error: {what}", file=sys.stderr)
         if why:
@@ -85,6 +93,13 @@ class Console:
                 yield report
         else:
             yield _plain_lines(self)
+
+
+def _write(text: object) -> None:
+    try:
+        print(text, file=sys.stdout)
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror) from None
 
 
 @contextmanager
@@ -118,14 +133,24 @@ def _plain_lines(console: Console) -> Progress:
     return report
 
 
-def to_json(document: BaseModel | dict[str, Any]) -> str:
+def to_json(document: BaseModel | dict[str, Any], ascii_only: bool = False) -> str:
     """One JSON document; pydantic models may stand anywhere in it."""
     plain = document if isinstance(document, dict) else document.model_dump(mode="json")
     try:
-        return json.dumps(plain, indent=2, ensure_ascii=False, default=_plain_value, allow_nan=False)
+        return json.dumps(plain, indent=2, ensure_ascii=ascii_only, default=_plain_value, allow_nan=False)
     except ValueError:  # JSON has no NaN: the loss of a diverged run is null
         finite = json.loads(json.dumps(plain, default=_plain_value), parse_constant=lambda name: None)
-        return json.dumps(finite, indent=2, ensure_ascii=False)
+        return json.dumps(finite, indent=2, ensure_ascii=ascii_only)
+
+
+def _encodable(document: BaseModel | dict[str, Any]) -> str:
+    """The document in letters that stdout can take."""
+    text = to_json(document)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return to_json(document, ascii_only=True)
+    return text
 
 
 def _plain_value(value: Any) -> Any:
@@ -136,14 +161,63 @@ def _plain_value(value: Any) -> Any:
     return str(value)
 
 
-def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the right."""
+def terminal_width() -> int | None:
+    """Columns that a table may take: COLUMNS, or those of the terminal; None where stdout is none."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isascii() and given.isdigit() and int(given) > 0:
+        return int(given)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
+    """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the right.
+
+    Within `width`, text and headers are wrapped, never numbers; columns that have no room follow below, each part with
+    the first column.
+    """
     cells = [["" if value is None else str(value) for value in row] for row in rows]
-    columns = list(zip(headers, *cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [all(set(cell) <= NUMERIC for cell in column[1:]) and any(column[1:]) for column in columns]
-    lines = [headers, ["-" * width for width in widths], *cells]
+    columns = [_Column(list(column)) for column in zip(headers, *cells, strict=True)]
+    return "\n\n".join(_lines(part, width) for part in _parts(columns, width))
+
+
+class _Column:
+    """A column of a table: its cells, the header first."""
+
+    def __init__(self, cells: list[str]) -> None:
+        self.cells = cells
+        self.numeric = all(set(cell) <= NUMERIC for cell in cells[1:]) and any(cells[1:])
+        self.width = max(map(len, cells))
+        words = [word for cell in (cells[:1] if self.numeric else cells) for word in cell.split()]
+        numbers = map(len, cells[1:] if self.numeric else ())
+        self.least = max(min(max(map(len, words), default=0), MOST_WORD), *numbers, 1)
+
+
+def _parts(columns: list[_Column], width: int | None) -> list[list[_Column]]:
+    """The columns in parts that fit into the width, as far as they can be made to."""
+    parts = [columns[:1]]
+    for column in columns[1:]:
+        if width is not None and len(parts[-1]) > 1 and \
+                sum(each.least + 2 for each in parts[-1]) + column.least > width:
+            parts.append(columns[:1])
+        parts[-1].append(column)
+    return parts
+
+
+def _lines(columns: list[_Column], width: int | None) -> str:
+    """One part of a table."""
+    widths = [column.width for column in columns]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
+        slack, place = max((widths[place] - column.least, place) for place, column in enumerate(columns))
+        if slack <= 0:
+            break
+        widths[place] -= 1
+    rows = [[textwrap.wrap(cell, wide) if len(cell) > wide else [cell] for cell, wide in zip(row, widths, strict=True)]
+            for row in zip(*(column.cells for column in columns), strict=True)]
+    rows.insert(1, [["-" * wide] for wide in widths])
     return "\n".join(
-        "  ".join(cell.rjust(width) if numeric else cell.ljust(width)
-                  for cell, width, numeric in zip(line, widths, right, strict=True)).rstrip()
-        for line in lines)
+        "  ".join(part.rjust(wide) if column.numeric else part.ljust(wide)
+                  for part, wide, column in zip(line, widths, columns, strict=True)).rstrip()
+        for row in rows for line in zip_longest(*row, fillvalue=""))

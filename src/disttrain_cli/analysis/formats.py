@@ -51,7 +51,7 @@ def _look(path: Path) -> tuple[Format, list[Path]]:
             "a run's folder, Kineto/Chrome JSON files (or .gz) or Parquet files of operations are needed",
             RECORD,
         )
-    if (path / "traces").is_dir() or any(path.glob("rank-*/segment-*.parquet")):
+    if (path / "traces").is_dir() or any(path.glob("rank-*/segment-*")):
         return "disttrain", [path]
     operations = sorted(file for file in path.glob("*.parquet") if file.name not in _NO_TRACE)
     if operations:

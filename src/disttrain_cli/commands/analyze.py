@@ -10,7 +10,7 @@ import typer
 
 from disttrain_cli.commands.analyze_tables import figure, render
 from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, open_run, short_path
-from disttrain_cli.console import Console, format_table
+from disttrain_cli.console import Console, format_table, terminal_width
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 from disttrain_cli.spec.rundir import RunDir
 
@@ -141,4 +141,4 @@ def _answer(console: Console, folders: list[Path], query: str) -> None:
     if console.json_mode:
         console.result({"columns": table.columns, "rows": [list(row) for row in table.rows]})
     else:
-        print(format_table(table.columns, [[figure(value) for value in row] for row in table.rows]))
+        print(format_table(table.columns, [[figure(value) for value in row] for row in table.rows], terminal_width()))

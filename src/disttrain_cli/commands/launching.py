@@ -100,7 +100,8 @@ def default_folder(run: Run) -> Path:
 
 
 def emit(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit, *, plan: Path, out: Path | None,
-         steps: int | None, resume: bool, preflight: bool, profile_steps: range | None, origin: Path | None) -> None:
+         steps: int | None, resume: bool, restart: bool, preflight: bool, profile_steps: range | None,
+         origin: Path | None) -> None:
     """Write the scripts and say how to start them."""
     from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
     from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
@@ -108,10 +109,10 @@ def emit(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit,
     folder, total = out or default_folder(run), steps if steps is not None else run.file.train.steps
     if kind == "slurm":
         written = emit_slurm(run, chosen, profile, folder, plan_file=plan, steps=total, resume=resume,
-                             preflight=preflight, profile_steps=profile_steps, origin=origin)
+                             preflight=preflight, profile_steps=profile_steps, restart=restart, origin=origin)
     else:
         written = emit_torchrun(run, chosen, profile, folder, steps=total, resume=resume, preflight=preflight,
-                                profile_steps=profile_steps, origin=origin)
+                                profile_steps=profile_steps, restart=restart, origin=origin)
     console.result(written, written.scripts[0])
     _say_written(console, written)
 

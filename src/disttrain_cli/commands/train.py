@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +22,8 @@ from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
 from disttrain_cli.console import Console
-from disttrain_cli.errors import UsageError
+from disttrain_cli.errors import RankLostError, UsageError
+from disttrain_cli.runtime.watching.lines import StepLines, listed
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
@@ -45,7 +45,8 @@ $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
-SIGTERM or Ctrl-C finishes the step, writes a checkpoint and ends with exit code 143 or 130; a second one ends at once.
+SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and ends with exit code
+143 or 130; a second signal ends at once.
 Exit code 4 means that a rank failed; the message names it and its log.
 """
 
@@ -64,6 +65,8 @@ def run(
     origin: Annotated[Path | None, typer.Option(
         "--from", metavar="RUN|EXPORT", help="Start at step 0 from all weights of another run (its folder or run file: "
         "its newest checkpoint; or a checkpoint's folder), or of a folder that `disttrain export` wrote.")] = None,
+    restart: Annotated[bool, typer.Option(
+        "--restart", help="Start at step 0 though there are checkpoints; what is there is moved to earlier/.")] = False,
     rehearse: Annotated[bool, typer.Option(
         "--rehearse", help="Run the plan on emulated devices: real processes, messages and schedule, computing is "
         "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
@@ -92,6 +95,12 @@ def run(
 
     if out is not None and emit is None:
         raise UsageError("--out names a folder for what --emit writes", "given: no --emit", "disttrain train --help")
+    if resume and restart:
+        raise UsageError("--resume and --restart exclude each other", "one goes on from the newest checkpoint, the "
+                         "other starts at step 0", "Give one of them.")
+    if emit is not None and rehearse:
+        raise UsageError("--emit does not go with --rehearse", "a rehearsal runs on this machine alone",
+                         "Leave one of them out.")
     profiled = _steps_to_profile(profile_steps, rehearse, preflight)
     begins = _begins_with(origin, resume, rehearse)
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
@@ -124,24 +133,32 @@ def run(
             console.note(note)
     if emit is not None:
         write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
-                      resume=resume, preflight=preflight, profile_steps=profiled, origin=begins)
+                      resume=resume, restart=restart, preflight=preflight, profile_steps=profiled, origin=begins)
         return
     if preflight:
         try_out(console, opened, chosen, profile)
         return
+    from disttrain_cli.runtime.checkpoints.folder import latest
     from disttrain_cli.runtime.train import train
 
-    with console.progress() as progress:
-        live = LiveStep(progress)
-        result = train(opened, chosen, profile, steps=steps, resume=resume, profile_steps=profiled, origin=begins,
-                       on_step=live.on_step, progress=live)
+    again = next_command("train", run_file, plan=plan, steps=steps)
+    try:
+        with console.progress() as progress:
+            live = LiveStep(progress)
+            result = train(opened, chosen, profile, steps=steps, resume=resume, restart=restart,
+                           profile_steps=profiled, origin=begins, on_step=live.on_step, progress=live)
+    except RankLostError as error:
+        newest = latest(opened.dir.checkpoints)
+        error.next_step = f"Go on from {newest.name}: {again} --resume" if newest else \
+            f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
+        raise
     console.result(result, result.run_dir)
     _render(console, result, chosen, profile)
     if result.stopped_by is not None:
         done = result.steps[-1]["step"] + 1 if result.steps else 0
         console.note(f"Stopped by {result.stopped_by} after step {done}.")
-        console.hint(next_command("train", run_file, plan=plan, steps=steps) + " --resume")
-        raise SystemExit(128 + signal.Signals[result.stopped_by])
+        console.hint(f"{again} --resume")
+        raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
                  else f"disttrain analyze {short_path(opened.dir.root)}")
 
@@ -187,21 +204,13 @@ class LiveStep:
     """Progress that shows the latest step's figures, and how long the rest will take, while training."""
 
     def __init__(self, progress: Progress, learns: bool = True) -> None:
-        self._progress, self._learns = progress, learns  # a rehearsal has no losses
+        self._progress, self._lines = progress, StepLines(learns)
         self._figures = ""
-        self._held_out: list[str] = []
         self._first: tuple[float, int] | None = None
 
     def on_step(self, step: dict[str, Any]) -> None:
         """Take in one finished step."""
-        learned = [f"loss {step['loss']:.4f} ({_losses(step['losses'])})"] if self._learns else []
-        if "evaluation" in step:
-            self._held_out = [f"held out {_losses(step['evaluation'])} after step {step['step']}"]
-        parts = [*learned, *self._held_out, f"{step['iteration_s']:.3f} s per step",
-                 f"{step['sequences_per_s']:.2f} sequences/s", f"MFU {percent(step['mfu'])}", *_speeds(step),
-                 f"data wait {1000 * step['data_wait_s']:.0f} ms",
-                 *([f"grad norm {_number(step['grad_norm'], '.3g')}"] if self._learns else [])]
-        self._figures = "  ".join(parts)
+        self._figures = self._lines.of(step)
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what == "training" and self._figures:
@@ -218,16 +227,6 @@ class LiveStep:
         return f"{left_s // 60}:{left_s % 60:02d} left"
 
 
-def _speeds(step: dict[str, Any]) -> list[str]:
-    """Further figures, where a step has them."""
-    words = {"tokens_per_s": "{:.0f} tokens/s", "images_per_s": "{:.1f} images/s", "memory_gib": "{:.2f} GiB"}
-    return [words[name].format(step[name]) for name in words if step.get(name) is not None]
-
-
-def _losses(losses: dict[str, float | None]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)
-
-
 def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profile) -> None:
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
@@ -239,7 +238,7 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
           _number(step["grad_norm"], ".3g"), f"{step['iteration_s']:.3f}", f"{step['sequences_per_s']:.2f}",
           percent(step["mfu"]), f"{1000 * step['data_wait_s']:.1f}"] for step in shown])
     for step in [step for step in steps if "evaluation" in step][-TABLE_STEPS:]:
-        console.say(f"Held out, after step {step['step']}: {_losses(step['evaluation'])}")
+        console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")
     if steps:
         median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
         console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")

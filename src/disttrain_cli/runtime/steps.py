@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -27,7 +28,7 @@ from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_rat
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import size_writer, step_writer
-from disttrain_cli.runtime.watching.watch import Watch
+from disttrain_cli.runtime.watching.watch import REASONS, Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
@@ -48,6 +49,7 @@ class Task:
     average: Average | None = None
     evaluation: Evaluation | None = None
     profiler: StepProfiler | None = None
+    say: Callable[[str], None] = print  # what the user should know
     idle_gib: float | None = None  # what the process held before it had a stage (`peak_gib`); None: not recorded
 
 
@@ -64,18 +66,19 @@ class Data(Protocol):
 
 
 def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: UnitEngine, data: Data,
-              fetch_of: Callable[[StepOrder], Callable[[int], Batch]]) -> int:
+              fetch_of: Callable[[StepOrder], Callable[[int], Batch]]) -> str:
     """Train from `task.first` to `task.last`, or until a rank's `task.watch` is asked to stop.
 
-    The last thing done is a checkpoint. Returns the step that it is of.
+    The last thing done is a checkpoint. Returns which of `watch.REASONS` ended it before the last step, or "".
 
     Raises:
         NotFiniteError, OutOfMemoryError: what `UnitEngine.run_step` raises; then nothing is saved.
         DisttrainError: a checkpoint could not be written.
     """
     every, rank0, tracer = run.file.train.checkpoint.every_steps, engine.place.rank == 0, engine.tracer
-    writers = steps, sizes = step_writer(task.dir.traces, task.name), size_writer(task.dir.traces, task.name)
-    step, stopped = task.first, False
+    writers = steps, sizes = (step_writer(task.dir.traces, task.name, task.say),
+                              size_writer(task.dir.traces, task.name, task.say))
+    step, stopped = task.first, ""
     with Saver(task.dir.checkpoints, made_from(run.file, profile.fingerprints.data), engine,
                run.file.train.checkpoint.keep, task.average) as saver:
         while step < task.last and not stopped:
@@ -110,30 +113,30 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
                 publish(task.steps_file, row)
                 if task.watch is not None:
                     task.watch.step(row)
+                for writer in writers:
+                    writer.keep()
             step += 1
             saver.check()
             if stopped or step == task.last or (every and step % every == 0):
                 begun = tracer.now()
                 tracer.begin("checkpoint")
-                saver.save(step)
+                saver.save(step, sound=engine.skipped_steps == skipped)
                 tracer.record("checkpoint", begun)
                 for writer in writers:
                     writer.flush()
             tracer.end_step()
-    return step
+    return stopped if step < task.last else ""
 
 
-def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str, Any], bool]:
-    """What all ranks say of a step: `world_losses`, the longest data wait, the most memory, whether one was asked to
-    stop.
-    """
-    stop = watch is not None and watch.stop_requested()
-    most = torch.tensor([engine.data_wait_ns / 1e9, peak_gib(engine.device), float(stop)], dtype=torch.float64,
+def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str, Any], str]:
+    """What all ranks say of a step: `world_losses`, the longest data wait, the most memory; what asked one to stop."""
+    reason = REASONS.index(watch.stop_reason() if watch is not None else "")
+    most = torch.tensor([engine.data_wait_ns / 1e9, peak_gib(engine.device), reason], dtype=torch.float64,
                         device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    data_wait_s, memory_gib, stopped = most.tolist()
+    data_wait_s, memory_gib, reason = most.tolist()
     losses = world_losses(engine, run.file.model.loss_weights)
-    return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, bool(stopped)
+    return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, REASONS[int(reason)]
 
 
 def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, Any],
@@ -177,6 +180,6 @@ def peak_gib(device: torch.device) -> float:
 
 
 def publish(path: Path, row: dict[str, Any]) -> None:
-    """Append a step or a note to the file that the launcher reads, in one write."""
-    with path.open("a") as file:
+    """Append a step or a note to the file that the launcher reads, in one write; a full disk does not end training."""
+    with contextlib.suppress(OSError), path.open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -15,12 +15,13 @@ from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
-from disttrain_cli.runtime.launching.starts import Reports, alone, job_of, run_ranks, step_to_resume
+from disttrain_cli.runtime.launching.starts import Reports, alone, check_fresh, job_of, run_ranks, step_to_resume
 from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.runtime.watching.supervise import merged, stop_request, supervised
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.rundir import stopped_file
 from disttrain_cli.spec.runfile import Run
 
 
@@ -37,7 +38,7 @@ class TrainResult(BaseModel):
     images: list[str]
     reference_losses: dict[str, float]
     restarts: list[str] = []  # why ranks were started again
-    stopped_by: str | None = None  # the signal that ended the run before its last step
+    stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
 
 
 #: What the ranks run.
@@ -45,19 +46,21 @@ TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.w
 
 
 def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
-          profile_steps: range | None = None, origin: Path | None = None,
+          restart: bool = False, profile_steps: range | None = None, origin: Path | None = None,
           on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> TrainResult:
     """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample images.
 
     SIGTERM and SIGINT end it after the step under way, with a checkpoint; a rank that dies or hangs starts it again,
     `train.restarts` times.
 
-    The plan must have been checked against the run and profile (`planning.check`). A fresh start moves what an
-    earlier one left to `earlier/`, and begins with the weights of `origin`, if given (`checkpoints.origin`); `resume`
-    goes on from the newest checkpoint. Of the steps in `profile_steps` every rank leaves torch's profile.
+    The plan must have been checked against the run and profile (`planning.check`). A fresh start begins with the
+    weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the newest checkpoint; where there is
+    one, `restart` starts at step 0 and moves what is there to `earlier/`. Of the steps in `profile_steps` every rank
+    leaves torch's profile.
 
     Raises:
-        SpecError: the plan's ranks belong on several hosts, or there is nothing to resume from.
+        SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or there is, and it is
+            not said what to do with it; or a folder of the run cannot be written.
         UsageError: the run has none of the steps to profile, or is past them.
         DisttrainError: another training of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of
@@ -68,6 +71,8 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = step_to_resume(run, profile, root, total) if resume else None
+    if not (resume or restart):
+        check_fresh(root)
     if profile_steps is not None:
         check_profiled(profile_steps, total, resumed or 0)
     if run.file.preprocess.addresses:
@@ -89,14 +94,15 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     with alone(root):
         with stop_request() as request:
             _, losses = supervised(run, topology_of(plan, profile), resume, request, progress, start)
-        stopped = request.signal if not rows or rows[-1]["step"] + 1 < total else None
+        said = stopped_file(root.logs)
+        stopped = said.read_text() if said.exists() else None
         newest = latest(root.checkpoints)
         return TrainResult(
             run_dir=str(root.root), steps=merged(rows), skipped_samples=_skipped(run, index),
             resumed_from_step=resumed, started_from=str(origin) if origin else None,
             checkpoint=str(newest) if newest else None, trace=str(root.traces),
             images=[] if stopped or newest is None else _generate(run, profile, newest, progress),
-            reference_losses=_references(run, index), restarts=losses, stopped_by=stopped.name if stopped else None)
+            reference_losses=_references(run, index), restarts=losses, stopped_by=stopped)
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:

@@ -2,15 +2,16 @@
 
 Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes: `run` (path of the
 run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a folder), and of this start `name` (used in
-trace files), `resume` and `steps_file`, or `start_file`, which holds these. `profile_steps`: first step that torch's
-profiler records and the one after the last, if any. `from`: folder of the weights that a fresh start begins with, if
-any.
+trace files), `resume` and `steps_file`, or `start_file`, which holds these, and `console`, an open file for what the
+user should know. `profile_steps`: first step that torch's profiler records and the one after the last, if any. `from`:
+folder of the weights that a fresh start begins with, if any.
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+import os
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,16 @@ from disttrain_cli.runtime.launching.meeting import check_groups
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.runtime.watching.trackers import trackers_of
 from disttrain_cli.runtime.watching.watch import Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import stop_file
+from disttrain_cli.spec.rundir import stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
 
 PREFLIGHT_S = 60.0  # longest time of one small all-reduce
 
@@ -59,15 +62,21 @@ def main(payload: dict[str, Any]) -> None:
         own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
         fields = {field for info in own for field in info.needs}
 
+        # Without a launcher of ours nobody reads the reports.
+        narration = Narration(payload["console"], int(payload["steps"])) if "console" in payload else None
+
         def say(text: str) -> None:
-            print(text, flush=True)
+            if narration is not None:
+                narration.say(text)
+            with suppress(OSError):  # a full disk
+                print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
         watch = Watch(trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
-                      stop_file(Path(payload["logs"])) if rank0 else None)
+                      stop_file(Path(payload["logs"])) if rank0 else None, narration if rank0 else None)
         stack.callback(watch.close)
         tracer = Tracer(run.dir.traces, told["name"], place,
-                        wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None))
+                        wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None), say)
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
         start = None if told["resume"] or "from" not in payload else origin.where(Path(payload["from"]), run.dir.root)
@@ -94,10 +103,12 @@ def main(payload: dict[str, Any]) -> None:
                                 job.device, say) if payload.get("profile_steps") else None
         if profiler is not None:
             stack.callback(profiler.close)
-        run_steps(run, job.plan.plan, job.profile,
-                  Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average, evaluation,
-                       profiler, idle_gib),
-                  engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
+        stopped = run_steps(run, job.plan.plan, job.profile,
+                            Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average,
+                                 evaluation, profiler, say, idle_gib),
+                            engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
+        if stopped and os.environ["LOCAL_RANK"] == "0":  # every host may look for it
+            write_whole(stopped_file(Path(payload["logs"])), stopped)
         if loader.skipped:
             Path(payload["logs"], f"skipped-rank-{place.rank:05d}.json").write_text(
                 json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))

@@ -27,7 +27,7 @@ class RunDir:
 
     @property
     def traces(self) -> Path:
-        """Folder of trace segments (`rank-00000/segment-00000.parquet`), `steps.parquet` and `job.json`."""
+        """Folder of trace segments (`spec.trace`) and `job.json`."""
         return self.root / "traces"
 
     @property
@@ -69,5 +69,10 @@ def pulses(logs: Path) -> Path:
 
 
 def stop_file(logs: Path) -> Path:
-    """File whose appearance asks the ranks to stop after their step."""
+    """File whose appearance asks the ranks to stop after their step; it may name the signal that asked for it."""
     return logs / "stop"
+
+
+def stopped_file(logs: Path) -> Path:
+    """File in which the ranks of a start that ended before its last step, with a checkpoint, say what asked for it."""
+    return logs / "stopped"

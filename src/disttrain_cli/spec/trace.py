@@ -3,6 +3,8 @@
 Layout of `runs/NAME/traces/`:
   job.json                                  `Job`: plan, FLOP models and peak, written when training starts
   rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
+  rank-00003/segment-00001.arrows           those since, appended after every step (Arrow's stream format); it becomes
+                                            segment-00001.parquet, unless its process ends before
   steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
   sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few sequences of every step
   kineto/rank-00003-start-000.json.gz       torch's profile of the steps of `train --profile-steps`
@@ -12,6 +14,7 @@ Segments carry a run number in their name when a run is resumed, so nothing is o
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +65,19 @@ SIZES_PER_STEP = 32
 #: Columns that came after the first traces: null in segments that lack them.
 LATER_COLUMNS = frozenset({"learning_rates", "skipped_steps", "evaluation_loss", "evaluation_loss_text",
                            "evaluation_loss_image", "generator_losses", "clips"})
+
+
+#: Ending of a segment that is being recorded.
+OPEN_SEGMENT = ".arrows"
+
+
+def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Segments in these folders: those written whole, and the open ones that have not been replaced by such."""
+    found = sorted(file for folder in folders for file in folder.glob("segment-*"))
+    whole = [file for file in found if file.suffix == ".parquet"]
+    replaced = set(whole)
+    return whole, [file for file in found
+                   if file.suffix == OPEN_SEGMENT and file.with_suffix(".parquet") not in replaced]
 
 
 class Rehearsed(Strict):

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.spec.whole import write_whole
 
 
 def write_rank(payload: dict[str, Any]) -> None:
@@ -96,3 +97,5 @@ def emitted(payload: dict[str, Any]) -> None:
         raise ValueError("this rank is broken")
     while how == "wait" and not (folder / "stop").exists():
         time.sleep(0.02)
+    if how == "wait":
+        write_whole(folder / "stopped", (folder / "stop").read_text().strip() or "stop file")

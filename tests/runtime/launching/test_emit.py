@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ from disttrain_cli.spec.files import parse_yaml
 from disttrain_cli.spec.hostfile import Host, read_hostfile
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.rundir import stop_file
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
 from tests.commands.conftest import MODULES, make_profile
 from tests.runtime.factory import make_job, plan_of, unit
@@ -149,6 +151,7 @@ def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
         assert f"#SBATCH {option}\n" in gpus
     for option in ("--partition=cpu", "--account=me", "--nodes=4", "--cpus-per-task=32"):
         assert f"#SBATCH {option}\n" in cpus
+    assert "#SBATCH --cpus-per-task=3\n" in gpus  # of a rank with one decoding thread
     assert "--het-group=0 --ntasks=6 --distribution=block --ntasks-per-node=3" in text
     assert written.commands == [f"sbatch {(tmp_path / 'out' / 'job.sbatch').resolve()}"]
     job = JobFile.model_validate_json(Path(written.job).read_text())
@@ -175,7 +178,7 @@ def test_torchrun_needs_names_of_hosts(tmp_path: Path) -> None:
 # ---- that it runs ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -183,8 +186,9 @@ def start_script(environment: dict[str, str]) -> Iterator[Callable[..., subproce
     """Starts a script; what is left of it at the end is ended."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(script: str, **more: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(["bash", script], env=environment | more, start_new_session=True))
+    def start(script: str, output: int | None = None, **more: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(["bash", script], env=environment | more, start_new_session=True,
+                                        stdout=output))
         return started[-1]
 
     yield start
@@ -265,14 +269,24 @@ def test_the_slurm_script_starts_ranks_and_queues_itself_again(
     assert ranks[0]["DISTTRAIN_WORKERS"].split(",") == [
         f"grpc+tls://cpu-{node}:{port}" for node in (1, 2) for port in (8815, 8816)]
     assert ranks[0]["start"]["resume"] is False and "requeue" not in calls.read_text()
+    sruns = [call for call in calls.read_text().splitlines() if "--het-group" in call]
+    assert [re.findall(r"--cpus-per-task=\d+", call) for call in sorted(sruns)] == [
+        ["--cpus-per-task=3"], ["--cpus-per-task=2"]]  # srun takes over no such option of sbatch
     assert "--het-group=1" in calls.read_text() and (logs / "rank-00005.log").read_text().startswith("rank 5 of 6")
 
-    process = start("wait")
-    while sorted(told(logs)) != list(range(6)):
-        assert process.poll() is None
-        time.sleep(0.05)
+    def waiting() -> subprocess.Popen[bytes]:
+        process = start("wait")
+        while sorted(told(logs)) != list(range(6)):
+            assert process.poll() is None
+            time.sleep(0.05)
+        return process
+
+    process = waiting()
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=60) == 0 and "requeue 77" in calls.read_text()
+    assert process.wait(timeout=60) == 143 and "requeue 77" in calls.read_text()
+    process = waiting()
+    stop_file(logs).touch()
+    assert process.wait(timeout=60) == 143 and "requeue" not in calls.read_text()
 
     assert start("fail").wait(timeout=300) == 1 and "requeue 77" in calls.read_text()
     assert start("fail", SLURM_RESTART_COUNT="1").wait(timeout=300) == 1 and "requeue" not in calls.read_text()
@@ -287,10 +301,20 @@ def test_the_torchrun_scripts_start_ranks_on_every_host(
                                   train={"restarts": 1})
     written, logs = emit_torchrun(run, plan, profile, tmp_path / "out", steps=3), run.dir.logs
 
-    def start(how: str) -> list[int]:
-        with_target(written.job, logs, how)
-        return [process.wait(timeout=300) for process in [start_script(script) for script in written.scripts]]
+    started: list[subprocess.Popen[bytes]] = []
 
+    def start(how: str, when_waiting: Callable[[], None] | None = None) -> list[int]:
+        with_target(written.job, logs, how)
+        started[:] = [start_script(script) for script in written.scripts]
+        while when_waiting is not None and sorted(told(logs)) != list(range(6)):
+            assert all(process.poll() is None for process in started)
+            time.sleep(0.05)
+        if when_waiting is not None:
+            when_waiting()
+        return [process.wait(timeout=300) for process in started]
+
+    assert start("wait", lambda: stop_file(logs).touch()) == [143, 143]
+    assert start("wait", lambda: started[0].send_signal(signal.SIGINT)) == [130, 130]
     assert start("end") == [0, 0]
     ranks = told(logs)
     assert {rank: ranks[rank]["LOCAL_RANK"] for rank in ranks} == {rank: str(rank % 3) for rank in range(6)}
@@ -315,7 +339,10 @@ def test_a_model_trains_under_torchrun_on_two_hosts(
     run = read_run(run.path)
     twice = plan_of(run, [unit(each.name, each.modules, each.layers_per_stage, dp=2) for each in plan.plan.units], 1)
     written = emit_torchrun(run, twice, profile, tmp_path / "out", steps=2)
-    assert [process.wait(timeout=900) for process in [start_script(script) for script in written.scripts]] == [0, 0]
+    processes = [start_script(script, output=subprocess.PIPE) for script in written.scripts]
+    shown = [process.communicate(timeout=900)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert re.search(r"^training  loss \d.* 2/2$", shown[0], re.MULTILINE) and "training  loss" not in shown[1]
     assert (run.dir.checkpoints / "step-000002").is_dir()
     steps = [json.loads(line) for line in (run.dir.logs / "start-000-steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if "step" in row] == [0, 1]

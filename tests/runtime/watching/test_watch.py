@@ -29,9 +29,9 @@ import sys
 from pathlib import Path
 from disttrain_cli.runtime.watching.watch import Watch
 watch = Watch((), Path(sys.argv[1]))
-print("asked" if watch.stop_requested() else "ready", flush=True)
+print(watch.stop_reason() or "ready", flush=True)
 for line in sys.stdin:
-    print("asked" if watch.stop_requested() else "not asked", flush=True)
+    print(watch.stop_reason() or "not asked", flush=True)
 """
 
 
@@ -63,15 +63,16 @@ def test_a_signal_asks_to_stop_and_a_second_one_ends(listener: subprocess.Popen[
     assert answer(listener) == "not asked\n"
     listener.send_signal(signal.SIGUSR1)
     heard(listener)
-    assert answer(listener) == "asked\n"
+    assert answer(listener) == "SIGUSR1\n"
     listener.send_signal(signal.SIGTERM)
     assert listener.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-def test_the_stop_file_asks_to_stop(listener: subprocess.Popen[str], tmp_path: Path) -> None:
-    assert answer(listener) == "not asked\n"
-    (tmp_path / "stop").touch()
-    assert answer(listener) == "asked\n"
+@pytest.mark.parametrize(("content", "reason"), [("", "stop file"), ("SIGINT", "SIGINT"), ("later", "stop file")])
+def test_the_stop_file_asks_to_stop(listener: subprocess.Popen[str], tmp_path: Path, content: str,
+                                    reason: str) -> None:
+    (tmp_path / "stop").write_text(content)
+    assert answer(listener) == f"{reason}\n"
 
 
 def test_a_tracker_that_fails_says_so_once(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:
     with supervise.stop_request() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         request.pass_on(tmp_path / "logs", lambda what, done, total: said.append(what))
-        assert (tmp_path / "logs" / "stop").exists() and len(said) == 1 and "SIGTERM" in said[0]
+        assert (tmp_path / "logs" / "stop").read_text() == "SIGTERM" and len(said) == 1 and "SIGTERM" in said[0]
         with pytest.raises(SystemExit) as left:
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0)

@@ -296,6 +296,12 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
     return sum(row[key] or 0.0 for row in rows) / len(rows)
 
 
+def _ranks_of(database: Database, job: Job) -> int:
+    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other has any."""
+    others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
+    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
+
+
 def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], summary: JobSummary) -> None:
     """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared cores."""
     warn, job = database.warnings.append, database.job
@@ -304,9 +310,9 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
     if times["incomplete"]:
         warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
     if job is not None:
-        whole = sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units"))
+        whole = _ranks_of(database, job)
         if summary.ranks < whole:
-            warn(f"the trace holds {summary.ranks} of {whole:.0f} ranks: figures are of those only")
+            warn(f"the trace holds {summary.ranks} of {whole} ranks: figures are of those only")
     expected = times["last_step"] - times["first_step"] + 1
     if times["recorded"] < expected:
         warn(

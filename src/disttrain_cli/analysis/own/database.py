@@ -25,6 +25,7 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from duckdb import DuckDBPyConnection
 
 _TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]",
@@ -90,9 +91,9 @@ def open_database(paths: list[Path], file: Path | None = None) -> Database:
     connection = connect(file or ":memory:")
     files = find_traces(paths, connection)
     try:
-        _make_source(connection, "segments", files.segments, TRACE_COLUMNS)
-        _make_source(connection, "step_segments", files.steps, STEP_COLUMNS)
-        _make_source(connection, "size_segments", files.sizes, SIZE_COLUMNS)
+        _make_source(connection, "segments", files.segments, files.open_segments.get("segments"), TRACE_COLUMNS)
+        _make_source(connection, "step_segments", files.steps, files.open_segments.get("steps"), STEP_COLUMNS)
+        _make_source(connection, "size_segments", files.sizes, files.open_segments.get("sizes"), SIZE_COLUMNS)
         run = _choose_starts(connection, files.job, files.warnings)
         clocks = repair_clocks(connection, files.warnings)
         stages = known_stages(files.job, files.warnings) if files.job is not None else []
@@ -131,13 +132,19 @@ def documented_views() -> dict[str, str]:
     return own | {name: header(query_text(f"view_{name}")) for name in _VIEWS if name != "known"}
 
 
-def _make_source(connection: DuckDBPyConnection, name: str, files: dict[Path, Footer], columns: dict[str, str]) -> None:
-    """A view over Parquet files with the columns of our schema, or an empty table of the same shape."""
+def _make_source(connection: DuckDBPyConnection, name: str, files: dict[Path, Footer], rows: pa.Table | None,
+                 columns: dict[str, str]) -> None:
+    """A view over Parquet files and rows with the columns of our schema, or an empty table of the same shape."""
     shape = ", ".join(f"{column} {_TYPES[kind]}" for column, kind in columns.items())
     alike: dict[frozenset[tuple[str, str]], list[Path]] = {}  # of files with the same columns one footer is enough
     for file, footer in files.items():
         alike.setdefault(footer.columns, []).append(file)
     parts = [f"SELECT * FROM read_parquet({literals(group, no_glob)})" for group in alike.values()]
+    if rows is not None:
+        connection.register("given", rows)
+        connection.execute(f"CREATE TABLE {name}_open AS SELECT * FROM given")
+        connection.unregister("given")
+        parts.append(f"SELECT * FROM {name}_open")
     if not parts or not LATER_COLUMNS.isdisjoint(columns):
         connection.execute(f"CREATE TABLE {name}_shape ({shape})")
         parts.append(f"SELECT * FROM {name}_shape")

@@ -1,17 +1,29 @@
-"""Finding the files of a trace: which folder, which segments can be read, and what is wrong with the others."""
+"""Finding the files of a trace: which folder, which segments can be read, and what is wrong with the others.
+
+Segments are Parquet, read in place; of a process that ended early, or still records, one is a stream of Arrow batches.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disttrain_cli.analysis.formats import RECORD
 from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.errors import DataError, SpecError
-from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, read_job
+from disttrain_cli.spec.trace import (
+    LATER_COLUMNS,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+    Job,
+    read_job,
+    segments_of,
+)
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from duckdb import DuckDBPyConnection
 
 
@@ -29,13 +41,14 @@ class TraceFiles:
     segments: dict[Path, Footer] = field(default_factory=dict)
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
+    open_segments: dict[str, pa.Table] = field(default_factory=dict)  # rows by the name of the fields above
     job: Job | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
         """Of all segments."""
-        return sum(footer.rows for footer in self.segments.values())
+        return sum(footer.rows for footer in self.segments.values()) + sum(map(len, self.open_segments.values()))
 
     @property
     def all(self) -> list[Path]:
@@ -61,7 +74,8 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
                 RECORD,
             )
         folder = (path / "traces" if (path / "traces").is_dir() else path).resolve()
-        again = sorted({file.parent.name for file in folder.glob("rank-*/segment-*.parquet")} & ranks)
+        own = {file.parent.name for file in folder.glob("rank-*/segment-*")}
+        again = sorted(own & ranks)
         if again:
             problems.append(
                 f"{path} holds {again[0]} once more, so it is another job and left out; "
@@ -69,15 +83,17 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             )
             continue
         _read_job(folder, found)
-        before = len(found.segments)
-        for pattern, columns, kept in (("rank-*", TRACE_COLUMNS, found.segments), ("steps", STEP_COLUMNS, found.steps),
-                                       ("sizes", SIZE_COLUMNS, found.sizes)):
-            files = sorted(folder.glob(f"{pattern}/segment-*.parquet"))
+        before = found.rows
+        for name, pattern, columns in (("segments", "rank-*", TRACE_COLUMNS), ("steps", "steps", STEP_COLUMNS),
+                                       ("sizes", "sizes", SIZE_COLUMNS)):
+            files, recorded = segments_of(folder.glob(pattern))
+            kept: dict[Path, Footer] = getattr(found, name)
             kept |= _readable(files, folder, columns, connection, problems)
-        ranks |= {file.parent.name for file in list(found.segments)[before:]}
-        if len(found.segments) == before:
+            _add_open(found.open_segments, name, recorded, columns)
+        ranks |= own
+        if found.rows == before:
             problems.append(f"{path} holds no readable trace segment")
-    if not found.segments:
+    if not found.rows:
         raise DataError(
             f"No trace can be read in {', '.join(str(path) for path in paths)}", "; ".join(problems[:5]), RECORD
         )
@@ -113,6 +129,32 @@ def _readable(files: list[Path], folder: Path, columns: dict[str, str], connecti
         elif footers[file].rows:
             kept[file] = footers[file]
     return kept
+
+
+def _add_open(tables: dict[str, pa.Table], name: str, files: list[Path], columns: dict[str, str]) -> None:
+    """Rows of open segments that have all columns, up to where their processes ended."""
+    batches = [batch for file in files for batch in _batches(file)
+               if set(columns) - LATER_COLUMNS <= set(batch.schema.names)]
+    if not batches:
+        return
+    import pyarrow as pa
+
+    known = [tables[name]] if name in tables else []
+    tables[name] = pa.concat_tables([*known, *(pa.Table.from_batches([batch]) for batch in batches)],
+                                    promote_options="default").combine_chunks()
+
+
+def _batches(file: Path) -> list[Any]:
+    """Whole batches of an Arrow stream; one may have no end."""
+    import pyarrow as pa
+
+    found: list[Any] = []
+    try:
+        with pa.ipc.open_stream(pa.BufferReader(file.read_bytes())) as stream:
+            found.extend(stream)
+    except (pa.ArrowInvalid, OSError):  # cut within a batch: those before it are whole
+        pass
+    return found
 
 
 def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Footer]:

@@ -24,12 +24,12 @@ from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.checkpoints.boxes import Pieces
 from disttrain_cli.runtime.checkpoints.folder import (
     TENSORS,
-    all_of,
     check_belongs,
     describe,
     how_to_go_on,
     latest,
     remove_leftovers,
+    superseded,
 )
 from disttrain_cli.runtime.checkpoints.owning import AVERAGE, allocate_moments, named_parameters, staged, wanted
 from disttrain_cli.runtime.checkpoints.storage import LoadPieces, Reader, SavePieces, Writer, damaged, read_metadata
@@ -48,7 +48,7 @@ class Saver:
 
     Args:
         made_from: what the checkpoints say of themselves (`checkpoint_folder.made_from`).
-        keep: newest checkpoints that stay.
+        keep: newest sound checkpoints that stay (`folder.superseded`).
     """
 
     def __init__(self, checkpoints: Path, made_from: Mapping[str, Any], engine: UnitEngine, keep: int,
@@ -63,12 +63,13 @@ class Saver:
             remove_leftovers(checkpoints)
         dist.barrier(self._group)
 
-    def save(self, step: int) -> None:
-        """Copy the state to the host, and begin to write it."""
+    def save(self, step: int, sound: bool = True) -> None:
+        """Copy the state to the host, and begin to write it; it is not sound where the step before it was skipped."""
         self.wait()
         pieces = self._copy()
-        self._writing = self._thread.submit(self._write, step, {
-            "skipped_steps": self._engine.skipped_steps, "updates": self._engine.updates}, pieces)
+        about = {"step": step, "skipped_steps": self._engine.skipped_steps, "updates": self._engine.updates,
+                 "sound": sound, **self._made_from}
+        self._writing = self._thread.submit(self._write, step, about, pieces)
 
     def check(self) -> None:
         """Raise what went wrong since, if anything; does not wait."""
@@ -114,21 +115,29 @@ class Saver:
             torch.cuda.synchronize(self._engine.device)
         return pieces
 
-    def _write(self, step: int, state: dict[str, Any], pieces: dict[str, Pieces]) -> None:
+    def _write(self, step: int, about: dict[str, Any], pieces: dict[str, Pieces]) -> None:
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
         rank = dist.get_rank()
         folder = self._checkpoints / f"step-{step:06d}"
-        writer = Writer(folder, rank, {"step": step, **state, **self._made_from})
+        writer = Writer(folder, rank, about)
         try:
             dcp.save(pieces, storage_writer=writer, planner=SavePieces(), process_group=self._group)
         except CheckpointException as error:
-            reasons = [f"rank {number}: {failure[0]}" for number, failure in sorted(error.failures.items())]
-            raise DisttrainError(f"The checkpoint of step {step} could not be written", "\n".join(reasons[:8]),
-                                 f"See that there is room in {self._checkpoints}; then go on with --resume.") from None
+            if rank == 0:  # all have ended writing
+                remove_leftovers(self._checkpoints)
+            ranks: dict[str, list[int]] = {}
+            for number, failure in sorted(error.failures.items()):
+                ranks.setdefault(str(failure[0]), []).append(number)
+            reasons = [f"{reason} (rank {', '.join(_shown(numbers))})" for reason, numbers in ranks.items()]
+            newest = latest(self._checkpoints)
+            raise DisttrainError(
+                f"The checkpoint of step {step} could not be written", "\n".join(_shown(reasons)),
+                f"See that there is room in {self._checkpoints}; then "
+                + (f"go on from {newest.name} with --resume." if newest else "start again.")) from None
         if rank == 0:
-            for old in all_of(self._checkpoints)[:-self._keep]:
+            for old in superseded(self._checkpoints, self._keep):
                 shutil.rmtree(old, ignore_errors=True)
 
 
@@ -265,6 +274,6 @@ def _refuse(folder: Path, problems: list[str]) -> None:
         raise SpecError(f"The checkpoint {folder} is damaged", "\n".join(_shown(problems)), how_to_go_on(folder))
 
 
-def _shown(items: Iterable[str], most: int = 8) -> list[str]:
-    listed = list(items)
+def _shown(items: Iterable[object], most: int = 8) -> list[str]:
+    listed = list(map(str, items))
     return listed[:most] + ([f"and {len(listed) - most} more"] if len(listed) > most else [])

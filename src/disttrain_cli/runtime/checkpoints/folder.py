@@ -6,6 +6,7 @@ Apart from `checkpoint.py`, which reads and writes the tensors, so that the laun
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import RunFile
 
 VERSION = 3
+ANEW = "start at step 0 with --restart"
 DESCRIPTION, TENSORS = "checkpoint.json", "tensors.json"
 
 
@@ -34,6 +36,27 @@ def latest(checkpoints: Path) -> Path | None:
     return found[-1] if (found := all_of(checkpoints)) else None
 
 
+def superseded(checkpoints: Path, keep: int) -> list[Path]:
+    """Checkpoints that need not stay: all but the newest `keep` sound ones, and the newest of those that are not.
+
+    A checkpoint is not sound where the step before it was skipped: weights that led to bad losses must not push out
+    those before them.
+    """
+    sound, doubtful = list[Path](), list[Path]()
+    for folder in all_of(checkpoints):
+        try:
+            (sound if describe(folder).get("sound", True) else doubtful).append(folder)
+        except SpecError:  # damaged: it goes as those do that are whole
+            sound.append(folder)
+    return sound[:-keep] + doubtful[:-1]
+
+
+def sealed(description: dict[str, Any]) -> dict[str, Any]:
+    """A description with its own checksum."""
+    content = json.dumps(description, sort_keys=True).encode()
+    return description | {"sha256": hashlib.sha256(content).hexdigest()}
+
+
 def partial(folder: Path) -> Path:
     """Where a checkpoint is written before it takes its name."""
     return folder.with_name(f".{folder.name}.partial")
@@ -49,8 +72,8 @@ def remove_leftovers(checkpoints: Path) -> None:
 def how_to_go_on(folder: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
     earlier = [other for other in all_of(folder.parent) if _step(other) < _step(folder)]
-    return (f"Move {folder} away to go on from {earlier[-1].name}, or start without --resume." if earlier
-            else "There is none before it: start without --resume.")
+    return (f"Move {folder} away to go on from {earlier[-1].name}, or {ANEW}." if earlier
+            else f"There is none before it: {ANEW}.")
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -61,7 +84,11 @@ def describe(folder: Path) -> dict[str, Any]:
                         how_to_go_on(folder))
     if value["version"] != VERSION:
         raise SpecError(f"The checkpoint {folder} has version {value['version']}", f"this disttrain reads {VERSION}",
-                        "Go on with the disttrain that wrote it, or start without --resume.")
+                        f"Go on with the disttrain that wrote it, or {ANEW}.")
+    plain = {key: one for key, one in value.items() if key != "sha256"}
+    if sealed(plain) != value:
+        raise SpecError(f"The checkpoint {folder} is damaged", f"{DESCRIPTION} has another checksum",
+                        how_to_go_on(folder))
     return value
 
 
@@ -93,7 +120,7 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
             other, remedy = REMEDIES[what]
             raise MismatchError(f"The checkpoint {folder} was made from {other}",
                                 f"{what} of the checkpoint: {theirs}; here: {own}",
-                                f"Start without --resume, or {remedy}.")
+                                f"To go on from it, {remedy}; or {ANEW}.")
     return int(described["step"])
 
 

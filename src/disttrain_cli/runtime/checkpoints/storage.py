@@ -2,7 +2,7 @@
 
     step-000060/rank-00003.safetensors   what a rank keeps: GROUP/LAYER/PARAMETER@OFFSETS, a box of the whole tensor
     step-000060/tensors.json             shape, dtype and boxes of every tensor, and in which file each box lies
-    step-000060/checkpoint.json          step, fingerprints, size and SHA-256 of every file
+    step-000060/checkpoint.json          step, fingerprints, size and SHA-256 of every file, and of its own text
 
 The folder has a temporary name until all of it is there. Files are written here tensor by tensor rather than by
 safetensors, whose writer copies all of them first and knows no checksum.
@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from disttrain_cli.runtime.checkpoints.boxes import Pieces
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, digest_of, partial
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, digest_of, partial, sealed
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.whole import write_whole
 
@@ -93,8 +93,8 @@ class Writer(StorageWriter):
         content = json.dumps({"files": list(numbers), "tensors": tensors}).encode()
         write_whole(folder / TENSORS, content)
         listed = [*files, Written(TENSORS, len(content), hashlib.sha256(content).hexdigest())]
-        write_whole(folder / DESCRIPTION, json.dumps({"version": VERSION, **self._description, "files": {
-            file.name: {"bytes": file.size_bytes, "sha256": file.sha256} for file in listed}}, indent=1))
+        write_whole(folder / DESCRIPTION, json.dumps(sealed({"version": VERSION, **self._description, "files": {
+            file.name: {"bytes": file.size_bytes, "sha256": file.sha256} for file in listed}}), indent=1))
         replace_folder(folder, self._folder)
 
     @classmethod

@@ -17,7 +17,7 @@ from pathlib import Path
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
-from disttrain_cli.runtime.launching.starts import begin_start, job_of, step_to_resume
+from disttrain_cli.runtime.launching.starts import begin_start, check_fresh, job_of, step_to_resume
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
@@ -29,7 +29,8 @@ def begin(job: JobFile, again: int = 0) -> str:
     """Prepare a start and tell it to rank 0; returns its name.
 
     Raises:
-        SpecError, MismatchError: there is nothing to resume from that fits.
+        SpecError, MismatchError: there is nothing to resume from that fits; or, where the job was not told to start
+            anew, there is.
     """
     payload = job.payload
     run, folder = read_run(Path(payload["run"])), RunDir(Path(payload["logs"]).parent)
@@ -37,7 +38,11 @@ def begin(job: JobFile, again: int = 0) -> str:
     resume = bool(payload["resume"]) or (again > 0 and latest(folder.checkpoints) is not None)
     if resume and payload["steps"]:
         step_to_resume(run, profile, folder, payload["steps"])
-    name, reports = begin_start(folder, job_of(run, plan, profile), resume)
+    elif not (resume or payload.get("restart")):
+        check_fresh(folder)
+    name, reports, notes = begin_start(folder, job_of(run, plan, profile), resume)
+    for note in notes:
+        print(note)
     write_whole(Path(payload["start_file"]), json.dumps({"name": name, "resume": resume, "steps_file": str(reports)}))
     return name
 

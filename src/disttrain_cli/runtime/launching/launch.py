@@ -1,10 +1,10 @@
 """Starting the ranks of one machine, watching them, and ending all of them when one fails.
 
 `launch` starts one *starter* process, which imports what the ranks need once and forks them: importing torch and
-its friends takes seconds of a core, and six ranks on a laptop would each pay it. The starter tells the launcher
-over a pipe how each rank ended. Payloads are JSON files, nothing is pickled, no shell is involved. The starter
-opens the socket of the rendezvous itself, on loopback: torch's own would listen on every interface. Ranks end when
-the starter is gone, and the starter when the launcher is.
+its friends takes seconds of a core, and six ranks on a laptop would each pay it. A rank tells the launcher over a pipe
+what went wrong, and the starter how each rank ended. Payloads are JSON files, nothing is pickled, no shell is
+involved. The starter opens the socket of the rendezvous itself, on loopback: torch's own would listen on every
+interface. Ranks end when the starter is gone, and the starter when the launcher is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import ctypes
 import io
 import json
 import os
+import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,11 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.errors import RankFailedError, RankLostError
-from disttrain_cli.runtime.launching.rank import error_file, live, resolve
+from disttrain_cli.errors import DisttrainError, RankFailedError, RankLostError
+from disttrain_cli.runtime.launching.rank import live, resolve
 from disttrain_cli.spec.rundir import rank_log
 
 LOOPBACK = "127.0.0.1"
@@ -55,7 +58,6 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     for rank in range(world_size):
-        error_file(rank_log(log_dir, rank)).unlink(missing_ok=True)
         rank_log(log_dir, rank).write_bytes(b"")
     environment = os.environ | {
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK,
@@ -88,36 +90,48 @@ def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, lo
     while True:
         starter_gone = starter.poll() is not None
         told += ends.read() or b""
-        codes = dict(json.loads(line) for line in told.split(b"\n")[:-1])
+        lines = [json.loads(line) for line in told.split(b"\n")[:-1]]
+        codes = {line["rank"]: line["code"] for line in lines if "code" in line}
         if failed := {rank: code for rank, code in codes.items() if code}:
-            raise _failure(failed, log_dir)
+            raise _failure(failed, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir)
         if on_poll:
             on_poll()
         if len(codes) == world_size:
             return
         if starter_gone:
             log = log_dir / "starter.log"
-            raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}")
+            raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}",
+                                  _read(log))
         if deadline is not None and time.monotonic() > deadline:
             waiting = [rank for rank in range(world_size) if rank not in codes]
             raise RankLostError(f"Rank {waiting[0]} did not finish in time",
-                                f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}")
+                                f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}",
+                                _read(rank_log(log_dir, waiting[0])))
         time.sleep(POLL_S)
 
 
-def _failure(codes: dict[int, int], log_dir: Path) -> RankFailedError:
-    """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why."""
-    cause = next((rank for rank, code in codes.items() if code < 0), None)
-    if cause is None:
-        cause = next((rank for rank in codes if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)),
-                     next(iter(codes)))
+def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path) -> RankFailedError:
+    """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why.
+
+    Args:
+        codes: exit codes of the ranks that failed, in the order in which they ended.
+        errors: what some of them said: what, why, next step.
+    """
+    killed = [rank for rank, code in codes.items() if code < 0]
+    by_itself = [rank for rank in codes if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
+    cause = [*killed, *(rank for rank in by_itself if rank in errors), *by_itself, *codes][0]
     log, code = rank_log(log_dir, cause), codes[cause]
-    if (told := error_file(log)).exists():
-        error = json.loads(told.read_text())
-        return RankFailedError(f"Rank {cause} stopped: {error['what']}", f"{error['why']}\nlog: {log}".strip(),
-                               error["next_step"])
+    what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]
+    if code == RankFailedError.exit_code and cause in errors:
+        return RankFailedError(f"Rank {cause} stopped: {what}", f"{why}\nlog: {log}".strip(), next_step or _read(log))
     ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return RankLostError(f"Rank {cause} {ending}", f"{_last_line(log)}\nlog: {log}".strip())
+    memory = "Where nobody else did, the kernel did, for want of memory: dmesg -T | tail\n" \
+        if -code == signal.SIGKILL else ""
+    return RankLostError(f"Rank {cause} {ending}", f"{what}\n{memory}log: {log}".strip(), _read(log))
+
+
+def _read(log: Path) -> str:
+    return f"See its log: {shlex.join(['less', str(log)])}"
 
 
 def _tail(path: Path, limit: int = 8192) -> str:
@@ -170,12 +184,25 @@ def main(arguments: list[str]) -> None:
         if pid == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             _end_with_parent()
-            live(rank, function, payload, rank_log(Path(log_dir), rank))
+            live(rank, function, payload, rank_log(Path(log_dir), rank), partial(_tell, int(tell), rank))
         ranks[pid] = rank
     listener.close()
     while ranks:
         pid, status = os.wait()
-        os.write(int(tell), json.dumps([ranks.pop(pid), os.waitstatus_to_exitcode(status)]).encode() + b"\n")
+        ending = {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)}
+        os.write(int(tell), json.dumps(ending).encode() + b"\n")
+
+
+def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
+    """Write a rank's error in one piece, between what others write: as much of it as a pipe takes so."""
+    limit = select.PIPE_BUF
+    while True:
+        words = [text[:limit] for text in (error.what, error.why, error.next_step)]
+        line = json.dumps({"rank": rank, "error": words}).encode() + b"\n"
+        if len(line) <= select.PIPE_BUF:
+            os.write(pipe, line)
+            return
+        limit //= 2
 
 
 def _end_with_parent() -> None:

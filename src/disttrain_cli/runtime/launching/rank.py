@@ -8,7 +8,6 @@ folder, ranks.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -19,7 +18,6 @@ from typing import Any, Literal, NoReturn
 from disttrain_cli.errors import DisttrainError, RankFailedError, SpecError
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.rundir import rank_log
-from disttrain_cli.spec.whole import write_whole
 
 Target = Callable[[dict[str, Any]], None]
 #: What torchrun calls a place, and what srun does.
@@ -49,13 +47,12 @@ def resolve(target: str) -> tuple[Any, Target]:
     return module, getattr(module, name)
 
 
-def error_file(log: Path) -> Path:
-    """Where a rank tells an error meant for the user."""
-    return log.with_suffix(".error.json")
+def live(rank: int, function: Target, payload: dict[str, Any], log: Path,
+         tell: Callable[[DisttrainError], None] = lambda error: None) -> NoReturn:
+    """Run the function with its output in the log, and end the process.
 
-
-def live(rank: int, function: Target, payload: dict[str, Any], log: Path) -> NoReturn:
-    """Run the function with its output in the log, and end the process; an error for the user goes beside the log."""
+    `tell`, where there is a launcher, takes what went wrong: a log on a full disk may not.
+    """
     said, code = os.dup(2), 1
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -66,10 +63,11 @@ def live(rank: int, function: Target, payload: dict[str, Any], log: Path) -> NoR
         code = 0
     except DisttrainError as error:
         code = RankFailedError.exit_code
+        tell(error)
         os.write(said, f"rank {rank}: {error.what}\n{error.why}\n{error.next_step}\nlog: {log}\n".encode())
-        write_whole(error_file(log), json.dumps({"what": error.what, "why": error.why, "next_step": error.next_step}))
         traceback.print_exc()
     except BaseException as error:
+        tell(DisttrainError(f"{type(error).__name__}: {error}"))
         os.write(said, f"rank {rank}: {type(error).__name__}: {error}\nlog: {log}\n".encode())
         traceback.print_exc()
     finally:
@@ -108,13 +106,12 @@ def main(arguments: list[str]) -> None:
         rank = place_in_job(job)
         log = rank_log(Path(job.logs), rank)
         log.parent.mkdir(parents=True, exist_ok=True)
-        error_file(log).unlink(missing_ok=True)
         module, function = resolve(job.target)
         if hasattr(module, "before_fork"):
             module.before_fork(job.payload)
     except DisttrainError as error:
         sys.exit(f"{error.what}\n{error.why}\n{error.next_step}")
-    live(rank, function, job.payload, log)
+    live(rank, function, job.payload | {"console": os.dup(1)}, log)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,11 @@ from typing import Any
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import check_belongs, latest, made_from
 from disttrain_cli.runtime.launching import launch as launching
+from disttrain_cli.runtime.watching.lines import reported
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
-from disttrain_cli.spec.rundir import RunDir, pulses, stop_file
+from disttrain_cli.spec.rundir import RunDir, pulses, stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import Job, Rehearsed
 from disttrain_cli.spec.whole import write_whole
@@ -31,9 +34,12 @@ def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: di
     A fresh start moves what an earlier one left to `earlier/`. `watch` is called about every 50 ms.
 
     Raises:
+        SpecError: a folder of the run cannot be written.
         RankFailedError: a rank failed.
     """
-    name, reports = begin_start(folder, job, resume)
+    name, reports, notes = begin_start(folder, job, resume)
+    for note in notes:
+        progress(note, 0, 0)
     reader = Reports(name, reports, on_step, progress, steps)
     progress("starting ranks", 0, 0)
 
@@ -47,18 +53,51 @@ def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: di
     return reader
 
 
-def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path]:
-    """Prepare the run's folder for a start; returns its name and the file for its reports."""
-    if not resume:
-        move_aside(folder.root)
+def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list[str]]:
+    """Prepare the run's folder for a start; returns its name, the file for its reports, and what the user should know.
+
+    Raises:
+        SpecError: a folder of the run cannot be written.
+    """
+    for each in (folder.checkpoints, folder.traces, folder.images, folder.logs):
+        _check_writable(each)
+    notes = [] if resume else move_aside(folder)
     shutil.rmtree(pulses(folder.logs), ignore_errors=True)
-    stop_file(folder.logs).unlink(missing_ok=True)
+    for left in (stop_file(folder.logs), stopped_file(folder.logs)):
+        left.unlink(missing_ok=True)
     name = next_start(folder)
-    write_whole(folder.traces / "job.json", job.model_copy(update={"run": name}).model_dump_json(indent=1))
+    try:
+        write_whole(folder.traces / "job.json", job.model_copy(update={"run": name}).model_dump_json(indent=1))
+    except SpecError as error:  # a full disk
+        notes.append(f"warning: {error.what}: {error.why}; training goes on")
     reports = folder.logs / f"{name}-steps.jsonl"
     reports.parent.mkdir(parents=True, exist_ok=True)
     reports.touch()
-    return name, reports
+    return name, reports, notes
+
+
+def _check_writable(folder: Path) -> None:
+    """SpecError where nothing can be written into a folder that is there or will be."""
+    there = folder
+    while not (there.exists() or there.is_symlink()):
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        link = f"it is a link to {there.readlink()}: " if there.is_symlink() else ""
+        raise SpecError(f"Cannot write into {there}", f"{link}{error.strerror}",
+                        "Make it a folder that you can write, or a link to one; then run the command again.") from None
+
+
+def check_fresh(folder: RunDir) -> None:
+    """SpecError where a start at step 0 would leave checkpoints behind that nobody said are not wanted."""
+    newest = latest(folder.checkpoints)
+    if newest is not None:
+        raise SpecError(f"There are checkpoints of an earlier training in {folder.checkpoints}",
+                        f"the newest is {newest.name}",
+                        "Go on from it: disttrain train --resume. Or start at step 0 and move what is there to "
+                        "earlier/: disttrain train --restart")
 
 
 def job_of(run: Run, plan: Plan, profile: Profile, rehearsed: Rehearsed | None = None) -> Job:
@@ -76,10 +115,11 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
     """
     newest = latest(folder.checkpoints)
     if newest is None:
-        earlier = sorted(path.parent.parent for path in (folder.root / "earlier").glob("*/checkpoints/step-*"))
+        earlier = sorted({path.parent for where in ("earlier/*/checkpoints/step-*", "checkpoints/earlier/*/step-*")
+                          for path in folder.root.glob(where)})
         raise SpecError(f"There is no checkpoint to resume from in {folder.checkpoints}",
                         f"an earlier start left some: {earlier[-1]}" if earlier else "",
-                        f"Move {earlier[-1] / 'checkpoints'} there, or start without --resume." if earlier
+                        f"Move the folders in {earlier[-1]} there, or start without --resume." if earlier
                         else "Start without --resume.")
     step = check_belongs(newest, made_from(run.file, profile.fingerprints.data))
     if step >= total:
@@ -108,10 +148,6 @@ def alone(root: RunDir) -> Iterator[None]:
         yield
 
 
-#: Figures of a step besides those that every step has.
-FIGURES = ("tokens_per_s", "images_per_s", "unit_mfu", "memory_gib", "learning_rate")
-
-
 class Reports:
     """Follows the file to which rank 0 appends one line per step, and any rank a note."""
 
@@ -121,36 +157,64 @@ class Reports:
         self._file = path.open()
         self._on_step, self._progress, self._total = on_step, progress, total
         self._partial = ""
+        self._noted: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
 
     def poll(self) -> None:
         """Take in the steps and notes reported since the last call."""
         *lines, self._partial = (self._partial + self._file.read()).split("\n")
         for line in lines:
-            row = json.loads(line)
-            if "note" in row:
-                self._progress(row["note"], row["done"], row["total"])
+            try:
+                row = json.loads(line)
+            except ValueError:  # written to a full disk
                 continue
-            step = {"step": row["step"], "loss": row["loss"],
-                    "losses": {"text": row["loss_text"], "image": row["loss_image"], **row.get("generator_losses", {})},
-                    **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu",
-                                                 "data_wait_s", "tokens", "images", "targets")},
-                    **{key: row[key] for key in FIGURES if key in row}}
-            if "evaluation_loss" in row:
-                step["evaluation"] = {"text": row["evaluation_loss_text"], "image": row["evaluation_loss_image"],
-                                      **row.get("evaluation_generator_losses", {})}
+            if "note" in row:
+                if row != self._noted:  # of several ranks
+                    self._progress(row["note"], row["done"], row["total"])
+                self._noted = row
+                continue
+            step = reported(row)
             self.steps.append(step)
             if self._on_step is not None:
                 self._on_step(step)
             self._progress("training", row["step"] + 1, self._total)
 
 
-def move_aside(root: Path) -> None:
-    """Keep what an earlier start left, under `earlier/NNN/`."""
-    left = [root / name for name in ("traces", "checkpoints", "images") if (root / name).exists()]
-    if left:
-        numbers = [int(path.name) for path in (root / "earlier").glob("*") if path.name.isdigit()]
-        folder = root / "earlier" / f"{max(numbers, default=-1) + 1:03d}"
-        folder.mkdir(parents=True)
-        for path in [*left, *([root / "logs"] if (root / "logs").exists() else [])]:
-            shutil.move(path, folder / path.name)
+def move_aside(folder: RunDir) -> list[str]:
+    """Keep what an earlier start left, under `earlier/NNN/`; says what was moved there, if anything.
+
+    A link or another disk stays where it is: what it holds of the run is moved to an `earlier/NNN/` inside it.
+    """
+    left = [path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))]
+    if not left:
+        return []
+    numbers = [int(path.name) for where in ("earlier/*", "*/earlier/*") for path in folder.root.glob(where)
+               if path.name.isdigit()]
+    aside = folder.root / "earlier" / f"{max(numbers, default=-1) + 1:03d}"
+    left += [folder.logs] if folder.logs.exists() else []
+    places = dict.fromkeys(_set_aside(path, aside) for path in left)
+    return [f"Moved what an earlier start left to {place}" for place in places]
+
+
+def _set_aside(path: Path, aside: Path) -> Path:
+    """Move a folder, or where it is a link or another disk what it holds; returns where it is now."""
+    aside.mkdir(parents=True, exist_ok=True)
+    if not path.is_symlink():
+        try:
+            path.rename(aside / path.name)
+            return aside
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EXDEV):
+                raise
+    inside = path / "earlier" / aside.name
+    inside.mkdir(parents=True)
+    for entry in list(_left_in(path)):
+        entry.rename(inside / entry.name)
+    return inside
+
+
+def _left_in(path: Path) -> Iterator[Path]:
+    """What starts leave in a folder of the run; there may be other things."""
+    for pattern in ("step-*", "rank-*", "start-*", "job.json", "kineto", "pulse", "sampling", "starter.log"):
+        yield from path.glob(pattern)
+    yield from {segment.parent for segment in path.glob("*/segment-*") if not segment.parent.match("rank-*")}

@@ -33,7 +33,7 @@ from disttrain_cli.runtime.rehearsal.feeding import Feeder, rehearsed_index
 from disttrain_cli.runtime.rehearsal.joining import joined_layout, ranks_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedLayer, EmulatedModule, message_specs
 from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
-from disttrain_cli.runtime.steps import Task, run_steps
+from disttrain_cli.runtime.steps import Task, publish, run_steps
 from disttrain_cli.runtime.units.broker import Broker, Brokers, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place, build_topology
@@ -69,10 +69,15 @@ def main(payload: dict[str, Any]) -> None:
                  for step, (places, carry) in payload["assignments"].items()}
         feeder = Feeder(run.file, profile, shares, Orders(run.file, layout, index, profile, known), stage, place, clock)
         whole = build_topology(layout, modules, profile.inputs.llm)
+        reports = Path(payload["steps_file"])
+
+        def say(text: str) -> None:
+            publish(reports, {"note": text, "done": 0, "total": 0})
+
         tracer = NodeTracer([
             Tracer(folder.traces, payload["name"], Place(whole.stages[place.stage.number].rank(replica), place.stage,
                                                          replica),
-                   cluster_clock(clock, payload["began_ns"])) for replica in feeder.replicas],
+                   cluster_clock(clock, payload["began_ns"]), say) for replica in feeder.replicas],
             ranks_of(topology, whole, shares))
         stack.callback(tracer.close)
         links = brokers(topology, place, table, message_dtype(run.file.train), device)
@@ -91,7 +96,7 @@ def main(payload: dict[str, Any]) -> None:
         def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
             return lambda slot: feeder.fetch(order.step, slot)
         run_steps(run, layout, profile, Task(folder, payload["name"], first, int(payload["steps"]),
-                                             Path(payload["steps_file"])), engine, feeder, fetch_of)
+                                             reports, say=say), engine, feeder, fetch_of)
         _tell(folder.logs / f"{payload['name']}-host-{place.rank:05d}.json", clock, time.process_time() - cpu_s)
 
 

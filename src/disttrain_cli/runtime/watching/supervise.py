@@ -7,12 +7,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from disttrain_cli.errors import RankLostError
+from disttrain_cli.errors import RankLostError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.starts import Reports
 from disttrain_cli.runtime.units.topology import Topology
@@ -20,6 +20,7 @@ from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.rundir import pulses, stop_file
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.whole import write_whole
 
 
 class StopRequest:
@@ -39,6 +40,8 @@ class StopRequest:
         """Tell the ranks, once."""
         if self.signal is not None and not self._passed_on:
             self._passed_on = True
+            with suppress(SpecError):  # a full disk has room for an empty file
+                write_whole(stop_file(logs), self.signal.name)
             stop_file(logs).touch()
             progress(f"{self.signal.name}: stopping after this step, with a checkpoint; once more to end at once", 0, 0)
 

@@ -1,17 +1,20 @@
-"""Recording what a rank does: rows of `spec.trace.TRACE_COLUMNS`, written as whole Parquet segments."""
+"""Recording what a rank does: rows of `spec.trace.TRACE_COLUMNS`, kept after every step, as Parquet in the end."""
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.pulse import Pulse
-from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.trace import OPEN_SEGMENT, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
@@ -22,31 +25,83 @@ _NOTHING = {"slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0,
             "sum_length_sq": 0, "bytes": 0, "peer": -1}
 
 
-@dataclass
 class SegmentWriter:
-    """Collects rows of a fixed schema; `flush` writes them as one segment (temporary name, then rename)."""
+    """Collects rows of a fixed schema as segments.
 
-    folder: Path
-    columns: dict[str, str]
-    run: str
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    segments: int = 0
+    `keep` appends them to the open segment, a stream of Arrow batches that stays readable however this process ends;
+    `flush` replaces it by one of Parquet (temporary name, then rename). What cannot be written (a full disk) is said
+    once, and nothing is recorded from then on: training goes on.
+    """
 
-    def flush(self) -> None:
-        """Write what was collected, if anything."""
-        if not self.rows:
-            return
+    def __init__(self, folder: Path, columns: dict[str, str], run: str, say: Callable[[str], None] = print) -> None:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
                  "list<int64>": pa.list_(pa.int64()), "map<string,float64>": pa.map_(pa.string(), pa.float64())}
-        schema = pa.schema([(name, kinds[kind]) for name, kind in self.columns.items()])
+        self.rows: list[dict[str, Any]] = []
+        self._schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
+        self._folder, self._run, self._say = folder, run, say
+        self._segments = 0
+        self._batches: list[pa.RecordBatch] = []
+        self._open: io.FileIO | None = None
+        self._failed = False
+
+    def keep(self) -> None:
+        """Append what was collected to the open segment; a long one is flushed."""
+        self._attempt(self._append)
+        if sum(len(batch) for batch in self._batches) >= SEGMENT_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the open segment as Parquet, with what was collected since."""
+        self._attempt(self._finish)
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            if not self._failed:
+                write()
+        except (OSError, SpecError) as error:
+            self._failed = True
+            reason = error.why if isinstance(error, SpecError) else error.strerror
+            self._say(f"warning: no more traces in {self._folder.parent}: {reason}; training goes on without them")
+        finally:
+            self.rows.clear()
+            if self._failed:
+                self._batches.clear()
+
+    def _append(self) -> None:
+        import pyarrow as pa
+
+        if not self.rows:
+            return
+        batch = pa.RecordBatch.from_pylist(self.rows, schema=self._schema)
+        content = batch.serialize().to_pybytes()
+        if self._open is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._open = self._segment(OPEN_SEGMENT).open("wb", buffering=0)
+            content = self._schema.serialize().to_pybytes() + content
+        if self._open.write(content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._batches.append(batch)
+
+    def _finish(self) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._append()
+        if self._open is None:
+            return
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(self.rows, schema=schema), sink, compression="zstd")
-        write_whole(self.folder / f"segment-{self.run}-{self.segments:05d}.parquet", sink.getvalue().to_pybytes())
-        self.segments += 1
-        self.rows.clear()
+        pq.write_table(pa.Table.from_batches(self._batches).combine_chunks(), sink, compression="zstd")
+        write_whole(self._segment(".parquet"), sink.getvalue().to_pybytes())
+        self._open.close()
+        self._segment(OPEN_SEGMENT).unlink()
+        self._open = None
+        self._batches.clear()
+        self._segments += 1
+
+    def _segment(self, ending: str) -> Path:
+        return self._folder / f"segment-{self._run}-{self._segments:05d}{ending}"
 
 
 class Tracer:
@@ -56,8 +111,9 @@ class Tracer:
     marks: Marks | None = None  # in torch's profile, while there is one
     silent = False  # rows are dropped
 
-    def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int]) -> None:
-        self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run)
+    def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int],
+                 say: Callable[[str], None] = print) -> None:
+        self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run, say)
         self.now = clock
         self.step = 0
         self._place: dict[str, Any] = {"run": run, "unit": place.unit.name, "stage": place.stage.index,
@@ -83,9 +139,8 @@ class Tracer:
         return end_ns - start_ns
 
     def end_step(self) -> None:
-        """Write a segment when enough rows have come together."""
-        if len(self._writer.rows) >= SEGMENT_ROWS:
-            self._writer.flush()
+        """Keep the step's rows."""
+        self._writer.keep()
 
     def close(self) -> None:
         """Write what is left."""
@@ -103,11 +158,11 @@ def wall_clock(synchronize: Callable[[], None] | None = None) -> Callable[[], in
     return now
 
 
-def step_writer(folder: Path, run: str) -> SegmentWriter:
+def step_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
     """Writer of the per-step rows (rank 0)."""
-    return SegmentWriter(folder / "steps", STEP_COLUMNS, run)
+    return SegmentWriter(folder / "steps", STEP_COLUMNS, run, say)
 
 
-def size_writer(folder: Path, run: str) -> SegmentWriter:
+def size_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
     """Writer of the sizes of a few sequences of every step (rank 0)."""
-    return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run)
+    return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run, say)

@@ -9,21 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import Tracker
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: What may ask to stop, besides nothing; where ranks were asked by several, the last of them counts.
+REASONS = ("", signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
 
 
 class Watch:
-    """Made once per rank, by its main thread. Trackers and the stop file belong to rank 0.
+    """Made once per rank, by its main thread. Trackers, narration and the stop file belong to rank 0.
 
     SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, ask to stop after the step; a second
     SIGTERM or SIGINT ends the rank at once, also where it waits for another one.
     """
 
-    def __init__(self, trackers: Sequence[Tracker] = (), stop_file: Path | None = None) -> None:
-        self._trackers, self._stop_file = trackers, stop_file
-        self._asked = False
+    def __init__(self, trackers: Sequence[Tracker] = (), stop_file: Path | None = None,
+                 narration: Narration | None = None) -> None:
+        self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
+        self._asked = ""
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
         for number in STOPS:
@@ -32,13 +36,21 @@ class Watch:
         threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
 
     def step(self, row: dict[str, Any]) -> None:
-        """Hand a finished step to the trackers (rank 0)."""
+        """Hand a finished step to the trackers and whoever watches (rank 0)."""
+        if self._narration is not None:
+            self._narration.step(row)
         for tracker in self._trackers:
             tracker.step(row)
 
-    def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop. One yes counts for all: the step loop adds the ranks' answers up."""
-        return self._asked or (self._stop_file is not None and self._stop_file.exists())
+    def stop_reason(self) -> str:
+        """Which of `REASONS` asked this rank to stop. One rank asked is enough: the step loop compares their answers.
+
+        A launcher that was sent a signal names it in the stop file.
+        """
+        if self._asked or self._stop_file is None or not self._stop_file.exists():
+            return self._asked
+        named = self._stop_file.read_text().strip()
+        return named if named in REASONS[1:] else "stop file"
 
     def close(self) -> None:
         """Finish the trackers."""
@@ -52,5 +64,5 @@ class Watch:
                     continue
                 if self._asked and number != signal.SIGUSR1:
                     os._exit(128 + number)
-                self._asked = True
+                self._asked = self._asked or signal.Signals(number).name
                 print(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint", flush=True)

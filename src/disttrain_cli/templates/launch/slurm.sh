@@ -10,7 +10,7 @@ stop=@{stop}
 child=''
 again="${SLURM_RESTART_COUNT:-0}"
 
-@{follow}
+@{follow.sh}
 
 mapfile -t hosts < <(scontrol show hostnames "$@{nodelist}")
 export MASTER_ADDR="${hosts[0]}" MASTER_PORT=@{port}
@@ -18,15 +18,17 @@ export MASTER_ADDR="${hosts[0]}" MASTER_PORT=@{port}
 @{uneven}
 @{python} disttrain_cli.runtime.launching.begin "$job" --again "$again"
 srun @{group}--ntasks=@{tasks} --distribution=@{distribution} --kill-on-bad-exit=1 \
+  --cpus-per-task="${SLURM_CPUS_PER_TASK_HET_GROUP_0:-${SLURM_CPUS_PER_TASK:-@{cpus}}}" \
   @{python} disttrain_cli.runtime.launching.rank "$job" &
 child=$!
 code=0
 follow "$child" || code=$?
 
-if [[ "$code" -eq 0 && -n "$stopping" ]]; then
-  echo "Stopped with a checkpoint before the time limit; queued again"
+@{stopped.sh}
+if [[ "$stopped" == SIGUSR1 ]]; then
+  echo "The time limit is near; queued again"
   scontrol requeue "$SLURM_JOB_ID"
-elif [[ "$code" -ne 0 && -z "$stopping" && "$again" -lt @{restarts} ]]; then
+elif [[ "$code" -ne 0 && -z "$stopping$stopped" && "$again" -lt @{restarts} ]]; then
   echo "Ranks failed (exit code $code); queued again, restart $((again + 1)) of @{restarts}" >&2
   scontrol requeue "$SLURM_JOB_ID"
 fi

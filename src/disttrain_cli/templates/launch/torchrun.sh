@@ -8,7 +8,7 @@ job=@{job}
 stop=@{stop}
 child=''
 
-@{follow}
+@{follow.sh}
 
 attempt=0
 while true; do
@@ -20,7 +20,8 @@ while true; do
   child=$!
   code=0
   follow "$child" || code=$?
-  if [[ "$code" -eq 0 || -n "$stopping" || "$attempt" -ge @{restarts} ]]; then exit "$code"; fi
+  @{stopped.sh}
+  if [[ "$code" -eq 0 || -n "$stopping$stopped" || "$attempt" -ge @{restarts} ]]; then exit "$code"; fi
   attempt=$((attempt + 1))
   echo "Ranks of this host failed (exit code $code); starting again, attempt $attempt of @{restarts}" >&2
 done

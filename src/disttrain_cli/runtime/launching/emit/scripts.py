@@ -21,7 +21,7 @@ from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.train import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import stop_file
+from disttrain_cli.spec.rundir import stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.whole import write_whole
 
@@ -41,21 +41,24 @@ class _Template(Template):
 
 
 def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, steps: int, resume: bool, preflight: bool,
-              profile_steps: range | None = None, origin: Path | None = None) -> Path:
+              profile_steps: range | None = None, restart: bool = False, origin: Path | None = None) -> Path:
     """Write the job file from which every rank starts."""
     root = run.dir.preflight if preflight else run.dir
     payload = payload_of(run, plan, profile, profile_steps, origin) | {
-        "steps": 0 if preflight else steps, "resume": resume or preflight, "logs": str(root.logs.resolve()),
-        "start_file": str((folder / "start.json").resolve())}
+        "steps": 0 if preflight else steps, "resume": resume or preflight, "restart": restart,
+        "logs": str(root.logs.resolve()), "start_file": str((folder / "start.json").resolve())}
     job = JobFile(target=PREFLIGHT if preflight else TRAIN, payload=payload, logs=str(root.logs.resolve()),
                   ranks=plan.plan.gpus_used)
     return write_whole(folder / "job.json", job.model_dump_json(indent=1))
 
 
 def filled(name: str, values: Mapping[str, Any]) -> str:
-    """A template of `templates/launch/` with its values; what waits for a process is part of every one."""
+    """A template of `templates/launch/` with its values; others may be parts of it, as `@{NAME.sh}`."""
     room = files("disttrain_cli") / "templates" / "launch"
-    return _Template((room / name).read_text()).substitute({"follow": (room / "follow.sh").read_text().strip()} | {
+    text = (room / name).read_text()
+    for part in ("follow", "stopped"):
+        text = text.replace(f"@{{{part}.sh}}", (room / f"{part}.sh").read_text().strip())
+    return _Template(text).substitute({
         key: value if isinstance(value, str) else str(value) for key, value in values.items()})
 
 
@@ -68,6 +71,7 @@ def common(run: Run, job: Path, logs: Path, restarts: int = 0) -> dict[str, str]
                if interface is not None]
     return {
         "name": run.file.name, "job": shlex.quote(str(job.resolve())), "stop": shlex.quote(str(stop_file(logs))),
+        "stopped": shlex.quote(str(stopped_file(logs))),
         "setup": "" if setup is None else
                  f"# shellcheck source=/dev/null\nsource {shlex.quote(str(run.resolve(setup)))}",
         "exports": "\n".join(exports), "python": python, "restarts": str(restarts),

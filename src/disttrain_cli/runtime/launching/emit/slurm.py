@@ -20,7 +20,7 @@ SERVE_PORT = 8815  # of the first worker of a preprocessing node, the others fol
 
 def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_file: Path, steps: int,
                resume: bool = False, preflight: bool = False, profile_steps: range | None = None,
-               origin: Path | None = None) -> Emitted:
+               restart: bool = False, origin: Path | None = None) -> Emitted:
     """Write a job file and an sbatch script into `folder`, on a file system that all nodes share.
 
     Raises:
@@ -32,7 +32,7 @@ def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_fil
     serving = cluster.cpu_nodes > 0 and not preflight
     if serving:
         _check_protected(run)
-    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, origin)
+    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, restart, origin)
     logs = (run.dir.preflight if preflight else run.dir).logs.resolve()
     values = common(run, job, logs, 0 if preflight else run.file.train.restarts)
     counts = [len(node.ranks) for node in nodes]
@@ -40,7 +40,7 @@ def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_fil
     values |= {"options": "\n".join(_options(run, nodes, folder, serving)), "tasks": str(sum(counts)),
                "distribution": f"block --ntasks-per-node={counts[0]}" if even else "arbitrary",
                "uneven": ":" if even else filled("uneven.sh", values | {"counts": " ".join(map(str, counts))}).rstrip(),
-               "group": "--het-group=0 " if serving else "",
+               "cpus": str(_cpus_per_rank(run)), "group": "--het-group=0 " if serving else "",
                "nodelist": "SLURM_JOB_NODELIST_HET_GROUP_0" if serving else "SLURM_JOB_NODELIST",
                "serve": _serve(run, plan_file) if serving else ":"}
     path = write_whole(_script(folder), filled("slurm.sh", values))
@@ -66,6 +66,7 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
         *([f"--time={slurm.time}"] if slurm.time else []),
         *([f"--partition={slurm.partition}"] if slurm.partition else []), *_paid(run),
         f"--nodes={len(nodes)}", f"--ntasks-per-node={max(len(node.ranks) for node in nodes)}",
+        f"--cpus-per-task={_cpus_per_rank(run)}",
         *([] if cluster.device == "cpu" else [f"--gpus-per-node={cluster.gpus_per_node}"]), *slurm.options]
     lines = [f"#SBATCH {option}" for option in options]
     if serving:
@@ -74,6 +75,11 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
                  "--ntasks-per-node=1", f"--cpus-per-task={cluster.cpu_node_cores}"]
         lines += ["#SBATCH hetjob", *(f"#SBATCH {option}" for option in other)]
     return lines
+
+
+def _cpus_per_rank(run: Run) -> int:
+    """Cores of a rank: for its steps, its checkpoints, and every thread that decodes."""
+    return 2 + run.file.preprocess.workers
 
 
 def _paid(run: Run) -> list[str]:
@@ -90,7 +96,8 @@ def _serve(run: Run, plan_file: Path) -> str:
     assert spec.tls_cert is not None and spec.tls_key is not None
     values = common(run, plan_file, run.dir.logs) | {
         "command": shlex.join(command), "cert": shlex.quote(str(run.resolve(spec.tls_cert))),
-        "key": shlex.quote(str(run.resolve(spec.tls_key))), "first": str(SERVE_PORT), "processes": str(processes)}
+        "key": shlex.quote(str(run.resolve(spec.tls_key))), "first": str(SERVE_PORT),
+        "cores": str(cluster.cpu_node_cores), "processes": str(processes)}
     return filled("serve.sh", values).rstrip()
 
 

@@ -18,7 +18,7 @@ from disttrain_cli.spec.whole import write_whole
 
 def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps: int, resume: bool = False,
                   preflight: bool = False, profile_steps: range | None = None,
-                  origin: Path | None = None) -> Emitted:
+                  restart: bool = False, origin: Path | None = None) -> Emitted:
     """Write a job file and one script per host into `folder`, which every host must see under the same name.
 
     Raises:
@@ -29,7 +29,7 @@ def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps
                         "cluster.hostfile: none", "Write a hostfile with lines such as 'worker-1 slots=8', and name it "
                         "in cluster.hostfile.")
     nodes = place_ranks(topology_of(plan, profile), hosts_of(run))
-    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, origin)
+    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, restart, origin)
     logs = (run.dir.preflight if preflight else run.dir).logs
     texts = _scripts(run, nodes, job, logs.resolve(), 0 if preflight else run.file.train.restarts)
     paths = [write_whole(_script(folder, number), text) for number, text in enumerate(texts)]
