@@ -7,7 +7,8 @@ least of `MEMORY_LIMITS` that will do and spills beside the file.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, keep_names, memory, spans
 from disttrain_cli.analysis.kineto.jobs import TraceFile, base_in_header, rank_in_header
-from disttrain_cli.analysis.kineto.kernels import Patterns, kind_of, operation
+from disttrain_cli.analysis.kineto.kernels import Patterns, operation, pattern_of, step_of
 from disttrain_cli.analysis.kineto.placing import place
 from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
 from disttrain_cli.analysis.sql import connect, query_text
@@ -32,7 +33,7 @@ THREADS = 2
 #: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
 #: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
-ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top")
+ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top", "strange")
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
@@ -46,7 +47,8 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
         connection.execute(query_text("kineto/raw"))
         more = iter(MEMORY_LIMITS[1:])
         warnings: list[str] = []
-        read, strings = _fill(connection, files, more, warnings, progress)
+        is_step = cache(lambda name: step_of(name, patterns) is not None)
+        read, strings = _fill(connection, files, is_step, more, warnings, progress)
         progress("measuring", 0, 0)
         warnings += place(connection, read, strings)
         _derive(connection, patterns, more, warnings)
@@ -58,7 +60,8 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
 
 
 def _fill(
-    connection: DuckDBPyConnection, files: list[Path], more: Iterator[str], warnings: list[str], progress: Progress
+    connection: DuckDBPyConnection, files: list[Path], is_step: Callable[[str], bool], more: Iterator[str],
+    warnings: list[str], progress: Progress
 ) -> tuple[list[TraceFile], Strings]:
     """The raw rows of all files; returns the files that hold any, and the strings of all."""
     strings, rows = Strings(), _Rows(connection)
@@ -70,7 +73,7 @@ def _fill(
         first, last = 2**63 - 1, -(2**63)
         with path.open("rb") as source:
             for batch in split_events(_chunks(source, found, total >> 20, before, progress), found):
-                columns, impossible = spans(number, batch, strings)
+                columns, impossible = spans(number, batch, strings, is_step)
                 found.unreadable += impossible
                 if len(columns["start_ns"]):
                     first = min(first, int(columns["start_ns"].min()))
@@ -115,22 +118,19 @@ def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[s
     def ask(name: str) -> list[tuple[Any, ...]]:
         return _fitting(connection, query_text(f"kineto/{name}"), more)
 
-    ask("steps")
     names = connection.execute(query_text("kineto/named")).fetchall()
-    kinds = [(number, kind, operation(name) if kind == "communication" else None)
-             for number, name in names if (kind := kind_of(name, patterns)) is not None]
-    if kinds:
-        _insert(connection, "kinds", {
-            "name": np.array([row[0] for row in kinds], np.int32),
-            "kind": _strings([row[1] for row in kinds]),
-            "operation": _strings([row[2] or "" for row in kinds])})
-    on_device = connection.execute(query_text("kineto/device")).fetchall()[0][0]
-    if on_device:
+    _insert_names(connection, names, patterns)
+    ask("steps")
+    ask("understood")
+    understood = connection.execute("SELECT how FROM understood").fetchall()[0][0]
+    if understood == "kernels":
         ask("kernels")
         ask("evidence")
     else:
         ask("operators")
-        warnings.append("the traces hold no kernels: figures are of operators on the CPU")
+    if understood == "nothing":
+        warnings.append("the traces hold no kernels: figures are of operators on the CPU, or of all events where none "
+                        "is known as an operator")
     if not connection.execute("SELECT count(*) FROM raw_kernels WHERE measured").fetchall()[0][0]:
         connection.execute("UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false")
         if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
@@ -139,6 +139,21 @@ def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[s
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)
+
+
+def _insert_names(connection: DuckDBPyConnection, names: list[tuple[int, str]], patterns: Patterns) -> None:
+    """What the patterns tell of names: the tables `kinds` and `step_names`."""
+    kinds = [(number, found, name) for number, name in names if (found := pattern_of(name, patterns)) is not None]
+    if kinds:
+        _insert(connection, "kinds", {
+            "name": np.array([number for number, *_ in kinds], np.int32),
+            "kind": _strings([found.kind for _, found, _ in kinds]),
+            "operation": _strings([operation(name) if found.kind == "communication" else ""
+                                   for _, found, name in kinds]),
+            "told": np.array([found.users for _, found, _ in kinds])})
+    marks = [[number, *found] for number, name in names if (found := step_of(name, patterns)) is not None]
+    if marks:
+        connection.executemany("INSERT INTO step_names VALUES (?, ?, ?, ?)", marks)
 
 
 def _fitting(connection: DuckDBPyConnection, text: str, more: Iterator[str]) -> list[tuple[Any, ...]]:
