@@ -14,6 +14,7 @@ Rich is imported only where a live bar is drawn, so that `disttrain --help` star
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.progress import Progress
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
+#: What steers a terminal, turns the direction of writing or is no character: names from files may hold it.
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile(r"[\t\n]")
 NUMERIC = frozenset("0123456789+-–.,%×/ ")
 
 
@@ -40,7 +44,12 @@ class Console:
     def say(self, text: str = "") -> None:
         """Text of the result, for people."""
         if not (self.json_mode or self.quiet):
-            print(text, file=sys.stdout)
+            print(plain(text), file=sys.stdout)
+
+    def answer(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """The table that was asked for, for people and other programs, whatever the flags but `--json`."""
+        if not self.json_mode:
+            print(format_table(headers, rows), file=sys.stdout)
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of the result, for people; nothing where there are no rows."""
@@ -57,7 +66,7 @@ class Console:
     def note(self, text: str) -> None:
         """One line of chatter."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(plain(text), file=sys.stderr, flush=True)
 
     def hint(self, command: str) -> None:
         """The command to run next."""
@@ -69,11 +78,11 @@ class Console:
             fields = {"what": what, "why": why, "next": next_step, "exit_code": exit_code}
             print(to_json({"error": fields}), file=sys.stdout)
             return
-        print(f"Error: {what}", file=sys.stderr)
+        print(plain(f"Error: {what}"), file=sys.stderr)
         if why:
-            print("\n".join(f"  {line}" for line in why.splitlines()), file=sys.stderr)
+            print("\n".join(f"  {plain(line)}" for line in why.splitlines()), file=sys.stderr)
         if next_step:
-            print(f"Next: {next_step}", file=sys.stderr)
+            print(plain(f"Next: {next_step}"), file=sys.stderr)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -118,14 +127,20 @@ def _plain_lines(console: Console) -> Progress:
     return report
 
 
+def plain(text: str) -> str:
+    """The text without what would steer a terminal: escape sequences of a stranger's names show as "?"."""
+    return _STEERS.sub("?", text)
+
+
 def to_json(document: BaseModel | dict[str, Any]) -> str:
-    """One JSON document; pydantic models may stand anywhere in it."""
-    plain = document if isinstance(document, dict) else document.model_dump(mode="json")
+    """One JSON document; pydantic models may stand anywhere in it. What would steer a terminal is escaped."""
+    values = document if isinstance(document, dict) else document.model_dump(mode="json")
     try:
-        return json.dumps(plain, indent=2, ensure_ascii=False, default=_plain_value, allow_nan=False)
+        text = json.dumps(values, indent=2, ensure_ascii=False, default=_plain_value, allow_nan=False)
     except ValueError:  # JSON has no NaN: the loss of a diverged run is null
-        finite = json.loads(json.dumps(plain, default=_plain_value), parse_constant=lambda name: None)
-        return json.dumps(finite, indent=2, ensure_ascii=False)
+        finite = json.loads(json.dumps(values, default=_plain_value), parse_constant=lambda name: None)
+        text = json.dumps(finite, indent=2, ensure_ascii=False)
+    return _STEERS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def _plain_value(value: Any) -> Any:
@@ -138,7 +153,8 @@ def _plain_value(value: Any) -> Any:
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the right."""
-    cells = [["" if value is None else str(value) for value in row] for row in rows]
+    cells = [["" if value is None else _LINES.sub(" ", plain(str(value))) for value in row] for row in rows]
+    headers = [_LINES.sub(" ", plain(header)) for header in headers]
     columns = list(zip(headers, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(set(cell) <= NUMERIC for cell in column[1:]) and any(column[1:]) for column in columns]

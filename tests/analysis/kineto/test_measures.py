@@ -125,6 +125,35 @@ def test_a_trace_without_kernels_is_of_operators(tmp_path):
     assert analysis.kernels[0].name == "aten::mm"
 
 
+def test_a_device_is_not_idle_while_it_runs_kernels_of_a_step_that_is_left_out(tmp_path):
+    """The device is 20 ms behind its host: the first step's kernels run on while the second one's copies do."""
+    at, late = traces.BASE_US, 20_000
+    found = []
+    for step in range(3):
+        begins = at + 35_000 * step
+        found.append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 100, "tid": 100,
+                      "ts": begins, "dur": 35_000})
+        for place in range(2):
+            launch, kernel = traces.kernel(traces.GEMM, begins + late + 17_500 * place, 17_400, 10 * step + place)
+            found += [launch | {"ts": begins + 10 + place}, kernel]
+        found += traces.kernel("Memcpy HtoD (Pinned -> Device)", begins + 200, 100, 10 * step + 5, stream=9,
+                               cat="gpu_memcpy")
+    row = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))]).ranks[0]
+    assert row.span_us == 3 * 35_000 + late - 35_200 - 100
+    assert row.idle_us == 100 * 5 and row.compute_us == row.span_us - row.idle_us
+
+
+def test_lengths_and_times_that_are_no_numbers_are_left_out_and_counted(tmp_path):
+    kernel = '{"ph": "X", "cat": "kernel", "name": "ampere_sgemm", "pid": 0, "tid": 7, "args": {"stream": 7}'
+    times = [f'"ts": {10 * number}, "dur": 5' for number in range(4)]
+    times += [f'"ts": 100, "dur": {length}' for length in ("NaN", "Infinity", "null", "1e400")]
+    times += ['"ts": 100', '"dur": 3', '"ts": NaN, "dur": 1']
+    events = ",\n".join(f"{kernel}, {time}}}" for time in times)
+    found = analyze([traces.write(tmp_path / "rank0.json", f"[{events}]")])
+    assert found.kernels[0].count == 4 and found.ranks[0].span_us == 35
+    assert "7 event(s) of rank0.json are broken and left out" in found.warnings
+
+
 def test_json_of_the_analysis_is_plain(tmp_path):
     document = analyze(traces.job(tmp_path, [[400, 400]])).to_json()
     assert json.loads(json.dumps(document, allow_nan=False))["format"] == "kineto"

@@ -114,8 +114,8 @@ def _limits(
     """What limits the figures, beyond what reading had to leave out."""
     said = []
     if not iterations["recorded"]:
-        said.append("no step is marked (by prof.step(), or a name that fits a step line of kernel_patterns.txt): all that "
-                    "was recorded counts as one step")
+        said.append("no step is marked (by prof.step(), or a name that fits a step line of kernel_patterns.txt): all "
+                    "that was recorded counts as one step")
     elif iterations["recorded"] == 1:
         said.append("only one step was recorded, so its warm-up could not be left out")
     else:

@@ -71,18 +71,17 @@ def _fill(
     for number, path in enumerate(files):
         found = Reading()
         first, last = 2**63 - 1, -(2**63)
-        with path.open("rb") as source:
-            for batch in split_events(_chunks(source, found, total >> 20, before, progress), found):
-                columns, impossible = spans(number, batch, strings, is_step)
-                found.unreadable += impossible
-                if len(columns["start_ns"]):
-                    first = min(first, int(columns["start_ns"].min()))
-                    last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
-                rows.add(columns)
-                keep_names(number, batch.events, strings)
-                allocated = memory(number, batch.events, strings)
-                if allocated is not None:
-                    _insert(connection, "raw_memory", allocated)
+        for batch in split_events(_chunks(path, found, total >> 20, before, progress), found):
+            columns, impossible = spans(number, batch, strings, is_step)
+            found.unreadable += impossible
+            if len(columns["start_ns"]):
+                first = min(first, int(columns["start_ns"].min()))
+                last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
+            rows.add(columns)
+            keep_names(number, batch.events, strings)
+            allocated = memory(number, batch.events, strings)
+            if allocated is not None:
+                _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
         warnings += _about(path, found, last >= first)
         if last >= first:
@@ -151,7 +150,7 @@ def _insert_names(connection: DuckDBPyConnection, names: list[tuple[int, str]], 
             "operation": _strings([operation(name) if found.kind == "communication" else ""
                                    for _, found, name in kinds]),
             "told": np.array([found.users for _, found, _ in kinds])})
-    marks = [[number, *found] for number, name in names if (found := step_of(name, patterns)) is not None]
+    marks = [[number, *mark] for number, name in names if (mark := step_of(name, patterns)) is not None]
     if marks:
         connection.executemany("INSERT INTO step_names VALUES (?, ?, ?, ?)", marks)
 
@@ -219,14 +218,18 @@ def _strings(values: list[str]) -> np.ndarray[Any, Any]:
 
 
 def _chunks(
-    source: BinaryIO, found: Reading, total_mib: int, before: int, progress: Progress
+    path: Path, found: Reading, total_mib: int, before: int, progress: Progress
 ) -> Iterator[bytes]:
-    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end is noted."""
-    packed = source.read(2) == GZIP
-    source.seek(0)
-    for chunk in _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES):
-        progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
-        yield chunk
+    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that fails, is noted."""
+    try:
+        with path.open("rb") as source:
+            packed = source.read(2) == GZIP
+            source.seek(0)
+            for chunk in _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES):
+                progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
+                yield chunk
+    except OSError as error:
+        found.failure = error.strerror or str(error)
 
 
 def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
@@ -250,6 +253,8 @@ def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
 
 def _about(path: Path, found: Reading, any_rows: bool) -> list[str]:
     """What must be said about a file."""
+    if found.failure:
+        return [f"{path.name} cannot be read to its end ({found.failure}): {found.events} events of it are analysed"]
     if found.problem:
         return [f"{path.name} {found.problem}; left out"]
     said = []

@@ -68,8 +68,8 @@ def idle_without_reason(parts: dict[str, float], of_step: str, evidence: list[Ev
         return _unknown(
             f"the devices idle {of_step} although their next kernel was launched long before, so it waited for "
             "something else than its host",
-            "Look for what kernels wait for on the device: other streams, events, memory that another device writes, or "
-            "a collective that was not recorded.", _IDLE, evidence, parts["queued"] + parts["unrecorded"])
+            "Look for what kernels wait for on the device: other streams, events, memory that another device writes, "
+            "or a collective that was not recorded.", _IDLE, evidence, parts["queued"] + parts["unrecorded"])
     return _unknown(
         f"the devices idle {of_step}, and nothing that was recorded says why",
         "Record the CPU too (ProfilerActivity.CPU): launches, operators and data loading tell a late host from other "

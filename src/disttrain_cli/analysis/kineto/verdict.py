@@ -39,8 +39,8 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
         evidence.append(Evidence(what="ranks whose traces are there", value=losses.present, unit="share of ranks"))
     sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
     if "worker" in large and sure:
-        named = [one for one in sure if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s] or sure[:1]
-        return _straggler(losses, named, database, span_s, evidence)
+        costly = [one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s]
+        return _straggler(losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence)
     unknown_share = database.answer("totals")[0]["unclassified"] or 0.0
     if unknown_share > MOST_UNCLASSIFIED:
         return unclassified(unknown_share, database, evidence)
@@ -67,10 +67,10 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
 
 
 def _straggler(
-    losses: Losses, named: list[Straggler], database: KinetoDatabase, span_s: float, evidence: list[Evidence]
+    losses: Losses, found: Straggler, costly: list[Straggler], database: KinetoDatabase, evidence: list[Evidence]
 ) -> Verdict:
-    """The ranks that are waited for, the worst first: of each what waiting for it costs, of the worst why."""
-    found, *others_too = named
+    """The worst straggler and why it is one; and every other rank for which waiting costs enough."""
+    span_s, sure = losses.mean("span_ns"), [one for one in costly if one.chance < LEAST_SURE] or [found]
     rank, did = found.rank, {row["is_it"]: row for row in database.query("before", rank=found.rank)}
     met = "collectives" if not losses.at_messages else "messages" if losses.at_messages == 1 else \
         "collectives and messages"
@@ -91,21 +91,18 @@ def _straggler(
         cause="worker",
         headline=f"Rank {rank} is the straggler: it is last into {found.last} of {found.joined} {met}, and "
                  f"waiting for it costs every rank {of_step(losses.cost_s(found), span_s, losses.marked)}."
-                 + "".join(f" Rank {one.rank} is one too: last into {one.last} of {one.joined}, "
-                           f"{of_step(losses.cost_s(one), span_s, losses.marked)}." for one in others_too),
+                 + "".join(_another(losses, one) for one in costly if one != found),
         place=Place(rank=rank),
-        lost_s=min(sum(losses.cost_s(one) for one in named), losses.mean("exposed_wait_ns")),
-        confidence=round((1 - found.chance) * min(1.0, sum(one.share for one in named)) * losses.present, 3),
+        lost_s=min(sum(losses.cost_s(one) for one in sure), losses.mean("exposed_wait_ns")),
+        confidence=round((1 - found.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3),
         evidence=[
             *evidence,
             Evidence(what=f"{met} into which rank {rank} comes last", value=found.last / found.joined, unit="share"),
             Evidence(what="the same, were everyone last equally often", value=found.expected / found.joined,
                      unit="share"),
             Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
-            *(Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share") for one in named),
-            *(Evidence(what=f"waiting for rank {one.rank}, which may be last by chance", value=losses.cost_s(one),
-                       unit="s") for one in losses.waited_for
-              if one.chance >= LEAST_SURE and losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s),
+            *(Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
+              for one in dict.fromkeys([found, *costly])),
             Evidence(what=f"rank {rank}: from its collective or message before to these", value=it["gap_s"], unit="s"),
             Evidence(what="the others: the same", value=others["gap_s"], unit="s"),
             Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
@@ -115,6 +112,14 @@ def _straggler(
         next_command=f'disttrain analyze --sql "SELECT step, name, index, wait_ns / 1e3 AS waits_us, is_last FROM '
                      f'waits WHERE rank = {rank} ORDER BY start_ns"',
     )
+
+
+def _another(losses: Losses, one: Straggler) -> str:
+    """A sentence on a further rank that is waited for."""
+    costs = f"{seconds(losses.cost_s(one))} ({100 * losses.cost_s(one) / losses.mean('span_ns'):.0f} %)"
+    if one.chance < LEAST_SURE:
+        return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
+    return f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be chance."
 
 
 def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
