@@ -40,6 +40,8 @@ def test_of_several_formats_in_a_folder_one_is_taken_and_the_others_are_said(tmp
     assert "trace.parquet in the same folder left out (they hold no operations" in said[0]
     table.write_bytes(b"half-written")
     assert find_format([tmp_path / "a"])[:2] == ("kineto", files)
+    trace.write_text('{"displayTimeUnit": "ms", "disttrain": {}, "traceEvents": []}')
+    assert find_format([tmp_path / "a"])[:2] == find_format([trace])[:2] == ("disttrain", [trace])
 
 
 def test_files_and_folders_that_cannot_be_read_are_said_and_the_others_taken(tmp_path: Path, monkeypatch) -> None:

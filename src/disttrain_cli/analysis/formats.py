@@ -102,7 +102,7 @@ def _look_through(folder: Path) -> Found:
     if any(holds.values()) or (tables and not beside):
         return Found("operations", of_operations or tables, [*said, *_left_out(
             beside, "operations in Parquet files are analysed")])
-    if foreign:
+    if foreign and (beside != own or not own):
         return Found("kineto", foreign, [*said, *_left_out(own, "they are own traces, written with --perfetto"),
                                          *_left_out(tables, "they hold no operations of a job")])
     if own:

@@ -71,7 +71,7 @@ def _fill(
     for number, path in enumerate(files):
         found = Reading()
         first, last = 2**63 - 1, -(2**63)
-        for batch in split_events(_chunks(path, found, total >> 20, before, progress), found):
+        for batch in split_events(chunks_of(path, found, total >> 20, before, progress), found):
             columns, impossible = spans(number, batch, strings, is_step)
             found.unreadable += impossible
             if len(columns["start_ns"]):
@@ -217,7 +217,7 @@ def _strings(values: list[str]) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=object)
 
 
-def _chunks(
+def chunks_of(
     path: Path, found: Reading, total_mib: int, before: int, progress: Progress
 ) -> Iterator[bytes]:
     """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that fails, is noted."""
