@@ -32,7 +32,8 @@ def run(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(metavar="PATH", show_default=False,
-                       help="Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or .gz); "
+                       help="Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or .gz; "
+                            "also what --perfetto wrote); "
                             "if none is given, the run of ./disttrain.yaml."),
     ] = None,
     html: Annotated[

@@ -1,7 +1,7 @@
 """Own traces that were written as Chrome JSON (`analyze --perfetto`), read back: the same rows, the same figures.
 
-The file's header holds what is no event: the job, the ranks' places, which steps are measured, and the rows of steps and
-sizes. Rows of the trace are its events: bars, and counters of memory. Times are already on one clock.
+The file's header holds what is no event: the job, the ranks' places, which steps are measured, and the rows of steps
+and sizes. Rows of the trace are its events: bars, and counters of memory. Times are already on one clock.
 """
 
 from __future__ import annotations
