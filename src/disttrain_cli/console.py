@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.progress import Progress
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
+#: What steers a terminal, turns the direction of writing or is no character: names from files may hold it.
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LINES = re.compile(r"[\t\n]")
 NUMERIC = frozenset("0123456789+-–.,%×/ ")
 MOST_WORD = 24  # letters of a word up to which a column is not narrowed
 
@@ -48,7 +52,12 @@ class Console:
     def say(self, text: str = "") -> None:
         """Text of the result, for people."""
         if not (self.json_mode or self.quiet):
-            _write(text)
+            _write(plain(text))
+
+    def answer(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """The table that was asked for, for people and other programs, whatever the flags but `--json`."""
+        if not self.json_mode:
+            _write(format_table(headers, rows, terminal_width()))
 
     def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of the result, for people; nothing where there are no rows."""
@@ -65,7 +74,7 @@ class Console:
     def note(self, text: str) -> None:
         """One line of chatter."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            print(plain(text), file=sys.stderr, flush=True)
 
     def hint(self, command: str) -> None:
         """The command to run next."""
@@ -77,11 +86,11 @@ class Console:
             fields = {"what": what, "why": why, "next": next_step, "exit_code": exit_code}
             _write(_encodable({"error": fields}))
             return
-        print(f"Error: {what}", file=sys.stderr)
+        print(plain(f"Error: {what}"), file=sys.stderr)
         if why:
-            print("\n".join(f"  {line}" for line in why.splitlines()), file=sys.stderr)
+            print("\n".join(f"  {plain(line)}" for line in why.splitlines()), file=sys.stderr)
         if next_step:
-            print(f"Next: {next_step}", file=sys.stderr)
+            print(plain(f"Next: {next_step}"), file=sys.stderr)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -133,14 +142,20 @@ def _plain_lines(console: Console) -> Progress:
     return report
 
 
+def plain(text: str) -> str:
+    """The text without what would steer a terminal: escape sequences of a stranger's names show as "?"."""
+    return _STEERS.sub("?", text)
+
+
 def to_json(document: BaseModel | dict[str, Any], ascii_only: bool = False) -> str:
-    """One JSON document; pydantic models may stand anywhere in it."""
-    plain = document if isinstance(document, dict) else document.model_dump(mode="json")
+    """One JSON document; pydantic models may stand anywhere in it. What would steer a terminal is escaped."""
+    values = document if isinstance(document, dict) else document.model_dump(mode="json")
     try:
-        return json.dumps(plain, indent=2, ensure_ascii=ascii_only, default=_plain_value, allow_nan=False)
+        text = json.dumps(values, indent=2, ensure_ascii=ascii_only, default=_plain_value, allow_nan=False)
     except ValueError:  # JSON has no NaN: the loss of a diverged run is null
-        finite = json.loads(json.dumps(plain, default=_plain_value), parse_constant=lambda name: None)
-        return json.dumps(finite, indent=2, ensure_ascii=ascii_only)
+        finite = json.loads(json.dumps(values, default=_plain_value), parse_constant=lambda name: None)
+        text = json.dumps(finite, indent=2, ensure_ascii=ascii_only)
+    return _STEERS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def _encodable(document: BaseModel | dict[str, Any]) -> str:
@@ -178,7 +193,8 @@ def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], width
     Within `width`, text and headers are wrapped, never numbers; columns that have no room follow below, each part with
     the first column.
     """
-    cells = [["" if value is None else str(value) for value in row] for row in rows]
+    cells = [["" if value is None else _LINES.sub(" ", plain(str(value))) for value in row] for row in rows]
+    headers = [_LINES.sub(" ", plain(header)) for header in headers]
     columns = [_Column(list(column)) for column in zip(headers, *cells, strict=True)]
     return "\n\n".join(_lines(part, width) for part in _parts(columns, width))
 

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from disttrain_cli.analysis.formats import Format, files_of, find_format
 from disttrain_cli.analysis.remembered import remembered
 from disttrain_cli.analysis.result import Analysis
@@ -34,11 +36,13 @@ def analyze(paths: list[Path], progress: Progress = silent) -> Analysis:
 
 def analyze_open(paths: list[Path], progress: Progress = silent) -> tuple[Analysis, Callable[[], Pictures]]:
     """The same, and what draws the report's pictures of the same traces, should a report be wanted."""
-    found, files = find_format(paths)
+    found, files, left_out = find_format(paths)
     inputs = files_of(found, files)
     named = f"{found} {[str(path) for path in paths]}"
     traces = cache(lambda: _open(found, files, progress))  # at most once, and not where all is known already
     analysis = remembered(inputs, f"analysis {named}", Analysis, lambda: _judge(found, traces()))
+    if left_out:
+        analysis = replace(analysis, warnings=[*left_out, *analysis.warnings])
 
     def drawn() -> Pictures:
         from disttrain_cli.analysis.report.pictures import Pictures
@@ -101,7 +105,7 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         DataError: as `analyze`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    found, files = find_format(paths)
+    found, files, _ = find_format(paths)
     if found == "kineto":
         from disttrain_cli.analysis.kineto.database import run_kineto_sql
 
@@ -112,4 +116,4 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         return run_study_sql(files, query)
     from disttrain_cli.analysis.own.asking import run_sql
 
-    return run_sql(paths, query)
+    return run_sql(files, query)

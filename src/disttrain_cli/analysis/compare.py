@@ -6,9 +6,12 @@ from msgspec import Struct
 
 from disttrain_cli.analysis.result import Analysis
 
+#: Beyond this many times the figure before, which then is as good as nothing, a change in percent says nothing.
+MOST_CHANGE = 1e4
+
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One figure in both analyses; null where one of them lacks it."""
+    """One figure in both analyses; null where one of them lacks it, or there is no percentage."""
 
     what: str
     before: float | None
@@ -50,5 +53,6 @@ def compare(before: Analysis, after: Analysis) -> list[Change]:
 
 
 def _change(what: str, before: float | None, after: float | None) -> Change:
-    pct = 100 * (after - before) / abs(before) if before and after is not None else None
+    told = before is not None and after is not None and abs(before) > MOST_CHANGE**-1 * abs(after)
+    pct = 100 * (after - before) / abs(before) if told and before is not None and after is not None else None
     return Change(what=what, before=before, after=after, change_pct=pct)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+import zlib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from disttrain_cli.errors import DataError
 
@@ -12,29 +15,48 @@ Format = Literal["disttrain", "kineto", "operations"]
 JSON_ENDINGS = (".json", ".json.gz")
 #: What lies in a run's folder and is no trace.
 _NO_TRACE = frozenset({"job.json", "profile.json", "index.parquet"})
+#: Columns without which a Parquet file holds no operations of a job.
+_OF_OPERATIONS = frozenset({"dp_rank", "stage", "optype", "duration"})
+#: Own traces that were written as Chrome JSON (`analyze --perfetto`) say so in their first bytes.
+OWN_CHROME = b'"disttrain":'
+_HEAD_BYTES = 4096
 
 
-def find_format(paths: list[Path]) -> tuple[Format, list[Path]]:
-    """The one format of all paths, and its files (of own traces, whose reader looks itself, the paths).
+class Found(NamedTuple):
+    """The one format of all paths, and its files (of own traces, whose reader looks itself, the paths)."""
+
+    format: Format
+    files: list[Path]
+    said: list[str]  # what had to be left out
+
+
+def find_format(paths: list[Path]) -> Found:
+    """What the paths hold.
 
     Raises:
-        DataError: a path does not exist, or the paths hold different formats.
+        DataError: a path does not exist, the paths hold different formats, or none of their files can be read.
     """
     found: dict[Format, list[Path]] = {}
+    said: list[str] = []
     for path in paths:
-        kind, files = _look(path)
+        kind, files, about = _look(path)
+        said += about
         found.setdefault(kind, []).extend(file for file in files if file not in found.get(kind, []))
     if len(found) > 1:
         raise DataError("These traces are of different formats", " and ".join(sorted(found)),
                         "Analyse one at a time.")
-    return next(iter(found.items()))
+    kind, files = next(iter(found.items()))
+    if not files:
+        raise DataError("No trace can be read here", "; ".join(said[:5]), "Make the files readable, or name others.")
+    return Found(kind, files, said)
 
 
 def files_of(found: Format, paths: list[Path]) -> list[Path]:
     """Every file on which the analysis of these paths, as `find_format` gave them, depends."""
     if found == "disttrain":
         folders = [(path / "traces" if (path / "traces").is_dir() else path).resolve() for path in paths]
-        return sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
+        return sorted(file for folder in folders for file in (folder.rglob("*") if folder.is_dir() else [folder])
+                      if file.is_file())
     if found == "kineto":
         from disttrain_cli.analysis.kineto.kernels import users_patterns
 
@@ -42,20 +64,100 @@ def files_of(found: Format, paths: list[Path]) -> list[Path]:
     return paths
 
 
-def _look(path: Path) -> tuple[Format, list[Path]]:
-    if path.is_file():
-        return ("operations" if path.suffix == ".parquet" else "kineto"), [path]
-    if not path.is_dir():
+def _look(path: Path) -> Found:
+    if path.is_dir():
+        return _look_through(path)
+    if not path.exists():
         raise DataError(
             f"There is no trace folder or file at {path}",
             "a run's folder, Kineto/Chrome JSON files (or .gz) or Parquet files of operations are needed",
             RECORD,
         )
-    if (path / "traces").is_dir() or any(path.glob("rank-*/segment-*")):
-        return "disttrain", [path]
-    operations = sorted(file for file in path.glob("*.parquet") if file.name not in _NO_TRACE)
-    if operations:
-        return "operations", operations
-    traces = sorted(file for file in path.rglob("*")
-                    if file.name.endswith(JSON_ENDINGS) and file.name not in _NO_TRACE and file.is_file())
-    return ("kineto", traces) if traces else ("disttrain", [path])
+    if path.suffix == ".parquet":
+        return Found("operations", [path], [])
+    head, problem = _head(path)
+    if problem:
+        return Found("kineto", [], [problem])
+    return Found("disttrain" if OWN_CHROME in head else "kineto", [path], [])
+
+
+def _look_through(folder: Path) -> Found:
+    """What a folder holds: a run's own traces, operations, or files of JSON, the first of these that is there."""
+    if any(any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
+           for place in (folder, folder / "traces")):
+        return Found("disttrain", [folder], [])
+    said: list[str] = []
+    kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
+    for file in _json_files(folder, said):
+        head, problem = _head(file)
+        if problem:
+            said.append(problem)
+        else:
+            kinds[OWN_CHROME if OWN_CHROME in head else b""].append(file)
+    own, foreign = kinds.values()
+    tables = sorted(file for file in folder.glob("*.parquet") if file.name not in _NO_TRACE)
+    holds = {file: _holds_operations(file) for file in tables}
+    of_operations = [file for file, are in holds.items() if are is not False]
+    beside = [file for file in foreign if _is_trace(file)] + own
+    if any(holds.values()) or (tables and not beside):
+        return Found("operations", of_operations or tables, [*said, *_left_out(
+            beside, "operations in Parquet files are analysed")])
+    if foreign and (beside != own or not own):
+        return Found("kineto", foreign, [*said, *_left_out(own, "they are own traces, written with --perfetto"),
+                                         *_left_out(tables, "they hold no operations of a job")])
+    if own:
+        return Found("disttrain", own[:1], [*said, *_left_out(own[1:], f"{own[0].name} is analysed")])
+    return Found("kineto", [], said) if said else Found("disttrain", [folder], [])
+
+
+def _left_out(files: list[Path], why: str) -> list[str]:
+    if not files:
+        return []
+    more = f" and {len(files) - 1} more file(s)" if len(files) > 1 else ""
+    return [f"{files[0].name}{more} in the same folder left out ({why}); name files to have them analysed"]
+
+
+def _json_files(folder: Path, said: list[str]) -> list[Path]:
+    """Files of JSON in a folder and those inside it; folders that cannot be listed are said."""
+    found: list[Path] = []
+
+    def skip(error: OSError) -> None:
+        said.append(f"{error.filename} cannot be listed ({error.strerror}); left out")
+
+    for place, folders, names in os.walk(folder, onerror=skip):
+        folders.sort()
+        found += [Path(place) / name for name in names if name.endswith(JSON_ENDINGS) and name not in _NO_TRACE]
+    return sorted(file for file in found if file.is_symlink() or file.is_file())
+
+
+def _head(file: Path) -> tuple[bytes, str]:
+    """The first bytes of a file, unpacked, or why it cannot be read."""
+    try:
+        with file.open("rb") as source:
+            head = source.read(_HEAD_BYTES)
+        if head.startswith(b"\x1f\x8b"):
+            with gzip.open(file) as unpacked:
+                head = unpacked.read(_HEAD_BYTES)
+        return head, ""
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return b"", ""  # damaged: the reader takes what it can
+    except OSError as error:
+        return b"", f"{file.name} cannot be read ({error.strerror}); left out"
+
+
+def _is_trace(file: Path) -> bool:
+    head, _ = _head(file)
+    return b"traceEvents" in head or head.lstrip().startswith(b"[")
+
+
+def _holds_operations(file: Path) -> bool | None:
+    """Whether a Parquet file has the columns of operations; None where it cannot be read."""
+    import duckdb
+
+    from disttrain_cli.analysis.sql import connect, literals, no_glob
+
+    try:
+        rows = connect().execute(f"SELECT name FROM parquet_schema({literals([file], no_glob)})").fetchall()
+    except duckdb.Error:
+        return None
+    return {name for name, in rows} >= _OF_OPERATIONS

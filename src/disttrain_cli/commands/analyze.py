@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from disttrain_cli.commands.analyze_tables import figure, render
+from disttrain_cli.commands.analyze_tables import change, figure, render
 from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, open_run, short_path
-from disttrain_cli.console import Console, format_table, terminal_width
+from disttrain_cli.console import Console
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 from disttrain_cli.spec.rundir import RunDir
 
@@ -32,7 +32,8 @@ def run(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(metavar="PATH", show_default=False,
-                       help="Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or .gz); "
+                       help="Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or .gz; "
+                            "also what --perfetto wrote); "
                             "if none is given, the run of ./disttrain.yaml."),
     ] = None,
     html: Annotated[
@@ -80,15 +81,14 @@ def run(
         document["report"] = str(report)
     changes = set_side_by_side(analyze([compare]), found) if compare is not None else []
     if compare is not None:
-        document["compare"] = {"with": str(compare), "changes": [asdict(change) for change in changes]}
+        document["compare"] = {"with": str(compare), "changes": [asdict(row) for row in changes]}
     if fail_if is not None:
         fails, sentence = holds(found, fail_if)
         document["fail_if"] = {"condition": fail_if, "holds": fails, "sentence": sentence}
     console.result(document, report or "")
     render(console, found)
     console.table(f"Against {compare}", ["figure", "before", "after", "change"],
-                  [[change.what, figure(change.before), figure(change.after),
-                    "–" if change.change_pct is None else f"{change.change_pct:+.1f} %"] for change in changes])
+                  [[row.what, figure(row.before), figure(row.after), change(row.change_pct)] for row in changes])
     if report is not None:
         console.say(f"\nReport      {short_path(report)}")
     if fail_if is not None:
@@ -141,4 +141,4 @@ def _answer(console: Console, folders: list[Path], query: str) -> None:
     if console.json_mode:
         console.result({"columns": table.columns, "rows": [list(row) for row in table.rows]})
     else:
-        print(format_table(table.columns, [[figure(value) for value in row] for row in table.rows], terminal_width()))
+        console.answer(table.columns, [[figure(value) for value in row] for row in table.rows])

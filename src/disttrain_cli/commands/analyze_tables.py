@@ -10,6 +10,7 @@ from disttrain_cli.console import Console
 if TYPE_CHECKING:
     from disttrain_cli.analysis.result import Analysis
 
+MOST_CHANGE_PCT = 1000
 LEAST_SHARE = 0.05  # of an operation's time, to be named
 MOST_OPERATIONS = 12  # rows shown; --json has all of them
 MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS, LONGEST_NAME = 32, 8, 10, 70
@@ -54,7 +55,9 @@ def render(console: Console, found: Analysis) -> None:
                    for row in found.memory])
     lost = found.stragglers
     if lost.lost_s is not None:
-        console.table(f"Lost per step ({lost.slowdown:.3f} × the ideal of {lost.ideal_s:.3f} s)",
+        against = "there is no ideal: nothing was computed" if not lost.slowdown or lost.ideal_s is None else \
+            f"{lost.slowdown:.3f} × the ideal of {lost.ideal_s:.3f} s"
+        console.table(f"Lost per step ({against})",
                       ["cause", "s"], [[cause, f"{seconds:.4f}"] for cause, seconds in lost.lost_s.items()])
     console.table("What one change would gain, all else as recorded (gains do not add up; next commands: --json)",
                   ["change", "by", "devices", "step s", "gain s", "of the step"],
@@ -73,13 +76,13 @@ def render(console: Console, found: Analysis) -> None:
     console.table("Predicted against measured (the report has more)",
                   ["what", "unit", "basis", "predicted", "measured", "in", "error"],
                   [[row.what, row.unit or "job", row.basis, figure(row.predicted), figure(row.measured),
-                    row.measure, f"{row.error_pct:+.1f} %"]
+                    row.measure, change(row.error_pct)]
                    for row in found.predicted_vs_measured if row.unit is None])
     console.table(
         "By operation in ms, the largest error in a step first",
         ["where", "operation", "plan", "profile, same work", "measured", "error", "per step", "adds ms", "of the step"],
         [[row.place, row.operation, figure(row.planned), figure(row.predicted), figure(row.measured),
-          "–" if row.error_pct is None else f"{row.error_pct:+.1f} %", f"{row.per_step:.3g}", f"{row.effect_ms:+.3f}",
+          change(row.error_pct), f"{row.per_step:.3g}", f"{row.effect_ms:+.3f}",
           percent(row.share_of_step)] for row in found.operations[1:1 + MOST_OPERATIONS]])
 
 
@@ -109,13 +112,21 @@ def _ms(us: float | None) -> str:
 
 
 def _name(name: str) -> str:
-    """A name of a trace, short and without characters that would steer a terminal."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in name)
-    return plain if len(plain) <= LONGEST_NAME else plain[:LONGEST_NAME - 1] + "…"
+    """A name of a trace, short."""
+    return name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME - 1] + "…"
+
+
+def change(pct: float | None) -> str:
+    """A change in percent, or how many times as much where it is far more."""
+    if pct is None:
+        return "–"
+    return f"{pct:+.1f} %" if abs(pct) < MOST_CHANGE_PCT else f"{figure(1 + pct / 100)} ×"
 
 
 def figure(value: Any) -> str:
     """A number with the digits that matter; anything else as it is."""
     if value is None:
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"

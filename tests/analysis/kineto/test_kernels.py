@@ -3,7 +3,7 @@
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask
-from disttrain_cli.analysis.kineto.kernels import kind_of, operation, pattern_texts, read_patterns
+from disttrain_cli.analysis.kineto.kernels import operation, pattern_of, pattern_texts, read_patterns
 from disttrain_cli.errors import SpecError
 from tests.analysis.kineto import traces
 
@@ -17,12 +17,14 @@ from tests.analysis.kineto import traces
     ("nvshmemi_transfer_kernel", "communication", "nvshmemi_transfer_kernel"),
     ("void vllm::cross_device_reduce_1stage<float, 2>", "communication", "reduce"),
     ("ampere_sgemm_128x64_tn", "compute", None),
+    ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SN", "compute", None),
     ("void at::native::reduce_kernel<512, 1>", "compute", None),
     ("triton_poi_fused_add_0", "compute", None),
     ("my_secret_sauce", None, None),
 ])
 def test_kinds_of_names(name, kind, does):
-    assert kind_of(name, read_patterns(pattern_texts())) == kind
+    found = pattern_of(name, read_patterns(pattern_texts()))
+    assert (found and found.kind) == kind
     assert does is None or operation(name) == does
 
 
@@ -56,7 +58,7 @@ def test_patterns_of_the_user_come_first_and_are_checked(own_cache):
     file.parent.mkdir(parents=True)
     file.write_text("# ours\n\ncommunication  secret_(sauce|salt)\ncompute nccl\n")
     patterns = read_patterns(pattern_texts())
-    assert kind_of("my_secret_sauce", patterns) == "communication" and kind_of("ncclX", patterns) == "compute"
+    assert [pattern_of(name, patterns).kind for name in ("my_secret_sauce", "ncclX")] == ["communication", "compute"]
     for line in ("communication (", "talk nccl", "compute"):
         file.write_text(line)
         with pytest.raises(SpecError, match="line 1, cannot be read"):

@@ -48,7 +48,7 @@ def test_a_made_job_gives_the_times_it_was_made_of(tmp_path):
     assert [(row.name, row.step, row.last_rank, row.longest_wait_us, row.transfer_us) for row in found.collectives] == [
         ("all_reduce", 1, 1, 150, 20), ("all_reduce", 2, 1, 50, 20)]
     assert job.exposed_communication_fraction == 80 / (1460 * 2)
-    assert any("first of 3 profiler steps is taken for warm-up" in warning for warning in found.warnings)
+    assert any("first of 3 steps is taken for warm-up" in warning for warning in found.warnings)
     assert {row.name: (row.kind, row.count, row.total_us) for row in found.kernels} == {
         traces.GEMM: ("compute", 4, 1200), traces.ALL_REDUCE: ("communication", 4, 280)}
 
@@ -123,6 +123,35 @@ def test_a_trace_without_kernels_is_of_operators(tmp_path):
     assert (row.span_us, row.compute_us, row.communication_us, row.idle_us) == (100, 60, 20, 20)
     assert any("hold no kernels" in warning for warning in analysis.warnings)
     assert analysis.kernels[0].name == "aten::mm"
+
+
+def test_a_device_is_not_idle_while_it_runs_kernels_of_a_step_that_is_left_out(tmp_path):
+    """The device is 20 ms behind its host: the first step's kernels run on while the second one's copies do."""
+    at, late = traces.BASE_US, 20_000
+    found = []
+    for step in range(3):
+        begins = at + 35_000 * step
+        found.append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 100, "tid": 100,
+                      "ts": begins, "dur": 35_000})
+        for place in range(2):
+            launch, kernel = traces.kernel(traces.GEMM, begins + late + 17_500 * place, 17_400, 10 * step + place)
+            found += [launch | {"ts": begins + 10 + place}, kernel]
+        found += traces.kernel("Memcpy HtoD (Pinned -> Device)", begins + 200, 100, 10 * step + 5, stream=9,
+                               cat="gpu_memcpy")
+    row = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))]).ranks[0]
+    assert row.span_us == 3 * 35_000 + late - 35_200 - 100
+    assert row.idle_us == 100 * 5 and row.compute_us == row.span_us - row.idle_us
+
+
+def test_lengths_and_times_that_are_no_numbers_are_left_out_and_counted(tmp_path):
+    kernel = '{"ph": "X", "cat": "kernel", "name": "ampere_sgemm", "pid": 0, "tid": 7, "args": {"stream": 7}'
+    times = [f'"ts": {10 * number}, "dur": 5' for number in range(4)]
+    times += [f'"ts": 100, "dur": {length}' for length in ("NaN", "Infinity", "null", "1e400")]
+    times += ['"ts": 100', '"dur": 3', '"ts": NaN, "dur": 1']
+    events = ",\n".join(f"{kernel}, {time}}}" for time in times)
+    found = analyze([traces.write(tmp_path / "rank0.json", f"[{events}]")])
+    assert found.kernels[0].count == 4 and found.ranks[0].span_us == 35
+    assert "7 event(s) of rank0.json are broken and left out" in found.warnings
 
 
 def test_json_of_the_analysis_is_plain(tmp_path):

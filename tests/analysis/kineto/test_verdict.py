@@ -90,8 +90,46 @@ def test_copies_that_nothing_hides_are_communication(tmp_path):
         traces.write(path, traces.document(traces.events([950] * STEPS) + copies, rank, RANKS))
     found = analyze([tmp_path])
     assert found.stragglers.lost_s["communication"] == pytest.approx(320e-6, rel=0.02)
-    assert {row.what: row.value for row in found.verdict.evidence}["copies and fills that nothing hides"] == (
-        pytest.approx(300e-6))
+    evidence = {row.what: row.value for row in found.verdict.evidence}
+    assert evidence["copies between host and device that nothing hides"] == pytest.approx(300e-6)
+
+
+def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
+    copies = [event for step in range(STEPS) for event in traces.kernel(
+        "Memcpy DtoD (Device -> Device)", traces.BASE_US + step * traces.STEP_US + 320, 500, 5000 + step,
+        cat="gpu_memcpy")]
+    found = analyze([traces.write(tmp_path / "rank0.json", traces.document(traces.events([950] * STEPS) + copies))])
+    assert found.verdict.headline.startswith("Copies and fills of device memory are not hidden")
+    assert not any("host and device" in text for text in (found.verdict.headline, found.verdict.advice,
+                                                          *(row.what for row in found.verdict.evidence)))
+
+
+@pytest.mark.parametrize(("times", "said"), [(6, "So is rank 3: last into 5 of 11, "), (8, "Rank 3 costs ")])
+def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
+    """Rank 0 is late in some steps, rank 3 in the others and as much in each."""
+    arrivals = [[600] * STEPS for _ in range(16)]
+    for step in range(1, STEPS):
+        arrivals[0 if step <= times else 3][step] += 200
+    found = job(tmp_path, arrivals, compute=[590] * 16)
+    verdict = found.verdict
+    assert (verdict.cause, verdict.place.rank) == ("worker", 0)
+    assert f"Rank 0 is the straggler: it is last into {times} of 11" in verdict.headline and said in verdict.headline
+    assert ("which may be chance" in verdict.headline) == (times == 8)
+    shares = {row.what: row.value for row in verdict.evidence if row.what.startswith("waiting that is for")}
+    assert shares == {"waiting that is for rank 0": pytest.approx(times / 11),
+                      "waiting that is for rank 3": pytest.approx(1 - times / 11)}
+    assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
+
+
+def test_a_job_that_computes_nothing_has_no_ideal_and_is_shown(tmp_path, capsys):
+    from disttrain_cli.commands.analyze_tables import render
+    from disttrain_cli.console import Console
+
+    found = analyze([traces.write(tmp_path / "rank0.json", [
+        event for number in range(9) for event in traces.kernel(traces.ALL_REDUCE, 1000 * number, 900, number)])])
+    assert found.stragglers.slowdown is None
+    render(Console(), found)
+    assert "there is no ideal: nothing was computed" in capsys.readouterr().out
 
 
 def test_the_keys_of_lost_time_are_those_of_every_analysis(tmp_path):

@@ -8,9 +8,10 @@ from collections import Counter
 
 import pytest
 
+from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.own.chrome import write_chrome_trace
 from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.errors import SpecError
+from disttrain_cli.errors import DataError, SpecError, UsageError
 from tests.analysis import synthetic
 
 
@@ -83,6 +84,31 @@ def test_a_file_that_cannot_be_written_is_an_error_with_a_next_step(clean, tmp_p
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match="Cannot write"):
         write_chrome_trace(open_database([clean[0]]), tmp_path / "file" / "trace.json")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, monkeypatch, packed):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / ("trace.json.gz" if packed else "trace.json")
+    write_chrome_trace(open_database([clean[0]]), out)
+    own, again = (json.dumps(analyze([path]).to_json()) for path in (clean[0], out))
+    assert json.loads(again.replace(str(out), str(clean[0].parent))) == json.loads(own)
+    question = "SELECT * FROM trace WHERE step > 1 ORDER BY rank, start_ns, end_ns, operation, module, slot"
+    assert ask([out], question).rows == ask([clean[0]], question).rows
+    with pytest.raises(UsageError):
+        ask([out], "SELECT * FROM read_text('/etc/hostname')")
+
+
+def test_a_damaged_file_of_ours_is_said_to_be_one(clean, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "trace.json"
+    write_chrome_trace(open_database([clean[0]]), out)
+    text = out.read_text()
+    for damaged in (text[:len(text) // 2], text[:2000], text.replace('"version": 1', '"version": 7', 1),
+                    text.replace('"ranks": [', '"ranking": [', 1), text.replace('"dur":', '"dur": "x", "d":', 1)):
+        out.write_text(damaged)
+        with pytest.raises(DataError, match="cannot be read back"):
+            analyze([out])
 
 
 def test_strange_names_stay_strings_and_the_kineto_reader_takes_the_file(tmp_path, monkeypatch):

@@ -98,6 +98,16 @@ def rows():
     return megatron.rows(megatron.Job())
 
 
+@pytest.mark.parametrize(("unit", "per_s"), [("ms", 1e3), ("µs", 1e6), ("ns", 1e9)])
+def test_times_that_cannot_be_seconds_are_scaled_and_that_is_said(tmp_path, rows, unit, per_s):
+    found = [analyze_study([megatron.write(tmp_path / f"{factor}.parquet", [
+        row | {"start_ts": row["start_ts"] * factor, "duration": row["duration"] * factor} for row in rows])])
+        for factor in (20.0, 20.0 * per_s)]
+    assert found[1].job.iteration_s == pytest.approx(found[0].job.iteration_s)
+    assert found[1].verdict.cause == found[0].verdict.cause and not found[0].warnings
+    assert [warning for warning in found[1].warnings if f"they are taken for {unit}" in warning]
+
+
 def test_a_missing_rank_leaves_its_replica_out(tmp_path, rows):
     left = [row for row in rows if row["rank"] != 3 and not (row["rank"] == 1 and row["step"] == 2)]
     found = analyze_study([megatron.write(tmp_path / "t.parquet", left)])

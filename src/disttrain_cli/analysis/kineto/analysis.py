@@ -6,6 +6,7 @@ from typing import Any
 
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Losses
+from disttrain_cli.analysis.kineto.unknown import not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -44,16 +45,17 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         blame=database.answer("blame"),
         present=_present(database),
     )
-    verdict = judge(losses, database)
-    lost_s = losses.lost_s()
+    understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
+    verdict = judge(losses, database) if understood else not_understood(losses, database)
     compute_s = losses.mean("compute_ns")
     return Analysis(
         format="kineto",
-        job=_job(database, totals, iterations),
+        job=_job(database, totals, iterations, understood),
         units=[],
         stragglers=Stragglers(
-            slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s, lost_s=lost_s
-        ),
+            slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s,
+            lost_s=losses.lost_s()
+        ) if understood else Stragglers(slowdown=None, ideal_s=None, lost_s=None),
         verdict=verdict,
         ranks=[RankSummary(**row, host=None, unit=None, stage=None, replica=None) for row in database.answer("ranks")],
         what_if=None,
@@ -63,7 +65,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         slowest=[],
         collectives=[CollectiveRow(**row) for row in database.answer("collectives")],
         kernels=[KernelRow(**row) for row in database.answer("top")],
-        warnings=[*database.warnings, *_limits(database, totals, iterations)],
+        warnings=[*database.warnings, *_limits(database, totals, iterations, understood)],
     )
 
 
@@ -73,7 +75,10 @@ def _present(database: KinetoDatabase) -> float:
     return row["seen"] / max(row["seen"], row["size"] or 0)
 
 
-def _job(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any]) -> JobSummary:
+def _job(
+    database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any], understood: bool
+) -> JobSummary:
+    """Of the devices' time nothing is said where no work of theirs is `understood`."""
     span_s = totals["span_s"] or 1.0
     return JobSummary(
         run=database.run,
@@ -88,8 +93,8 @@ def _job(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str,
         iteration_p95_s=iterations["p95_s"],
         sequences_per_s=None,
         mfu=None,
-        bubble_fraction=1 - totals["busy"],
-        exposed_communication_fraction=totals["exposed_fraction"],
+        bubble_fraction=1 - totals["busy"] if understood else None,
+        exposed_communication_fraction=totals["exposed_fraction"] if understood else None,
         time_shares={
             "compute": totals["compute_s"] / span_s,
             "waiting": totals["wait_s"] / span_s,
@@ -97,27 +102,31 @@ def _job(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str,
             "copies": totals["memory_s"] / span_s,
             "data_wait": totals["data_s"] / span_s,
             "gap": totals["host_s"] / span_s,
-        },
-        unclassified_fraction=totals["unclassified"],
+            "idle": (totals["idle_s"] - totals["data_s"] - totals["host_s"]) / span_s,
+        } if understood else {},
+        unclassified_fraction=totals["unclassified"] if understood else None,
     )
 
 
-def _limits(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any]) -> list[str]:
+def _limits(
+    database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str, Any], understood: bool
+) -> list[str]:
     """What limits the figures, beyond what reading had to leave out."""
     said = []
     if not iterations["recorded"]:
-        said.append("no profiler step is marked (prof.step()): all that was recorded counts as one step")
+        said.append("no step is marked (by prof.step(), or a name that fits a step line of kernel_patterns.txt): all "
+                    "that was recorded counts as one step")
     elif iterations["recorded"] == 1:
-        said.append("only one profiler step was recorded, so its warm-up could not be left out")
+        said.append("only one step was recorded, so its warm-up could not be left out")
     else:
-        said.append(f"the first of {iterations['recorded']} profiler steps is taken for warm-up and left out")
+        said.append(f"the first of {iterations['recorded']} steps is taken for warm-up and left out")
     silent_ranks = database.sql("SELECT rank FROM files WHERE kept AND rank NOT IN (SELECT rank FROM times) ORDER BY 1")
     if silent_ranks:
         said.append(f"rank(s) {', '.join(str(row['rank']) for row in silent_ranks[:8])} recorded nothing measurable")
     if iterations["partial"]:
         said.append(f"{iterations['partial']} step(s) are not marked on every rank and are left out")
     if iterations["recorded"] and iterations["unmarked"]:
-        said.append(f"{iterations['unmarked']} rank(s) mark no profiler step: all of theirs is measured")
+        said.append(f"{iterations['unmarked']} rank(s) mark no step: all of theirs is measured")
     if totals["unmatched"]:
         said.append(f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join them, so "
                     "waiting in them is not known")
@@ -133,7 +142,7 @@ def _limits(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[s
         worst = repaired[0]
         said.append(f"clocks of {len(repaired)} rank(s) are repaired by the ends of collectives, most for rank "
                     f"{worst['rank']}: {worst['ahead_ns'] / 1e6:+.3f} ms ± {worst['spread_ns'] / 1e6:.3f} ms")
-    if (totals["unclassified"] or 0.0) > TOLD_UNCLASSIFIED:
+    if understood and (totals["unclassified"] or 0.0) > TOLD_UNCLASSIFIED:
         said.append(f"{100 * totals['unclassified']:.0f} % of the kernels' time is neither known as compute nor as "
                     "communication and counts as compute; name such kernels in kernel_patterns.txt")
     return said

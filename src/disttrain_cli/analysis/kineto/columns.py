@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +14,15 @@ from disttrain_cli.analysis.kineto.splitting import Batch
 
 Columns = dict[str, NDArray[Any]]
 #: Classes of categories; 0 is anything else.
-KERNEL, MEMORY, OPERATOR, RUNTIME, ANNOTATION, GPU_ANNOTATION = range(1, 7)
+KERNEL, MEMORY, OPERATOR, RUNTIME, ANNOTATION, GPU_ANNOTATION, HOST = range(1, 8)
 _CLASSES = {
     "kernel": KERNEL, "gpu_memcpy": MEMORY, "gpu_memset": MEMORY, "memcpy": MEMORY, "memset": MEMORY,
     "cpu_op": OPERATOR, "operator": OPERATOR, "user_annotation": ANNOTATION, "gpu_user_annotation": GPU_ANNOTATION,
+    "python_function": HOST, "overhead": HOST, "trace": HOST,
 }
 #: Categories given to events that have a stream and no category.
 KERNEL_OF_STREAM, MEMORY_OF_STREAM = "kernel", "gpu_memcpy"
-_SPANS = frozenset("XBE")
+_SPANS, _INSTANTS = frozenset("XBE"), frozenset("iI")
 #: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond twice as much. Three
 #: of them together still fit into 64 bits of ns.
 FARTHEST_US = 3 * 10**15
@@ -58,12 +60,16 @@ def class_of(category: str) -> int:
     return RUNTIME if name.endswith(("runtime", "driver")) else 0
 
 
-def spans(file: int, batch: Batch, strings: Strings) -> tuple[Columns, int]:
-    """Complete events and begin/end marks (`phase` X, B, E) that have a time, one row each.
+def spans(file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bool]) -> tuple[Columns, int]:
+    """Complete events and begin/end marks (`phase` X, B, E), one row each; also how many were left out as broken.
 
-    Also how many were left out because their time or length is impossible.
+    Broken is what has no time or an impossible one: a start or a length that is missing, no number or infinite, or a
+    negative length. Moments that mark steps (`is_step` of their name) are complete events of no length.
     """
-    places = [place for place, event in enumerate(batch.events) if event.ph in _SPANS and event.ts is not None]
+    wanted = [place for place, event in enumerate(batch.events)
+              if event.ph in _SPANS or (event.ph in _INSTANTS and is_step(event.name))]
+    places = [place for place in wanted if batch.events[place].ts is not None
+              and (batch.events[place].dur is not None or batch.events[place].ph != "X")]
     events = [batch.events[place] for place in places]
     starts = _starts_ns(events, batch, places)
     args = [event.args or NO_ARGS for event in events]
@@ -71,7 +77,7 @@ def spans(file: int, batch: Batch, strings: Strings) -> tuple[Columns, int]:
     stream = _whole([arg.stream for arg in args])
     columns: Columns = {
         "file": np.full(len(events), file, np.int32),
-        "phase": np.array([ord(event.ph) for event in events], np.uint8),
+        "phase": np.array([ord(event.ph if event.ph in _SPANS else "X") for event in events], np.uint8),
         "category": _categories(events, stream, strings.categories),
         "name": np.array([names[event.name] for event in events], np.int32),
         "thread": np.array([threads[file, event.pid, event.tid] for event in events], np.int32),
@@ -82,6 +88,8 @@ def spans(file: int, batch: Batch, strings: Strings) -> tuple[Columns, int]:
         "correlation": _whole([arg.correlation for arg in args]),
         "external_id": _whole([arg.external_id for arg in args]),
         "bytes": _whole([arg.bytes for arg in args]),
+        "step": _whole([arg.step_num for arg in args]),
+        "iteration": _whole([arg.iteration for arg in args]),
         "call": np.array([calls[_call(arg)] if arg.collective or arg.group else -1 for arg in args], np.int32),
     }
     lengths, farthest = columns["duration_ns"], 1000 * FARTHEST_US
@@ -89,7 +97,7 @@ def spans(file: int, batch: Batch, strings: Strings) -> tuple[Columns, int]:
     _keep_ranks_told(events, columns["thread"], strings)
     if not possible.all():
         columns = {name: values[possible] for name, values in columns.items()}
-    return columns, len(events) - len(columns["file"])
+    return columns, len(wanted) - len(columns["file"])
 
 
 def memory(file: int, events: list[Event], strings: Strings) -> Columns | None:

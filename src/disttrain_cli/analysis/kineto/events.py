@@ -35,6 +35,8 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     source: int = msgspec.field(name="Src Rank", default=-1)
     destination: int = msgspec.field(name="Dst Rank", default=-1)
     rank: int = -1
+    step_num: int = -1
+    iteration: int = -1
     allocated: int = msgspec.field(name="Total Allocated", default=-1)
     reserved: int = msgspec.field(name="Total Reserved", default=-1)
     memory_device: int = msgspec.field(name="Device Id", default=-1)

@@ -7,7 +7,8 @@ least of `MEMORY_LIMITS` that will do and spills beside the file.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, keep_names, memory, spans
 from disttrain_cli.analysis.kineto.jobs import TraceFile, base_in_header, rank_in_header
-from disttrain_cli.analysis.kineto.kernels import Patterns, kind_of, operation
+from disttrain_cli.analysis.kineto.kernels import Patterns, operation, pattern_of, step_of
 from disttrain_cli.analysis.kineto.placing import place
 from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
 from disttrain_cli.analysis.sql import connect, query_text
@@ -32,7 +33,7 @@ THREADS = 2
 #: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
 #: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
-ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top")
+ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top", "strange")
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
@@ -46,7 +47,8 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
         connection.execute(query_text("kineto/raw"))
         more = iter(MEMORY_LIMITS[1:])
         warnings: list[str] = []
-        read, strings = _fill(connection, files, more, warnings, progress)
+        is_step = cache(lambda name: step_of(name, patterns) is not None)
+        read, strings = _fill(connection, files, is_step, more, warnings, progress)
         progress("measuring", 0, 0)
         warnings += place(connection, read, strings)
         _derive(connection, patterns, more, warnings)
@@ -58,7 +60,8 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
 
 
 def _fill(
-    connection: DuckDBPyConnection, files: list[Path], more: Iterator[str], warnings: list[str], progress: Progress
+    connection: DuckDBPyConnection, files: list[Path], is_step: Callable[[str], bool], more: Iterator[str],
+    warnings: list[str], progress: Progress
 ) -> tuple[list[TraceFile], Strings]:
     """The raw rows of all files; returns the files that hold any, and the strings of all."""
     strings, rows = Strings(), _Rows(connection)
@@ -68,18 +71,17 @@ def _fill(
     for number, path in enumerate(files):
         found = Reading()
         first, last = 2**63 - 1, -(2**63)
-        with path.open("rb") as source:
-            for batch in split_events(_chunks(source, found, total >> 20, before, progress), found):
-                columns, impossible = spans(number, batch, strings)
-                found.unreadable += impossible
-                if len(columns["start_ns"]):
-                    first = min(first, int(columns["start_ns"].min()))
-                    last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
-                rows.add(columns)
-                keep_names(number, batch.events, strings)
-                allocated = memory(number, batch.events, strings)
-                if allocated is not None:
-                    _insert(connection, "raw_memory", allocated)
+        for batch in split_events(chunks_of(path, found, total >> 20, before, progress), found):
+            columns, impossible = spans(number, batch, strings, is_step)
+            found.unreadable += impossible
+            if len(columns["start_ns"]):
+                first = min(first, int(columns["start_ns"].min()))
+                last = max(last, int((columns["start_ns"] + columns["duration_ns"]).max()))
+            rows.add(columns)
+            keep_names(number, batch.events, strings)
+            allocated = memory(number, batch.events, strings)
+            if allocated is not None:
+                _insert(connection, "raw_memory", allocated)
         before += path.stat().st_size
         warnings += _about(path, found, last >= first)
         if last >= first:
@@ -115,22 +117,19 @@ def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[s
     def ask(name: str) -> list[tuple[Any, ...]]:
         return _fitting(connection, query_text(f"kineto/{name}"), more)
 
-    ask("steps")
     names = connection.execute(query_text("kineto/named")).fetchall()
-    kinds = [(number, kind, operation(name) if kind == "communication" else None)
-             for number, name in names if (kind := kind_of(name, patterns)) is not None]
-    if kinds:
-        _insert(connection, "kinds", {
-            "name": np.array([row[0] for row in kinds], np.int32),
-            "kind": _strings([row[1] for row in kinds]),
-            "operation": _strings([row[2] or "" for row in kinds])})
-    on_device = connection.execute(query_text("kineto/device")).fetchall()[0][0]
-    if on_device:
+    _insert_names(connection, names, patterns)
+    ask("steps")
+    ask("understood")
+    understood = connection.execute("SELECT how FROM understood").fetchall()[0][0]
+    if understood == "kernels":
         ask("kernels")
         ask("evidence")
     else:
         ask("operators")
-        warnings.append("the traces hold no kernels: figures are of operators on the CPU")
+    if understood == "nothing":
+        warnings.append("the traces hold no kernels: figures are of operators on the CPU, or of all events where none "
+                        "is known as an operator")
     if not connection.execute("SELECT count(*) FROM raw_kernels WHERE measured").fetchall()[0][0]:
         connection.execute("UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false")
         if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
@@ -139,6 +138,21 @@ def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[s
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)
+
+
+def _insert_names(connection: DuckDBPyConnection, names: list[tuple[int, str]], patterns: Patterns) -> None:
+    """What the patterns tell of names: the tables `kinds` and `step_names`."""
+    kinds = [(number, found, name) for number, name in names if (found := pattern_of(name, patterns)) is not None]
+    if kinds:
+        _insert(connection, "kinds", {
+            "name": np.array([number for number, *_ in kinds], np.int32),
+            "kind": _strings([found.kind for _, found, _ in kinds]),
+            "operation": _strings([operation(name) if found.kind == "communication" else ""
+                                   for _, found, name in kinds]),
+            "told": np.array([found.users for _, found, _ in kinds])})
+    marks = [[number, *mark] for number, name in names if (mark := step_of(name, patterns)) is not None]
+    if marks:
+        connection.executemany("INSERT INTO step_names VALUES (?, ?, ?, ?)", marks)
 
 
 def _fitting(connection: DuckDBPyConnection, text: str, more: Iterator[str]) -> list[tuple[Any, ...]]:
@@ -203,15 +217,19 @@ def _strings(values: list[str]) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=object)
 
 
-def _chunks(
-    source: BinaryIO, found: Reading, total_mib: int, before: int, progress: Progress
+def chunks_of(
+    path: Path, found: Reading, total_mib: int, before: int, progress: Progress
 ) -> Iterator[bytes]:
-    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end is noted."""
-    packed = source.read(2) == GZIP
-    source.seek(0)
-    for chunk in _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES):
-        progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
-        yield chunk
+    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that fails, is noted."""
+    try:
+        with path.open("rb") as source:
+            packed = source.read(2) == GZIP
+            source.seek(0)
+            for chunk in _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES):
+                progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
+                yield chunk
+    except OSError as error:
+        found.failure = error.strerror or str(error)
 
 
 def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
@@ -235,6 +253,8 @@ def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
 
 def _about(path: Path, found: Reading, any_rows: bool) -> list[str]:
     """What must be said about a file."""
+    if found.failure:
+        return [f"{path.name} cannot be read to its end ({found.failure}): {found.events} events of it are analysed"]
     if found.problem:
         return [f"{path.name} {found.problem}; left out"]
     said = []

@@ -1,4 +1,4 @@
-"""Communication told from compute by the evidence of names: patterns as data, and what a collective is called."""
+"""What names tell: communication from compute, marks of steps, and what a collective is called. Patterns are data."""
 
 from __future__ import annotations
 
@@ -6,18 +6,42 @@ import os
 import re
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
 
-KINDS = ("communication", "compute")
+KINDS = ("communication", "compute", "step")
+_OURS = "kernel_patterns.txt"
 #: Operations of collectives as they stand in names of kernels and annotations, longest first.
 _OPERATIONS = ("reduce_scatter", "all_to_all", "all_gather", "all_reduce", "send_recv", "broadcast", "dispatch",
                "combine", "barrier", "scatter", "gather", "reduce", "send", "recv")
-_IN_ONE = re.compile("|".join(name.replace("_", "_?") for name in _OPERATIONS), re.IGNORECASE)
+_IN_ONE = re.compile("|".join(name.replace("_", "[-_]?") for name in _OPERATIONS), re.IGNORECASE)
 _BY_LETTERS = {name.replace("_", ""): name for name in _OPERATIONS}
 
 
-Patterns = list[tuple[str, re.Pattern[str]]]
+#: In names of marks: what begins a step, what ends one, and its number.
+_BEGINS, _ENDS = (re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+                  for words in ("begin|start", "end|stop|done"))
+_NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
+
+
+class Pattern(NamedTuple):
+    """One line of a list of patterns."""
+
+    kind: str
+    expression: re.Pattern[str]
+    users: bool  # of the user's own list
+
+
+Patterns = list[Pattern]
+
+
+class StepMark(NamedTuple):
+    """What the name of an event tells of a step: with which line it was found, the step's number, and what it marks."""
+
+    line: int
+    number: int | None
+    edge: str  # whole, begin or end
 
 
 def pattern_texts() -> dict[str, str]:
@@ -27,12 +51,12 @@ def pattern_texts() -> dict[str, str]:
         SpecError: the user's file is no text.
     """
     path = users_patterns()
-    ours = resources.files("disttrain_cli") / "templates" / "kernel_patterns.txt"
+    ours = resources.files("disttrain_cli") / "templates" / _OURS
     try:
         theirs = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read", str(error), "Write it again, or move it away.") from None
-    return {str(path): theirs, "kernel_patterns.txt": ours.read_text(encoding="utf-8")}
+    return {str(path): theirs, _OURS: ours.read_text(encoding="utf-8")}
 
 
 def users_patterns() -> Path:
@@ -51,21 +75,31 @@ def read_patterns(texts: dict[str, str]) -> Patterns:
             for number, line in enumerate(text.splitlines(), 1) if _says(line)]
 
 
-def kind_of(name: str, patterns: Patterns) -> str | None:
-    """communication, compute, or None where no pattern matches."""
-    return next((kind for kind, pattern in patterns if pattern.search(name)), None)
+def pattern_of(name: str, patterns: Patterns) -> Pattern | None:
+    """The first pattern of communication or compute that matches, or None."""
+    return next((pattern for pattern in patterns if pattern.kind != "step" and pattern.expression.search(name)), None)
+
+
+def step_of(name: str, patterns: Patterns) -> StepMark | None:
+    """The step that an event of this name marks, or None where it marks none."""
+    for line, pattern in enumerate(patterns):
+        if pattern.kind == "step" and pattern.expression.search(name):
+            numbers = _NUMBER.findall(name)
+            edge = "begin" if _BEGINS.search(name) else "end" if _ENDS.search(name) else "whole"
+            return StepMark(line, int(numbers[-1]) if numbers else None, edge)
+    return None
 
 
 def _says(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
-def _pattern(line: str, number: int, path: str) -> tuple[str, re.Pattern[str]]:
+def _pattern(line: str, number: int, path: str) -> Pattern:
     kind, _, expression = line.strip().partition(" ")
     try:
         if kind not in KINDS or not expression.strip():
             raise re.error(f"a line is one of {', '.join(KINDS)} and a regular expression")
-        return kind, re.compile(expression.strip(), re.IGNORECASE)
+        return Pattern(kind, re.compile(expression.strip(), re.IGNORECASE), path != _OURS)
     except re.error as error:
         raise SpecError(f"{path}, line {number}, cannot be read: {line.strip()!r}", str(error),
                         "Correct the line.") from None
@@ -73,5 +107,10 @@ def _pattern(line: str, number: int, path: str) -> tuple[str, re.Pattern[str]]:
 
 def operation(name: str) -> str:
     """What a collective does, from its kernel's name: `ncclKernel_AllReduce_RING_LL…` is an all_reduce."""
+    return operation_in(name) or name.split("(")[0][:60]
+
+
+def operation_in(name: str) -> str | None:
+    """The collective or message that a name speaks of, or None."""
     found = _IN_ONE.search(name)
-    return name.split("(")[0][:60] if found is None else _BY_LETTERS[found.group().lower().replace("_", "")]
+    return None if found is None else _BY_LETTERS[re.sub("[-_]", "", found.group().lower())]

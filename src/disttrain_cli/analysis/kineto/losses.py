@@ -1,13 +1,15 @@
-"""Where the time of ranks goes, and what of it is for one rank that the others wait for.
+"""Where the time of ranks goes, and what of it is for ranks that the others wait for.
 
 Every moment of a rank's span is of exactly one kind, so compute, which is the ideal, and the losses sum to what was
 measured. By key of `lost_s`:
 
-- `worker`: waiting, outside of compute, for the one rank that is last more often than chance allows.
+- `worker`: waiting, outside of compute, for the ranks that are last more often than chance allows.
 - `communication`: waiting for whoever else comes last, transfers, and copies and fills, where no compute hides them.
 - `data`: the device is idle while the CPU loads data (an annotation or operator named after the DataLoader).
-- `host`: the device is idle otherwise: no kernel was there to run.
-- `unexplained`: what is of no kind; 0 but for traces whose figures contradict one another.
+- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only after the device had
+  become idle, or, where its launch is not recorded, the host was running operators or calls.
+- `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was launched long before,
+  so it waited for something else.
 - `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units, stages, microbatches or
   samples; what uneven ones cost is in `worker` where it is always the same rank, else in `communication`.
 
@@ -30,8 +32,9 @@ from typing import Any
 LEAST_SURE = 0.05
 #: Finer kinds of lost time → the key of `lost_s` that they are part of.
 KEY_OF = {
-    "worker": "worker", "others": "communication", "transfers": "communication", "copies": "communication",
-    "data": "data", "host_works": "host", "host_silent": "host", "unexplained": "unexplained",
+    "worker": "worker", "others": "communication", "transfers": "communication", "host_copies": "communication",
+    "device_copies": "communication",
+    "data": "data", "host_works": "host", "host_silent": "host", "queued": "unexplained", "unrecorded": "unexplained",
 }
 _KEYS = ("unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
          "unexplained")
@@ -40,7 +43,7 @@ _MOST_EXACT = 500
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that is waited for most."""
+    """A rank that is waited for."""
 
     rank: int
     joined: int
@@ -70,12 +73,23 @@ class Losses:
     @cached_property
     def straggler(self) -> Straggler | None:
         """The rank that is waited for most; None where nothing was matched."""
+        return next(iter(self.waited_for), None)
+
+    @cached_property
+    def waited_for(self) -> list[Straggler]:
+        """The ranks that take part in what was matched, the one that is waited for most first."""
         if not any(row["wait_ns"] for row in self.blame):
-            return None
-        row = max(self.blame, key=self._share)
-        joined, last, expected = row["joined"], row["last"], float(row["expected"])
-        return Straggler(row["rank"], joined, last, expected, self._share(row),
-                         min(1.0, _tail(joined, last, expected) * len(self.blame)))
+            return []
+        found = []
+        for row in self.blame:
+            joined, last, expected = row["joined"], row["last"], float(row["expected"])
+            found.append(Straggler(row["rank"], joined, last, expected, self._share(row),
+                                   min(1.0, _tail(joined, last, expected) * len(self.blame))))
+        return sorted(found, key=lambda one: -one.share)
+
+    def cost_s(self, one: Straggler) -> float:
+        """Seconds per step and rank that waiting for a rank costs."""
+        return one.share * self.mean("exposed_wait_ns")
 
     @cached_property
     def at_messages(self) -> float:
@@ -85,9 +99,8 @@ class Losses:
 
     @cached_property
     def worker_share(self) -> float:
-        """Share of the waiting that is for the straggler; 0 where it may be chance."""
-        found = self.straggler
-        return found.share if found is not None and found.chance < LEAST_SURE else 0.0
+        """Share of the waiting that is for stragglers: ranks of which it is no chance that they are last so often."""
+        return min(1.0, sum(one.share for one in self.waited_for if one.chance < LEAST_SURE))
 
     def longer_ns(self, rank: int) -> float:
         """By how much a rank computes, copies and loads data longer than the mean of the others."""
@@ -111,12 +124,14 @@ class Losses:
             "worker": worker_share * wait_s,
             "others": wait_s - worker_share * wait_s,
             "transfers": of(row, "exposed_ns") - wait_s,
-            "copies": of(row, "memory_ns"),
+            "host_copies": of(row, "host_copies_ns"),
+            "device_copies": of(row, "memory_ns") - of(row, "host_copies_ns"),
             "data": of(row, "idle_data_ns"),
             "host_works": of(row, "idle_cpu_ns"),
-            "host_silent": (row["idle_ns"] - row["idle_data_ns"] - row["idle_cpu_ns"]) / 1e9 / self.steps,
-            "unexplained": (row["span_ns"] - row["compute_ns"] - row["exposed_ns"] - row["memory_ns"]
-                            - row["idle_ns"]) / 1e9 / self.steps,
+            "host_silent": of(row, "idle_late_ns"),
+            "queued": of(row, "idle_queued_ns"),
+            "unrecorded": (row["idle_ns"] - row["idle_data_ns"] - row["idle_cpu_ns"] - row["idle_late_ns"]
+                           - row["idle_queued_ns"]) / 1e9 / self.steps,
         }
 
     def mean_parts(self) -> dict[str, float]:

@@ -49,7 +49,9 @@ def _split(
 ) -> tuple[list[TraceFile], list[str]]:
     """The file itself, or a part for every rank that its threads name, numbered from `free` on."""
     names = {process: names for (number, process), names in strings.process_names.items() if number == file.number}
-    labels = label_threads(threads, names, strings.ranks_told)
+    named = {thread: strings.thread_names.get((number, str(process), str(tid)), "")
+             for (number, process, tid), thread in strings.threads.items() if number == file.number}
+    labels = label_threads(threads, names, named, strings.ranks_told)
     ranks = numbers_of(labels.values())
     if len(ranks) < 2:
         if file.rank is None and ranks:
@@ -75,7 +77,7 @@ def _split(
     connection.executemany("UPDATE threads SET file = ? WHERE id = ?",
                            [[home.number, thread] for thread, home in homes.items() if home is not None])
     in_order = any(rank != label for label, rank in ranks.items())
-    said = [f"{file.path.name} holds {len(parts)} rank(s), as its processes tell"
+    said = [f"{file.path.name} holds {len(parts)} rank(s), as its processes, threads or arguments tell"
             + (": they are numbered in the order of their labels" if in_order else "")]
     if lost:
         said.append(f"{lost} kernels, launches and operators of {file.path.name} name no rank and are left out")
@@ -84,7 +86,7 @@ def _split(
 
 def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list[str]:
     """Files of one rank, as far as is known, that look like several."""
-    return [_crowd(files[number], f"{processes} processes run operators or launch kernels")
+    return [_crowd(files[number], f"{processes} processes run operators, launch kernels, or hold the same events")
             for number, processes in connection.execute(query_text("kineto/crowds")).fetchall() if number in files]
 
 

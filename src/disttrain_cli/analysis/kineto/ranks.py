@@ -1,8 +1,9 @@
 """Which ranks a file holds: one, or several that a tool has merged.
 
 Tools that merge the traces of ranks mark them in one of these ways, all met in the wild: a label before every process
-id ("[TP00-DP01] 4711", "[rank 3] Spans", "rank3_4711": SGLang and many scripts), processes named after their rank
-("rank 3", "[rank 3] python3"), or `args.rank` in every event (TraceLens). The first that a process has decides.
+id ("[TP00-DP01] 4711", "[rank 3] Spans", "rank3_4711": SGLang and many scripts), processes or threads named after
+their rank ("rank 3", "[rank 3] python3", "DP0-PP1-TP2": MegaScan), or `args.rank` in every event (TraceLens). The first
+that a process has decides.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from collections.abc import Iterable, Mapping
 
 #: What tells one rank from another: its number, or its places in groups, as (("DP", 1), ("TP", 0)).
 Label = int | tuple[tuple[str, int], ...]
-_RANK = re.compile(r"(?:^|[^a-z])(?:rank|wr)[-_ #:]*(\d{1,7})(?!\d)", re.IGNORECASE)
-_PLACES = re.compile(r"\[((?:(?:TP|DP|PP|EP|CP)-?\d{1,7}[-_, ]?)+)")
+_RANK = re.compile(r"(?:^|[^a-z])(?:rank|wr)[-_ #:=[(]*(\d{1,7})(?!\d)", re.IGNORECASE)
+_PLACES = re.compile(r"(?:\[|^)((?:(?:TP|DP|PP|EP|CP)-?\d{1,7}(?![a-zA-Z])[-_, ]?)+)")
+_SLOWEST_FIRST = ("PP", "DP", "EP", "CP", "TP")
 _PLACE = re.compile(r"([A-Z]+)-?(\d+)")
 
 
 def label_in(text: str) -> Label | None:
     """What a process id or name says of its rank.
 
-    A place in one group only is a rank. Of several the one that was written first comes last: it changes fastest.
+    A place in one group only is a rank. Several come in the order in which ranks are usually numbered: tensor
+    parallel places change fastest, pipeline stages last.
     """
     found = _RANK.search(text)
     if found:
@@ -28,18 +31,21 @@ def label_in(text: str) -> Label | None:
     found = _PLACES.search(text)
     if not found:
         return None
-    places = tuple((kind, int(number)) for kind, number in reversed(_PLACE.findall(found.group(1))))
+    places = tuple((kind, int(number)) for kind, number in sorted(
+        _PLACE.findall(found.group(1)), key=lambda place: _SLOWEST_FIRST.index(place[0])))
     return places[0][1] if len(places) == 1 else places
 
 
 def label_threads(
-    threads: Mapping[int, str], process_names: Mapping[str, set[str]], ranks_told: Mapping[int, set[int]]
+    threads: Mapping[int, str], process_names: Mapping[str, set[str]], thread_names: Mapping[int, str],
+    ranks_told: Mapping[int, set[int]]
 ) -> dict[int, Label]:
     """The label of every thread of one file that has one.
 
     Args:
         threads: number of a thread → id of its process.
         process_names: id of a process → the names that metadata give to it.
+        thread_names: thread → the name that metadata give to it.
         ranks_told: thread → `args.rank` of its events, −1 among them where some have none.
     """
     told = {thread: next(iter(ranks)) for thread, ranks in ranks_told.items() if thread in threads and len(ranks) == 1}
@@ -51,6 +57,8 @@ def label_threads(
         label = label_in(process)
         if label is None:
             label = _only(label_in(name) for name in process_names.get(process, ()))
+        if label is None:
+            label = label_in(thread_names.get(thread, ""))
         if label is None:
             label = told.get(thread, _only(by_process.get(process, ())))
         if label is not None:

@@ -38,6 +38,7 @@ class Reading:
     unreadable: int = 0
     truncated: bool = False
     problem: str = ""
+    failure: str = ""  # of the disk
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""What slows a job of which only Kineto traces are known: a straggler, the host, data, communication, or compute.
+"""What slows a job of which only Kineto traces are known: stragglers, the host, data, communication, or compute.
+
+Where the traces do not tell (`unknown`), nothing is blamed: no kernels, most of them of an unknown kind, or devices
+that idle without a record of a late host.
 
 Confidence: of a straggler, how sure it is that this is no chance, times its share of all waiting; of another cause, the
 share of ranks on which it is the largest loss; of "none", the share of ranks on which nothing is large. All of it times
@@ -7,16 +10,18 @@ the share of the job's ranks whose traces are there: what the others did, and wh
 
 from __future__ import annotations
 
+from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.kineto.losses import KEY_OF, Losses, Straggler, by_key
+from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_SURE, Losses, Straggler, by_key
+from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, idle_without_reason, of_step, unclassified
 from disttrain_cli.analysis.result import Evidence, Place, Verdict
 
 #: A cause that costs a smaller share of a step is none.
-LEAST_SHARE = {"worker": 0.05, "data": 0.05, "communication": 0.1, "host": 0.1}
+LEAST_SHARE = {"worker": 0.05, "data": 0.05, "communication": 0.1, "host": 0.1, "unexplained": 0.1}
 
 
 def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
-    """Name what costs most; a straggler goes first, because the others' waiting for it hides the rest."""
+    """Name what costs most; stragglers go first, because the others' waiting for them hides the rest."""
     span_s, parts = losses.mean("span_ns"), losses.mean_parts()
     lost_s = by_key(parts)
     large = {cause: lost_s[cause] for cause, least in LEAST_SHARE.items() if lost_s[cause] >= least * span_s}
@@ -24,26 +29,33 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
         Evidence(what="a step, from the first kernel to the last" if losses.marked else "recorded, from the first "
                  "kernel to the last", value=span_s, unit="s"),
         Evidence(what="compute", value=losses.mean("compute_ns"), unit="s"),
-        *(Evidence(what=_WHAT[part], value=seconds, unit="s")
-          for part, seconds in sorted(parts.items(), key=lambda item: -item[1]) if seconds > 0.005 * span_s),
+        *(Evidence(what=_WHAT[part], value=lost, unit="s")
+          for part, lost in sorted(parts.items(), key=lambda item: -item[1]) if lost > 0.005 * span_s),
     ]
     if losses.at_messages > 0:
         evidence.append(Evidence(what="waiting at sends and receives, of all waiting", value=losses.at_messages,
                                  unit="share"))
     if losses.present < 1:
         evidence.append(Evidence(what="ranks whose traces are there", value=losses.present, unit="share of ranks"))
-    if "worker" in large and losses.straggler is not None:
-        return _straggler(losses, losses.straggler, database, large["worker"], span_s, evidence)
+    sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
+    if "worker" in large and sure:
+        costly = [one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s]
+        return _straggler(losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence)
+    unknown_share = database.answer("totals")[0]["unclassified"] or 0.0
+    if unknown_share > MOST_UNCLASSIFIED:
+        return unclassified(unknown_share, database, evidence)
     if not large:
         return _calm(losses, evidence)
     cause = max(large, key=lambda name: large[name])
+    if cause == "unexplained":
+        return idle_without_reason(parts, of_step(lost_s[cause], span_s, losses.marked), evidence)
     by_rank = [by_key(losses.parts(row, 0.0)) for row in losses.ranks]
     agree = sum(max(LEAST_SHARE, key=lambda name: own[name]) == cause for own in by_rank) / len(by_rank)
     largest = max((part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: parts[part])
     told, advice, command = _DETAILS[largest]
     return Verdict(
         cause=cause,
-        headline=f"{told}: {_of(lost_s[cause], span_s, losses.marked)}.",
+        headline=f"{told}: {of_step(lost_s[cause], span_s, losses.marked)}.",
         place=Place(),
         lost_s=lost_s[cause],
         confidence=round(agree * losses.present, 3),
@@ -55,8 +67,10 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
 
 
 def _straggler(
-    losses: Losses, found: Straggler, database: KinetoDatabase, seconds: float, span_s: float, evidence: list[Evidence]
+    losses: Losses, found: Straggler, costly: list[Straggler], database: KinetoDatabase, evidence: list[Evidence]
 ) -> Verdict:
+    """The worst straggler and why it is one; and every other rank for which waiting costs enough."""
+    span_s, sure = losses.mean("span_ns"), [one for one in costly if one.chance < LEAST_SURE] or [found]
     rank, did = found.rank, {row["is_it"]: row for row in database.query("before", rank=found.rank)}
     met = "collectives" if not losses.at_messages else "messages" if losses.at_messages == 1 else \
         "collectives and messages"
@@ -67,7 +81,7 @@ def _straggler(
         when = "In a step"
     works_longer = work_s > 0.5 * later_s > 0
     advice = (
-        f"{when} rank {rank} computes {1e3 * work_s:.3g} ms longer than the others: it has more work (uneven "
+        f"{when} rank {rank} computes {seconds(work_s)} longer than the others: it has more work (uneven "
         "data, shards or stages) or a slower device (clocks, temperature)."
         if works_longer else
         f"Before them its device does not compute longer than the others': its host is late. Look at the CPU of rank "
@@ -76,17 +90,19 @@ def _straggler(
     return Verdict(
         cause="worker",
         headline=f"Rank {rank} is the straggler: it is last into {found.last} of {found.joined} {met}, and "
-                 f"waiting for it costs every rank {_of(seconds, span_s, losses.marked)}.",
+                 f"waiting for it costs every rank {of_step(losses.cost_s(found), span_s, losses.marked)}."
+                 + "".join(_another(losses, one) for one in costly if one != found),
         place=Place(rank=rank),
-        lost_s=seconds,
-        confidence=round((1 - found.chance) * found.share * losses.present, 3),
+        lost_s=min(sum(losses.cost_s(one) for one in sure), losses.mean("exposed_wait_ns")),
+        confidence=round((1 - found.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3),
         evidence=[
             *evidence,
             Evidence(what=f"{met} into which rank {rank} comes last", value=found.last / found.joined, unit="share"),
             Evidence(what="the same, were everyone last equally often", value=found.expected / found.joined,
                      unit="share"),
             Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
-            Evidence(what=f"waiting that is for rank {rank}", value=found.share, unit="share"),
+            *(Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
+              for one in dict.fromkeys([found, *costly])),
             Evidence(what=f"rank {rank}: from its collective or message before to these", value=it["gap_s"], unit="s"),
             Evidence(what="the others: the same", value=others["gap_s"], unit="s"),
             Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
@@ -96,6 +112,14 @@ def _straggler(
         next_command=f'disttrain analyze --sql "SELECT step, name, index, wait_ns / 1e3 AS waits_us, is_last FROM '
                      f'waits WHERE rank = {rank} ORDER BY start_ns"',
     )
+
+
+def _another(losses: Losses, one: Straggler) -> str:
+    """A sentence on a further rank that is waited for."""
+    costs = f"{seconds(losses.cost_s(one))} ({100 * losses.cost_s(one) / losses.mean('span_ns'):.0f} %)"
+    if one.chance < LEAST_SURE:
+        return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
+    return f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be chance."
 
 
 def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
@@ -130,20 +154,17 @@ def _not_one(losses: Losses) -> list[Evidence]:
     ]
 
 
-def _of(seconds: float, span_s: float, marked: bool) -> str:
-    return (f"{1e3 * seconds:.3g} ms of {'every' if marked else 'the'} {1e3 * span_s:.3g} ms "
-            f"{'step' if marked else 'recorded'} ({100 * seconds / span_s:.0f} %)")
-
-
 _WHAT = {
     "worker": "waiting for one rank",
     "others": "waiting for whoever comes last, now one, now another",
     "transfers": "transfers that nothing hides",
     "data": "idle while data is loaded",
     "host_works": "idle while the host runs operators and calls",
-    "host_silent": "idle while nothing of the host was recorded",
-    "copies": "copies and fills that nothing hides",
-    "unexplained": "unexplained",
+    "host_silent": "idle until the next kernel is launched, and the host runs nothing that was recorded",
+    "host_copies": "copies between host and device that nothing hides",
+    "device_copies": "copies and fills of device memory that nothing hides",
+    "queued": "idle though the next kernel was launched",
+    "unrecorded": "idle, and nothing that was recorded says why",
 }
 _HOST = (
     "The devices wait for their hosts to launch work",
@@ -176,7 +197,14 @@ _DETAILS = {
         'disttrain analyze --sql "SELECT operation, process_group, count(*), sum(end_ns - start_ns) / 1e6 AS ms FROM '
         "kernels WHERE kind = 'communication' GROUP BY ALL ORDER BY ms DESC\"",
     ),
-    "copies": (
+    "device_copies": (
+        "Copies and fills of device memory are not hidden",
+        "Copy less inside the device: fewer .contiguous(), .clone(), torch.cat and zeroed buffers; write results where "
+        "they are needed. Copies from device to device share the links with collectives.",
+        'disttrain analyze --sql "SELECT name, count(*), sum(bytes) / 1e6 AS mb, sum(end_ns - start_ns) / 1e6 AS ms '
+        "FROM kernels WHERE kind = 'memory' GROUP BY ALL ORDER BY ms DESC\"",
+    ),
+    "host_copies": (
         "Copies between host and device are not hidden",
         "Pin the memory and copy with non_blocking=True on a stream of its own; keep on the device what is used again.",
         'disttrain analyze --sql "SELECT name, count(*), sum(bytes) / 1e6 AS mb, sum(end_ns - start_ns) / 1e6 AS ms '

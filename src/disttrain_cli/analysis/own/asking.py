@@ -32,6 +32,10 @@ def run_sql(paths: list[Path], query: str) -> Table:
 
 def _open(paths: list[Path]) -> DuckDBPyConnection:
     files = files_of("disttrain", paths)
+    if paths[0].is_file():  # Chrome JSON of own traces: its rows are in no segments that views could read in place
+        from disttrain_cli.analysis.own.database import open_database
+
+        return open_database(paths).connection
     try:
         connection = open_cached(files, f"own {[str(path.resolve()) for path in paths]} {program()}",
                                  lambda file: _prepare(paths, file))

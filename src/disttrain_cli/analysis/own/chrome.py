@@ -2,7 +2,8 @@
 
 One process per unit, one thread per rank; arrows from the send to the receive that waited for it; counters of the
 ranks that compute, of memory, loss and MFU. Times are µs after `baseTimeNanoseconds` (Unix time), as in Kineto's
-files, so that both can be laid side by side. Limits: as many measured steps as fit into `MOST_EVENTS`, from the first
+files, so that both can be laid side by side. What events do not tell is in the header, so that `unpacking` reads
+the file back. Limits: as many measured steps as fit into `MOST_EVENTS`, from the first
 on; a receive from several ranks has one arrow, from the last to send.
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.own.unpacking import PLACE, VERSION
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.whole import whole_file
@@ -49,7 +51,8 @@ def write_chrome_trace(database: Database, out: Path, progress: Progress = silen
     events = 0
     with whole_file(out) as file, _packed(file) if out.name.endswith(".gz") else nullcontext(file) as lines:
         origin = chosen[0]["start_ns"] if chosen else 0
-        lines.write(f'{{"displayTimeUnit": "ms", "baseTimeNanoseconds": {origin}, "traceEvents": [\n'.encode())
+        lines.write(f'{{"displayTimeUnit": "ms", "disttrain": {_header(database, chosen)}, '
+                    f'"baseTimeNanoseconds": {origin}, "traceEvents": [\n'.encode())
         for line in _lines(database, chosen, origin, progress):
             lines.write(((",\n" if events else "") + line).encode())
             events += 1
@@ -85,6 +88,26 @@ def _lines(database: Database, steps: list[dict[str, Any]], origin: int, progres
         first_id += sum(step["rows"] for step in steps if step["step"] in batch)
         done += len(batch)
         progress("writing steps", done, len(steps))
+
+
+def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
+    """What `unpacking` needs to know besides the events, as JSON."""
+    steps = {"steps": [step["step"] for step in chosen]}
+
+    def rows(query: str) -> Any:  # numbers that JSON does not have are null
+        text = database.connection.execute(f"SELECT coalesce(to_json(list(s)), '[]') FROM ({query}) s", steps)
+        return json.loads(text.fetchall()[0][0], parse_constant=lambda name: None)
+
+    return json.dumps({
+        "version": VERSION,
+        "job": None if database.job is None else database.job.model_dump(mode="json"),
+        "ranks": rows(f"SELECT rank, {', '.join(f'any_value({name}) AS {name}' for name in PLACE)} FROM seen "
+                      "WHERE list_contains($steps, step) GROUP BY rank ORDER BY rank"),
+        "windows": rows("SELECT * REPLACE (measured AND list_contains($steps, step) AS measured) FROM windows "
+                        "ORDER BY step"),
+        "steps": rows("FROM steps WHERE list_contains($steps, step) ORDER BY step"),
+        "sizes": rows("FROM sizes WHERE list_contains($steps, step) ORDER BY step"),
+    })
 
 
 def _names(database: Database) -> Iterable[dict[str, Any]]:

@@ -9,6 +9,7 @@ run a stranger's query. Names of files and strings of a trace reach SQL only as 
 
 from __future__ import annotations
 
+import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.own.clocks import repair_clocks
 from disttrain_cli.analysis.own.costing import StageCost, known_stages, stage_costs
-from disttrain_cli.analysis.own.files import Footer, find_traces
+from disttrain_cli.analysis.own.files import Footer, TraceFiles, find_traces
+from disttrain_cli.analysis.own.unpacking import TYPES, unpack
 from disttrain_cli.analysis.result import HostClock
 from disttrain_cli.analysis.sql import connect, header, literals, lock, no_glob, query_text, rows_of
 from disttrain_cli.costs.layout import Stage
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from duckdb import DuckDBPyConnection
 
-_TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]",
-          "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
 #: Rows of a trace up to which it is held in memory (about 200 bytes each).
 MOST_ROWS_HELD = 5_000_000
 #: Made from `queries/view_NAME.sql`, in the order in which they need each other.
@@ -89,18 +89,15 @@ def open_database(paths: list[Path], file: Path | None = None) -> Database:
     import duckdb
 
     connection = connect(file or ":memory:")
-    files = find_traces(paths, connection)
     try:
-        _make_source(connection, "segments", files.segments, files.open_segments.get("segments"), TRACE_COLUMNS)
-        _make_source(connection, "step_segments", files.steps, files.open_segments.get("steps"), STEP_COLUMNS)
-        _make_source(connection, "size_segments", files.sizes, files.open_segments.get("sizes"), SIZE_COLUMNS)
+        files = _make_sources(paths, connection)
         run = _choose_starts(connection, files.job, files.warnings)
         clocks = repair_clocks(connection, files.warnings)
         stages = known_stages(files.job, files.warnings) if files.job is not None else []
         _make_layout(connection, files.job, stages)
         _make_cuts(connection, stages)
         connection.execute("SET preserve_insertion_order = false")  # lets both cores write
-        for view in _VIEWS:
+        for view in _VIEWS if files.all else _VIEWS[1:]:  # what was unpacked says itself which steps are measured
             text = query_text(f"view_{view}")
             once = file is None and (view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD))
             connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if once else text)
@@ -132,10 +129,25 @@ def documented_views() -> dict[str, str]:
     return own | {name: header(query_text(f"view_{name}")) for name in _VIEWS if name != "known"}
 
 
+def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
+    """The rows of trace, steps and sizes: views over segments, or tables of what one file of Chrome JSON holds."""
+    if any(path.is_file() for path in paths):
+        if len(paths) > 1:
+            raise DataError("A file written with --perfetto is analysed alone", f"{len(paths)} paths are given",
+                            f"disttrain analyze {shlex.quote(str(paths[0]))}")
+        return unpack(paths[0], connection)
+    files = find_traces(paths, connection)
+    rows = files.open_segments
+    _make_source(connection, "segments", files.segments, rows.get("segments"), TRACE_COLUMNS)
+    _make_source(connection, "step_segments", files.steps, rows.get("steps"), STEP_COLUMNS)
+    _make_source(connection, "size_segments", files.sizes, rows.get("sizes"), SIZE_COLUMNS)
+    return files
+
+
 def _make_source(connection: DuckDBPyConnection, name: str, files: dict[Path, Footer], rows: pa.Table | None,
                  columns: dict[str, str]) -> None:
     """A view over Parquet files and rows with the columns of our schema, or an empty table of the same shape."""
-    shape = ", ".join(f"{column} {_TYPES[kind]}" for column, kind in columns.items())
+    shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in columns.items())
     alike: dict[frozenset[tuple[str, str]], list[Path]] = {}  # of files with the same columns one footer is enough
     for file, footer in files.items():
         alike.setdefault(footer.columns, []).append(file)
@@ -148,7 +160,7 @@ def _make_source(connection: DuckDBPyConnection, name: str, files: dict[Path, Fo
     if not parts or not LATER_COLUMNS.isdisjoint(columns):
         connection.execute(f"CREATE TABLE {name}_shape ({shape})")
         parts.append(f"SELECT * FROM {name}_shape")
-    casts = ", ".join(f"CAST({column} AS {_TYPES[kind]}) AS {column}" for column, kind in columns.items())
+    casts = ", ".join(f"CAST({column} AS {TYPES[kind]}) AS {column}" for column, kind in columns.items())
     connection.execute(f"CREATE VIEW {name} AS SELECT {casts} FROM ({' UNION ALL BY NAME '.join(parts)})")
 
 

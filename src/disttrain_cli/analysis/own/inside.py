@@ -34,7 +34,7 @@ _KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
      r"nccl|rccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|broadcast|sendrecv|record_param_comms"),
     ("attention", r"attention|flash|fmha|sdpa"),
     ("convolution", r"conv|winograd|cudnn"),
-    ("gemm", r"gemm|cutlass|cublas|nvjet|::(add|b)?mm\b|::baddbmm|::matmul|::linear|::einsum"),
+    ("gemm", r"gemm|cutlass|cublas|nvjet|cijk_|::(add|b)?mm\b|::baddbmm|::matmul|::linear|::einsum"),
     ("normalization", r"norm"),
     ("copies", r"memcpy|memset|copy_?|::to\b|::cat\b|::clone|::contiguous|::index|fill_|zero_"),
 )]

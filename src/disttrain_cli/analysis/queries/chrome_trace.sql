@@ -27,7 +27,8 @@ WITH rows AS (
     SELECT start_ns AS at_ns, to_json({
         ph: 'X', name: if(slot >= 0, operation || ' ' || slot, operation), cat: operation, pid: place, tid: rank,
         ts: (start_ns - $origin) / 1e3, dur: duration_ns / 1e3,
-        args: {step: step, slot: slot, module: module, tokens: tokens, images: images, bytes: bytes, peer: peer}}) AS event
+        args: {step: step, slot: slot, module: module, tokens: tokens, images: images, sequences: sequences,
+               sum_length_sq: sum_length_sq, bytes: bytes, peer: peer}}) AS event
     FROM rows
     UNION ALL
     SELECT sent_ns, to_json({ph: 's', name: 'transfer', cat: 'transfer', id: number + $first_id, pid: from_place,
@@ -39,8 +40,8 @@ WITH rows AS (
     SELECT at_ns, to_json({ph: 'C', name: 'ranks that compute', pid: place, ts: (at_ns - $origin) / 1e3,
                            args: {ranks: computing}}) FROM counts
     UNION ALL
-    SELECT end_ns, to_json({ph: 'C', name: 'memory of rank ' || rank, pid: u.place, ts: (end_ns - $origin) / 1e3,
-                            args: {GiB: bytes / 1073741824}})
+    SELECT end_ns, to_json({ph: 'C', name: 'memory of rank ' || rank, cat: 'memory', pid: u.place, tid: rank,
+                            ts: (end_ns - $origin) / 1e3, step: step, module: module, args: {GiB: bytes / 1073741824}})
     FROM trace JOIN units u USING (unit) WHERE operation = 'memory' AND list_contains($steps, step)
 )
 SELECT event::VARCHAR AS event FROM events ORDER BY at_ns;

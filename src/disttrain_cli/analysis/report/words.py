@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from disttrain_cli.analysis.figures import figure as figure
+from disttrain_cli.analysis.figures import seconds as seconds
+
 #: Figures as they are named to people.
 CAUSES = {
     "unit": "GPUs badly shared between units",
@@ -20,32 +23,9 @@ CAUSES = {
 }
 
 
-def figure(value: float | None, digits: int = 3) -> str:
-    """A number with the digits that matter and no exponent."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    text = f"{value:.{digits}g}"
-    return f"{value:.2e}" if "e" in text else text
-
-
 def percent(fraction: float | None) -> str:
     """0.1234 as "12.3 %"; a dash where there is no value."""
     return "–" if fraction is None else f"{100 * fraction:.1f} %"
-
-
-def seconds(value: float | None) -> str:
-    """A duration in the unit that fits: s, ms or µs."""
-    if value is None:
-        return "–"
-    size = abs(value)
-    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if size >= least:
-            return f"{figure(value / least)} {unit}"
-    return "0"
 
 
 def prose(text: str) -> str:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 COLUMNS = {"dp_rank": "BIGINT", "stage": "BIGINT", "rank": "BIGINT", "step": "BIGINT", "optype": "VARCHAR",
            "start_ts": "DOUBLE", "duration": "DOUBLE", "seq_id": "BIGINT", "mc": "BIGINT", "mb_id": "BIGINT",
            "gmc": "BIGINT"}
+TIMES = ("start_ts", "duration")
+#: A pass over a microbatch takes no longer. Beyond it times are no seconds: the unit, how many of it are a second, and
+#: the longest median pass for which they are taken for it.
+LONGEST_PASS_S = 100
+_UNITS = (("s", 1, LONGEST_PASS_S), ("ms", 10**3, 10**3), ("µs", 10**6, 10**7))
 #: Steps that are read, spread evenly, so that memory does not grow with the length of a job.
 MOST_STEPS = 64
 #: An operation that fewer of the steps have, on every replica, is no part of a usual step.
@@ -74,7 +79,11 @@ def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
     if not read:
         raise DataError("No operation-level trace can be read", "; ".join(warnings[:5]),
                         f"A Parquet file with the columns {', '.join(COLUMNS)} is needed.")
-    casts = ", ".join(f"CAST({column} AS {kind}) AS {column}" for column, kind in COLUMNS.items())
+    unit, per_s = _unit(connection, read)
+    if per_s > 1:
+        warnings.append(f"a pass would take over {LONGEST_PASS_S} s if times were seconds: they are taken for {unit}")
+    casts = ", ".join(f"CAST({column} AS {kind}){f' / {per_s}' * (column in TIMES)} AS {column}"
+                      for column, kind in COLUMNS.items())
     connection.execute(f"CREATE VIEW operations AS SELECT {casts} FROM read_parquet({_quoted(read)})")
     connection.execute(f"SET allowed_paths = {_quoted(read)}")
     connection.execute("SET enable_external_access = false")
@@ -101,6 +110,19 @@ def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> 
     except duckdb.Error:
         return "is damaged or half-written"
     return None
+
+
+def _unit(connection: DuckDBPyConnection, files: list[Path]) -> tuple[str, int]:
+    """The unit of the times, and how many of it are a second: as the median pass tells, which takes 1 ms to 100 s."""
+    import duckdb
+
+    try:
+        usual = connection.execute(
+            f"SELECT median(CAST(duration AS DOUBLE)) FROM read_parquet({_quoted(files)}) "
+            "WHERE list_contains($passes, optype)", {"passes": [FORWARD, BACKWARD]}).fetchall()[0][0]
+    except duckdb.Error:  # what is wrong is said when the rows are read
+        return "s", 1
+    return next(((unit, per_s) for unit, per_s, longest in _UNITS if (usual or 0.0) <= longest), ("ns", 10**9))
 
 
 def _quoted(files: list[Path]) -> str:

@@ -1,18 +1,21 @@
--- Where nothing ran on a device: operators of the CPU stand for kernels, annotated collectives for communication.
+-- Where no kernel was recorded: the events that lines of the user's own name are work of a device. Where there are none,
+-- operators of the CPU stand for kernels, and annotated collectives for communication; without operators, all events.
 CREATE TABLE raw_kernels AS
 WITH spans AS (
     SELECT f.rank, e.name, e.device, e.thread AS stream, e.bytes, e.call, e.start_ns,
-           e.start_ns + e.duration_ns AS end_ns, e.start_ns AS launched_ns, e.thread AS launched_by, n.operation,
-           CASE WHEN e.call >= 0 OR n.kind = 'communication' THEN 'communication' ELSE 'compute' END AS kind,
+           e.start_ns + e.duration_ns AS end_ns, e.start_ns AS launched_ns, NULL::INTEGER AS launched_by, n.operation,
+           CASE WHEN e.call >= 0 OR n.kind = 'communication' THEN 'communication'
+                WHEN n.told OR c.class = 3 THEN 'compute' ELSE 'unclassified' END AS kind,
            contains(names.name, 'c10d::') OR names.name = 'record_param_comms' AS outer_call
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept
     JOIN categories c ON c.id = e.category
     JOIN names ON names.id = e.name
     LEFT JOIN kinds n ON n.name = e.name
-    WHERE (c.class = 3 OR (c.class = 5 AND n.kind = 'communication')
-           OR (c.class = 0 AND NOT EXISTS (FROM categories WHERE class = 3)))
-      AND NOT starts_with(names.name, 'ProfilerStep') AND NOT starts_with(names.name, 'PyTorch Profiler'))
+    WHERE CASE WHEN (SELECT how FROM understood) = 'told' THEN n.told AND c.class IN (0, 3, 5)
+               ELSE c.class = 3 OR (c.class = 5 AND n.kind = 'communication')
+                    OR (c.class IN (0, 5) AND NOT EXISTS (FROM categories WHERE class = 3)) END
+      AND e.step < 0 AND e.name NOT IN (SELECT name FROM step_names) AND NOT starts_with(names.name, 'PyTorch Profiler'))
 SELECT s.* EXCLUDE (operation, kind, outer_call), t.step,
        coalesce(t.measured AND s.launched_ns < t.until_ns, s.rank NOT IN (SELECT rank FROM steps)) AS measured,
        s.kind, CASE WHEN s.call >= 0 THEN 'arguments' ELSE 'name' END AS evidence, nullif(s.operation, '') AS operation

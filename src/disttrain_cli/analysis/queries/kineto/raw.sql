@@ -1,4 +1,5 @@
 -- Tables that are filled while files are read; strings are numbers of `names`, `categories`, `threads` and `calls`.
+-- step: of an annotation of a step (step_num), iteration: in which one an event lies, as arguments say; -1: they do not.
 -- A file of several ranks is several here. What counts from its base_ns was moved by shift_ns, to one clock for all.
 CREATE TABLE files (file INTEGER, name VARCHAR, rank INTEGER, world_size BIGINT, first_ns BIGINT, last_ns BIGINT,
                     events BIGINT, kept BOOLEAN, base_ns BIGINT, shift_ns BIGINT);
@@ -7,11 +8,13 @@ CREATE TABLE categories (id INTEGER, name VARCHAR, class INTEGER);
 CREATE TABLE threads (id INTEGER, file INTEGER, process VARCHAR, thread VARCHAR, thread_name VARCHAR);
 CREATE TABLE calls (id INTEGER, collective VARCHAR, process_group VARCHAR, description VARCHAR, members VARCHAR,
                     size BIGINT, elements BIGINT, dtype VARCHAR, source BIGINT, destination BIGINT);
-CREATE TABLE kinds (name INTEGER, kind VARCHAR, operation VARCHAR);
+-- What names tell: kinds of kernels (told: by a line of the user's own), and marks of steps.
+CREATE TABLE kinds (name INTEGER, kind VARCHAR, operation VARCHAR, told BOOLEAN);
+CREATE TABLE step_names (name INTEGER, line INTEGER, number BIGINT, edge VARCHAR);
 CREATE TABLE raw_memory (file INTEGER, thread INTEGER, at_ns BIGINT, device_type BIGINT, device BIGINT,
                          allocated_bytes BIGINT, reserved_bytes BIGINT);
 CREATE TABLE warnings (warning VARCHAR);
 CREATE TABLE raw_events (file INTEGER, category INTEGER, name INTEGER, thread INTEGER, start_ns BIGINT,
                          duration_ns BIGINT, device BIGINT, stream BIGINT, correlation BIGINT, external_id BIGINT,
-                         bytes BIGINT, call INTEGER);
+                         bytes BIGINT, step BIGINT, iteration BIGINT, call INTEGER);
 CREATE TABLE marks AS SELECT *, 0::UTINYINT AS phase FROM raw_events;

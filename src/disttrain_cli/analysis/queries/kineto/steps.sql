@@ -1,15 +1,38 @@
--- One row per profiler step and rank. measured: on all ranks that mark steps, and not the first of several (warm-up).
--- Columns: rank, step, start_ns, end_ns, until_ns, measured
+-- One row per step and rank, by whatever marks steps: names (the first pattern of a step that any event fits), else
+-- arguments (step_num of annotations, iteration of all events). Marks without a number are counted. measured: on all
+-- ranks that mark steps, and not the first of several (warm-up). Columns: rank, step, start_ns, end_ns, until_ns, measured
 CREATE TABLE steps AS
-WITH found AS (
-    SELECT f.rank, TRY_CAST(regexp_extract(n.name, '^ProfilerStep#?\s*(\d+)', 1) AS INTEGER) AS step,
-           min(e.start_ns) AS start_ns, max(e.start_ns + e.duration_ns) AS end_ns
+WITH marks AS (
+    SELECT f.rank, CASE WHEN s.line IS NOT NULL THEN s.line WHEN e.step >= 0 THEN 1000000 ELSE 2000000 END AS line,
+           CASE WHEN s.line IS NOT NULL THEN s.number WHEN e.step >= 0 THEN e.step ELSE e.iteration END AS number,
+           coalesce(s.edge, 'whole') AS edge, e.start_ns, e.start_ns + e.duration_ns AS end_ns
     FROM raw_events e
     JOIN files f ON f.file = e.file AND f.kept
-    JOIN names n ON n.id = e.name AND starts_with(n.name, 'ProfilerStep')
-    JOIN categories c ON c.id = e.category AND c.class <> 6
-    GROUP BY ALL
-    HAVING step IS NOT NULL),
+    JOIN categories c ON c.id = e.category AND c.class IN (0, 3, 5)
+    LEFT JOIN step_names s ON s.name = e.name
+    WHERE s.line IS NOT NULL OR e.step >= 0 OR e.iteration >= 0),
+followed AS (
+    SELECT rank, number, edge, start_ns, end_ns,
+           min(end_ns) FILTER (edge = 'end') OVER after AS next_end_ns,
+           min(start_ns) FILTER (edge = 'begin') OVER after AS next_begin_ns
+    FROM marks WHERE line = (SELECT min(line) FROM marks)
+    WINDOW after AS (PARTITION BY rank ORDER BY start_ns, edge = 'begin' ROWS BETWEEN 1 FOLLOWING AND UNBOUNDED FOLLOWING)),
+spans AS (
+    SELECT rank, number, start_ns,
+           CASE WHEN edge = 'whole' THEN end_ns
+                WHEN next_end_ns <= coalesce(next_begin_ns, next_end_ns) THEN next_end_ns
+                ELSE coalesce(nullif(end_ns, start_ns), next_begin_ns) END AS end_ns
+    FROM followed WHERE edge <> 'end'),
+counted AS (
+    SELECT rank, start_ns, end_ns,
+           CASE WHEN (SELECT bool_and(number IS NOT NULL) FROM spans) THEN number
+                ELSE sum(fresh) OVER (PARTITION BY rank ORDER BY start_ns, end_ns) - 1 END AS step
+    FROM (SELECT *, (start_ns >= coalesce(max(end_ns) OVER (
+                         PARTITION BY rank ORDER BY start_ns, end_ns
+                         ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING), start_ns))::INTEGER AS fresh
+          FROM spans WHERE end_ns IS NOT NULL)),
+found AS (
+    SELECT rank, step::BIGINT AS step, min(start_ns) AS start_ns, max(end_ns) AS end_ns FROM counted GROUP BY ALL),
 common AS (
     SELECT step FROM found GROUP BY step HAVING count(*) = (SELECT count(DISTINCT rank) FROM found))
 SELECT rank, step, start_ns, end_ns,

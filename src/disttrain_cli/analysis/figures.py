@@ -1,0 +1,26 @@
+"""Figures as they are shown to people."""
+
+from __future__ import annotations
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A number with the digits that matter and no exponent."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    text = f"{value:.{digits}g}"
+    return f"{value:.2e}" if "e" in text else text
+
+
+def seconds(value: float | None) -> str:
+    """A duration in the unit that fits: s, ms or µs."""
+    if value is None:
+        return "–"
+    size = abs(value)
+    for unit, least in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if size >= least:
+            return f"{figure(value / least)} {unit}"
+    return "0"

@@ -1,0 +1,9 @@
+-- What of the analysed files is known as work of a device: kernels; else the events that lines of the user's own name
+-- (told); else nothing. Columns: how
+CREATE TABLE understood AS
+SELECT CASE WHEN coalesce(bool_or(c.class = 1), false) THEN 'kernels'
+            WHEN coalesce(bool_or(k.told AND c.class IN (0, 3, 5)), false) THEN 'told' ELSE 'nothing' END AS how
+FROM raw_events e
+JOIN files f ON f.file = e.file AND f.kept
+JOIN categories c ON c.id = e.category
+LEFT JOIN kinds k ON k.name = e.name;
