@@ -138,7 +138,19 @@ def _inter(record: Record, finding: Finding) -> Told:
 
 
 def _stage(record: Record, finding: Finding) -> Told:
-    unit = str(finding.places[0].unit)
+    place = finding.places[0]
+    unit = str(place.unit)
+    if place.stage is not None:
+        return Told(
+            place,
+            f"Stage {place.stage} of {unit} is slow for its work",
+            [Evidence(what=f"{unit} stage {place.stage}: time over the unit's mean",
+                      value=record.losses.stage_factor[unit, place.stage], unit="ratio")],
+            "All its ranks take longer for their work than those of the other stages: look at their devices; "
+            f"if that is what they can do, move layers away from stage {place.stage} (layers_per_stage in plan.yaml), "
+            "or measure and plan again.",
+            REMEASURE,
+        )
     stage, factor = max(((stage, took) for (name, stage), took in record.losses.stage_factor.items() if name == unit),
                         key=lambda item: item[1])
     evidence = [Evidence(what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio")]

@@ -30,7 +30,7 @@ STEPS = 4
 TOLERANCE = 0.01
 #: By cause, what is put in, and what the job has instead once it is mended.
 FAULTS = {
-    "stage": ({"slow_stage": {1: 1.5}}, {"slow_stage": {0: 1.25, 1: 1.25}}),
+    "stage": ({"slow_stage": {1: 1.5}}, {}),
     "worker": ({"slow_rank": {3: 1.6}}, {}),
     "communication": ({"transfer_ms": 20.0}, {}),
     "data": ({"load_ms": 40.0}, {"load_ms": 0.0}),
@@ -76,6 +76,14 @@ def test_of_two_faults_each_is_mended_alone(tmp_path, mended, other):
     assert of(found, mended).step_s == pytest.approx(left_s, rel=2 * TOLERANCE)
 
 
+def test_stages_of_unequal_work_gain_by_levelling(tmp_path):
+    """Without a profile nobody knows that a stage is slow for its work."""
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=STEPS, slow_stage={1: 1.5}))
+    (tmp_path / "job.json").unlink()
+    remedy = of(analyze([tmp_path]).remedies, "stage")
+    assert remedy.step_s == pytest.approx(windows_s(slow_stage={0: 1.25, 1: 1.25}), rel=TOLERANCE)
+
+
 def test_levelled_replicas_take_the_mean(tmp_path, monkeypatch):
     """Of two replicas one has three times the work of the other in every slot."""
     signs = itertools.cycle((-1, 1))
@@ -108,7 +116,8 @@ def test_without_a_profile_nothing_is_said_of_other_layouts(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=STEPS, slow_rank={3: 1.6}))
     (tmp_path / "job.json").unlink()
     found = analyze([tmp_path]).remedies
-    assert {remedy.cause for remedy in found} == set(FAULTS) | {"intra_microbatch"}
+    assert {remedy.cause for remedy in found} >= {"worker", "stage", "data", "communication", "intra_microbatch"}
+    assert "unit" not in {remedy.cause for remedy in found}
     assert of(found, "worker").step_s == pytest.approx(windows_s(), rel=TOLERANCE)
 
 
@@ -139,7 +148,7 @@ def test_taking_delays_away_never_lengthens_a_step(tmp_path_factory, fault):
     """Levelled work may, where it fills the pipeline later: it is left out here."""
     found = found_in(tmp_path_factory.mktemp("fault"), **fault)
     for cause in ("worker", "communication", "data"):
-        assert of(found, cause).gain_pct > -1e-6
+        assert all(remedy.gain_pct > -1e-6 for remedy in found if remedy.cause == cause)
 
 
 UNBALANCED = {"image_encoder": {"dp": 3, "layers_per_stage": [4]}, "llm": {"dp": 2, "layers_per_stage": [6]},
@@ -172,8 +181,9 @@ def test_what_more_devices_would_gain_is_told_too(unbalanced):
     database = open_database([folder])
     losses = split_losses(build_graph(database))
     free, bought = (Remedy(cause="unit", change=change, command=change, basis="replay", gpus=gpus, step_s=1.0,
-                           gain_s=gain_s, gain_pct=10 * gain_s, at_most=False)
+                           gain_s=gain_s, gain_pct=100 * gain_s, at_most=False)
                     for change, gpus, gain_s in (("a swap", 0, 0.2), ("one more", 1, 0.5)))
+
     def verdict(*known):
         record = Record(losses=losses, where={}, comparisons=[], gpus=8, kind="disttrain", remedies=known,
                         shares={"warmup": 0.1, "drain": 0.1})

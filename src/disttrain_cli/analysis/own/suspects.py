@@ -15,8 +15,8 @@ from disttrain_cli.analysis.suspects import by_rank, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
 COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
-#: A unit is slow that takes so many times as long for its work as the others do, by the profile.
-SLOW_UNIT = 1.1
+#: Stages and units are slow that take so many times as long for their work as others do, by the profile.
+SLOW_STAGE, SLOW_UNIT = 1.03, 1.1
 
 
 def state_of(delays: Delays) -> State:
@@ -31,7 +31,7 @@ def replayed(graph: Graph, state: State) -> Floats:
 
 def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """Everything that could be mended without another layout."""
-    return [*of_passes(graph, why, _scaled, where), *_slow_units(graph), *_transfers(graph), *_data(graph),
+    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_data(graph),
             *_hosts(graph, why, where)]
 
 
@@ -43,28 +43,39 @@ def _with(state: State, column: int, values: Floats) -> State:
     return (*state[:column], values, *state[column + 1:])
 
 
-def _slow_units(graph: Graph) -> Iterator[Suspect]:
-    """Units of which every stage takes longer for its work than the profile says, more than other units do."""
-    units = np.asarray(graph.unit)
-    took = {unit: _least_factor(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
-    known = sorted(factor for factor in took.values() if factor is not None)
-    usual = max(1.0, known[(len(known) - 1) // 2]) if known else 1.0
-    none = np.zeros_like(graph.predicted)
-    for unit, factor in took.items():
-        if factor is not None and factor > SLOW_UNIT * usual:
-            times = np.where((units == unit)[:, None], usual / factor, 1.0)
-            yield Suspect("unit", Place(unit=unit), lambda state, times=times: _scaled(state, times, none),
-                          most_s(graph, graph.recorded.compute * (1 - times)))
+def _slow_places(graph: Graph) -> Iterator[Suspect]:
+    """Stages that take longer for their work than the others of their unit, and units of which all stages do."""
+    units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
+    took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
+    best = {unit: min(factors.values()) for unit, factors in took.items() if factors}
+    usual = max(1.0, sorted(best.values())[(len(best) - 1) // 2]) if best else 1.0
+
+    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: float) -> Suspect:
+        times = np.where(own[:, None], factor, 1.0)
+        return Suspect(cause, place, lambda state: _scaled(state, times, none),
+                       most_s(graph, graph.recorded.compute * (1 - times)))
+
+    for unit, factor in best.items():
+        for stage, own in took[unit].items():
+            if own > SLOW_STAGE * factor:
+                yield suspect("stage", Place(unit=unit, stage=stage), (units == unit) & (graph.stage == stage),
+                              factor / own)
+        if factor > SLOW_UNIT * usual:
+            yield suspect("unit", Place(unit=unit), units == unit, usual / factor)
 
 
-def _least_factor(graph: Graph, own: NDArray[np.bool_]) -> float | None:
-    """Time over the profile's, of the rank of a unit that is fastest for its work; None where that is not known."""
-    if graph.crowded or not (graph.predicted[own] > 0).any():
-        return None
-    _, ranks = np.unique(graph.rank[own], return_inverse=True)
-    took, expected = (np.bincount(ranks, values[own].sum(axis=1)) for values in (graph.recorded.compute,
-                                                                                  graph.predicted))
-    return float((took[expected > 0] / expected[expected > 0]).min())
+def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, float]:
+    """By stage of a unit, its time over the profile's, of its rank that is fastest for its work; empty if not known."""
+    found: dict[int, float] = {}
+    for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
+        pick = own & (graph.stage == stage)
+        _, ranks = np.unique(graph.rank[pick], return_inverse=True)
+        took, expected = (np.bincount(ranks, values[pick].sum(axis=1))
+                          for values in (graph.recorded.compute, graph.predicted))
+        if not (expected > 0).any():
+            return {}
+        found[stage] = float((took[expected > 0] / expected[expected > 0]).min())
+    return found
 
 
 def _transfers(graph: Graph) -> Iterator[Suspect]:

@@ -128,11 +128,16 @@ def _repairs(database: Database, suspects: Sequence[Suspect]) -> Iterator[tuple[
         "host": ("no rank held up by its host", next_commands.HOST_GAPS),
     }
     for cause, (change, command) in changes.items():
-        own = [one for one in suspects if one.cause == cause]
+        own = [one for one in suspects if one.cause == cause and not (cause == "stage" and one.place.stage is not None)]
         if own:
             yield cause, change, command, own
     for one in suspects:
         rank, place = one.place.rank, one.place
+        if one.cause == "stage" and place.stage is not None:
+            yield ("stage", f"stage {place.stage} of {place.unit} as fast for its work as its other stages",
+                   next_commands.REMEASURE, [one])
+        if one.cause == "unit":
+            yield "unit", f"{place.unit} as fast for its work as its profile says", next_commands.REMEASURE, [one]
         if one.cause == "worker" and rank is not None:
             yield ("worker", f"rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) as fast as its "
                    "peers", next_commands.slow_rank(rank), [one])
