@@ -136,8 +136,6 @@ def _repairs(database: Database, suspects: Sequence[Suspect]) -> Iterator[tuple[
         if one.cause == "stage" and place.stage is not None:
             yield ("stage", f"stage {place.stage} of {place.unit} as fast for its work as its other stages",
                    next_commands.REMEASURE, [one])
-        if one.cause == "unit":
-            yield "unit", f"{place.unit} as fast for its work as its profile says", next_commands.REMEASURE, [one]
         if one.cause == "worker" and rank is not None:
             yield ("worker", f"rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) as fast as its "
                    "peers", next_commands.slow_rank(rank), [one])
