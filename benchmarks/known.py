@@ -23,7 +23,7 @@ Row = dict[str, Any]
 DEVELOPED = ("clean", "rank", "stage", "link", "data", "rank and stage", "two ranks", "small", "few steps", "missing")
 HELD_OUT = ("unit", "host")
 #: By name, nodes of 8 GPUs and sequences of a step: each gets the planner's own layout.
-JOBS = {"16 GPUs": (2, 32), "24 GPUs": (3, 48), "32 GPUs": (4, 64), "48 GPUs": (6, 128)}
+JOBS = {"16 GPUs": (2, 32), "24 GPUs": (3, 48), "32 GPUs": (4, 64), "24 GPUs, two batches": (3, 96)}
 WORKERS, MOST_STEPS = 8, 9  # cores that prepare a replica's data; steps recorded
 
 
@@ -75,7 +75,7 @@ def draw(kind: str, seed: int, layout: Layout, job: str) -> Drawn:
         stage, replica = random_.randrange(unit.pp), random_.randrange(unit.dp)
         one = slow in ("rank", "host")
         if slow == "link":
-            stage = random_.randrange(unit.pp if unit is not layout.units[-1] else unit.pp - 1)
+            unit, stage = random_.choice([(one, stage) for one in layout.units for stage in range(one.pp)][:-1])
         if slow == "worker":
             unit = layout.units[0]
             stage = 0

@@ -21,6 +21,8 @@ from disttrain_cli.analysis.walk import Floats
 
 #: A cause that gains less than this share of a step is no fault.
 LEAST_SHARE = 0.05
+#: The same of what is a limit that nobody reaches: even work, where the data are ordered already and cannot be cut.
+LEAST_LIMIT_SHARE = 0.1
 #: What gains less than this share is not looked at any more.
 SMALLEST_SHARE = 0.01
 #: One suspect is named alone where mending it gains this share of what mending all of its kind does.
@@ -53,19 +55,25 @@ class Finding:
     gain_s: Floats  # once the findings before it are mended
     alone_s: Floats  # all else as recorded
     rest_s: float | None = None  # mean of `gain_s` if its largest single event had not happened; None: not told
-    certain: bool = True  # False: a limit that nobody has tried
+    limit: bool = False  # whether mending gains less than that: how much less is not known
+
+    @property
+    def least_share(self) -> float:
+        """Of a step, what it must gain to be a fault."""
+        return LEAST_LIMIT_SHARE if self.limit else LEAST_SHARE
 
 
-def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Sequence[Suspect]
-                ) -> tuple[list[Finding], State]:
+def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Sequence[Suspect],
+                least_share: float = LEAST_SHARE) -> tuple[list[Finding], State]:
     """What slows the steps, what gains most first, and the steps with all of it mended.
 
     Args:
         replay: seconds of every step [steps] of times as in `recorded`.
         suspects: what could be mended.
+        least_share: of a step, what several suspects must gain to be one finding.
     """
     first = now = replay(recorded)
-    least, smallest = LEAST_SHARE * first.mean(), SMALLEST_SHARE * first.mean()
+    least, smallest = least_share * first.mean(), SMALLEST_SHARE * first.mean()
     state, left, found = recorded, list(suspects), list[Finding]()
     while left:
         picked = _pick(replay, state, now, left, least)

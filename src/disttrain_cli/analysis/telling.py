@@ -143,7 +143,8 @@ def _stage(record: Record, finding: Finding) -> Told:
     if place.stage is not None:
         return Told(
             place,
-            f"Stage {place.stage} of {unit} is slow for its work",
+            f"Stage {place.stage} of {unit} " + ("takes longer than its other stages" if record.kind == "operations"
+                                                  else "is slow for its work"),
             [Evidence(what=f"{unit} stage {place.stage}: time over the unit's mean",
                       value=record.losses.stage_factor[unit, place.stage], unit="ratio")],
             "All its ranks take longer for their work than those of the other stages: look at their devices; "

@@ -45,8 +45,8 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
         Evidence(what="step as recorded", value=measured_s, unit="s"),
         Evidence(what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s"),
     ]
-    large = [one for one in findings if max(one.gain_s.mean(), one.alone_s.mean()) >= LEAST_SHARE * measured_s]
-    main = next((one for one in large if one.gain_s.mean() >= LEAST_SHARE * measured_s), None)
+    large = [one for one in findings if max(one.gain_s.mean(), one.alone_s.mean()) >= one.least_share * measured_s]
+    main = next((one for one in large if one.gain_s.mean() >= one.least_share * measured_s), None)
     if main is None:
         return _calm(record, findings, evidence)
     others = [one for one in findings if one is not main]
@@ -65,7 +65,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
         if one in large:
             notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
     evidence.append(Evidence(what="steps in which mending it gains that much", unit="share of steps",
-                             value=float((main.gain_s >= LEAST_SHARE * losses.measured).mean())))
+                             value=float((main.gain_s >= main.least_share * losses.measured).mean())))
     if _one_event(record, main):
         notes.append("All of it hangs on one event of one step.")
         evidence.append(Evidence(what="mending it, had its largest single event not happened",
@@ -106,9 +106,13 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     for one in small:
         evidence.append(Evidence(what=f"small: {tell(record, one).told}", value=float(one.gain_s.mean()),
                                  unit="s"))
-    if small:
-        share = 100 * small[0].gain_s.mean() / measured_s
-        headline += f" (most: {tell(record, small[0]).told}, {share:.1f} %)"
+    faults, limits = ([one for one in small if one.limit == limit] for limit in (False, True))
+    if faults:
+        share = 100 * faults[0].gain_s.mean() / measured_s
+        headline += f" (most: {tell(record, faults[0]).told}, {share:.1f} %)"
+    if limits:
+        share = 100 * limits[0].gain_s.mean() / measured_s
+        headline += f"; uneven data that the ordering leaves cost {share:.0f} % at most"
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
@@ -116,7 +120,8 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     fill = record.shares["warmup"] + record.shares["drain"]
     evidence += [*bubbles,
                  Evidence(what="filling and draining the pipeline", value=fill, unit="share of time")]
-    gains = np.array([one.gain_s / losses.measured for one in findings]).reshape(-1, len(losses.measured))
+    gains = np.array([one.gain_s / losses.measured * (LEAST_SHARE / one.least_share) for one in findings])
+    gains = gains.reshape(-1, len(losses.measured))
     most = gains.max(axis=0, initial=0.0)
     return Verdict(
         cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
@@ -127,7 +132,7 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
 def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
     """Evidence for a cause, 0 to 1 (`confidence`); of the verdict's, also that no other one gains more."""
     shares = finding.gain_s / record.losses.measured
-    raw = exceeds(shares, LEAST_SHARE) * record.known * (1.0 if finding.certain else 0.5)
+    raw = exceeds(shares, finding.least_share) * record.known
     if _one_event(record, finding):
         raw /= 2
     rivals = [one.alone_s / record.losses.measured for one in others]
@@ -136,7 +141,8 @@ def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
 
 def _one_event(record: Record, finding: Finding) -> bool:
     """Whether a cause gains enough only because of a single pass, transfer or wait of a single step."""
-    return finding.rest_s is not None and finding.rest_s < LEAST_SHARE * record.measured_s <= finding.gain_s.mean()
+    least_s = finding.least_share * record.measured_s
+    return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
 
 
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:

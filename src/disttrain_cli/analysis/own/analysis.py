@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from disttrain_cli.analysis.causes import find_causes
+from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, Finding, State, Suspect, find_causes
 from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
@@ -15,7 +15,7 @@ from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
 from disttrain_cli.analysis.own.suspects import own_suspects, replayed, state_of
 from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
-from disttrain_cli.analysis.replay import Delays, build_graph
+from disttrain_cli.analysis.replay import Delays, Graph, build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
     Cause,
@@ -33,7 +33,7 @@ from disttrain_cli.analysis.result import (
     WhatIf,
 )
 from disttrain_cli.analysis.telling import Record
-from disttrain_cli.analysis.verdict import judge, rows_of, unknown
+from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.plan import Prediction
@@ -240,7 +240,7 @@ def _straggle(
         losses=losses, where=where, comparisons=comparisons, shares=shares, kind="disttrain", remedies=helps,
         gpus=len(ranks) if job is None else job.layout.gpus_used, present=min(1.0, len(ranks) / _expected(database)),
         shared_cores=job is not None and shares_cores(job) and len(ranks) > 1)
-    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded), suspects)
+    findings, state = _causes(graph, suspects, job is not None and job.predicted.ordering in ("paper", "best"))
     if findings:
         mended = replace(graph, recorded=Delays(*state))
         layouts = other_layouts(database, mended, explain(mended, state[0], graph.predicted), moved_on)
@@ -256,6 +256,19 @@ def _straggle(
         what_if(graph),
         helps,
     )
+
+
+def _causes(graph: Graph, suspects: list[Suspect], ordered: bool) -> tuple[list[Finding], State]:
+    """What slows the steps, and the steps with all of it mended.
+
+    Args:
+        ordered: uneven data are what an ordering has left, so that they are looked at last, and as a limit.
+    """
+    uneven = [one for one in suspects if ordered and one.cause in UNEVEN]
+    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded),
+                                  [one for one in suspects if one not in uneven])
+    left, level = find_causes(lambda times: replayed(graph, times), state, uneven, LEAST_LIMIT_SHARE)
+    return [*findings, *(replace(one, limit=True) for one in left)], level
 
 
 def _expected(database: Database) -> int:

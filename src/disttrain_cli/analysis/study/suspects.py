@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 
 from disttrain_cli.analysis.causes import Finding, State, Suspect, find_causes
 from disttrain_cli.analysis.losses import Explained, ratio
+from disttrain_cli.analysis.replay import Passes
 from disttrain_cli.analysis.result import Place
 from disttrain_cli.analysis.study.graph import StudyGraph
 from disttrain_cli.analysis.study.losses import UNIT, passes_of
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.replays import ideal_of
-from disttrain_cli.analysis.suspects import by_rank, of_passes
+from disttrain_cli.analysis.suspects import Scale, by_rank, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
 
@@ -40,7 +41,26 @@ def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> 
         taken[own] = taken[own] * factor + more
         return (taken,)
 
-    return [*of_passes(passes_of(graph), why, scaled, where), *_transfers(graph, own), *_hosts(graph, own, why, where)]
+    passes = passes_of(graph)
+    return [*of_passes(passes, why, scaled, where), *_stages(passes, why, scaled), *_transfers(graph, own),
+            *_hosts(graph, own, why, where)]
+
+
+def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
+    """Stages whose passes take longer than the median of the others': nothing tells whether they have more work."""
+    stages = np.unique(passes.stage)
+    if len(stages) < 2:
+        return
+    for stage in stages.tolist():
+        factor = np.ones_like(why.staged)
+        for backward in (False, True):
+            own = {int(one): float(why.staged[(passes.stage == one) & (passes.backward == backward)].mean())
+                   for one in stages}
+            others = float(np.median([ms for one, ms in own.items() if one != stage]))
+            factor[(passes.stage == stage) & (passes.backward == backward)] = min(1.0, others / own[stage])
+        yield Suspect("stage", Place(unit=UNIT, stage=stage),
+                      lambda state, factor=factor: scaled(state, factor, np.zeros_like(factor)),
+                      most_s(passes, why.staged * (1 - factor)))
 
 
 def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect]:
