@@ -6,9 +6,9 @@ profile right and the rest as it was put in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +17,37 @@ from disttrain_cli.costs.layout import Stage, amount, optimizer_s, stages_of
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
+from disttrain_cli.simulation.faults import inject
 from disttrain_cli.simulation.pipeline import simulate
-from disttrain_cli.simulation.step import pipeline_of
+from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Layout, Prediction, StageTime, UnitPlan
 from disttrain_cli.spec.profile import Profile, SizeSample
+from disttrain_cli.spec.runfile import FaultSpec
 from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
 from tests.analysis.synthetic import table
 
 Floats = NDArray[np.float64]
 GPUS_PER_NODE = 8
+
+
+class HeldUp(NamedTuple):
+    """A host that does nothing for a while before forwards of a replica of a stage of the pipeline."""
+
+    stage: int
+    replica: int
+    seconds: float
+    step: int | None = None  # None: in all
+    slot: int | None = None
+
+
+def _held_s(pipeline: Pipeline, held_up: Sequence[HeldUp], step: int) -> Floats:
+    """[n, S, R] seconds of a step."""
+    held_s = np.zeros_like(pipeline.forward_s)
+    for one in held_up:
+        if one.step in (None, step):
+            held_s[slice(None) if one.slot is None else one.slot, one.stage, one.replica] += one.seconds
+    return held_s
 
 
 def layout_of(profile: Profile, batch: int, microbatches: int, trained: list[str] | None = None,
@@ -42,8 +63,8 @@ def layout_of(profile: Profile, batch: int, microbatches: int, trained: list[str
 
 def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
           stretch: dict[tuple[int, bool], float] | None = None, rehearsed: Rehearsed | None = None,
-          ordering: Literal["none", "paper"] = "paper") -> list[Timeline]:
-    """Write the traces and return what was simulated.
+          ordering: Literal["none", "paper"] = "paper", **disturbed: Any) -> list[Timeline]:
+    """Write the traces and return what was simulated; `disturbed` as of `play`.
 
     Args:
         data: from which step on other sizes than the profile's are read.
@@ -52,8 +73,10 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
     stages = stages_of(profile, layout)
     rows: dict[int, list[dict[str, Any]]] = {}
     reported, sizes, timelines, clock = [], [], [], 10**18
-    for step, (batch, loads, pipeline, timeline) in enumerate(play(profile, layout, steps, data, stretch, ordering)):
-        for rank, row in _rows(profile, layout, stages, loads, timeline, pipeline.reduce_s, clock):
+    played = play(profile, layout, steps, data, stretch, ordering, **disturbed)
+    for step, (batch, loads, pipeline, timeline) in enumerate(played):
+        held_s = _held_s(pipeline, disturbed.get("held_up", ()), step)
+        for rank, row in _rows(profile, layout, stages, loads, timeline, pipeline.reduce_s, held_s, clock):
             rows.setdefault(rank, []).append(row | {"step": step, "rank": rank})
         clock += round(1e9 * timeline.iteration_s)
         reported.append(_step(step, batch, timeline, clock))
@@ -76,23 +99,40 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
 
 
 def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
-         stretch: dict[tuple[int, bool], float] | None = None, ordering: str = "paper"
+         stretch: dict[tuple[int, bool], float] | None = None, ordering: str = "paper",
+         faults: Sequence[FaultSpec] = (), noise: float = 0.0, seed: int = 0, workers: int = 0,
+         held_up: Sequence[HeldUp] = ()
          ) -> Iterator[tuple[Sizes, dict[str, Floats], Pipeline, Timeline]]:
-    """Simulate the steps; arguments as of `write`."""
+    """Simulate the steps; arguments as of `write`.
+
+    Args:
+        faults: what is slower (`simulation.faults`).
+        noise: standard deviation of an operation's time.
+        seed: of the noise and of the batches.
+        workers: cores that prepare a replica's data; 0: data are always there.
+        held_up: hosts that are late.
+    """
+    random = np.random.default_rng(seed)
     stages, sample = stages_of(profile, layout), profile.data.sample
     for step in range(steps):
         sample = (data or {}).get(step, sample)
-        batch = sampled_batch(sizes_of_sample(sample), layout.global_batch_size, step)
+        batch = sampled_batch(sizes_of_sample(sample), layout.global_batch_size, 1000 * seed + step)
         places = assign(count_costs(batch, profile.inputs), layout, profile.inputs.llm, ordering)
         loads = replica_loads(batch, profile.inputs, layout, places)
         pipeline = pipeline_of(profile, layout, stages, loads, GPUS_PER_NODE)
         for (stage, forward), factor in (stretch or {}).items():
             (pipeline.forward_s if forward else pipeline.backward_s)[:, stage] *= factor
+        if workers:
+            pipeline = fed(pipeline, profile, stages, loads, workers, prefetch=1)
+        pipeline = inject(pipeline, stages, faults)
+        for times in (pipeline.forward_s, pipeline.backward_s):
+            times *= np.maximum(0.1, 1 + noise * random.standard_normal(times.shape))
+        pipeline.forward_s[...] += _held_s(pipeline, held_up, step)
         yield batch, loads, pipeline, simulate(pipeline)
 
 
 def _rows(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats], timeline: Timeline,
-          reduce_s: Floats, clock: int) -> Iterator[tuple[int, dict[str, Any]]]:
+          reduce_s: Floats, held_s: Floats, clock: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """(rank, row) of one step, without its number."""
     rank, whole_ns = 0, round(1e9 * timeline.iteration_s)
     for number, stage in enumerate(stages):
@@ -113,8 +153,15 @@ def _rows(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str
                             for slot in range(layout.microbatches))
             free = 0
             for start, end, forward, slot in passes:
+                waited = 0
+                if forward and timeline.load_wait_s is not None:
+                    waited = round(1e9 * timeline.load_wait_s[slot, number, replica])
                 if number > 0 if forward else number < len(stages) - 1:
-                    yield rank, row(f"receive_{'activation' if forward else 'gradient'}", free, start, slot=slot)
+                    yield rank, row(f"receive_{'activation' if forward else 'gradient'}", free, start - waited,
+                                    slot=slot)
+                if waited:
+                    yield rank, row("load", start - waited, start, slot=slot)
+                start += round(1e9 * held_s[slot, number, replica]) * forward
                 yield from ((rank, row(*one, slot=slot, **more))
                             for *one, more in _modules(profile, stage, loads, slot, replica, forward, start, end))
                 free = end

@@ -9,8 +9,7 @@ from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.losses import split_losses
 from disttrain_cli.analysis.own.database import open_database
 from disttrain_cli.analysis.replay import build_graph
-from disttrain_cli.analysis.result import Evidence, Remedy
-from disttrain_cli.analysis.verdict import judge
+from disttrain_cli.analysis.result import Evidence
 from tests.analysis import synthetic
 
 PLACES = {
@@ -69,16 +68,3 @@ def test_shares_are_shown_in_percent():
     assert Evidence(what="steps", value=0.75, unit="share of steps").shown == (75.0, "% of steps")
     assert Evidence(what="chance", value=0.5, unit="share").shown == (50.0, "%")
     assert Evidence(what="a step", value=0.5, unit="s").shown == (0.5, "s")
-
-
-@pytest.mark.parametrize(("gain_pct", "cause"), [(10.0, "intra_microbatch"), (0.0, "none")])
-def test_on_shared_cores_uneven_data_count_where_levelling_gains(tmp_path, gain_pct, cause):
-    synthetic.write(tmp_path, synthetic.Synthetic(skew=0.4))
-    losses = split_losses(build_graph(open_database([tmp_path])))
-    remedies = [Remedy(cause="intra_microbatch", change="equal work", command="", basis="replay", gpus=0,
-                       at_most=True, step_s=1.0, gain_s=gain_pct / 100, gain_pct=gain_pct)]
-    shares = {"warmup": 0.0, "drain": 0.0}
-    found = judge(losses, shares, {}, 6, [], shared_cores=True, remedies=remedies)
-    assert found.cause == cause
-    assert any("levelling would not regain" in row.what for row in found.evidence) == (cause == "none")
-    assert judge(losses, shares, {}, 6, [], remedies=remedies).cause == "intra_microbatch"

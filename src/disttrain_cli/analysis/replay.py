@@ -96,16 +96,20 @@ class Graph(Passes):
             update=np.full_like(recorded.update, np.median(recorded.update)),
         )
 
+    def cuts(self) -> dict[tuple[str, int], list[int]]:
+        """Passes by the cut that they receive over, named by the stage before it; those that receive nothing by theirs.
+        """
+        found: dict[tuple[str, int], list[int]] = {}
+        for index, feeding in enumerate(self.walk.sources):
+            before = int(feeding[0]) if len(feeding) and not self.backward[index] else index
+            found.setdefault((self.unit[before], int(self.stage[before])), []).append(index)
+        return found
 
     def links(self, values: Floats) -> dict[tuple[str, int], float]:
-        """Sums per step by the cut that the passes received over, named by the stage before it."""
-        found: dict[tuple[str, int], float] = {}
-        for index, (feeding, seconds) in enumerate(zip(self.walk.sources, values.mean(axis=1), strict=True)):
-            if len(feeding):
-                before = index if self.backward[index] else int(feeding[0])
-                place = self.unit[before], int(self.stage[before])
-                found[place] = found.get(place, 0.0) + float(seconds)
-        return found
+        """Sums per step by the cut that the passes received over."""
+        fed = np.array([len(feeding) > 0 for feeding in self.walk.sources])
+        sums = values.mean(axis=1) * fed
+        return {place: float(sums[own].sum()) for place, own in self.cuts().items() if fed[own].any()}
 
 
 def group_mean(values: Floats, groups: Ints) -> Floats:

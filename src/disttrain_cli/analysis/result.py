@@ -111,11 +111,33 @@ class Verdict(Struct, frozen=True, kw_only=True):
     place: Place
     lost_s: Annotated[float, Meta(description="Seconds per step that this cause costs.")]
     confidence: Annotated[float, Meta(description=
-        "0 to 1: share of the steps that say the same, less what stays unexplained, and less where steps are "
-        "few."
+        "0 to 1: how often such evidence has been right on jobs whose cause was known (docs/analysis.md)."
     )]
     evidence: list[Evidence]
     advice: str
+    next_command: str
+
+
+class Cause(Struct, frozen=True, kw_only=True):
+    """Something that slows a step, by what mending it gains; none of them claims more than that."""
+
+    cause: Annotated[str, Meta(description="A key of lost_s.")]
+    place: Place
+    places: Annotated[list[Place], Meta(description=
+        "Where several places gain only together, or lie in one row: each of them, that which adds most first."
+    )]
+    told: Annotated[str, Meta(description="What it is, in words.")]
+    gain_s: Annotated[float, Meta(description=
+        "Seconds of a step that mending it gains once the rows above it are mended; so the rows add up."
+    )]
+    gain_pct: Annotated[float, Meta(description="Of the recorded step.")]
+    alone_s: Annotated[float, Meta(description=
+        "What mending it gains with all else as recorded: less where another cause hides it."
+    )]
+    confidence: Annotated[float, Meta(description="0 to 1: how sure it is that this gains 5 % of a step or more.")]
+    one_event: Annotated[bool, Meta(description=
+        "Whether it would gain less than 5 % of a step without one event of one step."
+    )]
     next_command: str
 
 
@@ -345,6 +367,10 @@ class Analysis(Struct, frozen=True, kw_only=True):
     )]
     drift: Annotated[list[Drift], Meta(description="What of the data has moved away from what the plan was made for.")]
     slowest: list[Slowest]
+    causes: Annotated[list[Cause], Meta(description=
+        "What slows a step by 1 % or more, that which gains most first; the verdict's is among them, if it has one. "
+        "Empty where no step could be replayed."
+    )] = []
     remedies: Annotated[list[Remedy], Meta(description=
         "What single changes would gain, most first; empty where no step could be replayed."
     )] = []

@@ -2,126 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from disttrain_cli.analysis.losses import CAUSES, CROWDED, Losses
-from disttrain_cli.analysis.next_commands import HOST_GAPS, LEVEL, REMEASURE, SLOWEST_TRANSFERS, slow_rank
-from disttrain_cli.analysis.result import LEAST_GAIN_PCT, Comparison, Evidence, Place, Remedy, Verdict
+from disttrain_cli.analysis.causes import LEAST_SHARE, SMALLEST_SHARE, Finding
+from disttrain_cli.analysis.confidence import calibrated, exceeds
+from disttrain_cli.analysis.losses import CROWDED
+from disttrain_cli.analysis.next_commands import REMEASURE
+from disttrain_cli.analysis.result import LEAST_GAIN_PCT, Cause, Evidence, Place, Remedy, Verdict
+from disttrain_cli.analysis.telling import MOST_PLACES, Record, tell
 
-#: A cause that costs less than this share of a step is no straggler.
-LEAST_SHARE = 0.05
-#: A replica is named that is the heaviest in this share of the slots; else it is now one, now another.
-OFTEN = 0.75
 #: Causes that lie in the data.
 UNEVEN = ("intra_microbatch", "inter_microbatch")
-#: Predictions further off than this are measured again before they are planned with.
-TRUSTED_ERROR_PCT = 25.0
 
 
-def judge(
-    losses: Losses,
-    shares: dict[str, float],
-    where: Mapping[int, Place],
-    gpus: int,
-    comparisons: list[Comparison],
-    shared_cores: bool = False,
-    remedies: Sequence[Remedy] = (),
-) -> Verdict:
-    """Name what costs most.
+def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
+    """The findings as rows, in their order; those that cost nearly nothing are left out."""
+    rows = []
+    for finding in findings:
+        gain_pct = 100 * float(finding.gain_s.mean()) / record.measured_s
+        alone_s = float(finding.alone_s.mean())
+        if max(gain_pct, 100 * alone_s / record.measured_s) < LEAST_GAIN_PCT:
+            continue
+        place, told, _, _, command = tell(record, finding)
+        rows.append(Cause(
+            cause=finding.cause, place=place, places=finding.places[:MOST_PLACES], told=told,
+            gain_s=float(finding.gain_s.mean()), gain_pct=gain_pct, alone_s=alone_s,
+            confidence=calibrated(_raw(record, finding, []), record.kind), one_event=_one_event(record, finding),
+            next_command=command))
+    return rows
+
+
+def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
+    """Name what gains most if it is mended, and the others that gain enough; or say that nothing does.
 
     Args:
-        losses: seconds per step by cause.
-        shares: where the ranks' time goes, as fractions.
-        where: the place of every rank.
-        gpus: devices in use.
-        comparisons: predictions beside measurements, for the advice.
-        shared_cores: the ranks run on one CPU, so a rank that is ready may wait for a core: causes that lie in the
-            ranks themselves or between them are half as sure. Passes do not take as long as their work says either:
-            uneven data are a cause only where a remedy says that levelling them gains.
-        remedies: what single changes would gain; the one that fits the cause is advised with its gain.
+        findings: what slows the steps (`causes.find_causes`).
     """
-    measured = float(losses.measured.mean())
-    means = {cause: float(losses.lost[cause].mean()) for cause in CAUSES}
-    doubtful = [cause for cause in UNEVEN if shared_cores and remedies and fitting(remedies, cause) is None]
-    causes = [cause for cause in CAUSES if cause != "unexplained" and cause not in doubtful]
-    cause = max(causes, key=lambda name: means[name])
-    per_step = np.stack([losses.lost[name] for name in causes])
-    known = max(0.0, 1.0 - abs(means["unexplained"]) / measured)
-    known *= 1.0 - 0.5 ** len(losses.measured)  # a few steps may all say the same by chance
+    measured_s, losses = record.measured_s, record.losses
     evidence = [
-        Evidence(what="step as recorded", value=measured, unit="s"),
-        Evidence(
-            what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s"
-        ),
+        Evidence(what="step as recorded", value=measured_s, unit="s"),
+        Evidence(what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s"),
     ]
-    if means[cause] < LEAST_SHARE * measured:
-        calm = (per_step.max(axis=0) < LEAST_SHARE * losses.measured).mean()
-        fill = shares["warmup"] + shares["drain"]
-        evidence += [
-            Evidence(what=f"largest loss: {cause}", value=means[cause], unit="s"),
-            *(Evidence(what=f"{name} by the work of each, which levelling would not regain on shared cores",
-                       value=means[name], unit="s") for name in doubtful if means[name] >= LEAST_SHARE * measured),
-            Evidence(what="filling and draining the pipeline", value=fill, unit="share of time"),
-        ]
-        return Verdict(
-            cause="none",
-            headline=f"No straggler: nothing that can be mended costs more than {100 * LEAST_SHARE:.0f} % of a step.",
-            place=Place(),
-            lost_s=0.0,
-            confidence=round(float(calm * known), 3),
-            evidence=evidence,
-            **_calm_advice(fill, fitting(remedies, "unit"), measured),
-        )
-    persistence = (per_step.argmax(axis=0) == causes.index(cause)).mean()
-    evidence += [
-        Evidence(what=f"lost to {name}", value=means[name], unit="s")
-        for name in sorted(causes, key=lambda name: -means[name])[:3]
-        if means[name] > 0.005 * measured
-    ]
-    evidence.append(
-        Evidence(
-            what="steps in which this is the largest loss", value=float(persistence), unit="share of steps"
-        )
-    )
-    place, told, more, advice, command = _DETAILS[cause](losses, where, gpus, comparisons)
-    remedy = fitting(remedies, cause)
-    if remedy is not None:
-        advice += f" {_gain_of(remedy, measured)}"
-        command = remedy.command if cause == "unit" else command
-        bought = [one for one in remedies if one.cause == cause and one.gpus > 0 and one.gain_s > remedy.gain_s]
-        if bought and remedy.gpus <= 0:
-            advice += f" {_gain_of(max(bought, key=lambda one: one.gain_s / one.gpus), measured)}"
-    elif cause == "unit" and any(one.cause == "unit" for one in remedies):
-        advice += f" None of the layouts tried here would shorten a step by {LEAST_GAIN_PCT:.0f} %."
-    elif cause == "unit" and command != REMEASURE:
-        advice += (f" If the plan is already the best for {gpus} GPUs, one more shows whether the next whole number "
-                   "fits better.")
-    if shared_cores and cause in ("worker", "communication", "host"):
-        known /= 2
+    large = [one for one in findings if max(one.gain_s.mean(), one.alone_s.mean()) >= one.least_share * measured_s]
+    main = next((one for one in large if one.gain_s.mean() >= one.least_share * measured_s), None)
+    if main is None:
+        return _calm(record, findings, evidence)
+    others = [one for one in findings if one is not main]
+    place, told, more, advice, command = tell(record, main)
+    gain_s, alone_s = float(main.gain_s.mean()), float(main.alone_s.mean())
+    notes = list[str]()
+    evidence.append(Evidence(what=f"mending it: {told}", value=gain_s, unit="s"))
+    if alone_s < 0.5 * gain_s:
+        behind = "; ".join(tell(record, one).told for one in findings[:findings.index(main)])
+        notes.append(f"Mended alone it gains {alone_s:.3g} s; it is hidden by this: {behind}.")
+        evidence.append(Evidence(what="mending it alone, all else as recorded", value=alone_s, unit="s"))
+    for one in others:
+        gains_s, also = float(one.gain_s.mean()), tell(record, one).told
+        if gains_s >= SMALLEST_SHARE * measured_s:
+            evidence.append(Evidence(what=f"then mending also: {also}", value=gains_s, unit="s"))
+        if one in large:
+            notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
+    evidence.append(Evidence(what="steps in which mending it gains that much", unit="share of steps",
+                             value=float((main.gain_s >= main.least_share * losses.measured).mean())))
+    if _one_event(record, main):
+        notes.append("All of it hangs on one event of one step.")
+        evidence.append(Evidence(what="mending it, had its largest single event not happened",
+                                 value=float(main.rest_s or 0.0), unit="s"))
+    advice, command = _helped(record, main, advice, command)
+    raw = _raw(record, main, others)
+    if record.shared_cores and main.cause in ("worker", "communication", "host"):
+        raw /= 2
         advice = (
             "The ranks share the cores of one machine: whoever is ready to compute or receive may wait for a core. "
             "Fewer ranks, or one device per rank, show whether that is all."
         )
         more.append(Evidence(what="passes of all ranks ÷ time of the shared cores", value=losses.crowded, unit="ratio"))
-        if cause == "host" and losses.crowded > CROWDED:
+        if main.cause == "host" and losses.crowded > CROWDED:
             place, told = Place(host=place.host), "Ranks that are ready wait for one of the cores that all share"
             more[0] = Evidence(what="transfers above the usual, ranks summed", value=sum(losses.links.values()),
                                unit="s")
-        command = f"disttrain plan --gpus {max(1, gpus - 1)}"
-    share = 100 * means[cause] / measured
+        command = f"disttrain plan --gpus {max(1, record.gpus - 1)}"
     return Verdict(
-        cause=cause,
-        headline=f"{told}: {means[cause]:.3g} s of every {measured:.3g} s step ({share:.0f} %).",
+        cause=main.cause,
+        headline=" ".join([f"{told}: {gain_s:.3g} s of every {measured_s:.3g} s step "
+                           f"({100 * gain_s / measured_s:.0f} %).", *notes]),
         place=place,
-        lost_s=means[cause],
-        confidence=round(float(persistence * known), 3),
-        evidence=evidence + more,
+        lost_s=gain_s,
+        confidence=calibrated(raw, record.kind),
+        evidence=evidence + more + _own_bubbles(record, findings),
         advice=advice,
         next_command=command,
     )
+
+
+def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence]) -> Verdict:
+    """Nothing gains enough: what there is, and what it costs."""
+    measured_s, losses = record.measured_s, record.losses
+    small = sorted((one for one in findings if one.gain_s.mean() >= SMALLEST_SHARE * measured_s),
+                   key=lambda one: -float(one.gain_s.mean()))
+    headline = f"No straggler: nothing that can be mended costs more than {100 * LEAST_SHARE:.0f} % of a step"
+    for one in small:
+        evidence.append(Evidence(what=f"small: {tell(record, one).told}", value=float(one.gain_s.mean()),
+                                 unit="s"))
+    faults, limits = ([one for one in small if one.limit == limit] for limit in (False, True))
+    if faults:
+        share = 100 * faults[0].gain_s.mean() / measured_s
+        headline += f" (most: {tell(record, faults[0]).told}, {share:.1f} %)"
+    if limits:
+        share = 100 * limits[0].gain_s.mean() / measured_s
+        headline += f"; uneven data that the ordering leaves cost {share:.0f} % at most"
+    bubbles = _own_bubbles(record, findings)
+    if bubbles and any(one.cause == "unit" for one in record.remedies):
+        headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
+                     "tried here regains")
+    fill = record.shares["warmup"] + record.shares["drain"]
+    evidence += [*bubbles,
+                 Evidence(what="filling and draining the pipeline", value=fill, unit="share of time")]
+    gains = np.array([one.gain_s / losses.measured * (LEAST_SHARE / one.least_share) for one in findings])
+    gains = gains.reshape(-1, len(losses.measured))
+    most = gains.max(axis=0, initial=0.0)
+    return Verdict(
+        cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
+        confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind), evidence=evidence,
+        **_calm_advice(fill, fitting(record.remedies, "unit"), measured_s))
+
+
+def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
+    """Evidence for a cause, 0 to 1 (`confidence`); of the verdict's, also that no other one gains more."""
+    shares = finding.gain_s / record.losses.measured
+    raw = exceeds(shares, finding.least_share) * record.known
+    if _one_event(record, finding):
+        raw /= 2
+    rivals = [one.alone_s / record.losses.measured for one in others]
+    return min([raw, *(raw * exceeds(shares - rival, 0.0) for rival in rivals)])
+
+
+def _one_event(record: Record, finding: Finding) -> bool:
+    """Whether a cause gains enough only because of a single pass, transfer or wait of a single step."""
+    least_s = finding.least_share * record.measured_s
+    return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
+
+
+def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
+    """What a perfect sharing of the devices would gain and no layout does: no fault."""
+    regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
+    kept = float(record.losses.lost["unit"].mean()) - regained
+    return [Evidence(what="the plan's own bubbles: devices that cannot be shared more evenly in whole numbers",
+                     value=kept, unit="s")] if kept >= SMALLEST_SHARE * record.measured_s else []
+
+
+def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[str, str]:
+    """The advice with the remedy that fits, and its command."""
+    remedies, cause = record.remedies, main.cause
+    remedy = fitting(remedies, cause)
+    if cause == "unit" and remedy is not None:
+        advice, command = f"{advice} {_gain_of(remedy, record.measured_s)}", remedy.command
+        bought = [one for one in remedies if one.cause == cause and one.gpus > 0 and one.gain_s > remedy.gain_s]
+        if bought and remedy.gpus <= 0:
+            advice += f" {_gain_of(max(bought, key=lambda one: one.gain_s / one.gpus), record.measured_s)}"
+    elif cause == "unit" and command != REMEASURE:
+        advice += (f" If the plan is already the best for {record.gpus} GPUs, one more shows whether the next whole "
+                   "number fits better.")
+    elif cause in UNEVEN:
+        advice += (f" By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at most: an "
+                   "ordering cuts no sample.")
+    return advice, command
 
 
 def fitting(remedies: Sequence[Remedy], cause: str) -> Remedy | None:
@@ -162,164 +209,3 @@ def _calm_advice(fill: float, remedy: Remedy | None, measured_s: float) -> dict[
         if remedy.gpus <= 0 and remedy.gain_pct >= 100 * LEAST_SHARE:
             command = remedy.command
     return {"advice": advice, "next_command": command}
-
-
-def _unit(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    binding = max(losses.busy, key=lambda unit: losses.busy[unit])
-    lightest = min(losses.busy, key=lambda unit: losses.busy[unit])
-    evidence = [
-        Evidence(what=f"{unit}: compute per rank and step", value=seconds, unit="s")
-        for unit, seconds in losses.busy.items()
-    ]
-    off = [
-        row
-        for row in comparisons
-        if row.basis == "plan" and row.what == "stage_ms" and abs(row.error_pct) > TRUSTED_ERROR_PCT
-    ]
-    most, least = losses.busy[binding], losses.busy[lightest]
-    advice = f"{binding} has too few GPUs for its work, " + (
-        f"{most / least:.1f} times as long per rank as {lightest}" if most < 100 * least
-        else f"while {lightest} computes next to nothing")
-    if off:
-        advice += (f"; the plan expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and "
-                   "plan again.")
-        command = REMEASURE
-    else:
-        advice += "."
-        command = f"disttrain plan --gpus {gpus + 1} --top 5"
-    return Place(unit=binding), f"GPUs are badly shared: unit {binding} binds", evidence, advice, command
-
-
-def _intra(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    (unit, heaviest), factor = max(losses.replica_work.items(), key=lambda item: item[1])
-    often = losses.heaviest[unit, heaviest]
-    replica = heaviest if often >= OFTEN else None
-    evidence = [
-        Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio"),
-        Evidence(what=f"{unit} replica {heaviest}: slots in which it is the heaviest", value=often,
-                 unit="share of slots"),
-    ]
-    return (
-        Place(unit=unit, replica=replica),
-        f"Uneven data over the replicas of {unit}",
-        evidence,
-        "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that there is more to "
-        "level with.",
-        LEVEL,
-    )
-
-
-def _inter(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    (unit, slot), factor = max(losses.slot_work.items(), key=lambda item: item[1])
-    evidence = [Evidence(what=f"{unit}: work of slot {slot} over the mean slot", value=factor, unit="ratio")]
-    return (
-        Place(unit=unit),
-        f"Uneven data over the slots of a step, most in {unit}",
-        evidence,
-        "Order the slots: set train.ordering: best, or raise train.global_batch_size.",
-        LEVEL,
-    )
-
-
-def _stage(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    (unit, stage), factor = max(losses.stage_factor.items(), key=lambda item: item[1])
-    evidence = [Evidence(what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio")]
-    return (
-        Place(unit=unit, stage=stage),
-        f"Stage {stage} of {unit} is heavier than its other stages",
-        evidence,
-        f"Move layers away from stage {stage}: edit layers_per_stage of {unit} in plan.yaml, "
-        "or measure and plan again.",
-        REMEASURE,
-    )
-
-
-def _worker(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    rank, factor = max(losses.rank_factor.items(), key=lambda item: item[1])
-    place = where[rank]
-    evidence = [
-        Evidence(what=f"rank {rank}: time over what its work and stage explain", value=factor, unit="ratio")
-    ]
-    return (
-        place,
-        f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work",
-        evidence,
-        f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
-        slow_rank(rank),
-    )
-
-
-def _communication(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    unit, stage = max(losses.links, key=lambda cut: losses.links[cut])
-    evidence = [
-        Evidence(what=f"{name} stage {number}: transfers to the next stage and back above the usual, ranks summed",
-                 value=seconds, unit="s")
-        for (name, number), seconds in sorted(losses.links.items(), key=lambda item: -item[1])[:3]
-    ]
-    return (
-        Place(unit=unit, stage=stage),
-        f"Transfers are slow or vary, most after stage {stage} of {unit}",
-        evidence,
-        f"Look at the link between stage {stage} of {unit} and the next; the command lists the slowest transfers.",
-        SLOWEST_TRANSFERS,
-    )
-
-
-def _data(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    units: dict[str, dict[int, float]] = {}
-    for (name, number), seconds in losses.data_wait.items():
-        units.setdefault(name, {})[number] = seconds
-    unit = max(units, key=lambda name: max(units[name].values()))
-    replica = _alone(units[unit])
-    evidence = [
-        Evidence(what=f"{name}: waiting for data, mean of its replicas per step",
-                 value=sum(own.values()) / len(own), unit="s")
-        for name, own in units.items()
-    ]
-    if replica is not None:
-        evidence.append(Evidence(what=f"{unit} replica {replica}: waiting for data, per step",
-                                 value=units[unit][replica], unit="s"))
-    return (
-        Place(unit=unit, replica=replica),
-        f"Ranks wait for data, most in {unit}" + ("" if replica is None else f", replica {replica}"),
-        evidence,
-        "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
-        LEVEL,
-    )
-
-
-def _host(losses: Losses, where: Mapping[int, Place], gpus: int, comparisons: list[Comparison]) -> Any:
-    rank = max(losses.gap, key=lambda r: losses.gap[r])
-    place = where[rank]
-    alone = _alone(losses.gap) is not None
-    evidence = [
-        Evidence(what=f"rank {rank}: time covered by no operation, per step", value=losses.gap[rank], unit="s")
-    ]
-    told = "Ranks are held up between operations, or now and then inside them, by their hosts"
-    if alone:
-        told = f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is held up by its host"
-    return (
-        place if alone else Place(unit=place.unit, host=place.host),
-        told,
-        evidence,
-        f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
-        HOST_GAPS,
-    )
-
-
-def _alone(seconds: Mapping[int, float]) -> int | None:
-    """The one that stands out, with more than twice what the next one has; or None."""
-    first, *others = sorted(seconds, key=lambda one: -seconds[one])
-    return first if others and seconds[first] > 2 * seconds[others[0]] else None
-
-
-_DETAILS = {
-    "unit": _unit,
-    "intra_microbatch": _intra,
-    "inter_microbatch": _inter,
-    "stage": _stage,
-    "worker": _worker,
-    "communication": _communication,
-    "data": _data,
-    "host": _host,
-}

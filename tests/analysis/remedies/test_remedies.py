@@ -14,10 +14,12 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.remedies.remedies import remedies
+from disttrain_cli.analysis.own.suspects import own_suspects
+from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
 from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.report import tables
 from disttrain_cli.analysis.result import Remedy
+from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import fitting, judge
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from tests.analysis import simulated, synthetic
@@ -28,7 +30,7 @@ STEPS = 4
 TOLERANCE = 0.01
 #: By cause, what is put in, and what the job has instead once it is mended.
 FAULTS = {
-    "stage": ({"slow_stage": {1: 1.5}}, {"slow_stage": {0: 1.25, 1: 1.25}}),
+    "stage": ({"slow_stage": {1: 1.5}}, {}),
     "worker": ({"slow_rank": {3: 1.6}}, {}),
     "communication": ({"transfer_ms": 20.0}, {}),
     "data": ({"load_ms": 40.0}, {"load_ms": 0.0}),
@@ -48,7 +50,8 @@ def found_in(folder, **faults):
     synthetic.write(folder, synthetic.Synthetic(steps=STEPS, **faults), segments=1)
     database = open_database([folder])
     graph = build_graph(database)
-    return remedies(database, graph, explain(graph, graph.recorded.compute, graph.predicted))
+    why = explain(graph, graph.recorded.compute, graph.predicted)
+    return remedies(database, graph, own_suspects(graph, why, {}), other_layouts(database, graph, why))
 
 
 def of(found, cause):
@@ -71,6 +74,14 @@ def test_of_two_faults_each_is_mended_alone(tmp_path, mended, other):
     found = found_in(tmp_path, **fault)
     left_s = windows_s(**{**FAULTS[mended][1], **FAULTS[other][0]})
     assert of(found, mended).step_s == pytest.approx(left_s, rel=2 * TOLERANCE)
+
+
+def test_stages_of_unequal_work_gain_by_levelling(tmp_path):
+    """Without a profile nobody knows that a stage is slow for its work."""
+    synthetic.write(tmp_path, synthetic.Synthetic(steps=STEPS, slow_stage={1: 1.5}))
+    (tmp_path / "job.json").unlink()
+    remedy = of(analyze([tmp_path]).remedies, "stage")
+    assert remedy.step_s == pytest.approx(windows_s(slow_stage={0: 1.25, 1: 1.25}), rel=TOLERANCE)
 
 
 def test_levelled_replicas_take_the_mean(tmp_path, monkeypatch):
@@ -96,7 +107,7 @@ def test_one_more_generator_halves_its_passes(tmp_path):
 def test_nothing_gains_in_a_clean_even_job(tmp_path):
     found = found_in(tmp_path)
     repairs = [remedy for remedy in found if remedy.cause != "unit"]
-    assert len(repairs) == 7
+    assert {remedy.cause for remedy in repairs} >= set(FAULTS) - {"worker", "host"}
     assert all(abs(remedy.gain_pct) < 100 * TOLERANCE for remedy in repairs)
     assert [remedy.gain_s for remedy in found] == sorted((remedy.gain_s for remedy in found), reverse=True)
 
@@ -105,7 +116,8 @@ def test_without_a_profile_nothing_is_said_of_other_layouts(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=STEPS, slow_rank={3: 1.6}))
     (tmp_path / "job.json").unlink()
     found = analyze([tmp_path]).remedies
-    assert {remedy.cause for remedy in found} == set(FAULTS) | {"intra_microbatch"}
+    assert {remedy.cause for remedy in found} >= {"worker", "stage", "data", "communication", "intra_microbatch"}
+    assert "unit" not in {remedy.cause for remedy in found}
     assert of(found, "worker").step_s == pytest.approx(windows_s(), rel=TOLERANCE)
 
 
@@ -136,7 +148,7 @@ def test_taking_delays_away_never_lengthens_a_step(tmp_path_factory, fault):
     """Levelled work may, where it fills the pipeline later: it is left out here."""
     found = found_in(tmp_path_factory.mktemp("fault"), **fault)
     for cause in ("worker", "communication", "data"):
-        assert of(found, cause).gain_pct > -1e-6
+        assert all(remedy.gain_pct > -1e-6 for remedy in found if remedy.cause == cause)
 
 
 UNBALANCED = {"image_encoder": {"dp": 3, "layers_per_stage": [4]}, "llm": {"dp": 2, "layers_per_stage": [6]},
@@ -169,17 +181,22 @@ def test_what_more_devices_would_gain_is_told_too(unbalanced):
     database = open_database([folder])
     losses = split_losses(build_graph(database))
     free, bought = (Remedy(cause="unit", change=change, command=change, basis="replay", gpus=gpus, step_s=1.0,
-                           gain_s=gain_s, gain_pct=10 * gain_s, at_most=False)
+                           gain_s=gain_s, gain_pct=100 * gain_s, at_most=False)
                     for change, gpus, gain_s in (("a swap", 0, 0.2), ("one more", 1, 0.5)))
-    shares = {"warmup": 0.1, "drain": 0.1}
-    verdict = judge(losses, shares, {}, 8, [], remedies=[bought, free])
-    assert verdict.cause == "unit" and verdict.next_command == "a swap"
-    assert verdict.advice.index("with a swap.") < verdict.advice.index("with one more.")
-    assert "one more" not in judge(losses, shares, {}, 8, [], remedies=[free]).advice
-    told = judge(losses, shares, {}, 8, []).advice
-    assert "If the plan is already the best for 8 GPUs" in told
-    little = replace(bought, gain_s=0.001, gain_pct=0.1)
-    assert "None of the layouts tried here" in judge(losses, shares, {}, 8, [], remedies=[little]).advice
+
+    def verdict(*known):
+        record = Record(losses=losses, where={}, comparisons=[], gpus=8, kind="disttrain", remedies=known,
+                        shares={"warmup": 0.1, "drain": 0.1})
+        return judge(record, with_layouts([], known, losses))
+
+    found = verdict(bought, free)
+    assert found.cause == "unit" and found.next_command == "a swap"
+    assert found.advice.index("with a swap.") < found.advice.index("with one more.")
+    assert "one more" not in verdict(free).advice
+    little = replace(free, gain_s=0.001, gain_pct=0.1)
+    assert verdict(bought, little).cause == verdict(bought).cause == "none"
+    assert "which no layout tried here regains" in verdict(bought, little).headline
+    assert "with one more." in verdict(bought, little).advice
 
 
 def test_what_gains_is_shown(unbalanced):

@@ -7,6 +7,7 @@ import pytest
 
 from disttrain_cli.analysis.losses import explain
 from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.analysis.own.suspects import own_suspects
 from disttrain_cli.analysis.remedies.remedies import remedies
 from disttrain_cli.analysis.remedies.reordering import reordered_s
 from disttrain_cli.analysis.replay import build_graph
@@ -30,7 +31,8 @@ JOBS = {
 def remedies_of(folder):
     database = open_database([folder])
     graph = build_graph(database)
-    return graph, remedies(database, graph, explain(graph, graph.recorded.compute, graph.predicted))
+    why = explain(graph, graph.recorded.compute, graph.predicted)
+    return graph, remedies(database, graph, own_suspects(graph, why, {}), [])
 
 
 @pytest.mark.parametrize("job", JOBS)

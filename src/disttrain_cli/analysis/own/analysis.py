@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, Finding, State, Suspect, find_causes
 from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
@@ -11,10 +13,12 @@ from disttrain_cli.analysis.own.inside import inside
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
-from disttrain_cli.analysis.remedies.remedies import remedies
-from disttrain_cli.analysis.replay import build_graph
+from disttrain_cli.analysis.own.suspects import own_suspects, replayed, state_of
+from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
+from disttrain_cli.analysis.replay import Delays, Graph, build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
+    Cause,
     Comparison,
     JobSummary,
     MemoryRow,
@@ -28,7 +32,8 @@ from disttrain_cli.analysis.result import (
     Verdict,
     WhatIf,
 )
-from disttrain_cli.analysis.verdict import judge, unknown
+from disttrain_cli.analysis.telling import Record
+from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.plan import Prediction
@@ -58,7 +63,7 @@ def analyze_database(database: Database) -> Analysis:
     comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
     moved = moved_data(database)
     ranks = rank_summaries(database)
-    stragglers, verdict, study, helps = _straggle(database, shares, ranks, comparisons, bool(moved))
+    stragglers, verdict, causes, study, helps = _straggle(database, shares, ranks, comparisons, bool(moved))
     summary = JobSummary(
         run=database.run,
         rehearsed=None if job is None else _rehearsed(job),
@@ -90,6 +95,7 @@ def analyze_database(database: Database) -> Analysis:
         verdict=verdict,
         ranks=ranks,
         what_if=study,
+        causes=causes,
         remedies=helps,
         predicted_vs_measured=comparisons,
         operations=operations,
@@ -208,36 +214,70 @@ def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
 def _straggle(
     database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison],
     moved_on: bool,
-) -> tuple[Stragglers, Verdict, WhatIf | None, list[Remedy]]:
+) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
         return (
             Stragglers(slowdown=None, ideal_s=None, lost_s=None),
             unknown("no recorded step is whole enough to replay"),
+            [],
             None,
             [],
         )
     why = explain(graph, graph.recorded.compute, graph.predicted)
-    losses, helps = split_losses(graph, why), remedies(database, graph, why, moved_on)
     where = {
         rank.rank: Place(unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host)
         for rank in ranks
     }
+    losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
+    layouts = other_layouts(database, graph, why, moved_on)
+    helps = remedies(database, graph, suspects, layouts)
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
+    record = Record(
+        losses=losses, where=where, comparisons=comparisons, shares=shares, kind="disttrain", remedies=helps,
+        gpus=len(ranks) if job is None else job.layout.gpus_used, present=min(1.0, len(ranks) / _expected(database)),
+        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1)
+    findings, state = _causes(graph, suspects, job is not None and job.predicted.ordering in ("paper", "best"))
+    if findings:
+        mended = replace(graph, recorded=Delays(*state))
+        layouts = other_layouts(database, mended, explain(mended, state[0], graph.predicted), moved_on)
+    findings = with_layouts(findings, layouts, losses)
     return (
         Stragglers(
             slowdown=measured_s / ideal_s,
             ideal_s=ideal_s,
             lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
         ),
-        judge(losses, shares, where, len(ranks) if job is None else job.layout.gpus_used, comparisons,
-              job is not None and shares_cores(job) and len(ranks) > 1, helps),
+        judge(record, findings),
+        rows_of(record, findings),
         what_if(graph),
         helps,
     )
+
+
+def _causes(graph: Graph, suspects: list[Suspect], ordered: bool) -> tuple[list[Finding], State]:
+    """What slows the steps, and the steps with all of it mended.
+
+    Args:
+        ordered: uneven data are what an ordering has left, so that they are looked at last, and as a limit.
+    """
+    uneven = [one for one in suspects if ordered and one.cause in UNEVEN]
+    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded),
+                                  [one for one in suspects if one not in uneven])
+    left, level = find_causes(lambda times: replayed(graph, times), state, uneven, LEAST_LIMIT_SHARE)
+    return [*findings, *(replace(one, limit=True) for one in left)], level
+
+
+def _expected(database: Database) -> int:
+    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other has any."""
+    job = database.job
+    if job is None:
+        return round(sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units")))
+    others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
+    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
 
 
 def _memory(database: Database) -> list[MemoryRow]:
@@ -296,12 +336,6 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
     return sum(row[key] or 0.0 for row in rows) / len(rows)
 
 
-def _ranks_of(database: Database, job: Job) -> int:
-    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other has any."""
-    others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
-    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
-
-
 def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], summary: JobSummary) -> None:
     """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared cores."""
     warn, job = database.warnings.append, database.job
@@ -310,7 +344,7 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
     if times["incomplete"]:
         warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
     if job is not None:
-        whole = _ranks_of(database, job)
+        whole = _expected(database)
         if summary.ranks < whole:
             warn(f"the trace holds {summary.ranks} of {whole} ranks: figures are of those only")
     expected = times["last_step"] - times["first_step"] + 1

@@ -15,52 +15,82 @@ A row of basis `plan` is no replay: what it gains is the planner's, between two 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from disttrain_cli.analysis import next_commands
-from disttrain_cli.analysis.losses import CROWDED, Explained, ratio
+from disttrain_cli.analysis.causes import Finding, Suspect, mend
+from disttrain_cli.analysis.losses import Explained, Losses
 from disttrain_cli.analysis.own.database import Database
+from disttrain_cli.analysis.own.suspects import replayed, state_of
 from disttrain_cli.analysis.remedies.reordering import reordered_s
 from disttrain_cli.analysis.remedies.replanning import replan
 from disttrain_cli.analysis.remedies.replicas import Record, moved, one_more, record_of, seconds_with
-from disttrain_cli.analysis.replay import Delays, Graph, group_mean
-from disttrain_cli.analysis.result import Remedy
-from disttrain_cli.analysis.walk import Floats
+from disttrain_cli.analysis.replay import Graph
+from disttrain_cli.analysis.result import Place, Remedy
 from disttrain_cli.spec.plan import Layout
 
 
-def remedies(database: Database, graph: Graph, why: Explained, moved_on: bool = False) -> list[Remedy]:
+def remedies(database: Database, graph: Graph, suspects: Sequence[Suspect], layouts: Sequence[Remedy]) -> list[Remedy]:
     """Single changes, those that gain most first.
+
+    Args:
+        suspects: `own_suspects` of the graph.
+        layouts: `other_layouts` of the graph.
+    """
+    recorded = state_of(graph.recorded)
+    recorded_s, measured_s = float(replayed(graph, recorded).mean()), float(graph.window.mean())
+    found = [_row(measured_s, cause, change, command, recorded_s - float(replayed(graph, mend(recorded, own)).mean()),
+                  at_most=cause in ("intra_microbatch", "inter_microbatch"))
+             for cause, change, command, own in _repairs(database, suspects)]
+    if database.job is not None and database.job.predicted.ordering == "none":
+        reordered = reordered_s(graph)
+        if reordered is not None:
+            change = "the recorded slots in the order of train.ordering: paper"
+            found.append(_row(measured_s, "inter_microbatch", change, next_commands.LEVEL,
+                              recorded_s - float(reordered.mean())))
+    return sorted([*found, *layouts], key=lambda remedy: -remedy.gain_s)
+
+
+def other_layouts(database: Database, graph: Graph, why: Explained, moved_on: bool = False) -> list[Remedy]:
+    """Other shares of the devices, or one device more; empty where the traces cannot tell.
 
     Args:
         why: `explain` of the graph's recorded passes.
         moved_on: the data are not those of the profile any more, so that nothing is planned with them.
     """
-    recorded_s, measured_s = float(graph.replay(graph.recorded).mean()), float(graph.window.mean())
-    record = record_of(database, graph)
+    record, measured_s = record_of(database, graph), float(graph.window.mean())
+    if record is None:
+        return []
+    again = next_commands.plan_again(database.paths)
+    recorded_s = float(graph.replay(graph.recorded).mean())
+    return [_row(measured_s, "unit", *layout)
+            for layout in _layouts(record, why, recorded_s, min(measured_s, recorded_s), again, moved_on)]
 
-    def row(cause: str, change: str, command: str, gain_s: float, gpus: int = 0,
-            basis: Literal["replay", "plan"] = "replay", at_most: bool = False) -> Remedy:
-        return Remedy(cause=cause, change=change, command=command, basis=basis, gpus=gpus, at_most=at_most,
-                      step_s=measured_s - gain_s, gain_s=gain_s, gain_pct=100 * gain_s / measured_s)
 
-    found = [row(cause, change, command, recorded_s - float(graph.replay(delays).mean()),
-                 at_most=cause in ("intra_microbatch", "inter_microbatch"))
-             for cause, change, command, delays in _repairs(database, graph, why)]
-    reordered = None
-    if database.job is not None and database.job.predicted.ordering == "none":
-        reordered = reordered_s(graph)
-    if reordered is not None:
-        found.append(row("inter_microbatch", "the recorded slots in the order of train.ordering: paper",
-                         next_commands.LEVEL, recorded_s - float(reordered.mean())))
-    if record is not None:
-        found += [row("unit", *layout) for layout in _layouts(record, why, recorded_s, measured_s,
-                                                              next_commands.plan_again(database.paths), moved_on)]
-    return sorted(found, key=lambda remedy: -remedy.gain_s)
+def with_layouts(findings: list[Finding], layouts: Sequence[Remedy], losses: Losses) -> list[Finding]:
+    """The findings, and that the devices are badly shared, if another layout of as many gains with all of them mended.
+
+    What it gains beyond a perfect sharing of the devices (by another TP size, say) is no fault of the sharing.
+
+    Args:
+        layouts: `other_layouts` of the steps with all findings mended.
+    """
+    best = max((one for one in layouts if one.gpus <= 0 and one.worth), key=lambda one: one.gain_s, default=None)
+    if best is None:
+        return findings
+    gain_s = np.minimum(losses.measured * best.gain_pct / 100, losses.lost["unit"])
+    badly = Finding("unit", [Place()], gain_s, gain_s)
+    first = bool(findings) and findings[0].gain_s.mean() > gain_s.mean()
+    return [*findings, badly] if first else [badly, *findings]
+
+
+def _row(measured_s: float, cause: str, change: str, command: str, gain_s: float, gpus: int = 0,
+         basis: Literal["replay", "plan"] = "replay", at_most: bool = False) -> Remedy:
+    return Remedy(cause=cause, change=change, command=command, basis=basis, gpus=gpus, at_most=at_most,
+                  step_s=measured_s - gain_s, gain_s=gain_s, gain_pct=100 * gain_s / measured_s)
 
 
 def _layouts(record: Record, why: Explained, recorded_s: float, measured_s: float, again: str, moved_on: bool
@@ -82,45 +112,33 @@ def _layouts(record: Record, why: Explained, recorded_s: float, measured_s: floa
                again, gain_s, new.layout.gpus_used - present.gpus_used, "plan")
 
 
-def _repairs(database: Database, graph: Graph, why: Explained) -> Iterator[tuple[str, str, str, Delays]]:
-    """(cause, change, next command, delays) of everything that a new layout is not needed for."""
-    recorded, usual, job = graph.recorded, graph.without_delays(), database.job
-    ranks = graph.groups("rank", "backward")
-    own = ratio(group_mean(recorded.compute, ranks), group_mean(why.worked, ranks))
-
-    def computed(then: Floats, now: Floats) -> Delays:
-        """Passes that take what `then` explains instead of what `now` does."""
-        idle = why.worked <= 0  # replicas without work, which would get some
-        return replace(recorded, compute=np.where(idle, then * own, recorded.compute * ratio(then, now)))
-
+def _repairs(database: Database, suspects: Sequence[Suspect]) -> Iterator[tuple[str, str, str, list[Suspect]]]:
+    """(cause, change, next command, what is mended) of everything that a new layout is not needed for."""
+    job = database.job
     ordered = "train.ordering: best"
     if job is not None and job.predicted.ordering == "best":
         ordered = "raise train.global_batch_size"
-    yield ("intra_microbatch", f"equal work on the replicas of every slot, if data could be cut ({ordered})",
-           next_commands.LEVEL, computed(why.mean * why.slot, why.worked))
-    yield ("inter_microbatch", f"equal work in every slot, if data could be cut ({ordered})", next_commands.LEVEL,
-           computed(why.uneven, why.worked))
-    yield "stage", "stages of a unit that take equally long", next_commands.REMEASURE, computed(why.worked, why.staged)
-    slow = _slowest_rank(graph, why)
-    place = int(np.flatnonzero(graph.rank == slow)[0])
-    yield ("worker", f"rank {slow} ({graph.unit[place]}, stage {graph.stage[place]}, replica {graph.replica[place]}) "
-           "as fast as its peers", next_commands.slow_rank(slow),
-           replace(recorded, compute=np.where((graph.rank == slow)[:, None], recorded.compute * ratio(
-               why.staged, why.ranked), recorded.compute)))
-    quick = np.minimum(recorded.transfer, usual.transfer)
-    crowded = graph.crowded > CROWDED
-    yield ("communication", "no transfer slower than usual", next_commands.SLOWEST_TRANSFERS,
-           replace(recorded, transfer=recorded.transfer if crowded else quick,
-                   handover=np.minimum(recorded.handover, usual.handover),
-                   update=np.minimum(recorded.update, usual.update)))
-    yield "data", "data always ready", next_commands.LEVEL, replace(recorded, load=usual.load)
-    yield ("host", "no rank held up by its host", next_commands.HOST_GAPS,
-           replace(recorded, gap=usual.gap, compute=why.ranked, transfer=quick if crowded else recorded.transfer))
-
-
-def _slowest_rank(graph: Graph, why: Explained) -> int:
-    took, expected = (np.bincount(graph.rank, values.sum(axis=1)) for values in (why.ranked, why.staged))
-    return int(np.argmax(np.divide(took, expected, out=np.zeros_like(took), where=expected > 0)))
+    changes = {
+        "intra_microbatch": (f"equal work on the replicas of every slot, if data could be cut ({ordered})",
+                             next_commands.LEVEL),
+        "inter_microbatch": (f"equal work in every slot, if data could be cut ({ordered})", next_commands.LEVEL),
+        "stage": ("stages of a unit that take equally long", next_commands.REMEASURE),
+        "communication": ("no transfer slower than usual", next_commands.SLOWEST_TRANSFERS),
+        "data": ("data always ready", next_commands.LEVEL),
+        "host": ("no rank held up by its host", next_commands.HOST_GAPS),
+    }
+    for cause, (change, command) in changes.items():
+        own = [one for one in suspects if one.cause == cause and not (cause == "stage" and one.place.stage is not None)]
+        if own:
+            yield cause, change, command, own
+    for one in suspects:
+        rank, place = one.place.rank, one.place
+        if one.cause == "stage" and place.stage is not None:
+            yield ("stage", f"stage {place.stage} of {place.unit} as fast for its work as its other stages",
+                   next_commands.REMEASURE, [one])
+        if one.cause == "worker" and rank is not None:
+            yield ("worker", f"rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) as fast as its "
+                   "peers", next_commands.slow_rank(rank), [one])
 
 
 def _one_more(record: Record) -> Iterator[tuple[Layout, str]]:

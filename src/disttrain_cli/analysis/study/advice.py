@@ -20,35 +20,45 @@ _TRANSFERS = _SQL.format(what="optype, stage, min(duration) * 1e3 AS least_ms, m
                          rest="WHERE optype NOT LIKE '%-compute' GROUP BY ALL ORDER BY most_ms DESC")
 
 
+_HOST = _SQL.format(what="rank, step, min(start_ts) AS first_pass_s",
+                    rest="WHERE optype = 'forward-compute' GROUP BY ALL ORDER BY 3 DESC LIMIT 20")
+
+
+def command_of(cause: str, place: Place) -> str:
+    """The rows that show a cause."""
+    if cause == "worker":
+        return _SQL.format(what="step, avg(duration) * 1e3 AS ms",
+                           rest=f"WHERE rank = {place.rank} AND optype = '{FORWARD}' GROUP BY ALL ORDER BY ALL")
+    return {"communication": _TRANSFERS, "host": _HOST, "intra_microbatch": _BY_MICROBATCH,
+            "inter_microbatch": _BY_MICROBATCH}.get(cause, _BY_STAGE)
+
+
 def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
     """The verdict with advice for a Megatron job, and with this trace's own evidence."""
     cause, place = verdict.cause, replace(verdict.place, unit=None)
-    advice, command, more = verdict.advice, verdict.next_command, list[Evidence]()
+    advice, command, more = verdict.advice, command_of(cause, place), list[Evidence]()
     if cause == "stage":
-        advice, command, more = _stage(place, graph, replays, losses)
+        advice, more = _stage(place, graph, replays, losses)
     elif cause == "worker":
-        advice, command, more = _worker(place, graph)
+        advice, more = _worker(place, graph)
     elif cause in ("intra_microbatch", "inter_microbatch"):
         over = "replicas" if cause == "intra_microbatch" else "microbatches"
         advice = f"Sequences of unequal length: level Σ length² over the {over} when batches are put together."
-        command = _BY_MICROBATCH
     elif cause == "communication":
         slow = max(replays.what_if.by_operation.items(), key=lambda item: item[1] if "compute" not in item[0] else 0.0)
         advice = "Look at the links and at what else runs on them: transfers take longer in some steps or places."
-        command, more = _TRANSFERS, [Evidence(what=f"slowdown by {slow[0]} alone", value=slow[1], unit="ratio")]
+        more = [Evidence(what=f"slowdown by {slow[0]} alone", value=slow[1], unit="ratio")]
     elif cause == "host":
         advice = ("Operations start late though nothing they wait for is late: loading data, Python, garbage "
                   "collection or other processes on the hosts.")
-        command = _SQL.format(what="rank, step, min(start_ts) AS first_pass_s",
-                              rest="WHERE optype = 'forward-compute' GROUP BY ALL ORDER BY 3 DESC LIMIT 20")
     elif cause == "none":
-        advice, command = "Nothing to repair; more speed needs more GPUs or faster kernels.", _BY_STAGE
+        advice = "Nothing to repair; more speed needs more GPUs or faster kernels."
     more.append(Evidence(what="slowdown S in the study's definition", value=replays.what_if.slowdown, unit="ratio"))
     return replace(verdict, place=place, advice=advice, next_command=command, evidence=[*verdict.evidence, *more])
 
 
 def _stage(place: Place, graph: StudyGraph, replays: Replays,
-           losses: Losses) -> tuple[str, str, list[Evidence]]:
+           losses: Losses) -> tuple[str, list[Evidence]]:
     stage = place.stage
     of_stage, whole = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
     stages = len(np.unique(graph.stage))
@@ -56,16 +66,14 @@ def _stage(place: Place, graph: StudyGraph, replays: Replays,
     last = " It is the last one, which computes the vocabulary's head and the loss too." if stage == stages - 1 else ""
     gain = float(replays.measured.mean() / (replays.measured - losses.lost["stage"]).mean())
     return (f"Move about {100 * share:.0f} % of the work of stage {stage} to the others: give it fewer layers.{last} "
-            f"Even stages would make steps {100 * (gain - 1):.0f} % faster.", _BY_STAGE,
+            f"Even stages would make steps {100 * (gain - 1):.0f} % faster.",
             [row for kind in (FORWARD, BACKWARD) for row in _beside(graph, kind, of_stage, f"stage {stage}", "stages")])
 
 
-def _worker(place: Place, graph: StudyGraph) -> tuple[str, str, list[Evidence]]:
-    command = _SQL.format(what="step, avg(duration) * 1e3 AS ms",
-                          rest=f"WHERE rank = {place.rank} AND optype = '{FORWARD}' GROUP BY ALL ORDER BY ALL")
+def _worker(place: Place, graph: StudyGraph) -> tuple[str, list[Evidence]]:
     own = graph.rank == place.rank
     return (f"Look at the device of rank {place.rank} and at the other processes of its host; leave the host out if it "
-            "stays slow.", command,
+            "stays slow.",
             [row for kind in (FORWARD, BACKWARD) for row in _beside(graph, kind, own, f"rank {place.rank}", "ranks")])
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from disttrain_cli.analysis.replay import Passes
 from disttrain_cli.analysis.result import (
     Analysis,
+    Cause,
     JobSummary,
     Place,
     RankSummary,
@@ -18,13 +20,15 @@ from disttrain_cli.analysis.result import (
     WhatIf,
 )
 from disttrain_cli.analysis.sql import query_text
-from disttrain_cli.analysis.study.advice import told
+from disttrain_cli.analysis.study.advice import command_of, told
 from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of
-from disttrain_cli.analysis.study.losses import UNIT, passes_of, split_study
+from disttrain_cli.analysis.study.losses import UNIT, explain_study, passes_of, split_study
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
 from disttrain_cli.analysis.study.replays import replay
-from disttrain_cli.analysis.verdict import judge, unknown
+from disttrain_cli.analysis.study.suspects import study_causes
+from disttrain_cli.analysis.telling import Record
+from disttrain_cli.analysis.verdict import judge, rows_of, unknown
 
 
 def analyze_study(files: list[Path]) -> Analysis:
@@ -35,7 +39,7 @@ def analyze_study(files: list[Path]) -> Analysis:
     """
     trace = read_study(files)
     stragglers, study = Stragglers(slowdown=None, ideal_s=None, lost_s=None), None
-    slowest: list[Slowest] = []
+    slowest, causes = list[Slowest](), list[Cause]()
     try:
         graph = graph_of(trace)
         trace = graph.trace
@@ -43,7 +47,7 @@ def analyze_study(files: list[Path]) -> Analysis:
         verdict, waits = unknown(str(error)), {}
         trace.warnings.append(f"the steps cannot be replayed: {error}")
     else:
-        stragglers, verdict, study, slowest = _straggle(graph)
+        stragglers, verdict, causes, study, slowest = _straggle(graph)
         waits = _waits(graph)
     measured = trace.end.max(axis=0) - trace.start.min(axis=0)
     ranks = _ranks(trace, waits)
@@ -60,8 +64,9 @@ def analyze_study(files: list[Path]) -> Analysis:
             exposed_communication_fraction=None,
             time_shares={"compute": compute / span, "communication": sum(r.non_compute_us for r in ranks) / span,
                          "idle": sum(r.idle_us for r in ranks) / span}),
-        units=[], stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study, predicted_vs_measured=[],
-        operations=[], drift=[], slowest=slowest, warnings=list(dict.fromkeys(trace.warnings)))
+        units=[], stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study, causes=causes,
+        predicted_vs_measured=[], operations=[], drift=[], slowest=slowest,
+        warnings=list(dict.fromkeys(trace.warnings)))
 
 
 def _layout(trace: StudyTrace) -> str:
@@ -69,9 +74,10 @@ def _layout(trace: StudyTrace) -> str:
     return f"DP {len(trace.replicas)}, PP {int(trace.stage.max()) + 1}{parts}, {int(trace.slot.max()) + 1} microbatches"
 
 
-def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, WhatIf, list[Slowest]]:
+def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], WhatIf, list[Slowest]]:
     replays = replay(graph)
-    losses = split_study(graph, replays)
+    why = explain_study(graph)
+    losses = split_study(graph, replays, why)
     if graph.contradictions:
         graph.trace.warnings.append(f"{graph.contradictions} transfer(s) end before all that take part have begun: the "
                                     "clocks of the hosts are apart")
@@ -79,11 +85,16 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, WhatIf, list[Slow
               for rank, stage, replica in zip(graph.rank, graph.stage, graph.replica, strict=True)}
     stages, slots = int(graph.stage.max()) + 1, int(graph.seq[graph.optype == FORWARD].max()) + 1
     fill = (stages - 1) / (slots + stages - 1)  # of 1F1B with equal stages
-    verdict = judge(losses, {"warmup": fill / 2, "drain": fill / 2}, places, len(places), [])
+    record = Record(losses=losses, where=places, comparisons=[], gpus=len(places), kind="operations",
+                    shares={"warmup": fill / 2, "drain": fill / 2}, present=graph.trace.present)
+    findings = study_causes(graph, why, places)
+    verdict = judge(record, findings)
+    causes = [replace(row, place=replace(row.place, unit=None), places=[replace(one, unit=None) for one in row.places],
+                      next_command=command_of(row.cause, row.place)) for row in rows_of(record, findings)]
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
     return (Stragglers(slowdown=measured_s / ideal_s, ideal_s=ideal_s,
                        lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}),
-            told(verdict, graph, replays, losses), replays.what_if, _slowest(graph, passes_of(graph)))
+            told(verdict, graph, replays, losses), causes, replays.what_if, _slowest(graph, passes_of(graph)))
 
 
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:

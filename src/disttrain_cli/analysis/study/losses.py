@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from disttrain_cli.analysis.losses import Losses, explain, factors, per_rank, successive
+from disttrain_cli.analysis.losses import Explained, Losses, explain, factors, per_rank, successive
 from disttrain_cli.analysis.replay import Passes, group_mean
 from disttrain_cli.analysis.study.graph import StudyGraph
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
@@ -21,12 +21,22 @@ from disttrain_cli.analysis.walk import Floats
 UNIT = "the job"
 
 
-def split_study(graph: StudyGraph, replays: Replays) -> Losses:
-    """Replay the steps with the delays returning one by one."""
+def explain_study(graph: StudyGraph) -> Explained:
+    """What of the passes' times their work, stage and rank explain."""
+    passes = passes_of(graph)
+    compute = graph.taken[np.isin(graph.optype, (FORWARD, BACKWARD))]
+    return explain(passes, compute, _work(passes, compute))
+
+
+def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
+    """Replay the steps with the delays returning one by one.
+
+    Args:
+        why: `explain_study` of the graph.
+    """
     own = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
     passes = passes_of(graph)
     compute, ideal = graph.taken[own], ideal_of(graph)
-    why = explain(passes, compute, _work(passes, compute))
     parts = [why.mean, why.mean, why.uneven, why.worked, why.staged, why.ranked]  # of one unit, its share is right
     times = [graph.replay(_with(ideal, own, part)) for part in parts]
     times.append(graph.replay(_with(graph.taken, own, why.ranked)))

@@ -58,6 +58,7 @@ class StudyTrace:
     start: Floats  # [replicas × n, steps] seconds from the start of the step
     end: Floats
     chunks: int  # parts of a stage
+    present: float = 1.0  # share of the job's replicas that are whole, as far as their numbers tell
     warnings: list[str] = field(default_factory=list)
 
 
@@ -225,7 +226,8 @@ def _whole(columns: dict[str, Any], files: list[Path], recorded: int, warnings: 
     return StudyTrace(
         files=files, steps=steps[whole].astype(np.int64), steps_recorded=recorded, optype=optype, stage=stage, seq=seq,
         chunk=chunk, slot=_slots(optype, stage, chunk, seq, chunks), replicas=replicas[kept].astype(np.int64),
-        rank=rank, origin=origin, start=start, end=end, chunks=chunks, warnings=warnings)
+        rank=rank, origin=origin, start=start, end=end, chunks=chunks, present=len(kept) / (int(replicas.max()) + 1),
+        warnings=warnings)
 
 
 def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks: int) -> Ints:

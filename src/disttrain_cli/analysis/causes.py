@@ -1,0 +1,141 @@
+"""Which causes slow a job, by what mending each of them gains: recorded steps replayed without one of them at a time.
+
+A `Suspect` is one thing that could be mended, at one place. `find_causes` mends the one that gains most, then, with
+that mended, the next, until nothing is left that gains. So causes that hide each other are found too, and what the
+rows claim adds up to what mending all of them gains. Several suspects of a kind are one finding where each alone gains
+little of what all of them do: late hosts everywhere, or two equally slow replicas.
+
+Of every finding it is also known what it gains alone, all else as recorded, and what of it hangs on a single event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+
+from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.walk import Floats
+
+#: A cause that gains less than this share of a step is no fault.
+LEAST_SHARE = 0.05
+#: The same of what is a limit that nobody reaches: even work, where the data are ordered already and cannot be cut.
+LEAST_LIMIT_SHARE = 0.1
+#: What gains less than this share is not looked at any more.
+SMALLEST_SHARE = 0.01
+#: One suspect is named alone where mending it gains this share of what mending all of its kind does.
+ALONE_SHARE = 0.4
+#: The fewest suspects of a kind are named that gain this share of what all of them do.
+ENOUGH_SHARE = 0.9
+#: Suspects of a kind that are looked at one by one; the others are mended together.
+MOST_SUSPECTS = 8
+
+#: Times that a replay takes, [nodes, steps] or [steps] each.
+State = tuple[Floats, ...]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One thing that could be mended."""
+
+    cause: str
+    place: Place
+    mend: Callable[[State], State]
+    most_s: float = 0.0  # seconds per step that it adds where it adds most: the order in which places are named
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause and what mending it gains, seconds by step."""
+
+    cause: str
+    places: list[Place]  # those that add most first
+    gain_s: Floats  # once the findings before it are mended
+    alone_s: Floats  # all else as recorded
+    rest_s: float | None = None  # mean of `gain_s` if its largest single event had not happened; None: not told
+    limit: bool = False  # whether mending gains less than that: how much less is not known
+
+    @property
+    def least_share(self) -> float:
+        """Of a step, what it must gain to be a fault."""
+        return LEAST_LIMIT_SHARE if self.limit else LEAST_SHARE
+
+
+def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Sequence[Suspect],
+                least_share: float = LEAST_SHARE) -> tuple[list[Finding], State]:
+    """What slows the steps, what gains most first, and the steps with all of it mended.
+
+    Args:
+        replay: seconds of every step [steps] of times as in `recorded`.
+        suspects: what could be mended.
+        least_share: of a step, what several suspects must gain to be one finding.
+    """
+    first = now = replay(recorded)
+    least, smallest = least_share * first.mean(), SMALLEST_SHARE * first.mean()
+    state, left, found = recorded, list(suspects), list[Finding]()
+    while left:
+        picked = _pick(replay, state, now, left, least)
+        for cause in dict.fromkeys(one.cause for one in picked):
+            own = sorted((one for one in picked if one.cause == cause), key=lambda one: -one.most_s)
+            mended = mend(state, own)
+            then = replay(mended)
+            gain_s = now - then
+            if len(picked) == len(own) and gain_s.mean() < smallest:
+                return found, state
+            rest = _without_largest(state, mended)
+            found.append(Finding(
+                cause, [one.place for one in own], gain_s, first - replay(mend(recorded, own)) if found else gain_s,
+                None if rest is None else float((replay(rest) - then).mean())))
+            state, now = mended, then
+        left = [one for one in left if one not in picked]
+    return found, state
+
+
+def mend(state: State, suspects: Sequence[Suspect]) -> State:
+    """Times without any of these."""
+    return reduce(lambda mended, one: one.mend(mended), suspects, state)
+
+
+def _pick(replay: Callable[[State], Floats], state: State, now: Floats, left: list[Suspect], least: float
+          ) -> list[Suspect]:
+    """What to mend next: one suspect, or several that gain together only."""
+
+    def gain(some: Sequence[Suspect]) -> float:
+        return float((now - replay(mend(state, some))).mean())
+
+    gains = [gain([one]) for one in left]
+    best = int(np.argmax(gains))
+    kinds = {one.cause: [other for other in left if other.cause == one.cause] for one in left}
+    whole = {cause: gain(own) for cause, own in kinds.items() if len(own) > 1}
+    if gains[best] >= least and gains[best] >= ALONE_SHARE * whole.get(left[best].cause, 0.0):
+        return [left[best]]
+    together = max(whole, key=lambda cause: whole[cause], default=None)
+    if together is not None and whole[together] >= least:
+        return _fewest(gain, kinds[together], whole[together])
+    if gains[best] < least and len(kinds) > 1 and (all_s := gain(left)) >= least:
+        return _fewest(gain, left, all_s)
+    return [left[best]]
+
+
+def _fewest(gain: Callable[[Sequence[Suspect]], float], suspects: list[Suspect], all_s: float) -> list[Suspect]:
+    """The suspects without those that the gain does not need."""
+    kept = suspects
+    for one in sorted(suspects, key=lambda one: one.most_s):
+        without = [other for other in kept if other is not one]
+        if without and gain(without) >= ENOUGH_SHARE * all_s:
+            kept = without
+    return kept
+
+
+def _without_largest(before: State, mended: State) -> State | None:
+    """As before, but for the one time that mending shortens most; None where there is one step only."""
+    if before[0].shape[1] < 2:
+        return None
+    shorter = [was - is_now for was, is_now in zip(before, mended, strict=True)]
+    most = int(np.argmax([times.max(initial=0.0) for times in shorter]))
+    at = np.unravel_index(int(np.argmax(shorter[most])), shorter[most].shape)
+    changed = before[most].copy()
+    changed[at] = mended[most][at]
+    return (*before[:most], changed, *before[most + 1:])

@@ -1,0 +1,123 @@
+"""What could be mended in recorded steps of ours: what all formats have, and transfers, data, hosts, whole units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.causes import State, Suspect
+from disttrain_cli.analysis.losses import CROWDED, Explained
+from disttrain_cli.analysis.replay import Delays, Graph
+from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.suspects import by_rank, most_s, of_passes
+from disttrain_cli.analysis.walk import Floats
+
+COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
+#: Stages and units are slow that take so many times as long for their work as others do, by the profile.
+SLOW_STAGE, SLOW_UNIT = 1.03, 1.1
+
+
+def state_of(delays: Delays) -> State:
+    """Times of a replay."""
+    return (delays.compute, delays.transfer, delays.handover, delays.load, delays.gap, delays.update)
+
+
+def replayed(graph: Graph, state: State) -> Floats:
+    """Seconds of every step [steps]."""
+    return graph.replay(Delays(*state))
+
+
+def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
+    """Everything that could be mended without another layout."""
+    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_data(graph),
+            *_hosts(graph, why, where)]
+
+
+def _scaled(state: State, factor: Floats, more: Floats) -> State:
+    return (state[COMPUTE] * factor + more, *state[TRANSFER:])
+
+
+def _with(state: State, column: int, values: Floats) -> State:
+    return (*state[:column], values, *state[column + 1:])
+
+
+def _slow_places(graph: Graph) -> Iterator[Suspect]:
+    """Stages that take longer for their work than the others of their unit, and units of which all stages do."""
+    units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
+    took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
+    best = {unit: min(factors.values()) for unit, factors in took.items() if factors}
+    usual = max(1.0, sorted(best.values())[(len(best) - 1) // 2]) if best else 1.0
+
+    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: float) -> Suspect:
+        times = np.where(own[:, None], factor, 1.0)
+        return Suspect(cause, place, lambda state: _scaled(state, times, none),
+                       most_s(graph, graph.recorded.compute * (1 - times)))
+
+    for unit, factor in best.items():
+        for stage, own in took[unit].items():
+            if own > SLOW_STAGE * factor:
+                yield suspect("stage", Place(unit=unit, stage=stage), (units == unit) & (graph.stage == stage),
+                              factor / own)
+        if factor > SLOW_UNIT * usual:
+            yield suspect("unit", Place(unit=unit), units == unit, usual / factor)
+
+
+def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, float]:
+    """By stage of a unit, its time over the profile's, of its rank that is fastest for its work; empty if not known."""
+    found: dict[int, float] = {}
+    for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
+        pick = own & (graph.stage == stage)
+        _, ranks = np.unique(graph.rank[pick], return_inverse=True)
+        took, expected = (np.bincount(ranks, values[pick].sum(axis=1))
+                          for values in (graph.recorded.compute, graph.predicted))
+        if not (expected > 0).any():
+            return {}
+        found[stage] = float((took[expected > 0] / expected[expected > 0]).min())
+    return found
+
+
+def _transfers(graph: Graph) -> Iterator[Suspect]:
+    """By cut, and at the end of the step: nothing slower than usual."""
+    usual = graph.without_delays()
+    for place, own in graph.cuts().items():
+        pick = np.zeros((len(graph.rank), 1), dtype=bool)
+        pick[own] = True
+        late = np.where(pick, (graph.recorded.transfer - usual.transfer).clip(0.0), 0.0)
+        waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
+        if graph.crowded > CROWDED:  # who is ready to receive waits for a core
+            late = np.zeros_like(late)
+        yield Suspect("communication", Place(unit=place[0], stage=place[1]),
+                      lambda state, late=late, waits=waits: _with(_with(
+                          state, TRANSFER, state[TRANSFER] - late), HANDOVER, state[HANDOVER] - waits),
+                      most_s(graph, late + waits))
+    late_update = (graph.recorded.update - usual.update).clip(0.0)
+    yield Suspect("communication", Place(), lambda state: _with(state, UPDATE, state[UPDATE] - late_update),
+                  float(late_update.mean()))
+
+
+def _data(graph: Graph) -> Iterator[Suspect]:
+    for unit in dict.fromkeys(graph.unit):
+        own = (np.asarray(graph.unit) == unit)[:, None]
+        yield Suspect("data", Place(unit=unit),
+                      lambda state, own=own: _with(state, LOAD, np.where(own, 0.0, state[LOAD])),
+                      most_s(graph, np.where(own, graph.recorded.load, 0.0)))
+
+
+def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
+    """No moments between passes, and passes that take what their rank's usually do."""
+    recorded = graph.recorded
+    late = (recorded.transfer - graph.without_delays().transfer).clip(0.0) * (graph.crowded > CROWDED)
+    steady = np.divide(why.ranked, recorded.compute, out=np.ones_like(why.ranked), where=recorded.compute > 0)
+
+    def mend(pick: NDArray[np.bool_]) -> Callable[[State], State]:
+        own = pick[:, None]
+
+        def mended(state: State) -> State:
+            state = _scaled(state, np.where(own, steady, 1.0), np.zeros_like(steady))
+            state = _with(state, TRANSFER, state[TRANSFER] - np.where(own, late, 0.0))
+            return _with(state, GAP, np.where(own, 0.0, state[GAP]))
+        return mended
+
+    return by_rank("host", graph.rank, where, recorded.gap + late + (recorded.compute - why.ranked).clip(0.0), mend)

@@ -1,0 +1,82 @@
+"""What could be mended in an operation-level trace: what all formats have, and transfers and launch delays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.causes import Finding, State, Suspect, find_causes
+from disttrain_cli.analysis.losses import Explained, ratio
+from disttrain_cli.analysis.replay import Passes
+from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.study.graph import StudyGraph
+from disttrain_cli.analysis.study.losses import UNIT, passes_of
+from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
+from disttrain_cli.analysis.study.replays import ideal_of
+from disttrain_cli.analysis.suspects import Scale, by_rank, most_s, of_passes
+from disttrain_cli.analysis.walk import Floats
+
+
+def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Finding]:
+    """What slows the steps: of what operations take, and, as they are recorded, of when they begin.
+
+    When an operation is launched follows what others took: with them mended it would be launched earlier. So what is
+    mended of their times is tried on steps without launch delays, as the study has them.
+    """
+    slow, _ = find_causes(lambda state: graph.replay(*state), (graph.taken,), _suspects(graph, why, where))
+    delayed, _ = find_causes(lambda state: graph.replay(graph.taken, *state), (graph.launch,), by_rank(
+        "host", graph.rank, where, graph.launch.clip(0.0),
+        lambda own: lambda state: (np.where(own[:, None], 0.0, state[0]),)))
+    return sorted([*slow, *delayed[:1]], key=lambda one: -float(max(one.gain_s.mean(), one.alone_s.mean())))
+
+
+def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
+    """What could be mended of operations' times; `why` explains the passes."""
+    own = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
+
+    def scaled(state: State, factor: Floats, more: Floats) -> State:
+        taken = state[0].copy()
+        taken[own] = taken[own] * factor + more
+        return (taken,)
+
+    passes = passes_of(graph)
+    return [*of_passes(passes, why, scaled, where), *_stages(passes, why, scaled), *_transfers(graph, own),
+            *_hosts(graph, own, why, where)]
+
+
+def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
+    """Stages whose passes take longer than the median of the others': nothing tells whether they have more work."""
+    stages = np.unique(passes.stage)
+    if len(stages) < 2:
+        return
+    for stage in stages.tolist():
+        factor = np.ones_like(why.staged)
+        for backward in (False, True):
+            own = {int(one): float(why.staged[(passes.stage == one) & (passes.backward == backward)].mean())
+                   for one in stages}
+            others = float(np.median([ms for one, ms in own.items() if one != stage]))
+            factor[(passes.stage == stage) & (passes.backward == backward)] = min(1.0, others / own[stage])
+        yield Suspect("stage", Place(unit=UNIT, stage=stage),
+                      lambda state, factor=factor: scaled(state, factor, np.zeros_like(factor)),
+                      most_s(passes, why.staged * (1 - factor)))
+
+
+def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect]:
+    """By stage, nothing but passes slower than the median of its type."""
+    late = (graph.taken - ideal_of(graph)).clip(0.0)
+    late[passes] = 0.0
+    for stage in np.unique(graph.stage):
+        own = np.where((graph.stage == stage)[:, None], late, 0.0)
+        yield Suspect("communication", Place(unit=UNIT, stage=int(stage)), lambda state, own=own: (state[0] - own,),
+                      float(own.sum(axis=0).mean()))
+
+
+def _hosts(graph: StudyGraph, passes: NDArray[np.int64], why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
+    """Passes that take what their rank's usually do."""
+    steady, added = np.ones_like(graph.taken), np.zeros_like(graph.taken)
+    steady[passes] = ratio(why.ranked, graph.taken[passes])
+    added[passes] = (graph.taken[passes] - why.ranked).clip(0.0)
+    return by_rank("host", graph.rank, where, added,
+                   lambda own: lambda state: (state[0] * np.where(own[:, None], steady, 1.0),))

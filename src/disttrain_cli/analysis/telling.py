@@ -1,0 +1,271 @@
+"""What a cause is in words: its place, the figures behind it, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from disttrain_cli.analysis.causes import Finding
+from disttrain_cli.analysis.confidence import known
+from disttrain_cli.analysis.losses import Losses
+from disttrain_cli.analysis.next_commands import HOST_GAPS, LEVEL, REMEASURE, SLOWEST_TRANSFERS, slow_rank
+from disttrain_cli.analysis.result import Comparison, Evidence, Place, Remedy
+
+#: A replica is named that is the heaviest in this share of the slots; else it is now one, now another.
+OFTEN = 0.75
+#: Predictions further off than this are measured again before they are planned with.
+TRUSTED_ERROR_PCT = 25.0
+#: Places that are named one by one.
+MOST_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of the steps beside their causes."""
+
+    losses: Losses
+    where: Mapping[int, Place]  # by rank
+    comparisons: list[Comparison]  # predictions beside measurements
+    gpus: int
+    kind: str  # of traces, for the confidence
+    shares: dict[str, float]  # where the ranks' time goes, as fractions
+    present: float = 1.0  # share of the job's ranks whose traces are there
+    shared_cores: bool = False  # the ranks run on one CPU, so a rank that is ready may wait for a core
+    remedies: Sequence[Remedy] = ()
+
+    @property
+    def measured_s(self) -> float:
+        return float(self.losses.measured.mean())
+
+    @property
+    def known(self) -> float:
+        """Of all evidence, how much is there."""
+        unexplained = float(self.losses.lost["unexplained"].mean()) / self.measured_s
+        return known(unexplained, len(self.losses.measured), self.present)
+
+
+class Told(NamedTuple):
+    """A cause for people."""
+
+    place: Place
+    told: str
+    evidence: list[Evidence]
+    advice: str
+    command: str
+
+
+def tell(record: Record, finding: Finding) -> Told:
+    """A cause in words."""
+    return _DETAILS[finding.cause](record, finding)
+
+
+def _unit(record: Record, finding: Finding) -> Told:
+    losses, gpus, comparisons = record.losses, record.gpus, record.comparisons
+    if finding.places[0].unit is not None:
+        return _slow_unit(record, finding.places[0])
+    binding = max(losses.busy, key=lambda unit: losses.busy[unit])
+    lightest = min(losses.busy, key=lambda unit: losses.busy[unit])
+    evidence = [
+        Evidence(what=f"{unit}: compute per rank and step", value=seconds, unit="s")
+        for unit, seconds in losses.busy.items()
+    ]
+    off = [
+        row
+        for row in comparisons
+        if row.basis == "plan" and row.what == "stage_ms" and abs(row.error_pct) > TRUSTED_ERROR_PCT
+    ]
+    most, least = losses.busy[binding], losses.busy[lightest]
+    advice = f"{binding} has too few GPUs for its work, " + (
+        f"{most / least:.1f} times as long per rank as {lightest}" if most < 100 * least
+        else f"while {lightest} computes next to nothing")
+    if off:
+        advice += (f"; the plan expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and "
+                   "plan again.")
+        command = REMEASURE
+    else:
+        advice += "."
+        command = f"disttrain plan --gpus {gpus + 1} --top 5"
+    told = f"GPUs are badly shared: unit {binding} is the bottleneck"
+    return Told(Place(unit=binding), told, evidence, advice, command)
+
+
+def _slow_unit(record: Record, place: Place) -> Told:
+    return Told(
+        place,
+        f"All devices of {place.unit} are slow for their work",
+        [Evidence(what=f"{place.unit}: compute per rank and step", value=record.losses.busy[str(place.unit)],
+                  unit="s")],
+        f"{place.unit} takes longer than its profile says, and the others do not: look at its devices (clocks, "
+        "temperature, other kernels); if that is what they can do, measure and plan again.",
+        REMEASURE,
+    )
+
+
+def _intra(record: Record, finding: Finding) -> Told:
+    losses, unit = record.losses, str(finding.places[0].unit)
+    heaviest, factor = max(((replica, work) for (name, replica), work in losses.replica_work.items() if name == unit),
+                           key=lambda item: item[1])
+    often = losses.heaviest[unit, heaviest]
+    replica = heaviest if often >= OFTEN else None
+    evidence = [
+        Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio"),
+        Evidence(what=f"{unit} replica {heaviest}: slots in which it is the heaviest", value=often,
+                 unit="share of slots"),
+    ]
+    return Told(
+        Place(unit=unit, replica=replica),
+        f"Uneven data over the replicas of {unit}",
+        evidence,
+        "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that there is more to "
+        "level with.",
+        LEVEL,
+    )
+
+
+def _inter(record: Record, finding: Finding) -> Told:
+    unit = str(finding.places[0].unit)
+    slot, factor = max(((slot, work) for (name, slot), work in record.losses.slot_work.items() if name == unit),
+                       key=lambda item: item[1])
+    evidence = [Evidence(what=f"{unit}: work of slot {slot} over the mean slot", value=factor, unit="ratio")]
+    return Told(
+        Place(unit=unit),
+        f"Uneven data over the slots of a step, most in {unit}",
+        evidence,
+        "Order the slots: set train.ordering: best, or raise train.global_batch_size.",
+        LEVEL,
+    )
+
+
+def _stage(record: Record, finding: Finding) -> Told:
+    place = finding.places[0]
+    unit = str(place.unit)
+    if place.stage is not None:
+        return Told(
+            place,
+            f"Stage {place.stage} of {unit} " + ("takes longer than its other stages" if record.kind == "operations"
+                                                  else "is slow for its work"),
+            [Evidence(what=f"{unit} stage {place.stage}: time over the unit's mean",
+                      value=record.losses.stage_factor[unit, place.stage], unit="ratio")],
+            "All its ranks take longer for their work than those of the other stages: look at their devices; "
+            f"if that is what they can do, move layers away from stage {place.stage} (layers_per_stage in plan.yaml), "
+            "or measure and plan again.",
+            REMEASURE,
+        )
+    stage, factor = max(((stage, took) for (name, stage), took in record.losses.stage_factor.items() if name == unit),
+                        key=lambda item: item[1])
+    evidence = [Evidence(what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio")]
+    return Told(
+        Place(unit=unit, stage=stage),
+        f"Stage {stage} of {unit} is heavier than its other stages",
+        evidence,
+        f"Move layers away from stage {stage}: edit layers_per_stage of {unit} in plan.yaml, "
+        "or measure and plan again.",
+        REMEASURE,
+    )
+
+
+def _worker(record: Record, finding: Finding) -> Told:
+    place, *others = finding.places
+    rank = place.rank
+    evidence = [
+        Evidence(what=f"rank {one.rank}: time over what its work and stage explain",
+                 value=record.losses.rank_factor[one.rank], unit="ratio")
+        for one in finding.places[:MOST_PLACES] if one.rank is not None
+    ]
+    told = f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work"
+    if others:
+        told = f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
+    return Told(
+        place,
+        told,
+        evidence,
+        f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
+        slow_rank(rank),
+    )
+
+
+def _communication(record: Record, finding: Finding) -> Told:
+    links = record.losses.links
+    own = {(str(one.unit), int(one.stage)) for one in finding.places if one.unit is not None and one.stage is not None}
+    if not own:
+        return Told(Place(), "Reduction and optimizer take longer in some steps than in others", [],
+                    "Look at what else uses the links at the end of a step.", SLOWEST_TRANSFERS)
+    unit, stage = max(own, key=lambda cut: links.get(cut, 0.0))
+    evidence = [
+        Evidence(what=f"{name} stage {number}: transfers to the next stage and back above the usual, ranks summed",
+                 value=seconds, unit="s")
+        for (name, number), seconds in sorted(links.items(), key=lambda item: -item[1])[:3]
+    ]
+    return Told(
+        Place(unit=unit, stage=stage),
+        f"Transfers are slow or vary, most after stage {stage} of {unit}",
+        evidence,
+        f"Look at the link between stage {stage} of {unit} and the next; the command lists the slowest transfers.",
+        SLOWEST_TRANSFERS,
+    )
+
+
+def _data(record: Record, finding: Finding) -> Told:
+    units: dict[str, dict[int, float]] = {}
+    for (name, number), seconds in record.losses.data_wait.items():
+        units.setdefault(name, {})[number] = seconds
+    unit = str(finding.places[0].unit)
+    replica = _alone(units[unit])
+    evidence = [
+        Evidence(what=f"{name}: waiting for data, mean of its replicas per step",
+                 value=sum(own.values()) / len(own), unit="s")
+        for name, own in units.items()
+    ]
+    if replica is not None:
+        evidence.append(Evidence(what=f"{unit} replica {replica}: waiting for data, per step",
+                                 value=units[unit][replica], unit="s"))
+    return Told(
+        Place(unit=unit, replica=replica),
+        f"Ranks wait for data, most in {unit}" + ("" if replica is None else f", replica {replica}"),
+        evidence,
+        "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
+        LEVEL,
+    )
+
+
+def _host(record: Record, finding: Finding) -> Told:
+    gap, place = record.losses.gap, finding.places[0]
+    rank = place.rank if place.rank is not None else max(gap, key=lambda one: gap[one])
+    alone = len(finding.places) == 1 and place.rank is not None
+    place = record.where.get(rank, place)
+    told = "Ranks are held up between operations, or now and then inside them, by their hosts"
+    if alone:
+        told = f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is held up by its host"
+    return Told(
+        place if alone else Place(unit=place.unit, host=place.host),
+        told,
+        [Evidence(what=f"rank {rank}: time covered by no operation, per step", value=gap[rank], unit="s")],
+        f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
+        HOST_GAPS,
+    )
+
+
+def _ranks(places: list[Place]) -> str:
+    """Ranks … and …, of those that are named."""
+    names = [f"{one.rank}" for one in places if one.rank is not None]
+    shown = names[:MOST_PLACES] + ([f"{len(places) - MOST_PLACES} more"] if len(places) > MOST_PLACES else [])
+    return f"Ranks {', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else f"Rank {shown[0]} and others"
+
+
+def _alone(seconds: Mapping[int, float]) -> int | None:
+    """The one that stands out, with more than twice what the next one has; or None."""
+    first, *others = sorted(seconds, key=lambda one: -seconds[one])
+    return first if others and seconds[first] > 2 * seconds[others[0]] else None
+
+
+_DETAILS: Mapping[str, Callable[[Record, Finding], Told]] = {
+    "unit": _unit,
+    "intra_microbatch": _intra,
+    "inter_microbatch": _inter,
+    "stage": _stage,
+    "worker": _worker,
+    "communication": _communication,
+    "data": _data,
+    "host": _host,
+}
