@@ -52,6 +52,15 @@ def noise(width: int, height: int) -> Pixels:
     return np.asarray(cv2.cvtColor(planes, cv2.COLOR_YCrCb2BGR), np.uint8)
 
 
+def prepared(data: bytes, grid: tuple[int, int], image: ImageInput, out: NDArray[np.float32] | None = None
+             ) -> NDArray[np.float32]:
+    """What a worker decodes, normalised as the rank does it."""
+    scale, shift = np.array(image.affine, dtype=np.float32).T[..., None, None]
+    planes = np.multiply(decode_image(data, grid, image), scale, out=out)
+    planes -= shift
+    return planes
+
+
 def picture(quality: int, width: int = WIDTH, height: int = HEIGHT, suffix: str = ".jpg") -> bytes:
     """A file of noise; `quality` is for JPEG and WebP."""
     import cv2
@@ -150,8 +159,8 @@ def aimed_at(data: bytes, small: bool) -> list[dict[str, Any]]:
     rounds, images, batches = (1, 1, 2) if small else (15, 10, 4)
     out = np.zeros((3, SIDE, SIDE), np.float32)
     grid = (SIDE // IMAGE.patch_px, SIDE // IMAGE.patch_px)
-    assert np.array_equal(decode_image(data, grid, IMAGE), bare(data, out)), "not the same work"
-    ways = {"disttrain": in_process(lambda: decode_image(data, grid, IMAGE, out), images),
+    assert np.array_equal(prepared(data, grid, IMAGE), bare(data, out)), "not the same work"
+    ways = {"disttrain": in_process(lambda: prepared(data, grid, IMAGE, out), images),
             "bare loop": in_process(lambda: bare(data, out), images)}
     for kind in ("BILINEAR", "BICUBIC"):
         ways[f"Pillow, {kind.lower()}"] = in_process(partial(transform, data, kind), images)
@@ -170,7 +179,7 @@ def other_files(small: bool) -> list[dict[str, Any]]:
         out = np.zeros((3, rows_px, columns_px), np.float32)
         grid = (rows_px // IMAGE.patch_px, columns_px // IMAGE.patch_px)
         images = 1 if small else max(1, 8_000_000 // (width * height))
-        ways = {"disttrain": partial(decode_image, data, grid, IMAGE, out),
+        ways = {"disttrain": partial(prepared, data, grid, IMAGE, out),
                 "Pillow": partial(transform, data, "BILINEAR", rows_px, columns_px)}
         ours, theirs = compared({name: in_process(call, images) for name, call in ways.items()},
                                 1 if small else 7, "way")
@@ -198,7 +207,7 @@ def closeness(small: bool) -> list[dict[str, Any]]:
                               for kind in ("BICUBIC", "BILINEAR"))
             area = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)[:, :, ::-1].transpose(2, 0, 1)
             rows.append({"picture": name, "factor": factor,
-                         "disttrain": decibels(decode_image(data, grid, image), want),
+                         "disttrain": decibels(prepared(data, grid, image), want),
                          "OpenCV, area": decibels(normalised(area), want),
                          "Pillow, bilinear": decibels(bilinear, want)})
     return rows

@@ -56,7 +56,7 @@ def test_decode():
 
 def test_pillow_and_disttrain_prepare_the_same_image():
     data = decode.picture(quality=90)
-    ours, theirs = decode.decode_image(data, (32, 32), decode.IMAGE), decode.transform(data, "BICUBIC").numpy()
+    ours, theirs = decode.prepared(data, (32, 32), decode.IMAGE), decode.transform(data, "BICUBIC").numpy()
     assert ours.shape == theirs.shape and abs(ours - theirs).mean() < 0.05
 
 

@@ -1,4 +1,5 @@
-"""`disttrain data serve`: what it refuses before it opens a port. How it serves: tests/runtime/test_data_service.py."""
+"""`disttrain data serve`: what it refuses before it opens a port (how it serves: tests/runtime/test_data_service.py);
+`disttrain data check`: what it lists and leaves out."""
 
 import json
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from disttrain_cli.app import main
+from tests.data.dataset import damaged, encoded, write_tar
 
 
 def serve(capsys, *words):
@@ -48,3 +50,56 @@ def test_no_torch_is_loaded():
             "disttrain_cli.data.serving.worker, disttrain_cli.data.serving.supervisor, disttrain_cli.data.decoding; "
             "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.fixture
+def damaged_folder(tmp_path, capsys):
+    """A run whose data have a cut picture and one that only a decoder finds damaged, of 20."""
+    with pytest.raises(SystemExit):
+        main(["init", str(tmp_path)])
+    capsys.readouterr()
+    whole, files = encoded(40, 40), []
+    for n in range(20):
+        picture = {3: whole[:-20], 5: damaged(whole)}.get(n, whole)
+        files += [(f"{n:02d}.jpg", picture), (f"{n:02d}.txt", b"a picture")]
+    write_tar(tmp_path / "data" / "captions" / "0.tar", files)
+    text = (tmp_path / "disttrain.yaml").read_text()
+    text = "\n".join(line for line in text.splitlines() if "data/interleaved" not in line)
+    (tmp_path / "disttrain.yaml").write_text(text.replace("\ndata:\n", "\ndata:\n  max_bad_fraction: 0.1\n"))
+    return tmp_path
+
+
+def check(capsys, *words):
+    with pytest.raises(SystemExit) as left:
+        main(["data", "check", *map(str, words)])
+    shown = capsys.readouterr()
+    return left.value.code, shown.out, shown.err
+
+
+def test_a_check_lists_every_sample_with_its_reason_and_leaves_it_out(damaged_folder, capsys):
+    code, out, err = check(capsys, damaged_folder)
+    assert code == 0 and "data/captions/0.tar/03" in out and "data/captions/0.tar/05" in out
+    assert "truncated jpeg file" in out and "premature end of data segment" in out
+    assert "18 samples can be used, 2 are left out" in out and "Next: disttrain profile" in err
+    code, out, _ = check(capsys, damaged_folder, "--json")
+    told = json.loads(out)
+    assert (told["samples"], told["decoded"], told["found"]) == (18, 0, 0)
+    assert [(one["key"], one["shard"]) for one in told["skipped"]] == [("03", "data/captions/0.tar"),
+                                                                       ("05", "data/captions/0.tar")]
+
+
+@pytest.mark.parametrize(("allowed", "listed"), [("0.06", ["/03", "/05"]), ("0.01", ["/03"])])
+def test_past_the_share_that_may_be_bad_all_are_listed_and_nothing_is_left_out(damaged_folder, capsys, allowed, listed):
+    file = damaged_folder / "disttrain.yaml"
+    file.write_text(file.read_text().replace("max_bad_fraction: 0.1", f"max_bad_fraction: {allowed}"))
+    code, out, err = check(capsys, damaged_folder)
+    assert code == 1 and all(f"data/captions/0.tar{name}" in out for name in listed)
+    assert "data.max_bad_fraction" in err and "bug" not in err
+
+
+def test_sizes_alone_cannot_be_checked(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["init", str(tmp_path), "--preset", "mllm-9b"])
+    capsys.readouterr()
+    code, _, err = check(capsys, tmp_path)
+    assert code == 1 and "data.distribution has sizes only" in err

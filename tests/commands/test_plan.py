@@ -1,8 +1,10 @@
 """`disttrain plan` and `disttrain train --dry-run` on a profile made by hand."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -40,6 +42,17 @@ def test_the_picture_lies_beside_the_plan(run_folder, capsys):
     code, out, _ = call(["plan", run_folder, "--json", "--top", 0, "--out", run_folder / "b.yaml"], capsys)
     assert code == 0 and json.loads(out)["picture"] == str(run_folder / "b.svg")
     ET.parse(run_folder / "b.svg")
+
+
+def test_a_pipe_takes_the_plan_and_nothing_is_written_beside_it(run_folder, capsys):
+    pipe, heard = run_folder / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: heard.append(pipe.read_bytes()))
+    reader.start()
+    code, out, _ = call(["plan", run_folder, "--json", "--top", 0, "--out", pipe], capsys)
+    reader.join()
+    assert code == 0 and json.loads(out)["picture"] is None and b"plan:" in heard[0] and pipe.is_fifo()
+    assert [path.name for path in run_folder.glob("pipe*")] == ["pipe"]
 
 
 def test_no_runners_up_are_shown_where_none_are_wanted(run_folder, capsys):

@@ -34,6 +34,12 @@ def encoded(width: int, height: int, suffix: str = ".jpg", shade: int = 0) -> by
     return cv2.imencode(suffix, pixels.astype(np.uint8))[1].tobytes()
 
 
+def normalised(planes: Any, head: ImageInput | TargetInput) -> Any:
+    """Pixels as the model reads them: (x / 255 - mean) / std, in single precision."""
+    scale, shift = np.array(head.affine, dtype=np.float32).T[..., None, None]
+    return planes * scale - shift
+
+
 def damaged(file: bytes) -> bytes:
     """A JPEG whose end is there and whose code stops in the middle: only a decoder notices."""
     return file[:-100] + bytes(98) + file[-2:]

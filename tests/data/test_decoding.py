@@ -12,13 +12,21 @@ import pytest
 from PIL import Image
 
 from benchmarks.decode import noise
-from disttrain_cli.data.decoding import decode_image, decode_target
+from disttrain_cli.data import decoding
 from disttrain_cli.data.headers import read_header
 from disttrain_cli.spec.inputs import ImageInput, TargetInput
-from tests.data.dataset import INPUTS, encoded
+from tests.data.dataset import INPUTS, encoded, normalised
 
 IMAGE, TARGET = INPUTS.image, INPUTS.target
 assert IMAGE is not None and TARGET is not None
+
+
+def decode_image(data: bytes, grid: tuple[int, int], image: ImageInput) -> Any:
+    return normalised(decoding.decode_image(data, grid, image), image)
+
+
+def decode_target(data: bytes, target: TargetInput) -> Any:
+    return normalised(decoding.decode_target(data, target), target)
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
@@ -134,13 +142,13 @@ def test_formats_are_told_by_content() -> None:
             colours(stored(PICTURE, kind))
 
 
-@pytest.mark.parametrize("decode", [lambda data, out: decode_image(data, (4, 5), IMAGE, out),
-                                    lambda data, out: decode_target(data, TARGET, out)])
+@pytest.mark.parametrize("decode", [lambda data, out: decoding.decode_image(data, (4, 5), IMAGE, out),
+                                    lambda data, out: decoding.decode_target(data, TARGET, out)])
 def test_written_in_place(decode: Any) -> None:
     """Into a part of a larger array, and not at all where decoding fails."""
     data = stored(PICTURE, "JPEG")
     want = decode(data, None)
-    block = np.zeros((3, *want.shape), np.float32)
+    block = np.zeros((3, *want.shape), np.uint8)
     assert decode(data, block[1]).base is block
     assert np.array_equal(block[1], want) and not block[[0, 2]].any()
     with pytest.raises(ValueError, match="truncated"):

@@ -159,7 +159,7 @@ def test_all_workers_gone_and_one_comes_back(job: Job, without: list[Any]) -> No
 def test_all_workers_gone_for_too_long_stops_with_exit_code_4(job: Job, service: Service) -> None:
     changed = with_preprocess(job, addresses=service.addresses, wait_s=2, prefetch_slots=1)
     with pytest.raises(RankFailedError, match="No preprocessing worker answered for 2 s") as caught:
-        train(*changed, steps=50, on_step=lambda step: service.kill() if step["step"] == 0 else None)
+        train(*changed, steps=STEPS, on_step=lambda step: service.kill() if step["step"] == 0 else None)
     assert caught.value.exit_code == 4 and "Connection refused" in caught.value.why
     assert all(address in caught.value.why for address in service.addresses)
 
@@ -238,13 +238,13 @@ def large_job(folder: Path, template: Job) -> tuple[Job, Index, float]:
 def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_path: Path) -> None:
     """At most AT_ONCE slots, and what gRPC holds of them, however many are asked for."""
     (run, plan, profile), index, slot_mib = large_job(tmp_path, job)
-    assert slot_mib > 30
+    assert slot_mib > 8
     service = Service(run)
     try:
         own = fingerprint(identity_of(run.file, plan.plan, index, profile))
         client = flight.FlightClient(service.addresses[0])
-        tickets = [flight.Ticket(wire.request_bytes(Request(n // 2, n % 2, "image_encoder", 0, frozenset({"pixels"})),
-                                                    own)) for n in range(6 * AT_ONCE)]
+        requests = [Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"pixels"})) for n in range(6 * AT_ONCE)]
+        tickets = [flight.Ticket(wire.request_bytes(request, own)) for request in requests]
         start_mib = resident_mib(service.pids[0])
         streams = [client.do_get(ticket) for ticket in tickets]
         waiting = streams[-1]

@@ -1,4 +1,4 @@
-"""Image bytes to normalised arrays: decoded no larger than needed, resized to whole patches.
+"""Image files to arrays of pixels: decoded no larger than needed, resized to whole patches.
 
 JPEG goes through simplejpeg (libjpeg-turbo), which tells of most of the damage that OpenCV paints over; PNG and WebP
 through OpenCV. Which it is, the content says. What is seen:
@@ -10,7 +10,7 @@ through OpenCV. Which it is, the content says. What is seen:
 
 Every function raises ValueError with the reason where the bytes are no whole image within `headers.MAX_PIXELS`. Per
 pixel of the file, a call holds up to 3 bytes of a JPEG (9 where it is progressive, less where it is decoded smaller),
-6 of a PNG or WebP, 10 with transparency, 16 with that and 16 bits; per pixel of the result, 18 more.
+6 of a PNG or WebP, 10 with transparency, 16 with that and 16 bits; per pixel of the result, 9 more.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from disttrain_cli.data.headers import ImageHeader, is_whole, read_header
 from disttrain_cli.spec.inputs import ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
 
-#: Of an image whose colours are not split before they are normalised.
+#: Of an image whose colours are not split by OpenCV.
 FEW_PIXELS = 128 * 128
 
 #: A progressive JPEG has about ten scans, each of which goes over the whole image: more would be there to stall.
@@ -41,26 +40,23 @@ MAX_SCANS = 64
 _FEW_LEFT_OVER = re.compile(r"data: \d extraneous bytes before marker 0xd9")
 
 
-def decode_image(data: bytes, grid: tuple[int, int], image: ImageInput, out: Floats | None = None) -> Floats:
-    """[C, H, W] of an image to read: resized to `grid` (rows, columns) patches, (x / 255 - mean) / std, RGB.
+def decode_image(data: bytes, grid: tuple[int, int], image: ImageInput, out: Bytes | None = None) -> Bytes:
+    """[C, H, W] of an image to read: RGB, resized to `grid` (rows, columns) patches; `ImageInput.affine` normalises it.
 
     Written into `out` where it is given, once nothing can fail any more.
     """
     height, width = grid[0] * image.patch_px, grid[1] * image.patch_px
-    pixels = _resized(_decoded(data, image.channels, height, width), height, width)
-    return _normalised(pixels, image.mean, image.std, out)
+    return _planes(_resized(_decoded(data, image.channels, height, width), height, width), out)
 
 
-def decode_target(data: bytes, target: TargetInput, out: Floats | None = None) -> Floats:
-    """[C, S, S] of an image to generate: the middle square, resized, in -1..1, RGB; `out` as in `decode_image`."""
+def decode_target(data: bytes, target: TargetInput, out: Bytes | None = None) -> Bytes:
+    """[C, S, S] of an image to generate: RGB, the middle square, resized; `out` as in `decode_image`."""
     side = target.size_px
     pixels = _decoded(data, target.channels, side, side)
     height, width = pixels.shape[:2]
     square = min(height, width)
     top, left = (height - square) // 2, (width - square) // 2
-    middle = _resized(pixels[top : top + square, left : left + square], side, side)
-    halves = (0.5,) * target.channels
-    return _normalised(middle, halves, halves, out)
+    return _planes(_resized(pixels[top : top + square, left : left + square], side, side), out)
 
 
 @functools.cache
@@ -178,23 +174,11 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
     return out if out.ndim == 3 else out[:, :, None]
 
 
-def _normalised(pixels: Bytes, means: tuple[float, ...], stds: tuple[float, ...], out: Floats | None) -> Floats:
-    """[H, W, BGR] bytes to [RGB, H, W] floats: (x / 255 - mean) / std, with a mean and a std for each of RGB."""
-    planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.float32) if out is None else out
-    scales_C11, shifts_C11 = _affine(means, stds)
+def _planes(pixels: Bytes, out: Bytes | None) -> Bytes:
+    """[H, W, BGR] as [RGB, H, W]."""
+    planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.uint8) if out is None else out
     if pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS:  # one pass with strides costs less than splitting the colours
-        np.multiply(pixels.transpose(2, 0, 1)[::-1], scales_C11, out=planes)
-        planes -= shifts_C11
-        return planes
-    for plane, own, scale, shift in zip(planes, reversed(_cv2().split(pixels)), scales_C11, shifts_C11, strict=True):
-        np.multiply(own, scale, out=plane)
-        plane -= shift
+        planes[:] = pixels.transpose(2, 0, 1)[::-1]
+    else:
+        planes[:] = _cv2().split(pixels)[::-1]
     return planes
-
-
-@functools.cache
-def _affine(means: tuple[float, ...], stds: tuple[float, ...]) -> tuple[Floats, Floats]:
-    """Scales and shifts [C, 1, 1] of x * scale - shift = (x / 255 - mean) / std."""
-    std_C = np.array(stds)
-    scales, shifts = 1 / (255 * std_C), np.array(means) / std_C
-    return scales.astype(np.float32).reshape(-1, 1, 1), shifts.astype(np.float32).reshape(-1, 1, 1)

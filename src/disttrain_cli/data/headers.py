@@ -48,7 +48,8 @@ def read_header(read: Read) -> ImageHeader:
 def is_whole(read: Read, size: int) -> bool:
     """Whether a file of so many bytes ends as its format says; decoders fill what is missing without telling.
 
-    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures.
+    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures. Raises ValueError where
+    its header is damaged.
     """
     head = read(0, 12)
     try:
@@ -56,7 +57,7 @@ def is_whole(read: Read, size: int) -> bool:
             return _jpeg_ends(read, size)
         if head.startswith(b"\x89PNG"):
             return _png_ends(read, size)
-    except (struct.error, ValueError):
+    except struct.error:
         return False
     return size >= 8 and size >= int.from_bytes(head[4:8], "little") + 8
 

@@ -160,7 +160,7 @@ class Preparer:
             work.fields["pixels"] = blocks[0]
         if asked - {0}:
             count = len(next(block for block in blocks if block is not None))
-            nothing = [np.zeros((0, 1, 1, 1), np.float32)] * count
+            nothing = [np.zeros((0, 1, 1, 1), np.uint8)] * count
             work.fields["other_pixels"] = [array for block in blocks[1:] for array in block or nothing]
 
     def _blocks(self, work: Preparation, slot: Slot, images: Ints, segments: Ints, spec: ImageInput) -> list[Any]:
@@ -173,7 +173,7 @@ class Preparer:
             last = first
             while last < len(images) and grids[images[last]] == grid:
                 last += 1
-            block = np.zeros((last - first, spec.channels, rows * spec.patch_px, columns * spec.patch_px), np.float32)
+            block = np.zeros((last - first, spec.channels, rows * spec.patch_px, columns * spec.patch_px), np.uint8)
             for out, image in zip(block, images[first:last], strict=True):
                 self._decode(work, int(segments[image]), out, partial(decode_image, grid=grid, image=spec))
             arrays.append(block)
@@ -192,7 +192,7 @@ class Preparer:
         """Weights need the decoding too, which says whether there is an image; its pixels are kept where wanted."""
         drawn, specs = _asked(request.fields, "targets"), self._inputs.targets
         weights = np.ones(len(segments), np.float32)
-        pixels = {number: np.zeros((len(segments), specs[number].channels, *[specs[number].size_px] * 2), np.float32)
+        pixels = {number: np.zeros((len(segments), specs[number].channels, *[specs[number].size_px] * 2), np.uint8)
                   for number in drawn or {0}}
         for number, block in pixels.items():
             decode = partial(decode_target, target=specs[number])
@@ -202,7 +202,7 @@ class Preparer:
         if 0 in drawn:
             work.fields["target_pixels"] = pixels[0]
         if drawn - {0}:
-            work.fields["other_targets"] = [pixels[number] if number in drawn else np.zeros((0, 1, 1, 1), np.float32)
+            work.fields["other_targets"] = [pixels[number] if number in drawn else np.zeros((0, 1, 1, 1), np.uint8)
                                             for number in range(1, len(specs))]
 
     def _begin_sequences(

@@ -111,13 +111,14 @@ class StepOrder:
 class SlotBatch:
     """Prepared inputs of one replica for one slot, as NumPy arrays; the fields of `models.layer.Batch`.
 
+    Pixels are bytes, which the rank normalises (`ImageInput.affine`): a quarter of the memory and of the way there.
     Fields that were not asked for are None.
     """
 
     image_grids: Ints
     clips: Ints | None = None  # [] how many; of models that hear, always
-    pixels: list[NDArray[np.float32]] | None = None
-    other_pixels: list[NDArray[np.float32]] | None = None
+    pixels: list[NDArray[np.uint8]] | None = None
+    other_pixels: list[NDArray[np.uint8]] | None = None
     audio_features: NDArray[np.float32] | None = None
     token_ids: Ints | None = None
     positions: Ints | None = None
@@ -126,8 +127,8 @@ class SlotBatch:
     audio_rows: Ints | None = None
     context_rows: Ints | None = None
     labels: Ints | None = None
-    target_pixels: NDArray[np.float32] | None = None
-    other_targets: list[NDArray[np.float32]] | None = None
+    target_pixels: NDArray[np.uint8] | None = None
+    other_targets: list[NDArray[np.uint8]] | None = None
     target_weights: NDArray[np.float32] | None = None
     noise_seeds: Ints | None = None
     image_seeds: Ints | None = None

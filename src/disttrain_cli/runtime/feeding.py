@@ -1,13 +1,15 @@
 """What a rank's loader prepared, as tensors on its device.
 
-On a GPU a thread takes the slots one ahead of the engine and copies them into page-locked memory, in the model's
-precision, so that the copy to the device needs neither the engine nor a second pass. On a CPU nothing is copied.
+On a GPU a thread takes the slots one ahead of the engine and copies them into page-locked memory, so that the copy to
+the device does not need the engine. Pixels travel as bytes and are normalised on the device. On a CPU nothing else is
+copied.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,9 +19,10 @@ from torch import Tensor
 
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.models.layer import Batch
+from disttrain_cli.spec.inputs import Affine, ImageInput, TargetInput
 
-#: Fields that take the model's precision on the way to the device.
-PIXELS = ("pixels", "other_pixels", "audio_features", "target_pixels", "other_targets")
+#: Takes the model's precision on the way to the device.
+SOUND = "audio_features"
 
 
 class Slots(Protocol):
@@ -57,20 +60,44 @@ def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: t
     def tensor(value: Any, kind: torch.dtype | None = None) -> Any:
         return None if value is None else as_tensor(value).to(device, kind, non_blocking=True)
 
+    def pixels(value: Any, head: ImageInput | TargetInput) -> Tensor:
+        return normalised(tensor(value), head.affine, dtype)
+
+    def blocks(values: list[Any] | None, heads: Sequence[ImageInput | TargetInput]) -> list[Tensor] | None:
+        """Blocks of one head after the other, of each as many."""
+        return None if values is None else [
+            pixels(value, heads[number * len(heads) // len(values)]) for number, value in enumerate(values)]
+
+    inputs = order.slots[0].inputs
+    images, targets = inputs.images, inputs.targets
     return Batch(
         image_grids=[(int(rows), int(columns)) for rows, columns in arrays.image_grids],
         clips=0 if arrays.clips is None else int(arrays.clips),
         audio_features=tensor(arrays.audio_features, dtype), audio_rows=tensor(arrays.audio_rows),
-        pixels=None if arrays.pixels is None else [tensor(group, dtype) for group in arrays.pixels],
-        other_pixels=None if arrays.other_pixels is None else [tensor(group, dtype) for group in arrays.other_pixels],
+        pixels=blocks(arrays.pixels, images[:1]), other_pixels=blocks(arrays.other_pixels, images[1:]),
         token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions), documents=tensor(arrays.documents),
         image_rows=tensor(arrays.image_rows), context_rows=tensor(arrays.context_rows), labels=tensor(arrays.labels),
-        target_pixels=tensor(arrays.target_pixels, dtype), target_weights=tensor(arrays.target_weights),
-        other_targets=None if arrays.other_targets is None else [tensor(own, dtype) for own in arrays.other_targets],
+        target_pixels=None if arrays.target_pixels is None else pixels(arrays.target_pixels, targets[0]),
+        target_weights=tensor(arrays.target_weights), other_targets=blocks(arrays.other_targets, targets[1:]),
         noise_seeds=None if arrays.noise_seeds is None else as_tensor(arrays.noise_seeds),
         image_seeds=tensor(arrays.image_seeds), clip_seeds=tensor(arrays.clip_seeds),
         target_seeds=tensor(arrays.target_seeds),
         label_tokens=float(max(1, order.label_tokens)), targets=float(max(1, order.targets)))
+
+
+def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:
+    """Bytes [N, C, H, W] as a model reads them: computed in single precision, whatever the model's."""
+    if not len(planes):  # of an encoder or generator that is not asked for
+        return planes.to(dtype)
+    scale, shift = _on_device(affine, planes.device)
+    return planes.to(torch.float32).mul_(scale).sub_(shift).to(dtype)
+
+
+@functools.cache
+def _on_device(affine: Affine, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scales and shifts [C, 1, 1]."""
+    scale, shift = torch.tensor(affine, dtype=torch.float32, device=device).T[..., None, None]
+    return scale, shift
 
 
 class PinnedAhead:
@@ -98,12 +125,12 @@ class PinnedAhead:
 
 
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
-    """The same in page-locked memory: tensors, pixels and sound in the model's precision; grids and seeds stay."""
+    """The same in page-locked memory: tensors, sound in the model's precision; grids and seeds stay."""
     kept = {"image_grids", "clips", "noise_seeds"}
     copies: dict[str, Any] = {}
     for name, value in vars(arrays).items():
         if value is not None and name not in kept:
-            kind = dtype if name in PIXELS else None
+            kind = dtype if name == SOUND else None
             copies[name] = [page_locked(one, kind) for one in value] if isinstance(value, list) \
                 else page_locked(value, kind)
     return replace(arrays, **copies)

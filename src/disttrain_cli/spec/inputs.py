@@ -16,6 +16,9 @@ from disttrain_cli.spec.work import Work
 #: What a module works on: images read, audio clips, packed sequences, images to generate.
 Item = Literal["image", "audio", "sequence", "target"]
 
+#: Of each channel, the scale and shift of a byte x: x · scale - shift.
+Affine = tuple[tuple[float, float], ...]
+
 
 def number_of(name: str) -> int:
     """Number of the encoder or generator among those of its kind that a name speaks of: 0 of "NAME", N of "NAME.N"."""
@@ -45,6 +48,11 @@ class ImageInput(Strict):
         if min(self.std) <= 0:
             raise ValueError("std must be positive")
         return self
+
+    @property
+    def affine(self) -> Affine:
+        """By which bytes become what the encoder reads: (x / 255 - mean) / std."""
+        return tuple((1 / (255 * std), mean / std) for mean, std in zip(self.mean, self.std, strict=True))
 
     @property
     def probe_step(self) -> int:
@@ -121,6 +129,11 @@ class TargetInput(Strict):
         """Channels, height and width of what the data brings for one image."""
         side = math.isqrt(self.latent_pixels) if self.cached_latents else self.size_px
         return self.channels, side, side
+
+    @property
+    def affine(self) -> Affine:
+        """By which bytes become what the generator draws: -1..1."""
+        return ((1 / 127.5, 1.0),) * self.channels
 
     def work(self, images: float) -> Work:
         """Generator work of that many images."""
