@@ -35,7 +35,7 @@ class TrainResult(BaseModel):
     checkpoint: str | None
     trace: str
     images: list[str]
-    samples: Samples | None  # what the trained model drew and wrote, where it did
+    samples: Samples | None = None  # what the trained model drew and wrote, where it did
     reference_losses: dict[str, float]
     restarts: list[str] = []  # why ranks were started again
     stopped_by: str | None = None  # the signal that ended the run before its last step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from pydantic import BaseModel
 
@@ -56,8 +56,14 @@ class Samples(BaseModel):
 
 
 def read_samples(folder: Path) -> Samples | None:
-    """What is said of the images in a folder; None where nothing readable is."""
+    """What is said of the images in a folder; None where nothing readable is, or it names files outside."""
     try:
-        return Samples.model_validate_json((folder / FILE).read_bytes())
+        samples = Samples.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):
         return None
+    return samples if all(_is_inside(one.file) for one in samples.drawn) else None
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
