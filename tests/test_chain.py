@@ -13,9 +13,9 @@ import pytest
 pytestmark = pytest.mark.slow
 SCRIPT = Path(sys.executable).parent / "disttrain"
 STEPS, RESUMED_STEPS = 3, 5
-#: Where this chain is smaller than the preset: four ranks, half the batch, two pictures.
+#: Where this chain is smaller than the preset: four ranks, half the batch, two pictures drawn and three read.
 SMALLER = {"  gpus_per_node: 6": "  gpus_per_node: 4", "  global_batch_size: 12": "  global_batch_size: 6",
-           "  images: 8": "  images: 2", "  denoising_steps: 20": "  denoising_steps: 4"}
+           "  images: 100": "  images: 2", "  denoising_steps: 20": "  denoising_steps: 4", "  read: 100": "  read: 3"}
 
 
 def disttrain(folder, *words):
@@ -129,6 +129,21 @@ def test_training_goes_on_where_it_stopped_and_generates_images(chain):
     assert len(first["images"]) == len(second["images"]) == 2
     for image in [*first["images"], *second["images"]]:
         assert Path(image).read_bytes().startswith(b"\x89PNG")
+    assert [one["prompt"] for one in second["samples"]["drawn"]] == ["Draw a zero.", "Draw a one."]
+    assert len(second["samples"]["written"]) == 3 and second["samples"]["judge"]["accuracy"] > 0.95
+    for one in second["samples"]["written"]:
+        assert one["recorded"] and (Path(second["images"][0]).parent / one["image"]).is_file()
+
+
+def test_any_checkpoint_of_the_run_draws_and_writes(chain):
+    found = document(chain[0], "sample", "--prompt", "Draw a seven.", "--count", 2)
+    folder = Path(chain[0], found["path"])
+    assert found["step"] == RESUMED_STEPS and [one["asked"] for one in found["drawn"]] == ["seven"] * 2
+    assert all((folder / one["file"]).read_bytes().startswith(b"\x89PNG") for one in found["drawn"])
+    seen = chain[1]["resume"]["samples"]["written"][0]["image"]
+    read = document(chain[0], "sample", "runs/tiny/checkpoints/step-000003", "--image",
+                    Path(chain[1]["resume"]["images"][0]).parent / seen)
+    assert read["step"] == STEPS and read["written"][0]["image"].endswith(seen) and read["drawn"] == []
 
 
 def test_analysis_has_the_promised_keys_and_finds_the_same_layout_and_steps(chain):
@@ -155,7 +170,8 @@ def test_the_report_is_one_page_that_loads_nothing(chain):
     page = Path(chain[0], chain[1]["analyze"]["report"]).read_text()
     loaded = re.findall(r"""(?:src|href)\s*=\s*["']([^"'#][^"']*)""", page) + re.findall(r"url\(([^)]*)\)", page)
     assert [place for place in loaded if not place.startswith(("data:", "#"))] == []
-    assert page.count("data:image/png;base64,") >= 2 and "<svg" in page
+    assert page.count("data:image/png;base64,") >= 2 and page.count("data:image/jpeg;base64,") == 3 and "<svg" in page
+    assert "Draw a zero." in page and "a judge sees what was asked for" in page
 
 
 def test_queries_see_the_work_of_every_module(chain):

@@ -52,7 +52,7 @@ MACHINE_ERRORS = {errno.ENOSPC: "Free some space and run the command again.",
                   errno.EMFILE: "Raise the limit of open files: ulimit -n 65536"}
 
 #: Modules of `commands/`, in the order of the help; those with an `app` are groups.
-COMMANDS = ("init", "profile", "plan", "train", "analyze", "export", "data")
+COMMANDS = ("init", "profile", "plan", "train", "analyze", "sample", "export", "data")
 
 
 def _version(wanted: bool) -> None:

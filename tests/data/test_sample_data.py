@@ -40,7 +40,7 @@ def digest(folder: Path) -> str:
 
 def test_every_scan_is_used_and_sizes_are_skewed(digits: Index) -> None:
     assert int((digits.kinds == IMAGE).sum() + (digits.kinds == TARGET).sum()) == 1797
-    assert (digits.kinds == TARGET).sum() > 200 and not digits.skipped
+    assert (digits.kinds == TARGET).sum() > 600 and not digits.skipped
     lengths = digits.lengths
     assert lengths.max() <= 256 and np.median(lengths) < 0.5 * lengths.max()
     patches = digits.grids[digits.kinds == IMAGE].prod(axis=1)
@@ -48,7 +48,7 @@ def test_every_scan_is_used_and_sizes_are_skewed(digits: Index) -> None:
     images = digits.per_sample((digits.kinds == IMAGE).astype(np.int64))
     assert images.max() >= 6 and (images == 0).sum() > 50
     packing = pack(digits, BYTE_INPUTS, 0, 0)
-    assert packing.fill_fraction > 0.95 and len(packing) > 256
+    assert packing.fill_fraction > 0.95 and len(packing) > 150
 
 
 def test_the_largest_pixel_budget_fits_too(folder: Path) -> None:
@@ -65,7 +65,7 @@ def test_text_before_a_target_names_the_digit(folder: Path) -> None:
                     for name in tar.getnames() if name.endswith(".json")]
     before = [sample[place - 1]["value"] for sample in segments for place, segment in enumerate(sample)
               if segment.get("generate")]
-    assert before and all(any(f" {word}." in value for word in WORDS) for value in before)
+    assert before and all(any(value.endswith(f" {word}.") for word in WORDS) for value in before)
 
 
 def test_same_seed_same_bytes(folder: Path, tmp_path: Path) -> None:

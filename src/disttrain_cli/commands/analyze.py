@@ -77,7 +77,7 @@ def run(
     if report is not None:
         from disttrain_cli.analysis.report import write_report
 
-        write_report(found, pictures(), sorted(root.images.glob("*/*.png")) if root is not None else [], report)
+        write_report(found, pictures(), _samples(root) if root is not None else [], report)
         document["report"] = str(report)
     changes = set_side_by_side(analyze([compare]), found) if compare is not None else []
     if compare is not None:
@@ -97,6 +97,18 @@ def run(
         raise_if_holds(found, fail_if)
         console.note(sentence)
     console.hint(_with_paths(found.verdict.next_command, paths))
+
+
+def _samples(root: RunDir) -> list[Path]:
+    """Images that the model drew after the newest step, and those that it read."""
+    from disttrain_cli.spec.samples import read_samples
+
+    folder = max((path for path in root.images.glob("step-*") if path.is_dir()), default=root.images)
+    samples = read_samples(folder)
+    if samples is None:
+        return sorted(folder.glob("*.png"))
+    return [folder / name for name in [one.file for one in samples.drawn] +
+            [one.image for one in samples.written if one.image]]
 
 
 def _with_paths(command: str, paths: list[Path] | None) -> str:

@@ -261,6 +261,12 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
     if result.images:
         folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)  # one for each generator
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
+    if result.samples and (judge := result.samples.judge):
+        drawn, written = result.samples.drawn, result.samples.written
+        says = [f"{result.samples.recognised} of {len(drawn)} images show what was asked for"] if drawn else []
+        says += [f"{result.samples.named} of {len(written)} texts name what the image shows"] if written else []
+        console.say(f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
+                    f"{percent(judge.accuracy)} of held-out real ones)")
 
 
 def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[str, Any]], folder: Path) -> None:

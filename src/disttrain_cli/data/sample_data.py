@@ -28,9 +28,9 @@ TOKEN_PX = 16
 IMAGE_TOKENS = 64  # of the largest image after scaling
 
 READ_COUNTS = (0, 1, 2, 3, 4, 6, 8)
-READ_SHARES = (0.22, 0.40, 0.18, 0.10, 0.05, 0.03, 0.02)
-TARGET_COUNTS = (0, 1, 2)
-TARGET_SHARES = (0.55, 0.36, 0.09)
+READ_SHARES = (0.50, 0.26, 0.12, 0.05, 0.03, 0.02, 0.02)
+TARGET_COUNTS = (0, 1, 2, 3, 4)
+TARGET_SHARES = (0.30, 0.44, 0.15, 0.07, 0.04)
 
 Files = list[tuple[str, bytes]]
 
@@ -42,14 +42,7 @@ def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
         DataError: scikit-learn is not installed, or a file of the same name holds something else.
         SpecError: the folder cannot be written.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise DataError(
-            "The sample dataset needs scikit-learn, which is not installed",
-            next_step="Install it with: pip install 'disttrain[demo]'",
-        ) from None
-    digits = load_digits()
+    digits = load_scans()
     random = np.random.default_rng(seed)
     order = random.permutation(len(digits.images))
     scans = iter([(digits.images[i], int(digits.target[i])) for i in order])
@@ -61,10 +54,26 @@ def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
     return ["interleaved", "captions"]
 
 
+def load_scans() -> Any:
+    """scikit-learn's scanned digits: `images` [1797, 8, 8] of ink 0 … 16, `data` the same flat, `target` the digits.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            "The sample dataset needs scikit-learn, which is not installed",
+            next_step="Install it with: pip install 'disttrain[demo]'",
+        ) from None
+    return load_digits()
+
+
 def _caption(number: int, scan: Any, digit: int, random: np.random.Generator) -> Files:
     key = f"{number:06d}"
     data, _ = _jpeg(scan, random, IMAGE_TOKENS)
-    return [(f"{key}.jpg", data), (f"{key}.txt", f"A scan of the handwritten digit {WORDS[digit]}.".encode())]
+    return [(f"{key}.jpg", data), (f"{key}.txt", f"{digit}, a handwritten {WORDS[digit]}.".encode())]
 
 
 def _interleaved(scans: Iterator[tuple[Any, int]], random: np.random.Generator) -> Iterator[Files]:
@@ -86,7 +95,7 @@ def _sample(
     """Images that are read and named, facts, and images to be generated, each announced by the text before it."""
     files: Files = []
     segments: list[dict[str, Any]] = []
-    left = SAMPLE_TOKENS - sum(TARGET_TOKENS + len(_request(digit)) for _, digit in targets)
+    left = SAMPLE_TOKENS - sum(TARGET_TOKENS + len(_request(digit)) + 2 for _, digit in targets)
 
     def add(scan: Any, generate: bool, most_tokens: int) -> int:
         data, tokens = _jpeg(scan, random, most_tokens, square=generate)
@@ -97,11 +106,11 @@ def _sample(
 
     for place, (scan, digit) in enumerate(reads):
         after = len(reads) - place - 1  # images that still need at least a token and their sentence
-        text = f"This is a {WORDS[digit]}.\n"
+        text = f"{digit}, a {WORDS[digit]}.\n"
         left -= len(text)
         left -= add(scan, False, min(IMAGE_TOKENS, left - 24 * after))
         segments.append({"type": "text", "value": text})
-    wanted = int(random.lognormal(0.9, 0.9)) + (not reads and not targets)
+    wanted = int(random.lognormal(-0.6, 1.0)) + (not reads and not targets)
     facts = ""
     for fact in (_fact([digit for _, digit in reads], random) for _ in range(wanted)):
         if len(facts) + len(fact) <= left:
@@ -111,11 +120,12 @@ def _sample(
     for scan, digit in targets:
         segments.append({"type": "text", "value": _request(digit)})
         add(scan, True, IMAGE_TOKENS)
+        segments.append({"type": "text", "value": f"{digit}\n"})
     return [(f"{key}.json", json.dumps({"segments": segments}).encode()), *files]
 
 
 def _request(digit: int) -> str:
-    return f"Draw a {WORDS[digit]}.\n"
+    return f"Draw a {WORDS[digit]}."
 
 
 def _fact(shown: list[int], random: np.random.Generator) -> str:

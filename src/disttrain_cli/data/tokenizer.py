@@ -33,6 +33,9 @@ class Tokenizer(Protocol):
     def count(self, texts: list[str]) -> list[int]:
         """How many ids each text has: the length of what `encode` gives, found faster."""
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids; special ones and those of no text are left out."""
+
 
 class ByteTokenizer:
     """One id per UTF-8 byte, then the five special ids."""
@@ -46,6 +49,9 @@ class ByteTokenizer:
 
     def count(self, texts: list[str]) -> list[int]:
         return [len(text.encode("utf-8", "replace")) for text in texts]
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(one for one in ids if one < self.pad).decode("utf-8", "replace")
 
 
 class FolderTokenizer:
@@ -97,6 +103,9 @@ class FolderTokenizer:
 
     def count(self, texts: list[str]) -> list[int]:
         return [len(encoding) for encoding in self._rules.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._rules.decode(ids, skip_special_tokens=True))
 
 
 def read_tokenizer(run: Run) -> Tokenizer:

@@ -175,6 +175,10 @@ class Head(DecoderLayer):
             result[f"{LOSS_PREFIX}{self.loss}"] = once(self.weight * total / batch.label_tokens, self.group)
         return result
 
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Logits [R, V] float32 of the token after each row of what the last block left; of a whole vocabulary."""
+        return self.lm_head(self.norm(hidden_RD)).float()
+
     def _own(self, labels: Tensor) -> Tensor:
         if self.first_id is None:
             return labels

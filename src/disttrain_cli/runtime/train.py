@@ -23,6 +23,7 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import stopped_file
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.samples import Samples, read_samples
 
 
 class TrainResult(BaseModel):
@@ -36,6 +37,7 @@ class TrainResult(BaseModel):
     checkpoint: str | None
     trace: str
     images: list[str]
+    samples: Samples | None = None  # what the trained model drew and wrote, where it did
     reference_losses: dict[str, float]
     restarts: list[str] = []  # why ranks were started again
     stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
@@ -97,12 +99,13 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         said = stopped_file(root.logs)
         stopped = said.read_text() if said.exists() else None
         newest = latest(root.checkpoints)
+        samples = None if stopped or newest is None else _sample(run, profile, newest, progress)
         return TrainResult(
             run_dir=str(root.root), steps=merged(rows), skipped_samples=_skipped(run, index),
             resumed_from_step=resumed, started_from=str(origin) if origin else None,
             checkpoint=str(newest) if newest else None, trace=str(root.traces),
-            images=[] if stopped or newest is None else _generate(run, profile, newest, progress),
-            reference_losses=_references(run, index), restarts=losses, stopped_by=stopped)
+            images=[str(root.images / newest.name / one.file) for one in samples.drawn] if samples and newest else [],
+            samples=samples, reference_losses=_references(run, index), restarts=losses, stopped_by=stopped)
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:
@@ -179,16 +182,17 @@ def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
     return [{"sample": name, "reason": reason} for name, reason in sorted(found.items())]
 
 
-def _generate(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> list[str]:
-    """Images from the trained model, where it has a generator."""
-    if profile.inputs.target is None or not run.file.samples.images:
-        return []
-    progress("generating images", 0, 0)
+def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> Samples | None:
+    """What the trained model draws and writes, where it can."""
+    asked = run.file.samples
+    if not ((asked.images and profile.inputs.target is not None) or (asked.read and profile.inputs.image is not None)):
+        return None
+    progress("sampling", 0, 0)
     folder = run.dir.images / checkpoint.name
     launching.launch(1, "disttrain_cli.runtime.outputs.sampling:main",
                      {"run": str(run.path.resolve()), "profile": profile.model_dump(mode="json"),
                       "checkpoint": str(checkpoint), "images": str(folder)}, run.dir.logs / "sampling")
-    return [str(path) for path in sorted(folder.rglob("*.png"))]
+    return read_samples(folder)
 
 
 def _references(run: Run, index: Index) -> dict[str, float]:

@@ -40,8 +40,13 @@ class RunDir:
 
     @property
     def images(self) -> Path:
-        """PNG files that the model generated."""
+        """What the model drew and wrote when training ended, by checkpoint: PNG files and `samples.json`."""
         return self.root / "images"
+
+    @property
+    def samples(self) -> Path:
+        """The same of `disttrain sample`."""
+        return self.root / "samples"
 
     @property
     def rehearsal(self) -> RunDir:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.analysis.report import sections, tables
+from disttrain_cli.analysis.report.generated import generated
 from disttrain_cli.analysis.report.pictures import Pictures
 from disttrain_cli.analysis.result import Analysis
 from disttrain_cli.spec.whole import write_whole
@@ -73,7 +74,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (tables.operations(analysis), ""),
         (tables.memory(analysis), "Memory: it was not recorded."),
         (sections.curves(analysis, pictures.steps), "Loss and MFU over steps: these traces do not tell them."),
-        (sections.generated(images), ""),
+        (generated(images), ""),
         (sections.warnings(analysis), ""),
         (tables.ranks(analysis), ""),
     ]

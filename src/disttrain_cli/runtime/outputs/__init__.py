@@ -1,1 +1,1 @@
-"""What a checkpoint is turned into: Hugging Face folders (`export`) and generated images (`sampling`)."""
+"""What a checkpoint is turned into: Hugging Face folders (`export`), and what it draws and writes (`sampling`)."""

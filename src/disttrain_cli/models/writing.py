@@ -1,0 +1,61 @@
+"""Writing text: encoders once, then the LLM's layers token by token.
+
+Every token runs its whole sequence again: simple, the same for any family of decoders, and slow for long texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.models.decoder import Head
+from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.spec.inputs import ModelInputs
+
+
+@torch.no_grad()
+def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, lengths: Sequence[int], *, end: int,
+          allowed: Tensor, temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
+    """The token ids that the model writes after each sequence of a batch, up to the token `end`.
+
+    `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are given; its other places
+    are there to be filled. Only ids for which `allowed` [V] is true are written. The likeliest is taken at temperature
+    0, else one is drawn: sequence m's from (seed, m), the same on any device.
+    """
+    assert batch.token_ids is not None
+    ids = batch.token_ids.clone()
+    batch, (count, width) = replace(batch, token_ids=ids), ids.shape
+    *decoder, head = [layer for layer in layers if layer.module == inputs.llm]
+    assert isinstance(head, Head)
+    read: dict[str, Tensor] = {}
+    for layer in (layer for layer in layers if layer.module in inputs.encoders):
+        read.update(layer(read, batch))
+    draws = [torch.Generator("cpu").manual_seed(seed * 1_000_003 + number) for number in range(count)]
+    written: list[list[int]] = [[] for _ in range(count)]
+    going = [number for number in range(count) if lengths[number] < width]
+    while going:
+        state = dict(read)
+        for layer in decoder:
+            state.update(layer(state, batch))
+        at = [lengths[number] + len(written[number]) for number in going]
+        rows = torch.tensor([number * width + place - 1 for number, place in zip(going, at, strict=True)])
+        logits = head.logits(state["hidden"].index_select(0, rows.to(state["hidden"].device)))
+        chosen = [_choose(row, temperature, draws[number])
+                  for row, number in zip(logits.masked_fill(~allowed, -torch.inf).cpu(), going, strict=True)]
+        still = []
+        for number, place, token in zip(going, at, chosen, strict=True):
+            if token != end:
+                written[number].append(token)
+                ids[number, place] = token
+                still += [number] if place + 1 < width else []
+        going = still
+    return written
+
+
+def _choose(logits_V: Tensor, temperature: float, draws: torch.Generator) -> int:
+    if not temperature:
+        return int(logits_V.argmax())
+    return int(torch.multinomial(torch.softmax(logits_V.double() / temperature, dim=0), 1, generator=draws))

@@ -1,0 +1,90 @@
+"""Prompts as a batch of the model: images first, then text, and the tokens that condition an image to be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from disttrain_cli.data.decoding import decode_image
+from disttrain_cli.data.headers import ImageHeader, read_header
+from disttrain_cli.data.tokenizer import Tokenizer
+from disttrain_cli.errors import UsageError
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.outputs.trained import Trained
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is given: an image file's bytes, a text, or both."""
+
+    text: str = ""
+    image: bytes | None = None
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of a batch, each the beginning of one sequence."""
+
+    batch: Batch
+    lengths: list[int]  # tokens given
+
+
+def batch_of(model: Trained, tokenizer: Tokenizer, prompts: Sequence[Prompt], *, room: int = 0,
+             draws: bool = False) -> PromptBatch:
+    """The prompts, with room for `room` tokens after each; with `draws` tokens that condition an image follow it.
+
+    Raises:
+        UsageError: a prompt is longer than the model's sequences.
+        ValueError: an image cannot be decoded.
+    """
+    inputs, device = model.inputs, model.device
+    context = inputs.targets[0].context_tokens if draws else 0
+    grids = {number: _grid(model, prompt.image) for number, prompt in enumerate(prompts) if prompt.image is not None}
+    order = sorted(grids, key=lambda number: (*grids[number], number))  # images of equal grid are adjacent
+    rows, image_rows, context_rows = [], {}, []
+    for number, prompt in enumerate(prompts):
+        head = inputs.image
+        seen = 0 if number not in grids or head is None else int(np.prod(grids[number])) // head.merge**2
+        rows.append([tokenizer.bos, *[tokenizer.image] * seen, *tokenizer.encode(prompt.text),
+                     *[tokenizer.context] * context])
+        image_rows[number] = range(1, 1 + seen)
+        context_rows.append(range(len(rows[-1]) - context, len(rows[-1])))
+    longest = max(map(len, rows))
+    if longest > inputs.sequence_length:
+        raise UsageError("A prompt is longer than the sequences that the model was trained on",
+                         f"{longest} tokens; data.sequence_length is {inputs.sequence_length}",
+                         "Shorten the text, or give a smaller image.")
+    width = min(inputs.sequence_length, longest + room)
+    ids = torch.tensor([row + [tokenizer.pad] * (width - len(row)) for row in rows], device=device)
+
+    def places(spans: Sequence[tuple[int, range]]) -> torch.Tensor:
+        return torch.tensor([number * width + at for number, span in spans for at in span], device=device).long()
+
+    pixels = [[torch.from_numpy(np.stack([decode_image(prompts[number].image or b"", grid, head) for number in own])
+                                ).to(device) for grid, own in groupby(order, key=grids.__getitem__)]
+              for head in inputs.images]
+    audio = inputs.audio
+    batch = Batch(
+        image_grids=[grids[number] for number in order], pixels=pixels[0] if pixels else None,
+        other_pixels=[block for blocks in pixels[1:] for block in blocks] if len(pixels) > 1 else None,
+        audio_features=None if audio is None else torch.zeros(0, audio.mel_bins, audio.frames, device=device),
+        audio_rows=None if audio is None else places([]), token_ids=ids,
+        positions=torch.arange(width, device=device).expand(len(rows), width),
+        documents=torch.zeros_like(ids), image_rows=places([(number, image_rows[number]) for number in order]),
+        context_rows=places(list(enumerate(context_rows))), target_weights=torch.ones(len(rows) if draws else 0))
+    return PromptBatch(batch, [len(row) for row in rows])
+
+
+def _grid(model: Trained, image: bytes | None) -> tuple[int, int]:
+    assert image is not None and model.inputs.image is not None
+    header = header_of(image)
+    return model.inputs.image.grid(header.width_px, header.height_px)
+
+
+def header_of(image: bytes) -> ImageHeader:
+    """Format and size of an image file; ValueError where it is none."""
+    return read_header(lambda offset, length: image[offset : offset + length])

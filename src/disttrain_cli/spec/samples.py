@@ -1,0 +1,69 @@
+"""What a model drew and wrote for given prompts: `samples.json` beside the images, read by the report."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+from pydantic import BaseModel
+
+FILE = "samples.json"
+
+
+class Drawn(BaseModel):
+    """An image that a generator drew after a text."""
+
+    file: str  # its name beside `samples.json`, with the module's folder where there are several generators
+    prompt: str
+    asked: str | None = None  # what the prompt asks for, where there is a judge
+    recognised: str | None = None  # what the judge sees
+
+
+class Written(BaseModel):
+    """A text that the model wrote after a prompt, an image, or both."""
+
+    prompt: str
+    text: str
+    image: str | None = None  # the image's path, or the sample that has it
+    recorded: str | None = None  # what the data say about the image
+    names_it: bool | None = None  # whether the text names what is recorded, where there is a judge
+
+
+class Judge(BaseModel):
+    """Who says what an image shows, and how often it is right about images that it has not seen."""
+
+    name: str
+    accuracy: float
+
+
+class Samples(BaseModel):
+    """`samples.json`."""
+
+    checkpoint: str
+    step: int
+    drawn: list[Drawn] = []
+    written: list[Written] = []
+    judge: Judge | None = None
+
+    @property
+    def recognised(self) -> int:
+        """Drawn images in which the judge sees what was asked for."""
+        return sum(one.asked is not None and one.asked == one.recognised for one in self.drawn)
+
+    @property
+    def named(self) -> int:
+        """Texts that name what is recorded."""
+        return sum(one.names_it is True for one in self.written)
+
+
+def read_samples(folder: Path) -> Samples | None:
+    """What is said of the images in a folder; None where nothing readable is, or it names files outside."""
+    try:
+        samples = Samples.model_validate_json((folder / FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return samples if all(_is_inside(one.file) for one in samples.drawn) else None
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
