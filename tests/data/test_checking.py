@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disttrain_cli.data.checking import find_broken, unchecked
+from disttrain_cli.data.checking import find_broken, try_decoding, unchecked
 from disttrain_cli.data.index import Index, build_index, leave_out, open_index, read_index
 from disttrain_cli.data.loader import Loader
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.data.ordering.shared_orders import SharedOrders
+from disttrain_cli.data.preparing import Preparer, Request
 from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
@@ -74,6 +77,26 @@ def test_who_prepares_labels_leaves_out_what_another_decodes(own_run: MakeRun) -
             apart = fetch_step(run, index, ONE_REPLICA, "all", 0, step, fields={field})
             for one, other in zip(apart, batches, strict=True):
                 assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_what_was_decoded_for_its_pixels_is_not_decoded_again_for_its_labels(
+    own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: Counter[int] = Counter()
+
+    def counted(run: Run, index: Index, reader: Any, sample: int, segment: int, decode: Any) -> list[Any]:
+        decoded[segment] += 1
+        return try_decoding(run, index, reader, sample, segment, decode)
+
+    run = own_run({"a.tar": [part for n in range(24) for part in (
+        interleaved(f"{n}", text("read"), image(f"{n}.jpg")), (f"{n}.jpg", encoded(40, 40)))]})
+    index = build_index(run, INPUTS)
+    monkeypatch.setattr("disttrain_cli.data.preparing.try_decoding", counted)
+    preparer = Preparer(run, SharedOrders(Orders(run.file, ONE_REPLICA, index)))
+    preparer.prepare(Request(0, 0, "all", 0, frozenset({"pixels", "labels"})))
+    preparer.prepare(Request(0, 0, "all", 0, frozenset({"labels"})))
+    assert decoded and set(decoded.values()) == {1}
+    preparer.close()
 
 
 def test_what_a_check_left_out_is_in_no_sequence_and_the_rest_is_not_decoded_twice(

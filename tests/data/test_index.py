@@ -143,6 +143,12 @@ def test_copies_with_other_times_are_known_by_their_content(own_run: MakeRun, mo
         assert len(open_index(run, INPUTS)) == 3
 
 
+def test_a_shard_that_cannot_be_opened_is_a_bad_one_still(own_run: MakeRun) -> None:
+    run = own_run({"a.tar": shard_of("one")}, max_bad_fraction=0.5)
+    os.mkfifo(run.folder / "own" / "b.tar")
+    assert [one.shard for one in build_index(run, INPUTS).skipped] == ["own/b.tar"]
+
+
 def test_a_folder_of_images_that_is_not_there_is_named_once(tmp_path: Path) -> None:
     (tmp_path / "chat.json").write_text("[]")
     run = make_run(tmp_path, [{"path": "chat.json", "images": "nowhere"}])

@@ -46,11 +46,12 @@ def try_decoding(run: Run, index: Index, reader: ShardReader, sample: int, segme
     return []
 
 
-def broken_in(run: Run, index: Index, reader: ShardReader, sample: int) -> list[Broken]:
-    """What of a sample cannot be decoded. Raises DataError where the shard changed."""
+def broken_in(index: Index, sample: int,
+              tried: Callable[[int, Callable[[bytes], Any]], list[Broken]]) -> list[Broken]:
+    """What `tried`, given segment and decoder, finds in the images and clips of a sample."""
     segments = range(int(index.segment_start[sample]), int(index.segment_start[sample + 1]))
     return [one for segment in segments if index.kinds[segment] != TEXT
-            for one in try_decoding(run, index, reader, sample, segment, _decoder(index, segment))]
+            for one in tried(segment, _decoder(index, segment))]
 
 
 def unchecked(index: Index) -> Ints:
@@ -66,12 +67,16 @@ def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped
         DataError: a shard is gone or changed.
     """
     reader = ShardReader(index, read_tokenizer(run))
+
+    def check(sample: int) -> list[Broken]:
+        return broken_in(index, sample, partial(try_decoding, run, index, reader, sample))
+
     samples, broken = unchecked(index).tolist(), {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "check") as threads:
         for first in range(0, len(samples), AT_ONCE):
             progress("decode samples", first, len(samples))
             own = samples[first : first + AT_ONCE]
-            for sample, found in zip(own, threads.map(partial(broken_in, run, index, reader), own), strict=True):
+            for sample, found in zip(own, threads.map(check, own), strict=True):
                 if found:
                     broken[sample] = found[0].what
     progress("decode samples", len(samples), len(samples))

@@ -129,5 +129,5 @@ class Loader:
                 f"{len(self._broken)} images or clips cannot be decoded, more than data.max_bad_fraction = "
                 f"{self._run.data.max_bad_fraction} allows",
                 named,
-                "See all of them, and leave them out: disttrain data check",
+                "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction.",
             )

@@ -112,7 +112,7 @@ class Preparer:
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(self._index, self._tokenizer)
         self._threads = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
-        self._whole = np.zeros(len(self._index), dtype=bool)  # [N] samples known to be, besides those of checked shards
+        self._whole = np.zeros(len(self._index.kinds), dtype=bool)  # [segments] that were decoded, whoever asked
 
     def close(self) -> None:
         """End the threads; what was begun and not finished fails."""
@@ -239,25 +239,29 @@ class Preparer:
     def _decode(
         self, work: Preparation, segment: int, out: Any, decode: Callable[..., Any], weight: Any = None
     ) -> None:
-        """Queue one image or clip; where it cannot be decoded, `out` stays blank. `weight` becomes 0 where anything of
-        its sample cannot."""
+        """Queue one image or clip; where it cannot be decoded, `out` stays blank. Where anything of its sample cannot,
+        `weight` becomes 0."""
         sample = int(self._sample_of(segment))
 
         def task() -> list[Broken]:
-            if weight is not None and (found := self._broken_in(sample)):
-                weight[:] = 0
-                return found
-            return try_decoding(self._run, self._index, self._reader, sample, segment, partial(decode, out=out))
+            broken = self._tried(sample, segment, partial(decode, out=out))
+            if weight is not None and (broken := broken or self._broken_in(sample)):
+                weight[:], out[:] = 0, 0
+            return broken
 
         work.tasks.append(self._threads.submit(task))
 
     def _broken_in(self, sample: int) -> list[Broken]:
-        """What of a sample cannot be decoded; nothing of a shard all of whose samples were found to be whole."""
-        if self._whole[sample] or self._index.checked[self._index.shard[sample]]:
+        """What of a sample cannot be decoded; nothing of a shard all of whose samples were checked."""
+        if self._index.checked[self._index.shard[sample]]:
             return []
-        found = broken_in(self._run, self._index, self._reader, sample)
-        self._whole[sample] = not found
-        return found
+        return broken_in(self._index, sample, lambda segment, decode: [] if self._whole[segment] else
+                         self._tried(sample, segment, decode))
+
+    def _tried(self, sample: int, segment: int, decode: Callable[[bytes], Any]) -> list[Broken]:
+        broken = try_decoding(self._run, self._index, self._reader, sample, segment, decode)
+        self._whole[segment] = not broken
+        return broken
 
     def _seeds(self, step: int, segments: Ints) -> Ints:
         """A number for each segment from (seed, step, sample, place in the sample), not negative."""

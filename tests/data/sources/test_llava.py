@@ -49,6 +49,7 @@ def read(folder: Path, content: bytes | list[Any], name: str = "chat.json") -> t
     ({"id": "x", "conversations": []}, "at least one turn"),
     ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
     ({"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]}, "`from` (system, human, gpt)"),
+    ({"id": "x", "conversations": [{"from": ["gpt"], "value": "be nice"}]}, "`from` (system, human, gpt)"),
     ({"id": "x", "conversations": [{"from": "gpt", "value": None}]}, "`value` (a text)"),
 ])
 def test_bad_records_are_named_and_the_rest_is_read(tmp_path: Path, record: dict[str, Any], reason: str) -> None:

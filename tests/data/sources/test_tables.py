@@ -44,6 +44,7 @@ def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: st
     (schema("text id dump url date language", other="token_count"), "text"),  # FineWeb
     (schema("text timestamp url"), "text"),  # C4
     (schema("story", other="number"), "story"),
+    (schema("text", other="image_count"), "text"),
 ])
 def test_a_corpus_of_texts_alone(columns: pa.Schema, text: str) -> None:
     assert find_columns(columns, "x") == (None, text, False, None)

@@ -105,7 +105,8 @@ class Connection:
         except (pa.ArrowException, OSError, EOFError) as error:
             raise self._meant(error) from None
         except RankFailedError:  # `beat` had enough
-            reader.cancel()
+            if reader is not None:
+                reader.cancel()
             raise
         finally:
             self._calls.discard(reader)

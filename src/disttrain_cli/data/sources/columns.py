@@ -27,7 +27,7 @@ AUDIO_NAMES = ("audio", "wav", "flac", "ogg", "mp3", "sound", "speech")
 TEXT_NAMES = ("text", "caption", "txt")
 SPOKEN_NAMES = ("transcription", "transcript", "sentence", "normalized_text")  # where there is none of the others
 LISTS = ("images", "texts")
-ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail", re.IGNORECASE)  # in the name of a column of image URLs
+ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)  # names a column of URLs
 BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 
 
@@ -196,7 +196,8 @@ def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
 
     A `url` beside a `text` alone is where a page of a text corpus was found.
     """
-    media = [name for name in kinds if name.lower() in (*IMAGE_NAMES, *AUDIO_NAMES, "images") or ELSEWHERE.search(name)]
+    media = [name for name, own in kinds.items() if name.lower() in (*IMAGE_NAMES, *AUDIO_NAMES, "images")
+             or (own in ("text", "list of text") and ELSEWHERE.search(name))]
     lower = {name.lower() for name in kinds}
     captioned = "caption" in lower or {"width", "height"} <= lower
     urls = [name for name, own in kinds.items() if own == "text" and "url" in name.lower()] if captioned else []

@@ -120,7 +120,7 @@ def conversation(record: Any) -> list[Part]:
     marks, before, answers = 0, "", True  # `before`: a text that is not trained and not in `parts` yet
     for number, turn in enumerate(turns):
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if who not in ROLES or not isinstance(said, str):
+        if not isinstance(who, str) or who not in ROLES or not isinstance(said, str):
             raise ValueError(f"conversations[{number}] must have `from` ({', '.join(ROLES)}) and `value` (a text)")
         if answers and parts and parts[-1].kind == TEXT:
             parts[-1] = parts[-1]._replace(ended=True)
