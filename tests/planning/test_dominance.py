@@ -41,7 +41,7 @@ def test_the_simplest_of_many_ties_are_found(factor: float, memory_gib: float, s
     cluster = Cluster(6, 2, memory_gib, 1, 4)
     units = group(profile, cluster, "disaggregated")
     every = search(units, cluster, top=10**9).best
-    assert len(every) > 200 and len({one.total_ms for one in every}) < len(every) / 2
+    assert len(every) > 50 and len({one.total_ms for one in every}) < 0.9 * len(every)
     for top in (1, 7, 40):
         assert search(units, cluster, top).best == every[:top]
 

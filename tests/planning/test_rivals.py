@@ -1,0 +1,95 @@
+"""A plan is never slower, as shown, than a baseline whose layout its own units could have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.errors import InfeasibleError
+from disttrain_cli.planning.predict import predict
+from disttrain_cli.planning.solve import apart, cluster_of, solve
+from disttrain_cli.planning.units import group, units_of
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import RunFile
+from tests import profiles
+from tests.planning import synthetic
+
+
+def unit(name: str, modules: list[str], pp: int, layers: list[int]) -> UnitPlan:
+    return UnitPlan(name=name, modules=modules, tp=1, dp=2, pp=pp, gpus=2 * pp, layers_per_stage=layers)
+
+
+def test_a_pipeline_of_all_modules_comes_apart_where_its_stages_end_with_them() -> None:
+    run = synthetic.run_file(batch=4, gpus=8)
+    units = group(synthetic.tiny(run), cluster_of(run, synthetic.tiny(run)), "disaggregated")
+    whole = Layout(strategy="megatron", global_batch_size=4, microbatch_size=2, microbatches=1, gpus_used=8,
+                   units=[unit("model", list(synthetic.MODULES), 4, [4, 3, 3, 4])])
+    found = apart(whole, units)
+    assert found is not None and found.strategy == "disaggregated" and found.gpus_used == 8
+    assert [(one.name, one.tp, one.dp, one.layers_per_stage) for one in found.units] == [
+        ("image_encoder", 1, 2, [4]), ("llm", 1, 2, [3, 3]), ("image_generator", 1, 2, [4])]
+    assert apart(found, units) == found
+    mixed = whole.model_copy(update={"units": [unit("model", list(synthetic.MODULES), 4, [3, 4, 3, 4])]})
+    assert apart(mixed, units) is None
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[RunFile, Profile]:
+    """A small model on a CPU or on GPUs with slow links, its images skewed, sound and a second generator or neither."""
+    nodes, per_node = draw(st.sampled_from([(1, 3), (1, 6), (2, 4), (3, 4), (6, 2)]))
+    run = synthetic.run_file(batch=draw(st.sampled_from([4, 6, 12, 24])), gpus=nodes * per_node, nodes=nodes,
+                             zero_stage=draw(st.sampled_from([0, 1])))
+    kind = draw(st.sampled_from(["cpu", "cuda"]))
+    memory_gib = draw(st.sampled_from([4.0, 0.05]))
+    profile = synthetic.tiny(run, kind=kind, memory_gib=memory_gib, tps=draw(st.sampled_from([(1,), (1, 2)])))
+    sample, spread = profile.data.sample, draw(st.sampled_from([1, 2, 4]))
+    skewed = sample.model_copy(update={"images": [images * spread if place % spread == 0 else []
+                                                  for place, images in enumerate(sample.images)]})
+    profile = profile.model_copy(update={"data": profile.data.model_copy(update={"sample": skewed})})
+    if kind == "cuda":
+        links = profiles.links(8, 50, 4, 100, between_nodes=draw(st.sampled_from([1.0, 0.02])))
+        profile = profile.model_copy(update={"links": links})
+    more = draw(st.sampled_from([None, synthetic.with_audio, synthetic.with_refiner]))
+    return run, profile if more is None else more(profile)
+
+
+def check_rivals(job: tuple[RunFile, Profile]) -> int:
+    """Compare a plan with its baselines; how many of them it could have chosen."""
+    run, profile = job
+    cluster, rivals = cluster_of(run, profile), 0
+    try:
+        plan = solve(run, profile, top=2)
+    except InfeasibleError:
+        return 0
+    units = group(profile, cluster, "disaggregated")
+    for baseline in plan.baselines.values():
+        layout = apart(baseline.plan, units) if baseline is not None else None
+        if layout is None or any(stage.peak_gib > stage.limit_gib
+                                 for stage in layout_memory(profile, layout, cluster.memory_gib)):
+            continue
+        shown_s = predict(units_of(profile, cluster, layout), layout, cluster).iteration_s
+        if [one.name for one in baseline.plan.units] == [one.name for one in layout.units]:
+            assert shown_s == pytest.approx(baseline.iteration_s)
+        assert plan.predicted.iteration_s <= shown_s * (1 + 1e-9)
+        rivals += 1
+    assert np.isfinite(plan.predicted.iteration_s) and plan.plan not in [one.plan for one in plan.alternatives]
+    return rivals
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_baseline_in_reach_is_faster(kind: str) -> None:
+    """Sixteen sequences in few slots: the formula's best lost to Megatron's pipeline of replicated encoders."""
+    run = synthetic.run_file(batch=16, gpus=12, nodes=3)
+    profile = synthetic.tiny(run, kind=kind, tps=(1, 2))
+    assert check_rivals((run, profile)) >= 2
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(jobs())
+def test_no_baseline_in_reach_is_faster_in_any_job(job: tuple[RunFile, Profile]) -> None:
+    check_rivals(job)
