@@ -43,18 +43,18 @@ NEAR = 2  # finalists with another shape of the LLM near the best one's
 def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Cluster:
     """What the layout must fit into: the profile's devices, or `gpus` of them.
 
-    Ranks that share the cores of a CPU neither split layers nor recompute: training does not run that yet, and
-    would gain nothing from it.
+    Ranks that share the cores of a CPU do not split layers, and recompute only where the run file says so: they would
+    gain nothing from it.
     """
     count = profile.device.count if gpus is None else gpus
     if count < 1:
         raise SpecError("A plan needs at least one GPU", f"--gpus: {count}")
-    cpu = profile.device.kind == "cpu"
+    cpu, recompute = profile.device.kind == "cpu", run.train.activation_checkpointing
     return Cluster(gpus=count, gpus_per_node=min(run.cluster.gpus_per_node, count),
                    memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
                    zero_stage=0 if run.train.zero_stage == 0 else 1, batch=run.train.global_batch_size,
                    trained=None if run.model.trained is None else tuple(run.model.trained),
-                   checkpointing="none" if cpu else run.train.activation_checkpointing, most_tp=1 if cpu else None,
+                   checkpointing="none" if cpu and recompute == "auto" else recompute, most_tp=1 if cpu else None,
                    ordering=run.train.ordering, cpu_node_cores=run.cluster.cpu_node_cores)
 
 
