@@ -56,6 +56,11 @@ def around(at, pid, tid):
     return both("iteration begin", at, STEP_US - 100, pid, tid)
 
 
+def of_the_job(at, pid, tid):
+    """On a row of its own, which names no rank."""
+    return [span(f"step {at // STEP_US}", at, STEP_US - 100, pid=999)] if pid == 100 else []
+
+
 def ends_only_by_the_next(at, pid, tid):
     return [{"ph": "i", "s": "p", "name": "train_step_start", "pid": pid, "tid": tid, "ts": at}]
 
@@ -92,12 +97,13 @@ def operators_only():
 @pytest.mark.parametrize(("document", "ranks", "strange"), [
     (pipeline(of_process, moments), RANKS, "forward-compute"),
     (pipeline(of_thread, around), RANKS, "backward-compute"),
+    (pipeline(of_process, of_the_job), RANKS, "forward-compute"),
     (pipeline(of_places, ends_only_by_the_next), RANKS, "forward-send"),
     (accelerator(), 1, "MatMulV#_#"),
     (accelerator("## step {} ##"), 1, "hcom_allReduce__#_#"),
     (compiled(), 1, "fusion.#"),
     (operators_only(), 1, "aten::addmm"),
-], ids=["processes", "threads", "places", "accelerator", "annotated", "compiled", "operators"])
+], ids=["processes", "threads", "job", "places", "accelerator", "annotated", "compiled", "operators"])
 def test_what_is_not_known_as_work_of_a_device_is_not_judged(tmp_path, document, ranks, strange):
     found = analyze([traces.write(tmp_path / "trace.json", document)])
     verdict = found.verdict
