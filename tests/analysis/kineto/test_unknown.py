@@ -159,6 +159,18 @@ def test_kernels_of_unknown_kinds_are_not_judged(tmp_path):
     assert r'"compute ^tpc_blob_\d+$"' in found.verdict.advice
 
 
+@pytest.mark.parametrize(("events", "said"), [
+    ([span(None, 10 * at, 5) for at in range(3)], "longest: (no name)"),
+    ([span('a(b)*+?{3}|^$\\ "q" #5', 10 * at, 5) for at in range(3)], '"compute ^a\\(b\\)\\*\\+\\?\\{\\d+\\}'),
+    ([span("x" * 500, 10 * at, 5) for at in range(3)], f'"compute ^{"x" * 60}" in'),
+    ([span("x", 10 * at, 0) for at in range(3)], "no other event lasts"),
+    ([span("gemm", 10 * at, 5, cat="kernel", args={"stream": 7, "iteration": "abc"}) for at in range(3)], "says why"),
+])
+def test_strange_names_and_lengths_have_an_answer(tmp_path, events, said):
+    verdict = analyze([traces.write(tmp_path / "rank0.json", events)]).verdict
+    assert verdict.cause == "unknown" and said in verdict.headline + verdict.advice
+
+
 @pytest.mark.parametrize(("name", "number", "edge"), [
     ("ProfilerStep#12", 12, "whole"), ("iteration 3", 3, "whole"), ("train_step", None, "whole"),
     ("## step 7 ##", 7, "whole"), ("global_step=40", 40, "whole"), ("iteration begin", None, "begin"),
