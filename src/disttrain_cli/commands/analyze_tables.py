@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.commands.common import percent
 from disttrain_cli.console import Console
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from disttrain_cli.analysis.result import Analysis
 
 MOST_CHANGE_PCT = 1000
+SHOWN_IN_S = 0.1  # a step of less is shown in ms or µs
 LEAST_SHARE = 0.05  # of an operation's time, to be named
 MOST_OPERATIONS = 12  # rows shown; --json has all of them
 MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS, LONGEST_NAME = 32, 8, 10, 70
@@ -31,7 +33,7 @@ def render(console: Console, found: Analysis) -> None:
     console.table("Evidence", ["what", "value", "unit"],
                   [[row.what, figure(value), unit] for row in verdict.evidence for value, unit in [row.shown]])
     console.say(f"\nJob         {job.layout or job.run}")
-    took = "no step is marked" if job.iteration_s is None else f"{job.iteration_s:.3f} s per step"
+    took = "no step is marked" if job.iteration_s is None else f"{_seconds(job.iteration_s)} per step"
     console.say(f"            {job.steps_measured} of {job.steps} steps measured: {took}, "
                 f"MFU {percent(job.mfu)}, bubble {percent(job.bubble_fraction)}, "
                 f"exposed communication {percent(job.exposed_communication_fraction)}")
@@ -56,7 +58,7 @@ def render(console: Console, found: Analysis) -> None:
     lost = found.stragglers
     if lost.lost_s is not None:
         against = "there is no ideal: nothing was computed" if not lost.slowdown or lost.ideal_s is None else \
-            f"{lost.slowdown:.3f} × the ideal of {lost.ideal_s:.3f} s"
+            f"{lost.slowdown:.3f} × the ideal of {_seconds(lost.ideal_s)}"
         console.table(f"Lost per step ({against})",
                       ["cause", "s"], [[cause, f"{seconds:.4f}"] for cause, seconds in lost.lost_s.items()])
     console.table("What one change would gain, all else as recorded (gains do not add up; next commands: --json)",
@@ -105,6 +107,10 @@ def _kineto(console: Console, found: Analysis) -> None:
     console.table("Kernels that take most time, ms", ["kernel", "kind", "count", "sum", "longest", "share"],
                   [[_name(row.name), row.kind, row.count, _ms(row.total_us), _ms(row.longest_us), percent(row.share)]
                    for row in found.kernels[:MOST_KERNELS]])
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= SHOWN_IN_S else seconds(value)
 
 
 def _ms(us: float | None) -> str:

@@ -56,6 +56,11 @@ def around(at, pid, tid):
     return both("iteration begin", at, STEP_US - 100, pid, tid)
 
 
+def of_the_job(at, pid, tid):
+    """On a row of its own, which names no rank."""
+    return [span(f"step {at // STEP_US}", at, STEP_US - 100, pid=999)] if pid == 100 else []
+
+
 def ends_only_by_the_next(at, pid, tid):
     return [{"ph": "i", "s": "p", "name": "train_step_start", "pid": pid, "tid": tid, "ts": at}]
 
@@ -92,12 +97,13 @@ def operators_only():
 @pytest.mark.parametrize(("document", "ranks", "strange"), [
     (pipeline(of_process, moments), RANKS, "forward-compute"),
     (pipeline(of_thread, around), RANKS, "backward-compute"),
+    (pipeline(of_process, of_the_job), RANKS, "forward-compute"),
     (pipeline(of_places, ends_only_by_the_next), RANKS, "forward-send"),
     (accelerator(), 1, "MatMulV#_#"),
     (accelerator("## step {} ##"), 1, "hcom_allReduce__#_#"),
     (compiled(), 1, "fusion.#"),
     (operators_only(), 1, "aten::addmm"),
-], ids=["processes", "threads", "places", "accelerator", "annotated", "compiled", "operators"])
+], ids=["processes", "threads", "job", "places", "accelerator", "annotated", "compiled", "operators"])
 def test_what_is_not_known_as_work_of_a_device_is_not_judged(tmp_path, document, ranks, strange):
     found = analyze([traces.write(tmp_path / "trace.json", document)])
     verdict = found.verdict
@@ -151,6 +157,18 @@ def test_kernels_of_unknown_kinds_are_not_judged(tmp_path):
         span(f"tpc_blob_{number}", 1000 * number, 990, cat="kernel", args={"stream": 7}) for number in range(9)])])
     assert found.verdict.cause == "unknown" and "100 % of the kernels' time" in found.verdict.headline
     assert r'"compute ^tpc_blob_\d+$"' in found.verdict.advice
+
+
+@pytest.mark.parametrize(("events", "said"), [
+    ([span(None, 10 * at, 5) for at in range(3)], "longest: (no name)"),
+    ([span('a(b)*+?{3}|^$\\ "q" #5', 10 * at, 5) for at in range(3)], '"compute ^a\\(b\\)\\*\\+\\?\\{\\d+\\}'),
+    ([span("x" * 500, 10 * at, 5) for at in range(3)], f'"compute ^{"x" * 60}" in'),
+    ([span("x", 10 * at, 0) for at in range(3)], "no other event lasts"),
+    ([span("gemm", 10 * at, 5, cat="kernel", args={"stream": 7, "iteration": "abc"}) for at in range(3)], "says why"),
+])
+def test_strange_names_and_lengths_have_an_answer(tmp_path, events, said):
+    verdict = analyze([traces.write(tmp_path / "rank0.json", events)]).verdict
+    assert verdict.cause == "unknown" and said in verdict.headline + verdict.advice
 
 
 @pytest.mark.parametrize(("name", "number", "edge"), [

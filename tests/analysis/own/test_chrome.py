@@ -105,7 +105,9 @@ def test_a_damaged_file_of_ours_is_said_to_be_one(clean, tmp_path, monkeypatch):
     write_chrome_trace(open_database([clean[0]]), out)
     text = out.read_text()
     for damaged in (text[:len(text) // 2], text[:2000], text.replace('"version": 1', '"version": 7', 1),
-                    text.replace('"ranks": [', '"ranking": [', 1), text.replace('"dur":', '"dur": "x", "d":', 1)):
+                    text.replace('"ranks": [', '"ranking": [', 1),
+                    text.replace('"window_s"', '"x"', 1), text[:text.index('"traceEvents"')] + '"traceEvents": []}',
+                    text.replace('"dur":', '"dur": "x", "d":', 1)):
         out.write_text(damaged)
         with pytest.raises(DataError, match="cannot be read back"):
             analyze([out])

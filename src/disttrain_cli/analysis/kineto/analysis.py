@@ -32,7 +32,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         DataError: nothing was recorded that takes time.
     """
     totals, iterations = database.answer("totals")[0], database.answer("iterations")[0]
-    if totals["span_s"] is None:
+    if not totals["span_s"]:
         raise DataError(
             "The trace holds nothing that takes time on a device or in an operator", "; ".join(database.warnings[:5]),
             "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",

@@ -50,8 +50,9 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
         is_step = cache(lambda name: step_of(name, patterns) is not None)
         read, strings = _fill(connection, files, is_step, more, warnings, progress)
         progress("measuring", 0, 0)
+        _insert_names(connection, connection.execute(query_text("kineto/named")).fetchall(), patterns)
         warnings += place(connection, read, strings)
-        _derive(connection, patterns, more, warnings)
+        _derive(connection, more, warnings)
         for text in warnings:
             connection.execute("INSERT INTO warnings VALUES (?)", [text])
         connection.execute("CHECKPOINT")
@@ -112,13 +113,11 @@ def _fill(
     return read, strings
 
 
-def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[str], warnings: list[str]) -> None:
+def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[str]) -> None:
     """The tables of measures, one `.sql` file after the other."""
     def ask(name: str) -> list[tuple[Any, ...]]:
         return _fitting(connection, query_text(f"kineto/{name}"), more)
 
-    names = connection.execute(query_text("kineto/named")).fetchall()
-    _insert_names(connection, names, patterns)
     ask("steps")
     ask("understood")
     understood = connection.execute("SELECT how FROM understood").fetchall()[0][0]

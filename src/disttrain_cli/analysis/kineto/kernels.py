@@ -14,9 +14,9 @@ KINDS = ("communication", "compute", "step")
 _OURS = "kernel_patterns.txt"
 #: Operations of collectives as they stand in names of kernels and annotations, longest first.
 _OPERATIONS = ("reduce_scatter", "all_to_all", "all_gather", "all_reduce", "send_recv", "broadcast", "dispatch",
-               "combine", "barrier", "scatter", "gather", "reduce", "send", "recv")
+               "combine", "barrier", "scatter", "gather", "reduce", "send", "receive", "recv")
 _IN_ONE = re.compile("|".join(name.replace("_", "[-_]?") for name in _OPERATIONS), re.IGNORECASE)
-_BY_LETTERS = {name.replace("_", ""): name for name in _OPERATIONS}
+_BY_LETTERS = {name.replace("_", ""): name for name in _OPERATIONS} | {"receive": "recv"}
 
 
 #: In names of marks: what begins a step, what ends one, and its number.

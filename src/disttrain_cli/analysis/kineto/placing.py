@@ -76,12 +76,21 @@ def _split(
     homes = {thread: parts.get(ranks[label]) for thread, label in labels.items()}
     connection.executemany("UPDATE threads SET file = ? WHERE id = ?",
                            [[home.number, thread] for thread, home in homes.items() if home is not None])
+    _share_marks(connection, file, list(parts.values()))
     in_order = any(rank != label for label, rank in ranks.items())
     said = [f"{file.path.name} holds {len(parts)} rank(s), as its processes, threads or arguments tell"
             + (": they are numbered in the order of their labels" if in_order else "")]
     if lost:
         said.append(f"{lost} kernels, launches and operators of {file.path.name} name no rank and are left out")
     return list(parts.values()), said
+
+
+def _share_marks(connection: DuckDBPyConnection, file: TraceFile, parts: list[TraceFile]) -> None:
+    """Marks of steps that name no rank become marks of every rank of the file."""
+    copies, *rest = connection.extract_statements(query_text("kineto/shared"))
+    connection.execute(copies, {"file": file.number, "parts": [part.number for part in parts]})
+    for statement in rest:
+        connection.execute(statement)
 
 
 def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list[str]:

@@ -25,26 +25,29 @@ _MEASURED = "Still measured: the ranks, what is marked as steps, and the time of
 def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     """Nothing that was recorded is known as work of a device."""
     strange = database.answer("strange")
-    operators = all(row["operators"] for row in strange)
     step_s = database.answer("iterations")[0]["mean_s"]
     evidence = [Evidence(what="recorded, from the first event to the last, mean over the ranks",
                          value=losses.mean("span_ns") * losses.steps, unit="s")]
     if step_s is not None:
         evidence.insert(0, Evidence(what="a step, as marked", value=step_s, unit="s"))
-    evidence += [Evidence(what=f"not known as work of a device, per rank: {_short(row['name'])}, {row['count']} times",
+    evidence += [Evidence(what="not known as work of a device, per rank: "
+                          f"{_short(row['family'])}, {row['count']} times",
                           value=row["s"] / len(losses.ranks), unit="s") for row in strange[:MOST_NAMED]]
     if losses.straggler is not None:
         found = losses.straggler
         evidence.append(Evidence(what=f"collectives outside of devices: last into them is rank {found.rank}",
                                  value=found.last / found.joined, unit="share of collectives"))
-    if operators:
+    if not strange:
+        return _unknown("nothing that was recorded is known as work of a device, and no other event lasts",
+                        f"Record the devices too (ProfilerActivity.CUDA or XPU). {_MEASURED}", _EVENTS, evidence)
+    if all(row["operators"] for row in strange):
         lines = r'"compute ^aten::" and "communication ^(gloo|mpi):"'
         return _unknown(
             "nothing that was recorded is known as work of a device: only operators of the CPU are there",
             f"Record the devices too (activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] or XPU). {_MEASURED} If "
             f"the CPU is the device, say so with the lines {lines} in {users_patterns()}.",
             _EVENTS, evidence)
-    names = ", ".join(_short(row["name"]) for row in strange[:3])
+    names = ", ".join(_short(row["family"]) for row in strange[:3])
     return _unknown(
         f"nothing that was recorded is known as work of a device. What takes longest: {names}",
         f"If these events are work of devices, say of which kind: {_lines(strange)} in {users_patterns()}, then "
@@ -85,10 +88,11 @@ def _unknown(why: str, advice: str, command: str, evidence: list[Evidence], lost
 def _lines(rows: list[dict[str, Any]]) -> str:
     """Lines for the list of patterns that fit the names, as far as the names tell; numbers may be any."""
     lines = []
-    for row in rows:
-        kind = "communication" if operation_in(row["name"]) is not None else "compute"
-        name = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", row["name"])
-        lines.append(f'"{kind} ^{re.sub("#|[0-9]+", "<n>", name)}$"'.replace("<n>", r"\d+"))
+    for name in (row["name"] for row in rows):
+        kind = "communication" if operation_in(name) is not None else "compute"
+        start = re.sub(r"([][\\.^$*+?(){}|])", r"\\\1", name[:LONGEST_NAME])
+        end = "$" if len(name) <= LONGEST_NAME else ""
+        lines.append(f'"{kind} ^' + re.sub("[0-9]+", r"\\d+", start) + f'{end}"')
     return ", ".join(list(dict.fromkeys(lines))[:MOST_LINES])
 
 

@@ -60,6 +60,15 @@ class _Event(msgspec.Struct, gc=False):
     args: _Args | None = None
 
 
+class _Header(msgspec.Struct):
+    version: int
+    job: dict[str, Any] | None
+    ranks: list[dict[str, str | int]]
+    windows: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    sizes: list[dict[str, Any]]
+
+
 _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
@@ -71,38 +80,44 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
     """
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in TRACE_COLUMNS.items())
     connection.execute(f"CREATE TABLE segments ({shape})")
-    found, header = Reading(), dict[str, Any]()
+    found, header = Reading(), None
+    runs, places, origin = dict[int, str](), dict[int, dict[str, Any]](), 0
     for batch in split_events(chunks_of(file, found, 0, 0, silent), found):
-        if not header:
-            header = _header(file, found.header)
-            runs = {row["step"]: row["run"] for row in header["windows"]}
-            places = {row["rank"]: row for row in header["ranks"]}
-            origin = int(found.header["baseTimeNanoseconds"])
+        if header is None:
+            header, origin = _header(file, found.header)
+            runs = {row["step"]: row["run"] for row in header.windows}
+            places = {int(row["rank"]): row for row in header.ranks}
         try:
             events = _EVENTS.decode(b"[" + batch.text + b"]")
         except ValueError as error:
             raise _damaged(file, str(error)) from None
         _insert(connection, [row for event in events if (row := _row(event, origin, runs, places)) is not None])
-    if not header or found.truncated or found.unreadable or found.failure:
+    rows = connection.execute("SELECT count(*) FROM segments").fetchall()[0][0]
+    if header is None or found.truncated or found.unreadable or found.failure or not rows:
         raise _damaged(file, found.problem or found.failure or f"it ends or breaks after {found.events} events")
     for table, columns in (("step_segments", STEP_COLUMNS), ("size_segments", SIZE_COLUMNS)):
         _from_json(connection, table, {column: TYPES[kind] for column, kind in columns.items()},
-                   header["steps" if columns is STEP_COLUMNS else "sizes"])
-    _from_json(connection, "windows", _WINDOWS, header["windows"])
+                   header.steps if columns is STEP_COLUMNS else header.sizes)
+    _from_json(connection, "windows", _WINDOWS, header.windows)
     try:
-        job = None if header["job"] is None else Job.model_validate(header["job"])
+        job = None if header.job is None else Job.model_validate(header.job)
     except ValidationError:
         raise _damaged(file, "its job is of another version") from None
     return TraceFiles(job=job)
 
 
-def _header(file: Path, header: dict[str, Any]) -> dict[str, Any]:
-    own = header.get("disttrain")
-    needed = {"version": int, "job": dict | None, "ranks": list, "windows": list, "steps": list, "sizes": list}
-    if not isinstance(own, dict) or not isinstance(header.get("baseTimeNanoseconds"), int) or not all(
-            isinstance(own.get(key), kind) for key, kind in needed.items()) or own["version"] != VERSION:
+def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
+    """The header, and from when times count in ns."""
+    try:
+        own = msgspec.convert(header.get("disttrain"), _Header)
+        origin = msgspec.convert(header.get("baseTimeNanoseconds"), int)
+    except msgspec.ValidationError as error:
+        raise _damaged(file, f"its header is not whole: {error}") from None
+    whole = all({"rank", *PLACE} <= row.keys() for row in own.ranks) and all(
+        _WINDOWS.keys() <= row.keys() for row in own.windows)
+    if not whole or own.version != VERSION:
         raise _damaged(file, "its header is not whole, or of another version")
-    return own
+    return own, origin
 
 
 def _damaged(file: Path, why: str) -> DataError:

@@ -11,48 +11,45 @@ kernels AS (
     SELECT k.rowid AS place, k.* REPLACE (greatest(k.start_ns, b.start_ns) AS start_ns, least(k.end_ns, b.end_ns) AS end_ns)
     FROM raw_kernels k JOIN bounds b USING (rank)
     WHERE k.measured OR (k.start_ns < b.end_ns AND k.end_ns > b.start_ns)),
--- A launch takes this long to reach the device, at most: 50 µs.
+-- A launch takes this long to reach the device, at most: 20 µs.
 gaps AS (
-    SELECT rank, before_ns, start_ns, least(start_ns, launched_ns + 50000) AS ready_ns, launched_ns >= before_ns AS late
+    SELECT rank, before_ns, start_ns, least(start_ns, launched_ns + 20000) AS ready_ns
     FROM (SELECT *, max(end_ns) OVER (PARTITION BY rank ORDER BY start_ns, end_ns
                                       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before_ns FROM kernels)
     WHERE start_ns > before_ns AND launched_by IS NOT NULL),
+-- Of the host (none of them overlaps itself, so they add up to bits): data 1, cpu 2, late 4, queued 8.
 parts AS (
-    SELECT rank, CASE WHEN kind = 'unclassified' THEN 'compute' ELSE kind END AS what, start_ns, end_ns FROM kernels
+    SELECT rank, CASE WHEN kind = 'unclassified' THEN 'compute' ELSE kind END AS what, 1 AS bit, start_ns, end_ns FROM kernels
     UNION ALL
-    SELECT k.rank, 'moving', greatest(k.start_ns, least(k.end_ns, coalesce(w.own_latest_ns, k.start_ns))), k.end_ns
+    SELECT k.rank, 'moving', 1, greatest(k.start_ns, least(k.end_ns, coalesce(w.own_latest_ns, k.start_ns))), k.end_ns
     FROM kernels k LEFT JOIN waits w USING (place) WHERE k.kind = 'communication'
     UNION ALL
-    SELECT rank, 'host copy', start_ns, end_ns
+    SELECT rank, 'host copy', 1, start_ns, end_ns
     FROM kernels k JOIN names n ON n.id = k.name
     WHERE k.kind = 'memory' AND regexp_matches(n.name, 'HtoD|DtoH|HostTo|ToHost|Pageable|Pinned', 'i')
     UNION ALL
-    SELECT rank, 'late', before_ns, ready_ns FROM gaps WHERE late
+    SELECT rank, 'host', 4, before_ns, ready_ns FROM gaps WHERE ready_ns > before_ns
     UNION ALL
-    SELECT rank, 'queued', greatest(before_ns, ready_ns), start_ns FROM gaps
-    WHERE greatest(before_ns, ready_ns) < start_ns
+    SELECT rank, 'host', 8, greatest(before_ns, ready_ns), start_ns FROM gaps WHERE greatest(before_ns, ready_ns) < start_ns
     UNION ALL
-    SELECT b.rank, b.what, greatest(b.start_ns, s.start_ns), least(b.end_ns, s.end_ns)
+    SELECT b.rank, 'host', CASE b.what WHEN 'data' THEN 1 ELSE 2 END, greatest(b.start_ns, s.start_ns),
+           least(b.end_ns, s.end_ns)
     FROM busy b JOIN bounds s USING (rank) WHERE b.start_ns < s.end_ns AND b.end_ns > s.start_ns),
 edges AS (
-    SELECT rank, start_ns AS at_ns, what, 1 AS change FROM parts
+    SELECT rank, start_ns AS at_ns, what, bit AS change FROM parts
     UNION ALL
-    SELECT rank, end_ns, what, -1 FROM parts),
+    SELECT rank, end_ns, what, -bit FROM parts),
 changes AS (
     SELECT rank, at_ns,
            sum(change) FILTER (what = 'compute') AS compute, sum(change) FILTER (what = 'communication') AS communication,
-           sum(change) FILTER (what = 'memory') AS memory, sum(change) FILTER (what = 'moving') AS moving,
-           sum(change) FILTER (what = 'data') AS data, sum(change) FILTER (what = 'cpu') AS cpu,
-           sum(change) FILTER (what = 'host copy') AS host_copy, sum(change) FILTER (what = 'late') AS late,
-           sum(change) FILTER (what = 'queued') AS queued
+           sum(change) FILTER (what = 'memory') AS memory, sum(change) FILTER (what = 'host copy') AS host_copy,
+           sum(change) FILTER (what = 'moving') AS moving, sum(change) FILTER (what = 'host') AS host
     FROM edges GROUP BY rank, at_ns),
 states AS (
     SELECT rank, lead(at_ns) OVER later - at_ns AS ns, coalesce(sum(compute) OVER later, 0) > 0 AS compute,
            coalesce(sum(communication) OVER later, 0) > 0 AS communication,
-           coalesce(sum(memory) OVER later, 0) > 0 AS memory, coalesce(sum(moving) OVER later, 0) > 0 AS moving,
-           coalesce(sum(data) OVER later, 0) > 0 AS data, coalesce(sum(cpu) OVER later, 0) > 0 AS cpu,
-           coalesce(sum(host_copy) OVER later, 0) > 0 AS host_copy, coalesce(sum(late) OVER later, 0) > 0 AS late,
-           coalesce(sum(queued) OVER later, 0) > 0 AS queued
+           coalesce(sum(memory) OVER later, 0) > 0 AS memory, coalesce(sum(host_copy) OVER later, 0) > 0 AS host_copy,
+           coalesce(sum(moving) OVER later, 0) > 0 AS moving, coalesce(sum(host) OVER later, 0)::INTEGER AS host
     FROM changes WINDOW later AS (PARTITION BY rank ORDER BY at_ns))
 SELECT rank, sum(ns)::BIGINT AS span_ns,
        coalesce(sum(ns) FILTER (idle), 0)::BIGINT AS idle_ns,
@@ -67,7 +64,8 @@ SELECT rank, sum(ns)::BIGINT AS span_ns,
        coalesce(sum(ns) FILTER (idle AND NOT data AND cpu AND NOT queued), 0)::BIGINT AS idle_cpu_ns,
        coalesce(sum(ns) FILTER (idle AND NOT data AND NOT cpu AND late), 0)::BIGINT AS idle_late_ns,
        coalesce(sum(ns) FILTER (idle AND NOT data AND queued), 0)::BIGINT AS idle_queued_ns
-FROM (SELECT *, NOT (compute OR communication OR memory) AS idle FROM states)
+FROM (SELECT *, NOT (compute OR communication OR memory) AS idle, host & 1 > 0 AS data, host & 2 > 0 AS cpu,
+             host & 4 > 0 AS late, host & 8 > 0 AS queued FROM states)
 WHERE ns IS NOT NULL
 GROUP BY rank
 ORDER BY rank;
