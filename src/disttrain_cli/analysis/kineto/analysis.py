@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
+from disttrain_cli.analysis.confidence import calibrated
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.verdict import judge
@@ -45,6 +48,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         present=_present(database),
     )
     verdict = judge(losses, database)
+    if verdict.cause != "unknown":
+        verdict = replace(verdict, confidence=calibrated(verdict.confidence, "kineto"))
     lost_s = losses.lost_s()
     compute_s = losses.mean("compute_ns")
     return Analysis(
