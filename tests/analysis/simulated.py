@@ -147,12 +147,13 @@ def _rows(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str
                 return place | {"operation": operation, "start_ns": clock + start, "end_ns": clock + end} | more
 
             passes = sorted((round(1e9 * starts[slot, number, replica]), round(1e9 * ends[slot, number, replica]),
-                             forward, slot)
+                             not forward, slot)
                             for forward, starts, ends in ((True, timeline.forward_start, timeline.forward_end),
                                                           (False, timeline.backward_start, timeline.backward_end))
                             for slot in range(layout.microbatches))
             free = 0
-            for start, end, forward, slot in passes:
+            for start, end, backward, slot in passes:
+                forward = not backward
                 waited = 0
                 if forward and timeline.load_wait_s is not None:
                     waited = round(1e9 * timeline.load_wait_s[slot, number, replica])

@@ -8,7 +8,6 @@ event. `CALIBRATION` turns it into a confidence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import erf, sqrt
 
 import numpy as np
@@ -32,12 +31,12 @@ def known(unexplained: float, steps: int, present: float = 1.0) -> float:
 
 def calibrated(raw: float, kind: str) -> float:
     """How often verdicts with such evidence were right, on traces of this format."""
-    knots: Sequence[tuple[float, float]] = CALIBRATION[kind]
-    return round(float(np.interp(raw, *zip(*knots, strict=True))), 3)
+    evidence, right = zip(*CALIBRATION[kind], strict=True)
+    return round(float(np.interp(raw, evidence, right)), 3)
 
 
 #: By format, raw evidence and how often it was right, between which lines are drawn; from `benchmarks.calibration`.
-CALIBRATION = {
+CALIBRATION: dict[str, tuple[tuple[float, float], ...]] = {
     "disttrain": ((0.0, 0.0), (1.0, 1.0)),
     "operations": ((0.0, 0.0), (1.0, 1.0)),
     "kineto": ((0.0, 0.0), (1.0, 1.0)),

@@ -6,6 +6,7 @@ Each takes out of the passes' times what `losses.Explained` has for it, so mendi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -17,8 +18,11 @@ from disttrain_cli.analysis.replay import Passes, group_mean
 from disttrain_cli.analysis.result import Place
 from disttrain_cli.analysis.walk import Floats, Ints
 
-#: Gives what is replayed with the times of its passes multiplied by a factor, and an amount added [passes, steps].
-Scale = Callable[[State, Floats, Floats], State]
+
+class Scale(Protocol):
+    """Gives what is replayed with the times of its passes multiplied by a factor, and more added [passes, steps]."""
+
+    def __call__(self, state: State, factor: Floats, more: Floats) -> State: ...
 
 
 def of_passes(passes: Passes, why: Explained, scale: Scale, where: Mapping[int, Place]) -> Iterator[Suspect]:

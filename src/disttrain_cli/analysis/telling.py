@@ -166,22 +166,21 @@ def _stage(record: Record, finding: Finding) -> Told:
 
 
 def _worker(record: Record, finding: Finding) -> Told:
-    place, *others = finding.places
-    rank = place.rank
-    evidence = [
-        Evidence(what=f"rank {one.rank}: time over what its work and stage explain",
-                 value=record.losses.rank_factor[one.rank], unit="ratio")
-        for one in finding.places[:MOST_PLACES] if one.rank is not None
-    ]
-    told = f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work"
-    if others:
+    named = [one for one in finding.places if one.rank is not None]
+    if not named:
+        return Told(finding.places[0], "Many ranks are slow for their work", [],
+                    "No rank stands out: look at what they share, and at the noise of the passes.", REMEASURE)
+    place = named[0]
+    told = f"Rank {place.rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work"
+    if len(finding.places) > 1:
         told = f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
     return Told(
         place,
         told,
-        evidence,
+        [Evidence(what=f"rank {one.rank}: time over what its work and stage explain",
+                  value=record.losses.rank_factor[int(one.rank or 0)], unit="ratio") for one in named[:MOST_PLACES]],
         f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
-        slow_rank(rank),
+        slow_rank(int(place.rank or 0)),
     )
 
 

@@ -32,6 +32,10 @@ def render(console: Console, found: Analysis) -> None:
     console.say(f"Advice      {verdict.advice}")
     console.table("Evidence", ["what", "value", "unit"],
                   [[row.what, figure(value), unit] for row in verdict.evidence for value, unit in [row.shown]])
+    console.table("What mending each cause would gain, one after the other (none counts below 5 %)",
+                  ["cause", "what", "gain s", "of the step", "alone s", "sure"],
+                  [[row.cause, row.told + (", one event" if row.one_event else ""), figure(row.gain_s),
+                    percent(row.gain_pct / 100), figure(row.alone_s), percent(row.confidence)] for row in found.causes])
     console.say(f"\nJob         {job.layout or job.run}")
     took = "no step is marked" if job.iteration_s is None else f"{_seconds(job.iteration_s)} per step"
     console.say(f"            {job.steps_measured} of {job.steps} steps measured: {took}, "

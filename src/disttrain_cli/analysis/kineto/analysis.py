@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
+from disttrain_cli.analysis.confidence import calibrated
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.unknown import not_understood
@@ -47,6 +50,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
     verdict = judge(losses, database) if understood else not_understood(losses, database)
+    if verdict.cause != "unknown":
+        verdict = replace(verdict, confidence=calibrated(verdict.confidence, "kineto"))
     compute_s = losses.mean("compute_ns")
     return Analysis(
         format="kineto",

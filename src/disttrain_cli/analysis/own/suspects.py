@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,20 +89,25 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
         waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
         if graph.crowded > CROWDED:  # who is ready to receive waits for a core
             late = np.zeros_like(late)
-        yield Suspect("communication", Place(unit=place[0], stage=place[1]),
-                      lambda state, late=late, waits=waits: _with(_with(
-                          state, TRANSFER, state[TRANSFER] - late), HANDOVER, state[HANDOVER] - waits),
+        yield Suspect("communication", Place(unit=place[0], stage=place[1]), partial(_sooner, late=late, waits=waits),
                       most_s(graph, late + waits))
     late_update = (graph.recorded.update - usual.update).clip(0.0)
     yield Suspect("communication", Place(), lambda state: _with(state, UPDATE, state[UPDATE] - late_update),
                   float(late_update.mean()))
 
 
+def _sooner(state: State, late: Floats, waits: Floats) -> State:
+    return _with(_with(state, TRANSFER, state[TRANSFER] - late), HANDOVER, state[HANDOVER] - waits)
+
+
+def _ready(state: State, own: NDArray[np.bool_]) -> State:
+    return _with(state, LOAD, np.where(own, 0.0, state[LOAD]))
+
+
 def _data(graph: Graph) -> Iterator[Suspect]:
     for unit in dict.fromkeys(graph.unit):
         own = (np.asarray(graph.unit) == unit)[:, None]
-        yield Suspect("data", Place(unit=unit),
-                      lambda state, own=own: _with(state, LOAD, np.where(own, 0.0, state[LOAD])),
+        yield Suspect("data", Place(unit=unit), partial(_ready, own=own),
                       most_s(graph, np.where(own, graph.recorded.load, 0.0)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,8 @@ def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) 
     delayed, _ = find_causes(lambda state: graph.replay(graph.taken, *state), (graph.launch,), by_rank(
         "host", graph.rank, where, graph.launch.clip(0.0),
         lambda own: lambda state: (np.where(own[:, None], 0.0, state[0]),)))
-    return sorted([*slow, *delayed[:1]], key=lambda one: -float(max(one.gain_s.mean(), one.alone_s.mean())))
+    late = bool(delayed) and (not slow or delayed[0].gain_s.mean() > slow[0].gain_s.mean())
+    return [*delayed[:1], *slow] if late else [*slow, *delayed[:1]]
 
 
 def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
@@ -59,7 +61,7 @@ def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
             others = float(np.median([ms for one, ms in own.items() if one != stage]))
             factor[(passes.stage == stage) & (passes.backward == backward)] = min(1.0, others / own[stage])
         yield Suspect("stage", Place(unit=UNIT, stage=stage),
-                      lambda state, factor=factor: scaled(state, factor, np.zeros_like(factor)),
+                      partial(scaled, factor=factor, more=np.zeros_like(factor)),
                       most_s(passes, why.staged * (1 - factor)))
 
 
@@ -69,8 +71,12 @@ def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect
     late[passes] = 0.0
     for stage in np.unique(graph.stage):
         own = np.where((graph.stage == stage)[:, None], late, 0.0)
-        yield Suspect("communication", Place(unit=UNIT, stage=int(stage)), lambda state, own=own: (state[0] - own,),
+        yield Suspect("communication", Place(unit=UNIT, stage=int(stage)), partial(_sooner, late=own),
                       float(own.sum(axis=0).mean()))
+
+
+def _sooner(state: State, late: Floats) -> State:
+    return (state[0] - late,)
 
 
 def _hosts(graph: StudyGraph, passes: NDArray[np.int64], why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
