@@ -51,17 +51,16 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path):
     assert f"In {sum(drawn)} of 100 images" in page and f"names what {sum(named)} show" in page
     pictures = [Path(image).read_bytes() for image in trained["images"]]
     assert len(set(pictures)) == 100  # none is drawn twice
-    nearest_real_scan(trained["images"])
+    check_none_is_learned_by_heart(trained["images"])
     other = disttrain(demo, "sample", "--prompt", "Draw a two.", "--count", "20", "--seed", "5")
     assert sum(one["recognised"] == "two" for one in other["drawn"]) >= 10
 
 
-def nearest_real_scan(images):
-    """No drawn image is a scan that was learned by heart."""
+def check_none_is_learned_by_heart(images):
+    """A scan as it is trained on, resized by way of a JPEG file, lies 17 grey levels from itself, in the median."""
     import cv2
     from sklearn.datasets import load_digits
 
     scans = 255 - load_digits().data * (255 / 16)
-    for path in images:
-        grey = cv2.imread(path, cv2.IMREAD_GRAYSCALE).astype(float).reshape(-1)
-        assert np.abs(scans - grey).mean(axis=1).min() > 3
+    grey = [cv2.imread(path, cv2.IMREAD_GRAYSCALE).astype(float).reshape(-1) for path in images]
+    assert np.median([np.abs(scans - image).mean(axis=1).min() for image in grey]) > 22

@@ -69,8 +69,10 @@ def test_images_and_texts_of_every_prompt_after_every_image(tmp_path, capsys, mo
 
 def test_what_a_prompt_gives_does_not_depend_on_the_prompts_beside_it(tmp_path, capsys, pictures):
     written_run(tmp_path / "run", "image_encoder", "llm")
-    both = said(capsys, tmp_path / "run", "--image", pictures[0], "--image", pictures[1])["written"]
-    alone = [said(capsys, tmp_path / "run", "--image", picture)["written"][0] for picture in pictures]
+    few = ["--tokens", 3]
+    cv2.imwrite(str(pictures[1]), np.zeros((32, 32, 3), np.uint8))  # of more tokens
+    both = said(capsys, tmp_path / "run", "--image", pictures[0], "--image", pictures[1], *few)["written"]
+    alone = [said(capsys, tmp_path / "run", "--image", picture, *few)["written"][0] for picture in pictures]
     assert [one["text"] for one in both] == [one["text"] for one in alone] and both[0]["text"] != both[1]["text"]
 
 

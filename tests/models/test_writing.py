@@ -21,7 +21,7 @@ def written(run, rows, layers, **more):
     allowed = torch.ones(261, dtype=torch.bool)
     allowed[[256, 257, 259, 260]] = False
     return write(layers, batch_of(rows), describe(run), [len(row) for row in rows],
-                 **{"end": 258, "allowed": allowed} | more)
+                 **{"most": WIDTH, "end": 258, "allowed": allowed} | more)
 
 
 def model(run):
@@ -50,6 +50,7 @@ def test_the_end_token_ends_a_text_and_forbidden_ones_are_never_written(make_run
     only = torch.zeros(261, dtype=torch.bool)
     only[65] = True
     assert written(run, [[257, 68]], layers, allowed=only)[0] == [65] * (WIDTH - 2)
+    assert written(run, [[257], [257, 68, 68]], layers, allowed=only, most=3) == [[65] * 3] * 2
 
 
 def test_at_a_temperature_texts_are_drawn_from_the_seed(make_run):

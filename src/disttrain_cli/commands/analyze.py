@@ -107,8 +107,7 @@ def _samples(root: RunDir) -> list[Path]:
     samples = read_samples(folder)
     if samples is None:
         return sorted(folder.glob("*.png"))
-    return [folder / name for name in [one.file for one in samples.drawn] +
-            [one.image for one in samples.written if one.image]]
+    return [folder / name for name in [*(one.file for one in samples.drawn), *samples.read]]
 
 
 def _with_paths(command: str, paths: list[Path] | None) -> str:

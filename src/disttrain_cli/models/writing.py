@@ -17,9 +17,9 @@ from disttrain_cli.spec.inputs import ModelInputs
 
 
 @torch.no_grad()
-def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, lengths: Sequence[int], *, end: int,
-          allowed: Tensor, temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
-    """The token ids that the model writes after each sequence of a batch, up to the token `end`.
+def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, lengths: Sequence[int], *, most: int,
+          end: int, allowed: Tensor, temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
+    """The token ids that the model writes after each sequence of a batch: `most`, or up to the token `end`.
 
     `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are given; its other places
     are there to be filled. Only ids for which `allowed` [V] is true are written. The likeliest is taken at temperature
@@ -35,7 +35,7 @@ def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, le
         read.update(layer(read, batch))
     draws = [torch.Generator("cpu").manual_seed(seed * 1_000_003 + number) for number in range(count)]
     written: list[list[int]] = [[] for _ in range(count)]
-    going = [number for number in range(count) if lengths[number] < width]
+    going = [number for number in range(count) if most and lengths[number] < width]
     while going:
         state = dict(read)
         for layer in decoder:
@@ -50,7 +50,7 @@ def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, le
             if token != end:
                 written[number].append(token)
                 ids[number, place] = token
-                still += [number] if place + 1 < width else []
+                still += [number] if place + 1 < width and len(written[number]) < most else []
         going = still
     return written
 

@@ -14,6 +14,7 @@ class Drawn(BaseModel):
 
     file: str  # its name beside `samples.json`, with the module's folder where there are several generators
     prompt: str
+    image: str | None = None  # that was read before
     asked: str | None = None  # what the prompt asks for, where there is a judge
     recognised: str | None = None  # what the judge sees
 
@@ -23,8 +24,8 @@ class Written(BaseModel):
 
     prompt: str
     text: str
-    image: str | None = None  # the image's path, or the sample that has it
-    recorded: str | None = None  # what the data say about the image
+    image: str | None = None  # its path, as given; or beside `samples.json`, where it is of the data
+    recorded: str | None = None  # what the data say about it
     names_it: bool | None = None  # whether the text names what is recorded, where there is a judge
 
 
@@ -45,6 +46,11 @@ class Samples(BaseModel):
     judge: Judge | None = None
 
     @property
+    def read(self) -> list[str]:
+        """Images beside `samples.json` that texts were written about; none where they lie elsewhere."""
+        return [one.image for one in self.written if one.image and one.recorded is not None]
+
+    @property
     def recognised(self) -> int:
         """Drawn images in which the judge sees what was asked for."""
         return sum(one.asked is not None and one.asked == one.recognised for one in self.drawn)
@@ -61,7 +67,8 @@ def read_samples(folder: Path) -> Samples | None:
         samples = Samples.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return samples if all(_is_inside(one.file) for one in samples.drawn) else None
+    names = [one.file for one in samples.drawn] + samples.read
+    return samples if all(_is_inside(name) for name in names) else None
 
 
 def _is_inside(name: str) -> bool:

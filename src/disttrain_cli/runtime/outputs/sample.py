@@ -60,15 +60,15 @@ def sample(run: Run, folder: Path, wish: Wish, out: Path | None = None, progress
     prompts = [prompt for _, prompt in asked]
     progress("writing", 0, 0)
     texts = write_after(model, prompts, wish.tokens, wish.temperature, wish.seed)
-    wanted = [prompt for prompt in prompts if prompt.text for _ in range(wish.count)]
+    wanted = [(name, prompt) for name, prompt in asked if prompt.text for _ in range(wish.count)]
     images = Images()
     if wanted and inputs.generators:
         progress("drawing", 0, 0)
-        images = draw(model, wanted, wish.seed)
+        images = draw(model, [prompt for _, prompt in wanted], wish.seed)
     to = out or _new_folder(run.dir.samples / folder.name)
     written = [Written(prompt=prompt.text, text=text, image=name) for (name, prompt), text in
                zip(asked, texts, strict=True)]
-    return to, save(model, folder, to, [prompt.text for prompt in wanted], images, written)
+    return to, save(model, folder, to, [(prompt.text, name) for name, prompt in wanted], images, written)
 
 
 def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:

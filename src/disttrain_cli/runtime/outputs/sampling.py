@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.data.digits import DigitJudge, named
 from disttrain_cli.data.index import held_out, read_index
+from disttrain_cli.data.index_checks import checked_tokenizer
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.reading import ShardReader
@@ -63,12 +64,12 @@ def main(payload: dict[str, Any]) -> None:
             name = f"read/{number:02d}.{header_of(picture).format}"
             write_whole(out / name, picture)
             written.append(Written(prompt="", text=text.partition("\n")[0], image=name, recorded=recorded))
-    save(model, folder, out, texts, images, written)
+    save(model, folder, out, [(text, None) for text in texts], images, written)
 
 
 def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
     """An image of every generator for each prompt, from noise that depends on the seed and the prompt's place."""
-    tokenizer, found = read_tokenizer(model.run), Images()
+    tokenizer, found = checked_tokenizer(model.run, model.inputs), Images()
     for first in range(0, len(prompts), TOGETHER):
         batch = batch_of(model, tokenizer, prompts[first : first + TOGETHER], draws=True).batch
         for name, images in _generated(model, batch, seed * 65537 + first).items():
@@ -79,31 +80,35 @@ def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
 def write_after(model: Trained, prompts: Sequence[Prompt], tokens: int, temperature: float = 0.0,
                 seed: int = 0) -> list[str]:
     """The text that the model writes after each prompt, of at most `tokens` tokens."""
-    tokenizer, texts = read_tokenizer(model.run), list[str]()
+    tokenizer, texts = checked_tokenizer(model.run, model.inputs), list[str]()
     ids = torch.arange(model.inputs.vocabulary, device=model.device)
     special = torch.tensor([tokenizer.pad, tokenizer.bos, tokenizer.image, tokenizer.context], device=model.device)
     allowed = (ids < tokenizer.vocabulary) & ~torch.isin(ids, special) | (ids == tokenizer.eos)
     for first in range(0, len(prompts), TOGETHER):
         given = batch_of(model, tokenizer, prompts[first : first + TOGETHER], room=tokens)
         texts += [tokenizer.decode(own) for own in write(
-            model.layers, given.batch, model.inputs, given.lengths, end=tokenizer.eos, allowed=allowed,
+            model.layers, given.batch, model.inputs, given.lengths, most=tokens, end=tokenizer.eos, allowed=allowed,
             temperature=temperature, seed=seed * 65537 + first)]
     return texts
 
 
-def save(model: Trained, checkpoint: Path, out: Path, texts: Sequence[str], images: Images,
+def save(model: Trained, checkpoint: Path, out: Path, given: Sequence[tuple[str, str | None]], images: Images,
          written: Sequence[Written]) -> Samples:
-    """Write the images, drawn after `texts`, and `samples.json`, with what a judge says of both if the run has one."""
+    """Write the images, drawn after the texts and named images that are `given`, and `samples.json`.
+
+    It has what a judge says of images and texts, if the run has one.
+    """
     import cv2
 
     judge = DigitJudge() if model.run.file.samples.judge == "digits" else None
     drawn = []
     for module, own in images.items():
         seen = judge.recognise(own) if judge else [None] * len(own)
-        for number, (text, image, digit) in enumerate(zip(texts, own, seen, strict=True)):
+        for number, ((text, before), image, digit) in enumerate(zip(given, own, seen, strict=True)):
             name = f"{module}/{number:02d}.png" if len(images) > 1 else f"{number:02d}.png"
             write_whole(out / name, cv2.imencode(".png", image[:, :, ::-1])[1].tobytes())
-            drawn.append(Drawn(file=name, prompt=text, asked=named(text) if judge else None, recognised=digit))
+            drawn.append(Drawn(file=name, prompt=text, image=before, asked=named(text) if judge else None,
+                               recognised=digit))
     if judge:
         written = [one if one.recorded is None else one.model_copy(update={
             "names_it": named(one.recorded) is not None and named(one.text) == named(one.recorded)}) for one in written]

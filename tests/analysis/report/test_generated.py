@@ -1,0 +1,60 @@
+"""The report's images: what they were drawn after, what a judge sees, and texts about held-out images."""
+
+import pytest
+
+from disttrain_cli.analysis.report.generated import generated
+from disttrain_cli.commands.analyze import _samples
+from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.samples import FILE, Drawn, Judge, Samples, Written
+from tests.analysis.report.pages import ATTACK, png
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "images" / "step-000020"
+    (folder / "read").mkdir(parents=True)
+    for name in ("00", "01", "read/00", "read/01"):
+        png(folder / f"{name}.png")
+    (tmp_path / "images" / "step-000003").mkdir()
+    png(tmp_path / "images" / "step-000003" / "99.png")
+    return folder
+
+
+def write(folder, **more):
+    samples = Samples(checkpoint="c", step=20, drawn=[
+        Drawn(file="00.png", prompt=f"Draw a two{ATTACK}.", asked="two", recognised="two"),
+        Drawn(file="01.png", prompt="Draw a six.", asked="six", recognised="eight")], written=[
+        Written(prompt="", text="7, a seven.", image="read/00.png", recorded="7, a seven.", names_it=True),
+        Written(prompt="", text=ATTACK, image="read/01.png", recorded="1, a one.", names_it=False)],
+        judge=Judge(name="SVM", accuracy=0.99))
+    (folder / FILE).write_text(samples.model_copy(update=more).model_dump_json())
+
+
+def test_prompts_texts_and_shares_are_shown_of_the_newest_step(folder, tmp_path):
+    write(folder)
+    images = _samples(RunDir(tmp_path))
+    text = generated(images)
+    assert [path.name for path in images] == ["00.png", "01.png", "00.png", "01.png"] and text.count("<img alt") == 4
+    assert "In 1 of 2 images a judge sees what was asked for (SVM, right about 99.0 % of held-out real ones)" in text
+    assert "Of 2 images that were held out of training, the text names what 1 show" in text
+    assert "Draw a six. ✗ eight" in text and "7, a seven. ✓" in text and "✗ 1, a one." in text
+    assert ATTACK not in text and "<script" not in text
+
+
+def test_without_a_judge_prompts_alone_and_without_a_description_names(folder, tmp_path):
+    write(folder, judge=None, drawn=[Drawn(file="00.png", prompt="Paint.")], written=[])
+    text = generated(_samples(RunDir(tmp_path)))
+    assert "Paint." in text and "judge" not in text and text.count("<img alt") == 1
+    (folder / FILE).write_text("{")
+    assert [path.name for path in _samples(RunDir(tmp_path))] == ["00.png", "01.png"]
+    assert generated(_samples(RunDir(tmp_path))).count("<figcaption>01<") == 1
+    assert _samples(RunDir(tmp_path / "none")) == [] and generated([]) == ""
+
+
+@pytest.mark.parametrize("name", ["../../secret.png", "/secret.png"])
+def test_files_outside_the_folder_are_not_taken_in(folder, tmp_path, name):
+    png(tmp_path / "secret.png")
+    write(folder, drawn=[Drawn(file=name, prompt="")])
+    assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
+    write(folder, written=[Written(prompt="", text="", image=name, recorded="x")])
+    assert all(path.parent == folder for path in _samples(RunDir(tmp_path)))
