@@ -178,10 +178,12 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
     """Write the index without these samples (rows of it), all others of which were decoded.
 
     Raises:
-        DataError: as `build_index`, whose index stays as it was.
+        DataError: as `build_index`; the index stays as it was.
+        MismatchError: a shard came, went or changed meanwhile.
     """
-    tokenizer = checked_tokenizer(run, inputs)
-    return _build(run, inputs, tokenizer, list_shards(run), silent, read_stored(run.dir.index), broken)
+    tokenizer, stored, shards = checked_tokenizer(run, inputs), read_stored(run.dir.index), list_shards(run)
+    check_files(stored, states_of(shards), shards)
+    return _build(run, inputs, tokenizer, shards, silent, stored, broken)
 
 
 def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]], progress: Progress,

@@ -221,15 +221,18 @@ class Preparer:
         if wanted & {"tokens", "labels"}:
             ids, labels = np.zeros((2, len(plans), length), dtype=np.int64)
             for place, plan in enumerate(plans):
-                work.tasks.append(self._threads.submit(self._tokenize, plan, ids[place], labels[place]))
+                work.tasks.append(self._threads.submit(self._tokenize, plan, ids[place], labels[place],
+                                                       trained="labels" in wanted))
             if "tokens" in wanted:
                 fields["token_ids"] = ids
             if "labels" in wanted:
                 fields["labels"] = labels
 
-    def _tokenize(self, plan: SequencePlan, ids: Ints, labels: Ints) -> list[Broken]:
+    def _tokenize(self, plan: SequencePlan, ids: Ints, labels: Ints, trained: bool) -> list[Broken]:
         ids[:], labels[:] = plan.token_ids(self._tokenizer, self._reader.texts)
-        broken = []
+        broken: list[Broken] = []
+        if not trained:
+            return broken
         for sample, first, count in zip(plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True):
             if found := self._broken_in(sample):
                 labels[first : first + count] = NOT_TRAINED

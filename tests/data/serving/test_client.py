@@ -358,7 +358,7 @@ def test_a_worker_that_lives_and_has_no_answer_is_named(
     run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(Preparer, "_tokenize", lambda *_: go_on.wait(30))
+    monkeypatch.setattr(Preparer, "_tokenize", lambda *_, **__: go_on.wait(30))
     monkeypatch.setattr("disttrain_cli.data.serving.worker.BEAT_S", 0.05)
     monkeypatch.setattr("disttrain_cli.data.serving.client.SLOW_S", 0.1)
     said = Said()
