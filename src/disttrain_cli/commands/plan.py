@@ -83,6 +83,7 @@ def run(
     from disttrain_cli.planning.sensitivity import sensitivity
     from disttrain_cli.planning.solve import cluster_of, solve
     from disttrain_cli.planning.units import units_of
+    from disttrain_cli.simulation.faults import check_faults
     from disttrain_cli.spec.hostfile import read_hostfile
     from disttrain_cli.spec.plan import write_plan
     from disttrain_cli.spec.profile import read_profile
@@ -112,6 +113,10 @@ def run(
     with console.progress() as progress:
         what_if = sensitivity(costs, cluster, found.plan, progress) if json_mode or not quiet else None
     refused = not_run(found, opened.file, costs)
+    try:
+        check_faults(step.stages, opened.file.rehearse.faults, costs)
+    except SpecError as error:
+        console.note(f"Note: a rehearsal refuses this plan. {error.what}: {error.why}.")
     console.result(found.model_dump(mode="json") | {
         "explanation": asdict(why), "sensitivity": asdict(what_if) if what_if else None,
         "changes": asdict(change) if change else None,

@@ -96,7 +96,8 @@ def validate(kind: type[ArtefactT], value: Any, path: Path, what: str, next_step
 
 
 def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
-    where = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+    parts = [str(part) for part in problem["loc"] if not str(part).startswith(("constrained-", "literal["))]
+    where = ".".join(parts) or "(top level)"  # without the choices of a union, which are no places in the file
     if problem["type"] == "extra_forbidden":
         allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
         return f"  {where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
