@@ -39,7 +39,8 @@ def faked(planned, monkeypatch):
             progress("training", step["step"] + 1, 3)
         return training.TrainResult(
             run_dir=str(root), steps=STEPS, skipped_samples=[{"sample": "a/1", "reason": "broken"}] * 5,
-            resumed_from_step=7 if resume else None, checkpoint=str(root / "checkpoints" / "step-000003"),
+            resumed_from_step=7 if resume else None, started_from=str(origin) if origin else None,
+            checkpoint=str(root / "checkpoints" / "step-000003"),
             trace=str(root / "traces"), images=[str(root / "images" / "0.png")], reference_losses={"zero_noise": 1.0})
 
     monkeypatch.setattr(training, "train", train)
@@ -54,6 +55,27 @@ def test_steps_losses_and_paths_are_shown(faked, capsys):
         assert text in out
     assert "training  loss 1.0000 (text 0.0000)  0.500 s per step  24.00 sequences/s  MFU 25.0 %" in err
     assert err.endswith(f"Next: disttrain analyze {faked / 'runs' / 'tiny'}\n")
+
+
+def test_a_run_starts_from_another_ones_weights(faked, monkeypatch, capsys):
+    from disttrain_cli.runtime.checkpoints import origin
+
+    before = faked / "before" / "checkpoints" / "step-000009"
+    before.mkdir(parents=True)
+    monkeypatch.setattr(origin, "check", lambda run, folder: [f"llm: weights from {folder}."])
+    monkeypatch.setattr(origin, "modules_in", lambda run, folder: ["llm"])
+    code, out, err = call(["train", faked, "--from", faked / "before"], capsys)
+    assert code == 0 and f"llm: weights from {before}." in err
+    assert "Started from the weights of" in out and str(before) in out
+    said = json.loads(call(["train", faked, "--from", before.parent, "--json"], capsys)[1])
+    assert said["started_from"] == str(before)
+    code, _, err = call(["train", faked, "--from", faked / "before", "--dry-run"], capsys)
+    assert code == 0 and f"--from {faked / 'before'}" in err
+    for other in ("--resume", "--rehearse"):
+        code, _, err = call(["train", faked, "--from", faked / "before", other], capsys)
+        assert code == 2 and f"--from does not go with {other}" in err
+    code, _, err = call(["train", faked, "--from", faked / "nothing"], capsys)
+    assert code == 1 and "There are no weights to start from" in err
 
 
 def test_data_that_moved_away_from_the_plan_are_named(faked, monkeypatch, capsys):

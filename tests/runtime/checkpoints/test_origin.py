@@ -132,8 +132,20 @@ def test_a_list_of_tensors_that_is_not_the_one_written_is_refused(tmp_path: Path
         check(_after(tmp_path), copy)
 
 
+def test_damaged_tensors_are_refused_by_the_ranks(tmp_path: Path, before: SimpleNamespace) -> None:
+    copy = _copy(before.checkpoint, tmp_path / "copy")
+    file = copy / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(SpecError, match="another checksum") as caught:
+        _started(tmp_path, _after(tmp_path), copy)
+    assert caught.value.next_step == f"Name another checkpoint or export than {copy}."
+
+
 def test_a_run_is_found_by_its_folder_run_file_or_checkpoint(before: SimpleNamespace, tmp_path: Path) -> None:
-    for given in (before.run.path, before.run.path.parent, before.run.dir.root, before.checkpoint):
+    for given in (before.run.path, before.run.path.parent, before.run.dir.root, before.checkpoint.parent,
+                  before.checkpoint):
         assert find(given) == before.checkpoint.resolve()
     assert find(before.export) == before.export.resolve()
     for given in (tmp_path, tmp_path / "nothing"):

@@ -35,7 +35,8 @@ def find(given: Path) -> Path:
     """
     named = given / "disttrain.yaml" if (given / "disttrain.yaml").is_file() else given
     root = read_run(named).dir.root if named.is_file() else named
-    found = root if any((root / name).is_file() for name in (DESCRIPTION, EXPORT)) else latest(root / "checkpoints")
+    found = root if any((root / name).is_file() for name in (DESCRIPTION, EXPORT)) else (
+        latest(root / "checkpoints") or latest(root))
     if found is None:
         raise SpecError(f"There are no weights to start from in {given}",
                         f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an export",
@@ -138,7 +139,10 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
             put(values, whole[own], layer, path)
 
     if _is_checkpoint(folder):
-        load_weights(folder, pieces)
+        try:
+            load_weights(folder, pieces)
+        except SpecError as error:
+            raise SpecError(error.what, error.why, _another(folder)) from None
     else:
         _from_export(folder, run, [layer for layer in engine.module.layers if layer.name in given], fill)
 
