@@ -97,6 +97,38 @@ def test_a_full_disk_is_not_a_bug(capsys, monkeypatch):
     assert code == 1 and "/data/x" in err and "No space left" in err and "bug" not in err
 
 
+def run_module(words, **options):
+    return subprocess.run([sys.executable, "-m", "disttrain_cli", *words], stderr=subprocess.PIPE, text=True,
+                          timeout=60, **options)
+
+
+@pytest.mark.parametrize("words", [["plan", "nowhere.yaml", "--json"], ["--version"]])
+def test_a_full_disk_under_the_output_is_said_without_a_traceback(words):
+    with open("/dev/full", "w") as full:
+        done = run_module(words, stdout=full)
+    assert done.returncode == 1 and "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_letters_that_stdout_lacks_are_no_bug(tmp_path):
+    (tmp_path / "Übung.yaml").write_text("name: [1")
+    plain = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for words in (["plan", str(tmp_path / "Übung.yaml")], ["plan", os.fsdecode(b"no\xfftext.yaml")]):
+        shown = run_module(words, stdout=subprocess.PIPE, env=plain)
+        assert shown.returncode == 1 and "bug" not in shown.stderr and "yaml" in shown.stderr
+        document = run_module([*words, "--json"], stdout=subprocess.PIPE, env=plain)
+        assert words[1] in json.dumps(json.loads(document.stdout), ensure_ascii=False)
+
+
+@pytest.mark.parametrize("words", [["plan"], ["plan", "--json"]])
+def test_an_interrupt_while_the_program_is_loaded_is_130(tmp_path, words):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = run_module(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 130 and "Traceback" not in done.stderr
+    assert "Interrupted" in (json.loads(done.stdout)["error"]["what"] if "--json" in words else done.stderr)
+
+
 def raise_in_plan(monkeypatch, error):
     """Make `disttrain plan` raise `error` as soon as it starts."""
     def fail(**flags):

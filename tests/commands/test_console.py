@@ -74,6 +74,23 @@ def test_tables_align_numbers_to_the_right():
     assert format_table(["name", "n"], [["a", 1], ["bcdef", 100]]) == "name     n\n-----  ---\na        1\nbcdef  100"
 
 
+def test_tables_fit_into_the_terminal(monkeypatch, capsys):
+    headers = ["what is told", "n", "seconds per step and rank", "advice"]
+    rows = [["forward_of_the_encoder", 123456, 0.5, "Give it more devices, or fewer of its samples to each replica"],
+            ["x", 7, 12.25, ""]]
+    whole = format_table(headers, rows)
+    assert format_table(headers, rows, 200) == whole and len(whole.splitlines()) == 4
+    for width in (60, 45, 30):
+        text = format_table(headers, rows, width)
+        assert max(map(len, text.splitlines())) <= width
+        for word in (*whole.split()[len(headers):], "forward_of_the_encoder", "123456", "12.25", "replica"):
+            assert word.strip("-") in text
+    assert "\n\n" in format_table(headers, rows, 30)  # the columns that have no room, below
+    monkeypatch.setenv("COLUMNS", "60")
+    Console().table("title", headers, rows)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
+
+
 def test_json_takes_models_and_numpy_anywhere():
     mean = Distribution(mean=1, p50=1, p95=2, p99=3, max=4)
     document = json.loads(to_json({"mean": mean, "n": np.int64(3), "work": Work(1, 2, 3)}))

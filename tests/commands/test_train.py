@@ -7,7 +7,7 @@ import pytest
 
 from disttrain_cli.app import main
 from disttrain_cli.commands.train import LiveStep
-from disttrain_cli.errors import RankFailedError, UsageError
+from disttrain_cli.errors import RankFailedError, RankLostError, UsageError
 from disttrain_cli.runtime import train as training
 
 STEPS = [{"step": number, "loss": 3.0 - number, "losses": {"text": 2.0 - number, "image": None}, "grad_norm": 1.5,
@@ -32,7 +32,7 @@ def planned(run_folder, capsys):
 @pytest.fixture
 def faked(planned, monkeypatch):
     """A run that reports three steps and starts no rank."""
-    def train(run, plan, profile, *, steps, resume, profile_steps, origin, on_step, progress):
+    def train(run, plan, profile, *, steps, resume, restart, profile_steps, origin, on_step, progress):
         root = Path(run.dir.root)
         for step in STEPS:
             on_step(step)
@@ -151,6 +151,31 @@ def test_steps_to_profile_reach_the_ranks(planned, monkeypatch, capsys):
 def test_steps_that_cannot_be_profiled_are_wrong_usage(planned, capsys, options, said):
     code, out, err = call(["train", planned, "--steps", "20", "--profile-steps", *options], capsys)
     assert code == 2 and out == "" and said in err and "Next: " in err
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--resume", "--restart"], "--resume and --restart exclude each other"),
+    (["--emit", "torchrun", "--rehearse"], "--emit does not go with --rehearse"),
+    (["--emit", "slurm", "--rehearse", "--dry-run"], "--emit does not go with --rehearse")])
+def test_options_that_exclude_each_other_are_wrong_usage(planned, capsys, options, said):
+    code, out, err = call(["train", planned, *options], capsys)
+    assert code == 2 and out == "" and said in err and "Next: " in err
+    assert not (planned / "runs" / "tiny" / "launch").exists()
+
+
+@pytest.mark.parametrize("checkpoint", [None, "step-000004"])
+def test_after_a_lost_rank_the_command_to_go_on_is_named(planned, monkeypatch, capsys, checkpoint):
+    def train(run, *about, **more):
+        if checkpoint:
+            (run.dir.checkpoints / checkpoint).mkdir(parents=True)
+        raise RankLostError("Rank 1 was killed by SIGKILL", "log: x", "See its log: less x")
+
+    monkeypatch.setattr(training, "train", train)
+    code, out, err = call(["train", planned, "--steps", "9"], capsys)
+    again = f"disttrain train {planned} --steps 9"
+    assert code == 4 and out == ""
+    assert err.endswith(f"Next: Go on from {checkpoint}: {again} --resume\n" if checkpoint
+                        else f"Next: See its log: less x\nThere is no checkpoint yet; start again: {again}\n")
 
 
 def test_steps_to_profile_must_not_be_past(planned):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from typing import Any
 
 import cv2
@@ -132,6 +133,16 @@ def test_orientation_is_not_applied() -> None:
         header = read_header(lambda offset, length, data=turned: data[offset:offset + length])
         assert (header.width_px, header.height_px) == (40, 32)
         assert np.array_equal(colours(turned), colours(plain))
+
+
+def test_libpng_keeps_to_itself_what_is_wrong(capfd: pytest.CaptureFixture[str]) -> None:
+    """It writes to C's stderr, beside the one document of --json --quiet."""
+    damaged = bytearray(stored(Image.effect_noise((64, 64), 90), "png"))
+    damaged[200] ^= 255
+    with pytest.raises(ValueError, match="cannot be decoded"):
+        colours(bytes(damaged))
+    os.write(2, b"ours\n")
+    assert capfd.readouterr() == ("", "ours\n")
 
 
 def test_formats_are_told_by_content() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime.checkpoints import checkpoint, storage
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver, load, read_tensors, save
-from disttrain_cli.runtime.checkpoints.folder import latest, newly_trained, partial
+from disttrain_cli.runtime.checkpoints.folder import all_of, describe, latest, newly_trained, partial
 from disttrain_cli.runtime.checkpoints.owning import allocate_moments, staged, weights
 from disttrain_cli.spec.runfile import EmaSpec
 from tests.runtime.checkpoints.checkpoint_parts import SHAPES, alone, engine_of
@@ -226,9 +227,56 @@ def test_a_crash_while_writing_leaves_the_ones_before(tmp_path: Path, monkeypatc
     newest = latest(tmp_path / "c")
     assert newest is not None and newest.name in ("step-000001", "step-000002")
     load(newest, HERE, engine)
-    assert any(path.name.startswith(".") for path in (tmp_path / "c").iterdir())
-    with Saver(tmp_path / "c", HERE, engine, 3):  # the next start
-        assert not any(path.name.startswith(".") for path in (tmp_path / "c").iterdir())
+    assert not any(path.name.startswith(".") for path in (tmp_path / "c").iterdir())
+
+
+def test_what_a_killed_rank_left_half_written_goes_at_the_next_start(tmp_path: Path) -> None:
+    for left in (partial(tmp_path / "c" / "step-000002"), tmp_path / "c" / ".step-000001.replaced"):
+        left.mkdir(parents=True)
+    with Saver(tmp_path / "c", HERE, engine_of(), 3):
+        assert not list((tmp_path / "c").iterdir())
+
+
+def test_a_full_disk_is_named_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, tensors: Any) -> Any:
+        path.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, "write_tensors", full)
+    with pytest.raises(DisttrainError, match="step 2 could not be written") as caught:
+        save(tmp_path / "c", 2, HERE, engine_of(), keep=3)
+    assert "No space left on device (rank 0)" in caught.value.why and "start again" in caught.value.next_step
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_checkpoints_of_skipped_steps_push_out_none_that_is_sound(tmp_path: Path) -> None:
+    with Saver(tmp_path, HERE, engine_of(), 2) as saver:
+        for step, sound in ((1, True), (2, True), (3, True), (4, False), (5, False), (6, False)):
+            saver.save(step, sound)
+        saver.wait()
+        assert [path.name for path in all_of(tmp_path)] == ["step-000002", "step-000003", "step-000006"]
+        saver.save(7)
+        saver.wait()
+        assert [path.name for path in all_of(tmp_path)] == ["step-000003", "step-000006", "step-000007"]
+    assert describe(tmp_path / "step-000006")["sound"] is False
+
+
+def test_a_changed_description_is_refused_and_one_from_before_checksums_read(tmp_path: Path) -> None:
+    folder = save(tmp_path, 60, HERE, engine_of(), keep=1)
+    file, engine = folder / "checkpoint.json", engine_of()
+    text = file.read_text()
+    for old, new in (('"step": 60', '"step": 40'), ('"skipped_steps": 0', '"skipped_steps": 1'),
+                     ('"version": 3', '"version": 2')):
+        assert old in text
+        file.write_text(text.replace(old, new))
+        with pytest.raises(SpecError, match=r"damaged\ncheckpoint.json has another checksum"):
+            load(folder, HERE, engine)
+    before = {key: value for key, value in json.loads(text).items() if key not in ("sha256", "sound")}
+    file.write_text(json.dumps(before))
+    with pytest.raises(SpecError, match="another checksum"):
+        load(folder, HERE, engine)
+    file.write_text(json.dumps(before | {"version": 2}))
+    assert load(folder, HERE, engine) == 60
 
 
 def test_a_half_written_checkpoint_has_another_name(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.spec.whole import write_whole
 
@@ -23,6 +24,13 @@ def write_rank(payload: dict[str, Any]) -> None:
 def fail(payload: dict[str, Any]) -> None:
     if os.environ["RANK"] == payload["rank"]:
         raise ValueError("this rank is broken")
+    time.sleep(600)
+
+
+def refuse(payload: dict[str, Any]) -> None:
+    """Fail with more to say than a pipe takes at once."""
+    if os.environ["RANK"] == payload["rank"]:
+        raise DisttrainError("The checkpoint could not be written", "rank 0: No space left\n" * 1000, "Free some.")
     time.sleep(600)
 
 

@@ -25,11 +25,23 @@ def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
     assert "Rank 1 ended with exit code 1" in caught.value.what
     assert "this rank is broken" in caught.value.why
     assert str(tmp_path / "rank-00001.log") in caught.value.why
+    assert str(tmp_path / "rank-00001.log") in caught.value.next_step
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match="Rank 2 was killed by SIGKILL"):
+    with pytest.raises(RankFailedError, match="Rank 2 was killed by SIGKILL") as caught:
         launch(3, "tests.runtime.launching.launch_worker:killed", {"rank": "2"}, tmp_path)
+    assert "memory" in caught.value.why and "rank-00002.log" in caught.value.next_step
+
+
+def test_what_went_wrong_arrives_though_the_logs_disk_is_full(tmp_path: Path) -> None:
+    for name in ("rank-00000.log", "rank-00001.log", "starter.log"):
+        (tmp_path / name).symlink_to("/dev/full")
+    with pytest.raises(RankFailedError) as caught:
+        launch(2, "tests.runtime.launching.launch_worker:refuse", {"rank": "1"}, tmp_path)
+    assert caught.value.what == "Rank 1 stopped: The checkpoint could not be written"
+    assert caught.value.why.startswith("rank 0: No space left\n" * 20) and "log: " in caught.value.why
+    assert caught.value.next_step == "Free some."
 
 
 def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def _set_aside(path: Path, aside: Path) -> Path:
             if error.errno not in (errno.EBUSY, errno.EXDEV):
                 raise
     inside = path / "earlier" / aside.name
-    inside.mkdir(parents=True)
+    inside.mkdir(parents=True, exist_ok=True)
     for entry in list(_left_in(path)):
         entry.rename(inside / entry.name)
     return inside

@@ -1,0 +1,122 @@
+"""What a rank recorded outlives it, and a disk that takes no more traces ends nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from disttrain_cli.analysis.analyze import ask
+from disttrain_cli.analysis.own.database import open_database
+from disttrain_cli.errors import DataError
+from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.tracing import Tracer, size_writer, step_writer
+from tests.runtime.watching.test_hang import topology
+
+STEP = {"run": "start-000", "loss": float("nan"), "loss_text": 1.5, "learning_rates": {"llm": 0.1}, "mfu": 0.5,
+        "iteration_s": 1.0, "end_ns": 10}
+
+
+def record(folder: Path, rank: int, steps: int, ending: str = "") -> None:
+    """Some steps of a rank, of two rows each, and part of another one; what follows is lost or closed."""
+    stage = topology().stages[rank]
+    tracer = Tracer(folder, "start-000", Place(rank, stage, 0), lambda: 0, pytest.fail)
+    reports, sizes = step_writer(folder, "start-000"), size_writer(folder, "start-000")
+    for step in range(steps):
+        tracer.step = step
+        for slot in range(2):
+            tracer.record("forward", 100 * step + slot, 100 * step + slot + 1, slot=slot, module="llm")
+        if rank == 0:
+            reports.rows.append(STEP | {"step": step})
+            sizes.rows.append({"run": "start-000", "step": step, "tokens": 7, "length_sq": 49, "images": [4, 8],
+                               "targets": 1, "clips": 0})
+            reports.keep()
+            sizes.keep()
+        tracer.end_step()
+    tracer.step = steps
+    tracer.record("forward", 100 * steps, 100 * steps + 1, slot=0, module="llm")
+    if ending == "close":
+        tracer.close()
+        reports.flush()
+        sizes.flush()
+
+
+#: The same in a process that SIGKILL ends: long segments in one folder, short ones in another.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from disttrain_cli.runtime.watching import tracing
+from tests.runtime.watching.test_tracing import record
+for rank in range(3):
+    record(Path(sys.argv[1], "long"), rank, 5)
+record(Path(sys.argv[1], "none"), 0, 0)
+tracing.SEGMENT_ROWS = 4
+for rank in range(2):
+    record(Path(sys.argv[1], "short"), rank, 5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(folder)]).returncode == -signal.SIGKILL
+    return folder
+
+
+def counted(folder: Path) -> list[tuple[int, int, int]]:
+    """(rank, steps, rows) of every rank."""
+    return ask([folder], "SELECT rank, count(DISTINCT step), count(*) FROM trace GROUP BY rank ORDER BY rank").rows
+
+
+def test_a_killed_rank_leaves_every_step_but_the_last(recorded: Path) -> None:
+    folder = recorded / "long"
+    assert not list(folder.rglob("*.parquet"))
+    assert counted(folder) == [(rank, 5, 10) for rank in range(3)]
+    rows = ask([folder], "SELECT step, loss, learning_rates FROM steps ORDER BY step").rows
+    assert [row[0] for row in rows] == list(range(5)) and str(rows[0][1]) == "nan" and rows[0][2] == {"llm": 0.1}
+    assert ask([folder], "SELECT images, clips FROM sizes LIMIT 1").rows == [([4, 8], 0)]
+
+
+@pytest.mark.parametrize("lost", [1, 40, 10_000])
+def test_a_batch_that_was_not_written_to_its_end_is_left_out(tmp_path: Path, recorded: Path, lost: int) -> None:
+    shutil.copytree(recorded / "long", tmp_path / "copy")
+    [file] = (tmp_path / "copy" / "rank-00001").iterdir()
+    os.truncate(file, max(0, file.stat().st_size - lost))
+    assert counted(tmp_path / "copy") == [(0, 5, 10), *([(1, 4, 8)] if lost < 10_000 else []), (2, 5, 10)]
+
+
+def test_segments_become_parquet_and_count_once(tmp_path: Path, recorded: Path) -> None:
+    folder = shutil.copytree(recorded / "short", tmp_path / "copy")
+    assert [file.suffix for file in sorted((folder / "rank-00001").iterdir())] == [".parquet", ".parquet", ".arrows"]
+    whole = folder / "rank-00001" / "segment-start-000-00000.parquet"
+    shutil.copy(folder / "rank-00001" / "segment-start-000-00002.arrows", whole.with_suffix(".arrows"))
+    assert counted(folder) == [(0, 5, 10), (1, 5, 10)]  # one that was replaced, but not yet removed, does not count
+
+
+def test_what_is_closed_is_parquet_alone(tmp_path: Path) -> None:
+    record(tmp_path, 0, 5, "close")
+    assert {file.suffix for file in tmp_path.rglob("segment-*")} == {".parquet"}
+    assert counted(tmp_path) == [(0, 6, 11)]
+
+
+def test_before_the_first_step_there_is_no_trace_yet(recorded: Path) -> None:
+    with pytest.raises(DataError, match=r"There is no trace|No trace can be read"):
+        open_database([recorded / "none"])
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+    said: list[str] = []
+    tracer = Tracer(tmp_path, "start-000", Place(0, topology().stages[0], 0), lambda: 0, said.append)
+    (tmp_path / "rank-00000").mkdir()
+    (tmp_path / "rank-00000" / "segment-start-000-00000.arrows").symlink_to("/dev/full")
+    for tracer.step in range(3):
+        tracer.record("forward", 0, 1)
+        tracer.end_step()
+    tracer.close()
+    assert said == [f"warning: no more traces in {tmp_path}: No space left on device; training goes on without them"]
