@@ -132,9 +132,9 @@ def _export(console: Console, folders: list[Path], file: Path) -> None:
     from disttrain_cli.analysis.own.chrome import write_chrome_trace
     from disttrain_cli.analysis.own.database import open_database
 
-    if find_format(folders)[0] != "disttrain":
-        raise UsageError("--perfetto writes own traces as Chrome JSON", "given: traces of another program",
-                         "Kineto files are Chrome JSON already: open them in ui.perfetto.dev")
+    if find_format(folders).format != "disttrain" or any(path.is_file() for path in folders):
+        raise UsageError("--perfetto writes a run's traces as Chrome JSON", "given: traces that are no run's folder",
+                         "Files of Chrome JSON are that already: open them in ui.perfetto.dev")
     database = open_database(folders)
     with console.progress() as progress:
         written = write_chrome_trace(database, file, progress)
