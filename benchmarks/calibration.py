@@ -44,6 +44,9 @@ BINS = (0.0, 0.5, 0.7, 0.8, 0.9, 1.01)
 RAW_BINS = (0.0, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.01)
 #: By family, seeds of every kind: developed on, and held out.
 SEEDS = {"simulated": (6, 4), "operations": (8, 6), "kineto": (6, 4)}
+#: By family, kinds of fault that confidence was not fitted on.
+NEVER = {"simulated": known.HELD_OUT, "rehearsed": known.HELD_OUT, "operations": altered.OPERATIONS_HELD_OUT,
+         "kineto": altered.KINETO_HELD_OUT}
 
 
 def right(verdict: Verdict, truths: list[known.Truth]) -> bool:
@@ -64,8 +67,7 @@ def cases(folder: Path, held_out: bool, rehearsals: int) -> Iterator[tuple[str, 
     """(family, kind, name, what writes the case's traces to a path and gives its truths)."""
     for family, (developed, kept) in SEEDS.items():
         kinds = {"simulated": known.DEVELOPED, "operations": altered.OPERATIONS, "kineto": altered.KINETO}[family]
-        never = {"simulated": known.HELD_OUT, "operations": altered.OPERATIONS_HELD_OUT,
-                 "kineto": altered.KINETO_HELD_OUT}[family]
+        never = NEVER[family]
         for kind in (*kinds, *(never if held_out else ())):
             seeds = [] if kind in never else list(range(developed))
             seeds += list(range(FIRST_HELD_OUT, FIRST_HELD_OUT + kept)) if held_out else []
@@ -110,22 +112,22 @@ def measure(out: Path, held_out: bool = False, rehearsals: int = 0, only: str = 
             row = {"case": case, "family": family, "kind": kind, "format": found.format,
                    "right": right(found.verdict, truths), "said": found.verdict.cause, "place": said,
                    "raw": found.verdict.confidence, "gain": found.verdict.lost_s / (found.job.iteration_s or 1.0),
-                   "truth": [asdict_(one) for one in truths]}
+                   "truth": [_plain(one) for one in truths]}
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             rows.append(row)
     return rows
 
 
-def asdict_(truth: known.Truth) -> Row:
+def _plain(truth: known.Truth) -> Row:
+    """A truth as JSON."""
     return {"cause": truth.cause, "place": truth.place, "share": round(truth.share, 4),
             "together": round(truth.together, 4)}
 
 
 def is_held_out(row: Row) -> bool:
     """Whether a row was kept from the fit."""
-    never = (*known.HELD_OUT, *altered.OPERATIONS_HELD_OUT, *altered.KINETO_HELD_OUT)
-    return int(row["case"].split()[-1]) >= FIRST_HELD_OUT or row["kind"] in never
+    return int(row["case"].split()[-1]) >= FIRST_HELD_OUT or row["kind"] in NEVER[row["family"]]
 
 
 def fit(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:

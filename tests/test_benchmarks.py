@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import (
     best,
+    calibration,
     checkpoints,
     common,
     data_wait,
@@ -16,6 +17,7 @@ from benchmarks import (
     efficiency,
     index,
     kineto,
+    known,
     levelling,
     ordering,
     planner,
@@ -25,6 +27,7 @@ from benchmarks import (
     strategies,
     verdicts,
 )
+from disttrain_cli.analysis.result import Place, Verdict
 from disttrain_cli.costs.hardware import Curve, lookup
 from tests.analysis import synthetic
 from tests.analysis.kineto import traces
@@ -236,3 +239,43 @@ def test_a_repeated_trace_holds_every_event_again_later(tmp_path):
     assert len(events) == copies * len(first) and copies > 1 and path.stat().st_size > 10_000
     assert len({event["args"]["correlation"] for event in events if event["name"] == traces.GEMM}) == 2 * copies
     assert events[len(first)]["ts"] > max(event["ts"] for event in first)
+
+
+def test_a_verdict_is_right_that_names_what_gains_most():
+    def verdict(cause, **place):
+        return Verdict(cause=cause, headline="", place=Place(**place), lost_s=0.0, confidence=1.0, evidence=[],
+                       advice="", next_command="")
+
+    rank, other = known.Truth("worker", {"rank": 3}, 0.2, 0.3), known.Truth("stage", {"stage": 1}, 0.08, 0.3)
+    assert calibration.right(verdict("worker", rank=3, unit="llm"), [rank, other])
+    assert not calibration.right(verdict("stage", stage=1), [rank, other])  # gains less
+    assert not calibration.right(verdict("worker", rank=2), [rank, other])
+    assert calibration.right(verdict("none"), [known.Truth("worker", {"rank": 3}, 0.04, 0.04)])
+    assert not calibration.right(verdict("none"), [rank]) and calibration.right(verdict("none"), [])
+    hidden = [known.Truth("worker", {"rank": rank}, 0.0, 0.3) for rank in (1, 2)]
+    assert calibration.right(verdict("worker", rank=2), hidden) and not calibration.right(verdict("none"), hidden)
+
+
+def test_calibration_analyses_each_case_once_and_keeps_what_is_held_out(monkeypatch, tmp_path):
+    spec = synthetic.Synthetic(steps=3, slow_rank={3: 1.6})
+
+    def write(folder, family, kind, seed, traces):
+        synthetic.write(traces, spec)
+        return [known.Truth("worker", {"rank": 3}, 0.3, 0.3)]
+
+    monkeypatch.setattr(calibration, "_write", write)
+    rows = calibration.measure(tmp_path / "rows", held_out=True, only="simulated host 1000")
+    assert [row["right"] for row in rows] == [True] and calibration.is_held_out(rows[0])
+    monkeypatch.setattr(calibration, "analyze", None)  # nothing is analysed again
+    assert calibration.measure(tmp_path / "rows", held_out=True, only="simulated host 1000") == rows
+    assert set(calibration.tables(rows)) == {"Held out", "Held out, by kind"}
+
+
+def test_more_evidence_is_fitted_to_be_no_less_sure():
+    def row(number, raw, right):
+        return {"case": f"simulated rank {number}", "family": "simulated", "kind": "rank", "format": "disttrain",
+                "raw": raw, "right": right}
+
+    rows = [row(n, 0.2, n % 2 == 0) for n in range(8)] + [row(n, 0.6, False) for n in range(8)]
+    rows += [row(n, 0.99, True) for n in range(18)] + [row(1000, 0.99, False)]
+    assert calibration.fit(rows)["disttrain"] == [(0.4, 0.278), (0.99, 0.95)]

@@ -1,0 +1,148 @@
+"""Causes ranked by what mending them gains: in a 9B job whose layout no other one beats, and on times made up here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.causes import Suspect, find_causes
+from disttrain_cli.analysis.confidence import CALIBRATION, FLOOR, calibrated, exceeds, known
+from disttrain_cli.analysis.result import Place
+from disttrain_cli.spec.runfile import FaultSpec
+from tests.analysis import simulated
+from tests.planning import synthetic as planning
+
+STEPS = 4
+UNITS = {"image_encoder": {"dp": 2, "layers_per_stage": [32]}, "llm": {"tp": 2, "dp": 4, "layers_per_stage": [17, 17]},
+         "image_generator": {"dp": 3, "layers_per_stage": [11]}}
+
+
+def fault(slow, unit, factor, stage=0, replica=None):
+    return FaultSpec(slow=slow, unit=unit, stage=stage, replica=replica, factor=factor)
+
+
+LLM_RANK, OTHER_RANK = fault("rank", "llm", 1.35, 0, 1), fault("rank", "llm", 1.35, 0, 2)
+ENCODER_RANK, STAGE = fault("rank", "image_encoder", 1.6, 0, 1), fault("stage", "llm", 1.25, 1)
+
+
+@pytest.fixture(scope="module")
+def job():
+    profile = planning.paper_9b(planning.run_file(batch=48, gpus=24, nodes=3))
+    return profile, simulated.layout_of(profile, 48, 12, **UNITS)
+
+
+def found_in(folder, job, *faults, **disturbed):
+    """The analysis, and the share of a step that is gained without any of the faults."""
+    def step_s(some, **more):
+        return np.mean([line.iteration_s for *_, line in simulated.play(*job, STEPS, faults=some, **more)][1:])
+
+    simulated.write(folder, *job, STEPS, faults=faults, **disturbed)
+    return analyze([folder]), 1 - step_s(()) / step_s(faults, **disturbed)
+
+
+def test_bubbles_that_no_layout_regains_are_no_fault(tmp_path, job):
+    found, _ = found_in(tmp_path, job)
+    lost = found.stragglers.lost_s["unit"]
+    assert found.verdict.cause == "none" and lost > 0.05 * found.job.iteration_s
+    assert "the plan's own bubbles" in found.verdict.headline
+    (bubbles,) = [row.value for row in found.verdict.evidence if row.what.startswith("the plan's own bubbles")]
+    assert bubbles == pytest.approx(lost, rel=0.35)
+    assert all(cause.gain_pct < 5 for cause in found.causes)
+
+
+def test_bubbles_do_not_hide_a_fault(tmp_path, job):
+    found, share = found_in(tmp_path, job, STAGE)
+    place = found.verdict.place
+    assert (found.verdict.cause, place.unit, place.stage) == ("stage", "llm", 1)
+    assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
+    assert "slow for its work" in found.verdict.headline
+
+
+def test_of_two_slow_ranks_the_one_is_named_whose_mending_gains(tmp_path, job):
+    found, share = found_in(tmp_path, job, LLM_RANK, ENCODER_RANK)
+    place = found.verdict.place
+    assert (found.verdict.cause, place.unit, place.stage, place.replica) == ("worker", "llm", 0, 1)
+    gains = [cause.gain_s / found.job.iteration_s for cause in found.causes]
+    assert sum(gains) <= share + 0.01 and gains == sorted(gains, reverse=True)
+    assert found.verdict.lost_s == found.causes[0].gain_s
+
+
+def test_equally_slow_ranks_are_named_together(tmp_path, job):
+    found, share = found_in(tmp_path, job, LLM_RANK, OTHER_RANK)
+    (cause,) = [one for one in found.causes if one.cause == "worker"]
+    assert {place.replica for place in cause.places} == {1, 2}
+    assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
+    assert "only mending all of them gains" in found.verdict.headline
+
+
+def test_all_that_gain_enough_are_named(tmp_path, job):
+    found, share = found_in(tmp_path, job, LLM_RANK, STAGE)
+    assert {cause.cause for cause in found.causes if cause.gain_pct >= 5} == {"worker", "stage"}
+    assert "Also: " in found.verdict.headline
+    assert sum(cause.gain_s for cause in found.causes) / found.job.iteration_s == pytest.approx(share, abs=0.02)
+
+
+def test_a_small_fault_is_none_with_what_it_costs(tmp_path, job):
+    found, share = found_in(tmp_path, job, fault("rank", "llm", 1.06, 0, 1))
+    assert found.verdict.cause == "none" and 0.01 < share < 0.05
+    assert "Rank " in found.verdict.headline and found.verdict.lost_s == 0
+    (cause,) = [one for one in found.causes if one.cause == "worker"]
+    assert cause.gain_pct == pytest.approx(100 * share, abs=0.5) and cause.confidence < 0.5
+
+
+def test_a_slow_unit_is_no_matter_of_sharing(tmp_path, job):
+    found, share = found_in(tmp_path, job, fault("stage", "image_encoder", 12.0))
+    assert (found.verdict.cause, found.verdict.place.unit) == ("unit", "image_encoder")
+    assert "slow for their work" in found.verdict.headline
+    assert found.verdict.lost_s / found.job.iteration_s <= share + 0.01
+
+
+def test_a_verdict_that_hangs_on_one_event_says_so(tmp_path, job):
+    held_up = simulated.HeldUp(1, 1, 3.0, step=2, slot=4)
+    found, _ = found_in(tmp_path / "once", job, held_up=[held_up])
+    always, _ = found_in(tmp_path / "always", job, held_up=[simulated.HeldUp(1, 1, 0.2)])
+    assert found.verdict.cause == always.verdict.cause == "host"
+    assert "one event of one step" in found.verdict.headline and found.causes[0].one_event
+    assert "one event" not in always.verdict.headline and not always.causes[0].one_event
+    assert found.verdict.confidence < always.verdict.confidence
+
+
+def suspect(place, seconds, cause="worker"):
+    """Takes seconds from one of the times side by side."""
+    def mend(state):
+        times = state[0].copy()
+        times[place] -= seconds
+        return (times,)
+    return Suspect(cause, Place(rank=place), mend, seconds)
+
+
+def longest(state):
+    return state[0].max(axis=0)
+
+
+def test_causes_that_hide_each_other_are_found_one_after_the_other():
+    times = np.array([[10.0, 10.0], [9.0, 9.0], [5.0, 5.0]])
+    found, state = find_causes(longest, (times,), [suspect(0, 5.0), suspect(1, 4.0, "data"), suspect(2, 1.0, "host")])
+    assert [(one.cause, one.gain_s.mean(), one.alone_s.mean()) for one in found] == [
+        ("worker", 1.0, 1.0), ("data", 4.0, 0.0)]
+    assert longest(state).mean() == 5.0
+
+
+def test_nothing_that_gains_is_no_cause():
+    assert find_causes(longest, (np.ones((2, 3)),), [suspect(0, 0.5)])[0] == []
+    assert find_causes(longest, (np.ones((2, 3)),), [])[0] == []
+
+
+def test_evidence_is_the_chance_that_more_steps_would_say_the_same():
+    assert exceeds(np.full(4, 0.05), 0.05) == 0.5
+    assert exceeds(np.full(4, 0.05 + 2 * FLOOR), 0.05) == pytest.approx(0.977, abs=1e-3)
+    assert exceeds(np.array([0.0, 0.2]), 0.05) < exceeds(np.array([0.1, 0.1]), 0.05)
+    assert exceeds(np.array([0.0, 0.2]), 0.05) < exceeds(np.array([0.0, 0.2] * 8), 0.05)
+    assert known(0.1, 1) < known(0.0, 1) < known(0.0, 8) and known(-0.1, 2, 0.5) == known(0.1, 2) / 2
+
+
+@pytest.mark.parametrize("kind", CALIBRATION)
+def test_more_evidence_is_never_less_sure(kind):
+    sure = [calibrated(raw, kind) for raw in np.linspace(0, 1, 50)]
+    assert sure == sorted(sure) and sure[0] >= 0 and sure[-1] <= 1
