@@ -27,8 +27,9 @@ from tests.data.dataset import encoded, image, interleaved, text, write_dataset,
 SCRIPT = Path(sys.executable).parent / "disttrain"
 SMALL = {"hidden_size: 128": "hidden_size: 32", "hidden_size: 64": "hidden_size: 32",
          "intermediate_size: 352": "intermediate_size: 64", "intermediate_size: 256": "intermediate_size: 64",
-         "data/interleaved": "data/mixed", "global_batch_size: 12": "global_batch_size: 4",
-         "sequence_length: 256": "sequence_length: 128", "max_image_pixels: 16384": "max_image_pixels: 4096"}
+         "data/interleaved, weight: 2": "data/mixed", "held_out: 0.1": "held_out: 0.0",
+         "global_batch_size: 12": "global_batch_size: 4",
+         "sequence_length: 256": "sequence_length: 128", "max_image_pixels: 1024": "max_image_pixels: 4096"}
 
 
 def edit(path, old, new):
@@ -376,7 +377,7 @@ def test_a_broken_trace_segment_is_named_and_the_rest_analysed(tmp_path, capsys)
 @pytest.mark.slow
 def test_broken_samples_are_skipped_counted_and_named_and_training_goes_on(folder):
     edit(folder / "disttrain.yaml", "max_image_pixels: 4096", "max_image_pixels: 4096\n  max_bad_fraction: 0.3")
-    edit(folder / "disttrain.yaml", "  images: 8", "  images: 0")
+    edit(folder / "disttrain.yaml", "  images: 100", "  images: 0")
     mixed, cut = folder / "data" / "mixed", folder / "data" / "mixed" / "00001.tar"
     write_tar(mixed / "00002.tar", [
         interleaved("fine", text("fine")), interleaved("no-image", image("gone.jpg")), ("not-json.json", b"{"),

@@ -272,7 +272,7 @@ def test_a_plan_says_what_is_trained(run_folder, capsys):
     ("  tokenizer: bytes", "  distribution: {name: laion-like}\n  tokenizer: bytes", ["sources", "distribution"]),
     ("  loss_weights:", "  trained: [audio]\n  loss_weights:", ["trained", "audio", "projectors"]),
     ("  loss_weights:", "  trained: []\n  loss_weights:", ["trained", "at least one"]),
-    ("      context_tokens: 8", "      cached_latents: true\n      context_tokens: 8", ["cached_latents", "vae"]),
+    ("      context_tokens: 1", "      cached_latents: true\n      context_tokens: 1", ["cached_latents", "vae"]),
     ("  zero_stage: 1", "  activation_checkpointing: some\n  zero_stage: 1", ["activation_checkpointing", "'full'"])])
 def test_wrong_choices_are_refused_by_field(run_folder, old, new, named, capsys):
     edit_run(run_folder, old, new)

@@ -138,3 +138,10 @@ def test_the_judge_of_the_run_says_what_it_sees(tmp_path, capsys):
     found = said(capsys, tmp_path / "run", "--prompt", "Draw a seven.", "--prompt", "Draw 7 or eight.")
     assert [one["asked"] for one in found["drawn"]] == ["seven", None]
     assert all(one["recognised"] for one in found["drawn"]) and found["judge"]["accuracy"] > 0.95
+
+
+def test_a_judge_that_is_not_installed_is_said_before_anything_is_done(tmp_path, capsys, monkeypatch):
+    run = written_run(tmp_path / "run", "llm", "image_generator", judge="digits")
+    monkeypatch.setattr("disttrain_cli.data.digits.find_spec", lambda name: None)
+    assert disttrain("sample", run.path, "--prompt", "Draw a seven.") == 1
+    assert "disttrain[demo]" in capsys.readouterr().err and not run.dir.samples.exists()

@@ -15,18 +15,19 @@ from disttrain_cli.errors import UsageError
 EPILOG = """Examples:
 
 $ disttrain sample --prompt "Draw a seven."
-$ disttrain sample demo/runs/tiny/checkpoints/step-000200 --prompt "Draw a two." --prompt "Draw a six." --count 4
+$ disttrain sample runs/tiny/checkpoints/step-000180 --prompt "Draw a two." --count 4
+$ disttrain sample demo --prompt "Draw a two." --prompt "Draw a six." --out drawn
 $ disttrain sample --image scan.jpg
 $ disttrain sample --image scan.jpg --prompt "7, a" --temperature 0.8 --seed 1
 
-Images are drawn after every prompt, by a model with a generator; text is written after every prompt and image. PNG
-files and samples.json go to a new folder runs/NAME/samples/STEP.
+Images are drawn after every prompt, by a model with a generator; text is written after every prompt and image.
+PNG files and samples.json go to a new folder runs/NAME/samples/STEP.
 """
 
 
 def run(
     checkpoint: Annotated[
-        Path | None, typer.Argument(metavar="[CHECKPOINT]", show_default=False,
+        Path | None, typer.Argument(metavar="CHECKPOINT", show_default=False,
                                     help="A checkpoint's folder, or a run file or run folder, whose newest is taken; "
                                     "./disttrain.yaml if not given.")] = None,
     prompts: Annotated[

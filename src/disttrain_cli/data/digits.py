@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.sample_data import WORDS, load_scans
+from disttrain_cli.errors import DataError
+from disttrain_cli.spec.runfile import Run
 
 _NAMES = {name: word for digit, word in enumerate(WORDS) for name in (word, str(digit))}
 _KEPT = 0.25  # share of the scans that the judge's accuracy is measured on
+
+
+def check_judge(run: Run) -> None:
+    """DataError where the run asks for a judge (`samples.judge`) that is not installed."""
+    if run.file.samples.judge is not None and find_spec("sklearn") is None:
+        raise DataError("samples.judge needs scikit-learn, which is not installed",
+                        next_step="Install it with: pip install 'disttrain[demo]', or leave samples.judge out.")
 
 
 class DigitJudge:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from disttrain_cli.data.digits import check_judge
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.statistics import unigram_entropy
 from disttrain_cli.errors import MismatchError, SpecError, UsageError
@@ -61,8 +62,13 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     leaves torch's profile.
 
     Raises:
+<<<<<<< HEAD
         SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or there is, and it is
             not said what to do with it; or a folder of the run cannot be written.
+=======
+        SpecError: the plan's ranks belong on several hosts, or there is nothing to resume from.
+        DataError: what `samples.judge` needs is not installed.
+>>>>>>> demo
         UsageError: the run has none of the steps to profile, or is past them.
         DisttrainError: another training of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of
@@ -70,6 +76,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
         RankFailedError: a rank failed.
     """
     _check_one_host(run, plan, profile)
+    check_judge(run)
     index = _checked_index(run, profile)
     root, total = run.dir, steps if steps is not None else run.file.train.steps
     resumed = step_to_resume(run, profile, root, total) if resume else None

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from disttrain_cli.data.decoding import decode_image
+from disttrain_cli.data.digits import check_judge
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, latest
@@ -45,11 +46,12 @@ def sample(run: Run, folder: Path, wish: Wish, out: Path | None = None, progress
 
     Raises:
         UsageError: the model has no encoder for an image, or a prompt is too long for it.
-        DataError: an image cannot be read.
+        DataError: an image cannot be read, or what `samples.judge` needs is not installed.
         MismatchError: the checkpoint is of another model than the run file.
         SpecError: it is damaged, or the folder cannot be written.
     """
     _check_model(run, folder)
+    check_judge(run)
     inputs = describe(run)
     files = [_read_image(path, inputs.image, inputs.llm) for path in wish.images]
     pictures: list[tuple[str | None, bytes | None]] = [
