@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from disttrain_cli.commands.analyze_tables import figure, render
 from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, open_run, short_path
+from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console, format_table
 from disttrain_cli.errors import ConditionHoldsError, UsageError
-from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.rundir import RunDir, run_folder
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.result import Analysis
 
 EPILOG = """Examples:
 
@@ -70,6 +73,7 @@ def run(
 
     with console.progress() as progress:
         found, pictures = analyze_open(folders, progress)
+    found = _with_named(found, paths or [])
     document: dict[str, Any] = found.to_json()
     root = _run_dir(folders[0])
     report = html or (root.report if root is not None else None)
@@ -96,22 +100,21 @@ def run(
             raise typer.Exit(ConditionHoldsError.exit_code)
         raise_if_holds(found, fail_if)
         console.note(sentence)
-    console.hint(_with_paths(found.verdict.next_command, paths))
+    console.hint(found.verdict.next_command)
 
 
-def _with_paths(command: str, paths: list[Path] | None) -> str:
-    """The next command with the folders that were named, where it asks the same traces again."""
-    again = "disttrain analyze "
-    if not paths or not command.startswith(again):
-        return command
-    return f"{again}{shlex.join(map(str, paths))} {command.removeprefix(again)}"
+def _with_named(found: Analysis, paths: list[Path]) -> Analysis:
+    """The analysis with next commands that ask the traces which the user named."""
+    from msgspec.structs import replace
+
+    verdict = replace(found.verdict, next_command=with_named(found.verdict.next_command, traces=paths))
+    remedies = [replace(remedy, command=with_named(remedy.command, traces=paths)) for remedy in found.remedies]
+    return replace(found, verdict=verdict, remedies=remedies)
 
 
 def _run_dir(folder: Path) -> RunDir | None:
-    """The run's folder, if that or the `traces` inside it was named."""
-    if (folder / "traces").is_dir():
-        return RunDir(folder)
-    return RunDir(folder.parent) if folder.name == "traces" else None
+    root = run_folder(folder)
+    return None if root is None else RunDir(root)
 
 
 def _export(console: Console, folders: list[Path], file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from disttrain_cli.commands.common import (
 from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
+from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
 
@@ -109,7 +111,7 @@ def run(
     if rehearse:
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
-        run_rehearsal(console, opened, chosen, profile, steps, resume)
+        run_rehearsal(console, run_file, opened, chosen, profile, steps, resume)
         return
     refuse_not_run(chosen, opened.file, profile)
     if emit is not None:
@@ -129,14 +131,14 @@ def run(
         result = train(opened, chosen, profile, steps=steps, resume=resume, profile_steps=profiled,
                        on_step=live.on_step, progress=live)
     console.result(result, result.run_dir)
-    _render(console, result, chosen, profile)
+    _render(console, run_file, result, chosen, profile)
     if result.stopped_by is not None:
         done = result.steps[-1]["step"] + 1 if result.steps else 0
         console.note(f"Stopped by {result.stopped_by} after step {done}.")
         console.hint(next_command("train", run_file, plan=plan, steps=steps) + " --resume")
         raise SystemExit(128 + signal.Signals[result.stopped_by])
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
-                 else f"disttrain analyze {short_path(opened.dir.root)}")
+                 else shlex.join(["disttrain", "analyze", short_path(opened.dir.root)]))
 
 
 def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> range | None:
@@ -203,7 +205,7 @@ def _losses(losses: dict[str, float | None]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)
 
 
-def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profile) -> None:
+def _render(console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile) -> None:
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
     shown = [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)] if gaps > 0 else steps
@@ -220,7 +222,7 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
         console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")
     for name, value in result.reference_losses.items():
         console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
-    say_drift(console, profile, chosen, steps, Path(result.run_dir))
+    say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
     for why in result.restarts:
         console.say(f"Started again: {why}")
     if result.resumed_from_step is not None:
@@ -237,7 +239,8 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
 
 
-def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[str, Any]], folder: Path) -> None:
+def say_drift(console: Console, run_file: Path, profile: Profile, plan: Plan, steps: list[dict[str, Any]],
+              folder: Path) -> None:
     """Say what of the data has moved away from what the plan was made for."""
     from disttrain_cli.data.drift import drift
 
@@ -245,7 +248,8 @@ def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[s
     for moved in found:
         console.say(f"{moved.sentence}.")
     if found:
-        console.say(f"Plan for these data: disttrain profile --calibrate {short_path(folder)} && disttrain plan")
+        command = f"disttrain profile --calibrate {shlex.quote(short_path(folder))} && disttrain plan"
+        console.say(f"Plan for these data: {with_named(command, run_file)}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -71,3 +71,10 @@ def pulses(logs: Path) -> Path:
 def stop_file(logs: Path) -> Path:
     """File whose appearance asks the ranks to stop after their step."""
     return logs / "stop"
+
+
+def run_folder(path: Path) -> Path | None:
+    """The run's folder, if that or the `traces` inside it was named."""
+    if (path / "traces").is_dir():
+        return path
+    return path.parent if path.name == "traces" else None
