@@ -39,7 +39,8 @@ def test_a_run_file_goes_into_every_command(text, expected):
 def test_every_suggestion_in_the_program_can_be_named():
     """Whatever a room suggests: bare commands are followed by nothing that would hide them."""
     sources = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(disttrain_cli)).parent.rglob("*.py")]
-    lines = [line for text in sources for line in re.findall(r'"[^"\n]*\bdisttrain (?:plan|train|profile)\b[^"\n]*"', text)]
+    quoted = re.compile(r'"[^"\n]*\bdisttrain (?:plan|train|profile)\b[^"\n]*"')
+    lines = [line for text in sources for line in quoted.findall(text)]
     suggested = [line for line in lines if "--help" not in line]
     assert len(suggested) > 30
     unnamed = [line for line in suggested
