@@ -134,14 +134,20 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     idle_us: float
     compute_us: float
     non_compute_us: float
-    overlap_pct: float
-    collective_wait_us: float
+    overlap_pct: Annotated[float | None, Meta(description="Null where the rank did not communicate.")]
+    collective_wait_us: Annotated[float | None, Meta(description=
+        "From joining collectives (Kineto: and messages) to their last member's arrival; null where none was matched."
+    )]
     last_to_arrive: Annotated[int | None, Meta(description=
         "Collectives and messages that this rank joined last."
     )] = None
     communication_us: Annotated[float | None, Meta(description="|union of communication|.")] = None
     exposed_communication_us: Annotated[float | None, Meta(description=
-        "Communication while this rank computes nothing, waiting for others included."
+        "Communication while this rank computes nothing, waiting for others left out, as in "
+        "job.exposed_communication_fraction."
+    )] = None
+    exposed_wait_us: Annotated[float | None, Meta(description=
+        "Waiting for others in collectives and messages while this rank computes nothing."
     )] = None
     memory_peak_gib: Annotated[float | None, Meta(description=
         "Most memory allocated on the device, where memory was traced."

@@ -25,7 +25,7 @@ $ disttrain analyze --sql "SELECT operation, count(*) FROM trace GROUP BY ALL"
 $ disttrain analyze kineto_traces/ --html report.html
 $ disttrain analyze runs/new --compare runs/old
 $ disttrain analyze --perfetto trace.json.gz
-$ disttrain analyze --fail-if "job.bubble_fraction > 0.3"
+$ disttrain analyze --fail-if "job.bubble_fraction > 30 % or verdict.cause == data"
 
 Exit code 5 means that a --fail-if condition holds.
 """
@@ -50,7 +50,8 @@ def run(
     ] = None,
     compare: Annotated[Path | None, typer.Option(metavar="PATH", help="An earlier run to set beside this one.")] = None,
     fail_if: Annotated[
-        str | None, typer.Option(metavar="EXPR", help="Exit with code 5 if this holds, such as job.mfu < 0.4")
+        str | None, typer.Option(metavar="EXPR", help="Exit with code 5 if this holds: figures and texts of --json "
+                                 "against given ones, joined by and, or, not.")
     ] = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,

@@ -86,11 +86,12 @@ def render(console: Console, found: Analysis) -> None:
 def _kineto(console: Console, found: Analysis) -> None:
     console.table(
         "Ranks; ms over the measured time, in the definitions of HolisticTraceAnalysis",
-        ["rank", "span", "idle", "compute", "non-compute", "overlap", "exposed communication", "waits in collectives",
-         "last into"],
+        ["rank", "span", "idle", "compute", "non-compute", "overlap", "exposed communication", "exposed waiting",
+         "waits in collectives", "last into"],
         [[rank.rank, *(_ms(value) for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)),
-          f"{rank.overlap_pct:.2f} %", _ms(rank.exposed_communication_us), _ms(rank.collective_wait_us),
-          rank.last_to_arrive] for rank in found.ranks[:MOST_RANKS]])
+          "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %", _ms(rank.exposed_communication_us),
+          _ms(rank.exposed_wait_us), _ms(rank.collective_wait_us), figure(rank.last_to_arrive)]
+         for rank in found.ranks[:MOST_RANKS]])
     if len(found.ranks) > MOST_RANKS:
         console.say(f"and {len(found.ranks) - MOST_RANKS} more ranks (--json has them)")
     console.table(

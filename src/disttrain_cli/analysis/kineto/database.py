@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 #: Changes whenever the tables do: databases of other versions are built again.
-FORMAT_VERSION = "3"
+FORMAT_VERSION = "4"
 #: What can be asked: view or table → the query that makes it, whose first lines say what it is.
 _VIEWS = {"events": "view_events", "kernels": "view_kernels", "memory": "view_memory", "steps": "steps",
           "times": "times", "waits": "waits", "clocks": "clocks"}

@@ -135,7 +135,8 @@ def _derive(connection: DuckDBPyConnection, patterns: Patterns, more: Iterator[s
         connection.execute("UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false")
         if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
             warnings.append("nothing was launched in the marked profiler steps: all that was recorded is measured")
-    for name in ("matches", "clocks", "waits", "busy", "times", "view_events", "view_kernels", "view_memory"):
+    for name in ("matches", "clocks", "waits", "busy", "times", "step_lengths", "view_events", "view_kernels",
+                 "view_memory"):
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)

@@ -131,8 +131,8 @@ def _not_one(losses: Losses) -> list[Evidence]:
 
 
 def _of(seconds: float, span_s: float, marked: bool) -> str:
-    return (f"{1e3 * seconds:.3g} ms of {'every' if marked else 'the'} {1e3 * span_s:.3g} ms "
-            f"{'step' if marked else 'recorded'} ({100 * seconds / span_s:.0f} %)")
+    return (f"{1e3 * seconds:.3g} ms of the {1e3 * span_s:.3g} ms from the first kernel "
+            f"{'of a step ' if marked else ''}to the last ({100 * seconds / span_s:.0f} %)")
 
 
 _WHAT = {

@@ -52,6 +52,7 @@ def analyze_database(database: Database) -> Analysis:
     database.ask_ahead("exposed_communication", "cells", "slots", "memory")
     shares = database.query("idle_totals")[0]
     job, iteration_s = database.job, times["iteration_s"]
+    sequences = times["sequences_per_step"] if job is None else job.layout.global_batch_size
     units = _units(database, iteration_s)
     mfu = _job_mfu(database, units, iteration_s)
     operations = compare_operations(database)
@@ -72,7 +73,7 @@ def analyze_database(database: Database) -> Analysis:
         iteration_s=iteration_s,
         iteration_p50_s=times["p50_s"],
         iteration_p95_s=times["p95_s"],
-        sequences_per_s=times["sequences_per_s"],
+        sequences_per_s=None if sequences is None else sequences / iteration_s,
         mfu=mfu,
         bubble_fraction=1 - shares["compute"],
         exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
@@ -318,8 +319,8 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
         warn(
             f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong"
         )
-    if (summary.iteration_s or 0.0) > 1.1 * times["window_s"]:
-        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['window_s']:.3g} s")
+    if (summary.iteration_s or 0.0) > 1.1 * times["covered_s"]:
+        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['covered_s']:.3g} s")
     if job is not None and shares_cores(job) and summary.ranks > 1:
         warn(
             f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "

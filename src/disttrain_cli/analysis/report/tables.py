@@ -186,12 +186,16 @@ def ranks(analysis: Analysis) -> str:
         return ""
     own = any(rank.unit is not None for rank in analysis.ranks)
     arrivals = any(rank.last_to_arrive is not None for rank in analysis.ranks)
+    exposed = any(rank.exposed_communication_us is not None for rank in analysis.ranks)
     head = ["Rank", *(["Unit · stage · replica"] if own else []), "Host", "Span", "Compute", "Non-compute", "Idle",
-            "Wait in collectives", "Overlap %", *(["Last to arrive"] if arrivals else [])]
+            *(["Exposed communication", "Exposed waiting"] if exposed else []), "Wait in collectives", "Overlap",
+            *(["Last to arrive"] if arrivals else [])]
     rows = [[str(rank.rank), *([place(unit=rank.unit, stage=rank.stage, replica=rank.replica)] if own else []),
              escape(rank.host or "–"),
-             *(f"{value / 1e3:,.1f}" for value in (rank.span_us, rank.compute_us, rank.non_compute_us, rank.idle_us,
-                                                   rank.collective_wait_us)), f"{rank.overlap_pct:.2f}",
+             *(_ms(value) for value in (
+                 rank.span_us, rank.compute_us, rank.non_compute_us, rank.idle_us,
+                 *([rank.exposed_communication_us, rank.exposed_wait_us] if exposed else []), rank.collective_wait_us)),
+             "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %",
              *([str(rank.last_to_arrive if rank.last_to_arrive is not None else "–")] if arrivals else [])]
             for rank in analysis.ranks[:MOST_RANKS]]
     more = f" The first {MOST_RANKS} of {len(analysis.ranks)}." if len(analysis.ranks) > MOST_RANKS else ""
@@ -199,6 +203,10 @@ def ranks(analysis: Analysis) -> str:
         f"Ranks ({len(analysis.ranks)})", '<p class="note">ms over the measured steps, in the definitions of '
         f"HolisticTraceAnalysis; waiting for data is idle.{more}</p>" + table(head, rows, label="Ranks"))
         + "</section>")
+
+
+def _ms(us: float | None) -> str:
+    return "–" if us is None else f"{us / 1e3:,.1f}"
 
 
 def _error(error_pct: float | None) -> str:

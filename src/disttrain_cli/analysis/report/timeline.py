@@ -64,7 +64,7 @@ def drawn_ranks(step: int, why: str, lanes: list[dict[str, Any]],
 
 def kineto_steps(database: KinetoDatabase) -> list[tuple[int | None, str]]:
     """The measured profiler step of median length and the slowest; without marked steps all that was recorded."""
-    rows = database.sql("SELECT step FROM steps WHERE measured GROUP BY step ORDER BY max(end_ns - start_ns), step")
+    rows = database.sql("SELECT step FROM step_lengths WHERE measured GROUP BY step ORDER BY max(length_s), step")
     steps = [int(row["step"]) for row in rows]
     chosen = {steps[-1]: "slowest", steps[len(steps) // 2]: "typical"} if steps else {None: "everything recorded"}
     return sorted(chosen.items(), key=lambda item: item[1], reverse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from disttrain_cli.analysis.replay import Passes
 from disttrain_cli.analysis.result import (
@@ -25,6 +26,7 @@ from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
 from disttrain_cli.analysis.study.replays import replay
 from disttrain_cli.analysis.verdict import judge, unknown
+from disttrain_cli.analysis.walk import Floats
 
 
 def analyze_study(files: list[Path]) -> Analysis:
@@ -87,17 +89,23 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, WhatIf, list[Slow
 
 
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
-    """The slowest stage, replica and slot by the mean of a forward and a backward pass."""
+    """The slowest stage, replica and slot by the time of a microbatch on one stage, forward and backward together."""
     own = np.isin(graph.optype, (FORWARD, BACKWARD))
     ms = 1e3 * graph.taken[own].mean(axis=1)
     rows = []
     for kind, numbers in (("stage", passes.stage), ("replica", passes.replica), ("slot", passes.slot)):
-        means = {int(number): float(ms[numbers == number].mean()) for number in np.unique(numbers)}
+        means = {int(number): _of_a_slot(passes, ms, numbers == number) for number in np.unique(numbers)}
         if len(means) > 1:
             slow = max(means, key=lambda number: means[number])
             rows.append(Slowest(kind=kind, unit=None, number=slow, mean_ms=means[slow],
-                                ratio=means[slow] / float(ms.mean()), normalised_ratio=None))
+                                ratio=means[slow] / _of_a_slot(passes, ms, np.ones_like(numbers, bool)),
+                                normalised_ratio=None))
     return rows
+
+
+def _of_a_slot(passes: Passes, ms: Floats, own: NDArray[np.bool_]) -> float:
+    """Time of a microbatch on one rank, mean over the ranks and microbatches of the chosen passes."""
+    return float(ms[own].sum() / len(np.unique(np.stack([passes.rank[own], passes.slot[own]]), axis=1)[0]))
 
 
 def _waits(graph: StudyGraph) -> dict[int, float]:
@@ -112,4 +120,4 @@ def _ranks(trace: StudyTrace, waits: dict[int, float]) -> list[RankSummary]:
                                 {"steps": trace.steps.tolist(), "replicas": trace.replicas.tolist()})
     names = [column[0] for column in cursor.description or []]
     rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-    return [RankSummary(**row, collective_wait_us=waits.get(row["rank"], 0.0)) for row in rows]
+    return [RankSummary(**row, collective_wait_us=waits.get(row["rank"])) for row in rows]
