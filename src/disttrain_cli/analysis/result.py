@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from disttrain_cli.analysis.device_rows import CollectiveKind, CriticalPath, LaunchRow, OperatorRow, QueueRow
 from disttrain_cli.spec.drift import Drift
 
 #: A remedy that gains less of a step is not shown.
@@ -69,14 +70,29 @@ class UnitSummary(Struct, frozen=True, kw_only=True):
     gap_s: float
 
 
+class StepLosses(Struct, frozen=True, kw_only=True):
+    """What one step lost."""
+
+    step: int
+    ideal_s: float
+    step_s: float
+    lost_s: dict[str, float]
+
+
 class Stragglers(Struct, frozen=True, kw_only=True):
-    """Lost seconds per step by cause; null when no step could be replayed."""
+    """Lost seconds per step by cause, mean over the steps of `by_step`; null when no step could be replayed."""
 
     slowdown: Annotated[float | None, Meta(description=
         "Recorded step ÷ ideal step, ideals within a unit. Of Kineto traces the ideal is compute alone."
     )]
     ideal_s: float | None
     lost_s: dict[str, float] | None
+    not_told: Annotated[list[str], Meta(description=
+        "Keys of lost_s of which these traces tell nothing: 0 there is no measurement."
+    )] = []
+    by_step: Annotated[list[StepLosses], Meta(description=
+        "Every replayed step, at most 32 spread over the measured ones; empty for Kineto traces."
+    )] = []
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -361,6 +377,17 @@ class Analysis(Struct, frozen=True, kw_only=True):
         "Kineto: collectives of all ranks and messages (a send and its receive), those that cost most waiting first."
     )] = []
     kernels: Annotated[list[KernelRow], Meta(description="Kineto: the kernels that take most time.")] = []
+    collective_kinds: Annotated[list[CollectiveKind], Meta(description=
+        "Kineto: all matched collectives, by kind."
+    )] = []
+    operators: Annotated[list[OperatorRow], Meta(description=
+        "Kineto: operators with FLOPs and their place under the roofline, where shapes were recorded."
+    )] = []
+    launches: Annotated[list[LaunchRow], Meta(description="Kineto: how the host of every rank launches kernels.")] = []
+    queues: Annotated[list[QueueRow], Meta(description="Kineto: what every stream had waiting to run.")] = []
+    critical_path: Annotated[CriticalPath | None, Meta(description=
+        "Kineto: of the step of median length; null for traces without a device."
+    )] = None
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:

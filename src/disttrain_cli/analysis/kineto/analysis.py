@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from disttrain_cli.analysis.device_rows import CollectiveKind, LaunchRow, QueueRow
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Losses
+from disttrain_cli.analysis.kineto.path import critical_path
+from disttrain_cli.analysis.kineto.roofline import operators
 from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -52,7 +55,8 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         job=_job(database, totals, iterations),
         units=[],
         stragglers=Stragglers(
-            slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s, lost_s=lost_s
+            slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s, lost_s=lost_s,
+            not_told=_not_told(database),
         ),
         verdict=verdict,
         ranks=[RankSummary(**row, host=None, unit=None, stage=None, replica=None) for row in database.answer("ranks")],
@@ -63,8 +67,19 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         slowest=[],
         collectives=[CollectiveRow(**row) for row in database.answer("collectives")],
         kernels=[KernelRow(**row) for row in database.answer("top")],
+        collective_kinds=[CollectiveKind(**row) for row in database.answer("collective_kinds")],
+        operators=operators(database),
+        launches=[LaunchRow(**row) for row in database.answer("launch_rows")],
+        queues=[QueueRow(**row) for row in database.answer("queue_rows")],
+        critical_path=critical_path(database),
         warnings=[*database.warnings, *_limits(database, totals, iterations)],
     )
+
+
+def _not_told(database: KinetoDatabase) -> list[str]:
+    """Causes of which these traces tell nothing; of data, where no annotation or operator names a loader."""
+    loads = database.sql("SELECT count(*) AS n FROM busy WHERE what = 'data'")[0]["n"]
+    return ["unit", "intra_microbatch", "inter_microbatch", "stage", *([] if loads else ["data"])]
 
 
 def _present(database: KinetoDatabase) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from disttrain_cli.analysis.losses import explain, split_losses
+from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.inside import inside
@@ -224,16 +224,12 @@ def _straggle(
         rank.rank: Place(unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host)
         for rank in ranks
     }
-    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
+    measured_s = float(losses.measured.mean())
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
     return (
-        Stragglers(
-            slowdown=measured_s / ideal_s,
-            ideal_s=ideal_s,
-            lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
-        ),
+        stragglers_of(losses),
         judge(losses, shares, where, len(ranks) if job is None else job.layout.gpus_used, comparisons,
               job is not None and shares_cores(job) and len(ranks) > 1, helps),
         what_if(graph),

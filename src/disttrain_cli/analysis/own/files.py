@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from disttrain_cli.analysis.formats import RECORD
 from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.errors import DataError, SpecError
-from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, read_job
+from disttrain_cli.spec.trace import (
+    LATER_COLUMNS,
+    SAMPLE_COLUMNS,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+    Job,
+    read_job,
+)
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -29,6 +37,7 @@ class TraceFiles:
     segments: dict[Path, Footer] = field(default_factory=dict)
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
+    samples: dict[Path, Footer] = field(default_factory=dict)
     job: Job | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -39,7 +48,7 @@ class TraceFiles:
 
     @property
     def all(self) -> list[Path]:
-        return [*self.segments, *self.steps, *self.sizes]
+        return [*self.segments, *self.steps, *self.sizes, *self.samples]
 
 
 def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
@@ -71,7 +80,8 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
         _read_job(folder, found)
         before = len(found.segments)
         for pattern, columns, kept in (("rank-*", TRACE_COLUMNS, found.segments), ("steps", STEP_COLUMNS, found.steps),
-                                       ("sizes", SIZE_COLUMNS, found.sizes)):
+                                       ("sizes", SIZE_COLUMNS, found.sizes),
+                                       ("samples", SAMPLE_COLUMNS, found.samples)):
             files = sorted(folder.glob(f"{pattern}/segment-*.parquet"))
             kept |= _readable(files, folder, columns, connection, problems)
         ranks |= {file.parent.name for file in list(found.segments)[before:]}

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.analysis.losses import stragglers_of
 from disttrain_cli.analysis.replay import Passes
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -21,7 +22,7 @@ from disttrain_cli.analysis.result import (
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.analysis.study.advice import told
 from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of
-from disttrain_cli.analysis.study.losses import UNIT, passes_of, split_study
+from disttrain_cli.analysis.study.losses import NOT_TOLD, UNIT, passes_of, split_study
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
 from disttrain_cli.analysis.study.replays import replay
@@ -82,10 +83,8 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, WhatIf, list[Slow
     stages, slots = int(graph.stage.max()) + 1, int(graph.seq[graph.optype == FORWARD].max()) + 1
     fill = (stages - 1) / (slots + stages - 1)  # of 1F1B with equal stages
     verdict = judge(losses, {"warmup": fill / 2, "drain": fill / 2}, places, len(places), [])
-    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
-    return (Stragglers(slowdown=measured_s / ideal_s, ideal_s=ideal_s,
-                       lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}),
-            told(verdict, graph, replays, losses), replays.what_if, _slowest(graph, passes_of(graph)))
+    return (stragglers_of(losses, NOT_TOLD), told(verdict, graph, replays, losses), replays.what_if,
+            _slowest(graph, passes_of(graph)))
 
 
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.pulse import Pulse
-from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.trace import SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class SegmentWriter:
         import pyarrow.parquet as pq
 
         kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-                 "list<int64>": pa.list_(pa.int64()), "map<string,float64>": pa.map_(pa.string(), pa.float64())}
+                 "list<int64>": pa.list_(pa.int64()), "list<string>": pa.list_(pa.string()),
+                 "map<string,float64>": pa.map_(pa.string(), pa.float64())}
         schema = pa.schema([(name, kinds[kind]) for name, kind in self.columns.items()])
         sink = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(self.rows, schema=schema), sink, compression="zstd")
@@ -111,3 +112,8 @@ def step_writer(folder: Path, run: str) -> SegmentWriter:
 def size_writer(folder: Path, run: str) -> SegmentWriter:
     """Writer of the sizes of a few sequences of every step (rank 0)."""
     return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run)
+
+
+def sample_writer(folder: Path, run: str) -> SegmentWriter:
+    """Writer of what every slot is made of (rank 0)."""
+    return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run)
