@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,12 +13,18 @@ from disttrain_cli.spec.drift import Drift
 
 #: A remedy that gains less of a step is not shown.
 LEAST_GAIN_PCT = 1.0
+#: Times outside of these (2001 to 2200) count from elsewhere than 1970.
+_DATED_NS = (10**18, 7_258_118_400 * 10**9)
 
 
 class JobSummary(Struct, frozen=True, kw_only=True):
     """The job as a whole, over the measured steps; null is what the traces cannot tell."""
 
     run: Annotated[str, Meta(description="Name of the last start that was analysed.")]
+    name: Annotated[str, Meta(description="Name of the run's folder, or of the folder or files of the traces.")] = ""
+    recorded_at: Annotated[str | None, Meta(description=
+        "When the first recorded step began, UTC; null where the trace counts from another moment."
+    )] = None
     rehearsed: Annotated[str | None, Meta(description=
         "How emulated devices stood for the cluster; null where none did."
     )]
@@ -394,6 +401,13 @@ class Analysis(Struct, frozen=True, kw_only=True):
         """Plain data for `--json`."""
         found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
         return found
+
+
+def moment(since_1970_ns: int | None) -> str | None:
+    """Date and time in UTC; None for times that do not count from 1970."""
+    if since_1970_ns is None or not _DATED_NS[0] < since_1970_ns < _DATED_NS[1]:
+        return None
+    return datetime.fromtimestamp(since_1970_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def plain(value: Any) -> Any:

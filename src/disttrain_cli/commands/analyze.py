@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disttrain_cli.commands.analyze_tables import figure, render
+from disttrain_cli.commands.analyze_tables import render
 from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, open_run, short_path
+from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console, format_table
 from disttrain_cli.errors import ConditionHoldsError, UsageError

@@ -17,6 +17,7 @@ from disttrain_cli.analysis.result import (
     KernelRow,
     RankSummary,
     Stragglers,
+    moment,
 )
 from disttrain_cli.errors import DataError
 
@@ -92,6 +93,8 @@ def _job(database: KinetoDatabase, totals: dict[str, Any], iterations: dict[str,
     span_s = totals["span_s"] or 1.0
     return JobSummary(
         run=database.run,
+        name=database.run,
+        recorded_at=moment(database.sql("SELECT min(first_ns) AS ns FROM files WHERE kept")[0]["ns"]),
         rehearsed=None,
         layout=None,
         ranks=database.sql("SELECT count(*) AS n FROM times")[0]["n"],

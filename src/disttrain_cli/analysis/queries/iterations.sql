@@ -1,6 +1,6 @@
 -- How long do steps take? Warm-up and incomplete steps are left out; their numbers are counted beside.
 SELECT count(*) AS recorded, count(*) FILTER (measured) AS measured, count(*) FILTER (warmup) AS warmup,
-       count(*) FILTER (NOT complete) AS incomplete, min(step) AS first_step, max(step) AS last_step,
+       count(*) FILTER (NOT complete) AS incomplete, min(start_ns) AS first_ns, min(step) AS first_step, max(step) AS last_step,
        avg(covered_s) FILTER (measured) AS covered_s, avg(window_s) FILTER (measured) AS iteration_s,
        quantile_cont(window_s, 0.5) FILTER (measured) AS p50_s, quantile_cont(window_s, 0.95) FILTER (measured) AS p95_s,
        min(window_s) FILTER (measured) AS fastest_s, max(window_s) FILTER (measured) AS slowest_s,

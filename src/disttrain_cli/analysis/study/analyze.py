@@ -55,7 +55,8 @@ def analyze_study(files: list[Path]) -> Analysis:
     return Analysis(
         format="operations",
         job=JobSummary(
-            run=", ".join(file.name for file in trace.files), rehearsed=None, layout=_layout(trace), ranks=len(ranks),
+            run=", ".join(file.name for file in trace.files),
+            name=", ".join(file.stem for file in trace.files), rehearsed=None, layout=_layout(trace), ranks=len(ranks),
             steps=trace.steps_recorded, steps_measured=len(trace.steps), warmup_steps_excluded=0,
             iteration_s=float(measured.mean()), iteration_p50_s=float(np.quantile(measured, 0.5)),
             iteration_p95_s=float(np.quantile(measured, 0.95)), sequences_per_s=None, mfu=None,
