@@ -24,8 +24,8 @@ def show_devices(console: Console, found: Analysis) -> None:
     console.table(
         "FLOPs by operator and shapes",
         ["operator", "shapes", "type", "calls", "ms", "TFLOP/s", "FLOPs per byte", "roof TFLOP/s", "bound by"],
-        [[short_name(row.name), short_name(row.shapes), short_name(row.dtype or "–"), row.count, ms(row.total_us), figure(row.tflops),
-          figure(row.flops_per_byte), figure(row.roof_tflops), row.bound or "–"]
+        [[short_name(row.name), short_name(row.shapes), short_name(row.dtype or "–"), row.count, ms(row.total_us),
+          figure(row.tflops), figure(row.flops_per_byte), figure(row.roof_tflops), row.bound or "–"]
          for row in found.operators[:MOST_OPERATORS]])
     waiting = {row.rank: row for row in reversed(found.queues)}  # the stream with most kernels
     console.table(

@@ -18,7 +18,7 @@ def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[
         batch: the step's global batch, in the order of the stream.
     """
     for number, slot in enumerate(order.slots):
-        unit = next(unit.name for unit in layout.units if slot.inputs.llm in unit.modules)
+        unit = layout.unit_of(slot.inputs.llm).name
         for replica, items in enumerate(slot.replicas[unit]):
             for place in items.sequences.tolist():
                 sequence = int(slot.sequences[place])

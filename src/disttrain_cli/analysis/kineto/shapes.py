@@ -52,7 +52,7 @@ def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
         flops, elements = count(of, values)
         size = ITEM_BYTES.get(dtype)
         return Shape(_said(of, tensors), dtype, float(flops), None if size is None else float(elements * size))
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError):
         return Shape(_said(of, tensors), None, None, None)
 
 
