@@ -13,8 +13,8 @@ from disttrain_cli.spec.drift import Drift
 
 #: A remedy that gains less of a step is not shown.
 LEAST_GAIN_PCT = 1.0
-#: Times outside of these (2001 to 2200) count from elsewhere than 1970.
-_DATED_NS = (10**18, 7_258_118_400 * 10**9)
+#: Times outside of these (2000 to 2200) count from elsewhere than 1970.
+_DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
 
 
 class JobSummary(Struct, frozen=True, kw_only=True):

@@ -51,9 +51,10 @@ def publish(connection: DuckDBPyConnection, family: Family, *later: str) -> None
         if name not in later:
             connection.execute(f"CREATE VIEW main.{name} AS SELECT {', '.join(map(_quoted, view.columns))} "
                                f"FROM {INTERNAL}.{view.of}")
-    connection.execute('CREATE TABLE main.columns ("view" VARCHAR, "column" VARCHAR, meaning VARCHAR)')
-    connection.executemany("INSERT INTO main.columns VALUES (?, ?, ?)", [
-        [name, column, meaning] for name, view in views.items() for column, meaning in view.columns.items()])
+    told = [(name, column, meaning) for name, view in views.items() for column, meaning in view.columns.items()]
+    connection.execute(
+        'CREATE TABLE main.columns AS SELECT unnest(?) AS "view", unnest(?) AS "column", unnest(?) AS meaning',
+        [list(parts) for parts in zip(*told, strict=True)])
 
 
 def ask_published(connection: DuckDBPyConnection) -> None:

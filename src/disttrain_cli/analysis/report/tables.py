@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 
 from disttrain_cli.analysis.report.words import figure, folded, kernel, percent, place, seconds, section, table
-from disttrain_cli.analysis.result import Analysis, Comparison, OperationRow
+from disttrain_cli.analysis.result import Analysis, Comparison, HostClock, OperationRow
 
 #: Rows; what is beyond is left out, and the page says so.
 MOST_RANKS, MOST_OPERATIONS, MOST_ROWS, MOST_GROUPS = 256, 120, 24, 12
@@ -76,16 +76,21 @@ def hosts(analysis: Analysis) -> str:
         own = [rank for rank in analysis.ranks if rank.host == name]
         span = sum(rank.span_us for rank in own) or 1.0
         units = Counter(rank.unit for rank in own if rank.unit)
-        clock = clocks.get(name)
         rows.append([escape(name), str(len(own)), escape(", ".join(f"{unit} {count}" for unit, count in units.items())),
                      percent(sum(rank.compute_us for rank in own) / span),
                      percent(sum(rank.idle_us for rank in own) / span),
-                     "–" if clock is None or clock.offset_us is None else
-                     f"{clock.offset_us:+,.0f} ± {clock.error_us or 0:,.0f} µs"
-                     + ("" if clock.applied else ", left as it is")])
+                     _clock(clocks.get(name))])
     return section("Hosts", "Shares of the time of their ranks; the clock against that of rank 0’s host.",
                    table(["Host", "Ranks", "Of units", "Compute", "Idle", "Clock"], rows, label="Hosts"),
                    "hosts") if rows else ""
+
+
+def _clock(clock: HostClock | None) -> str:
+    if clock is None or clock.offset_us is None:
+        return "–"
+    if not clock.offset_us and not clock.error_us:
+        return "the reference"
+    return f"{clock.offset_us:+,.0f} ± {clock.error_us or 0:,.0f} µs" + ("" if clock.applied else ", left as it is")
 
 
 def inside(analysis: Analysis) -> str:

@@ -76,8 +76,8 @@ def drawable_kineto(database: KinetoDatabase, step: int | None, why: str, rank: 
     lanes = database.query("lanes", step=step)
     shown = choose_lanes(lanes, rank)
     ranks = list({lane["rank"] for lane in shown})
-    rows = database.query("timeline", step=step, ranks=ranks, most=MOST_BARS)
-    hosts = database.query("timeline_host", step=step, ranks=ranks, most=MOST_BARS)
+    rows, hosts = (database.query(name, step=step, ranks=ranks, most=MOST_BARS // 2)
+                   for name in ("timeline", "timeline_host"))
     busy = {row["rank"] for row in hosts}
     named = [(one["rank"], kind, one["unit"]) for one in shown
              for kind in ([0] if one["stage"] == 0 and one["rank"] in busy else []) + [1 + one["stage"]]]
