@@ -54,8 +54,8 @@ def test_own_traces_have_one_step_time_and_one_rate(tmp_path):
     batch = spec.dp * spec.slots
     assert found.job.sequences_per_s == plan["sequences_per_s"] == pytest.approx(batch / mean_s)
     assert plan["iteration_s"] == found.job.iteration_s
-    windows = ask([folder], "SELECT avg(window_s), max(abs(window_s - compute_s - data_wait_s - warmup_s - "
-                            "other_unit_s - other_stage_s - transfer_s - drain_s - update_s - gap_s)) FROM idle").rows[0]
+    windows, = ask([folder], "SELECT avg(window_s), max(abs(window_s - compute_s - data_wait_s - warmup_s - "
+                             "other_unit_s - other_stage_s - transfer_s - drain_s - update_s - gap_s)) FROM idle").rows
     assert windows[0] == pytest.approx(mean_s) and windows[1] < 1e-6
     assert "my run" in text and __version__ in text and re.search(r"recorded 2001-09-09 .* UTC", text)
     assert '<section id="losses-by-step">' in text and "uneven data over slots" in part(text, "losses-by-step")
