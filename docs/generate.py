@@ -16,8 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from disttrain_cli.analysis.kineto.database import documented_views as kineto_views
-from disttrain_cli.analysis.own.database import documented_views
+from disttrain_cli.analysis.views import View, documented_views
 from disttrain_cli.app import command_names
 from disttrain_cli.app import main as disttrain
 from disttrain_cli.spec.plan import Plan
@@ -74,20 +73,20 @@ def traces() -> str:
              "`disttrain train --profile-steps A:B` adds torch's profile of those steps, `traces/kineto/`: a Kineto "
              "file per rank in which every operation is marked. `disttrain analyze` says what its time is made of.",
              "`disttrain analyze --sql QUERY` runs one SELECT over the views below. It is read-only, no other file can "
-             "be reached, and no extension loaded."]
-    parts += _views(documented_views(), "")
+             "be reached, and no extension loaded. The view `columns` holds what the tables below say."]
+    parts += _views(documented_views("own"), "")
     parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
               "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
-              *_views(kineto_views(), "Kineto: ")]
+              *_views(documented_views("kineto"), "Kineto: "), "Of operation-level Parquet this:",
+              *_views(documented_views("study"), "Operation-level: ")]
     return "\n\n".join(parts) + "\n"
 
 
-def _views(views: dict[str, str], of: str) -> list[str]:
+def _views(views: dict[str, View], of: str) -> list[str]:
     parts = []
-    for name, about in views.items():
-        meaning, _, columns = about.partition(" Columns: ")
-        listed = ", ".join(f"`{column.strip()}`" for column in columns.split(","))
-        parts += [f"## {of}`{name}`", meaning, f"Columns: {listed}"]
+    for name, view in views.items():
+        rows = [f"| `{column}` | {meaning} |" for column, meaning in view.columns.items()]
+        parts += [f"## {of}`{name}`", view.about, "\n".join(["| column | meaning |", "|---|---|", *rows])]
     return parts
 
 

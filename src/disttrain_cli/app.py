@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from disttrain_cli import __version__
+from disttrain_cli.commands.naming import naming
 from disttrain_cli.console import Console, OutputError
 from disttrain_cli.errors import DisttrainError
 
@@ -81,9 +82,11 @@ def command_line(*names: str) -> typer.Typer:
     for name in names or COMMANDS:
         command = import_module(f"disttrain_cli.commands.{name}")
         if hasattr(command, "app"):
+            for inner in command.app.registered_commands:
+                inner.callback = naming(inner.callback)
             app.add_typer(command.app, name=name)
         else:
-            app.command(name, epilog=command.EPILOG)(command.run)
+            app.command(name, epilog=command.EPILOG)(naming(command.run))
     return app
 
 

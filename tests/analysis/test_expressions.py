@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
-from disttrain_cli.analysis.expressions import fail_if, holds, numbers
+from disttrain_cli.analysis.expressions import fail_if, holds, values
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 
 
@@ -26,6 +26,17 @@ def analysis(clean):
         ("bubble_fraction <= .01", False),
         ("stragglers.lost_s.data < 1e-1", True),
         ("mfu > 1.5e1%", True),
+        ("verdict.cause == none", True),
+        ("verdict.cause != 'none'", False),
+        ('verdict.cause == "data" or slowdown > 1.2', False),
+        ("verdict.cause == none and slowdown < 1.2", True),
+        ("slowdown > 1.2 or job.ranks == 6 and ranks == 7", False),  # and before or
+        ("(slowdown > 1.2 or job.ranks == 6) and not ranks == 7", True),
+        ("not (slowdown > 1.2 or ranks == 7)", True),
+        ("units.llm.name == llm", True),
+        ("verdict.place.unit == llm", False),  # null
+        ("verdict.place.unit != llm", True),
+        ("format == disttrain and(mfu>1%)", True),
     ],
 )
 def test_comparisons(analysis, expression, expected):
@@ -41,10 +52,27 @@ def test_comparisons(analysis, expression, expected):
         "nothing > 1",
         "slowdown > 1 or 1",
         "__import__('os') > 1",
-        "slowdown > mfu",
+        "slowdown > mfu",  # a text to it, which is no number
         "1 < slowdown",
         "slowdown => 1",
         "units.llm.name > 1",
+        "units.llm.name < 'm'",
+        "slowdown == fast",
+        "verdict.cause == 3",
+        "verdict.place.rank > 2",  # null
+        "slowdown > 1 and",
+        "and slowdown > 1",
+        "(slowdown > 1",
+        "slowdown > 1)",
+        "slowdown > 1 slowdown > 2",
+        "verdict.cause == or or slowdown > 1",
+        "slowdown > 1 or nothing > 2",  # though the first decides
+        "slowdown > 1_000",
+        "verdict.cause == 'none",
+        "slowdown > 1 & ranks > 1",
+        "not",
+        "(" * 3000 + "slowdown > 1" + ")" * 3000,
+        "not " * 3000 + "slowdown > 1",
     ],
 )
 def test_anything_else_is_a_usage_error(analysis, expression):
@@ -57,4 +85,6 @@ def test_fail_if(analysis):
     with pytest.raises(ConditionHoldsError, match=r"slowdown is 1\.0") as error:
         fail_if(analysis, "slowdown < 1.2")
     assert error.value.exit_code == 5
-    assert numbers(analysis)["units.llm.gpus"] == 4.0
+    assert values(analysis)["units.llm.gpus"] == 4.0
+    with pytest.raises(ConditionHoldsError, match=r"cause is none and slowdown is 1\.0\d+, and verdict"):
+        fail_if(analysis, "verdict.cause == none or slowdown > 2")

@@ -67,4 +67,4 @@ def test_data_that_moved_are_named(faked: Path, monkeypatch: pytest.MonkeyPatch,
                         result(Path(run.dir.rehearsal.root), 2, images=240))
     code, out, _ = call(["train", faked, "--rehearse"], capsys)
     assert code == 0 and "images read per sequence where the plan was made for" in out
-    assert "disttrain profile --calibrate" in out
+    assert f"disttrain profile {faked} --calibrate" in out and f"&& disttrain plan {faked}" in out

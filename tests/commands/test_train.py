@@ -83,7 +83,7 @@ def test_data_that_moved_away_from_the_plan_are_named(faked, monkeypatch, capsys
     monkeypatch.setattr("tests.commands.test_train.STEPS", many)
     code, out, _ = call(["train", faked], capsys)
     assert code == 0 and "images read per sequence where the plan was made for 2" in out
-    assert "disttrain profile --calibrate" in out
+    assert f"disttrain profile {faked} --calibrate" in out
 
 
 def test_json_has_the_promised_keys(faked, capsys):

@@ -1,54 +1,53 @@
-"""`--fail-if 'slowdown > 1.2'`: one comparison of a number of the analysis with a given one; nothing is evaluated."""
+"""`--fail-if 'slowdown > 1.2 or verdict.cause == data'`: comparisons with figures and words of the analysis; nothing is
+evaluated. `and` binds closer than `or`, parentheses group, `not` turns around.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from disttrain_cli.analysis.result import Analysis
 from disttrain_cli.errors import ConditionHoldsError, UsageError
 
-_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+_ORDER: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
     ">": operator.gt,
     "<": operator.lt,
 }
-_FORM = re.compile(
-    r"\s*([A-Za-z_][\w+.-]*)\s*(>=|<=|==|!=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(%?)\s*"
-)
+_EQUAL: dict[str, Callable[[Any, Any], bool]] = {"==": operator.eq, "!=": operator.ne}
+_TOKEN = re.compile(r"""\s*(?:
+    (?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])\s*%?)
+  | (?P<operator>>=|<=|==|!=|>|<)
+  | (?P<mark>[()])
+  | (?P<text>'[^']*'|"[^"]*")
+  | (?P<word>[A-Za-z_][\w+.-]*)
+)""", re.VERBOSE)
+_JOINING = ("and", "or", "not")
+#: Parentheses and `not` that may stand in one another.
+_DEEPEST = 50
+
+Value = float | str | None
+Token = tuple[str, str]  # kind, text
 
 
 def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
-    """Whether `NAME OPERATOR NUMBER` holds, and the sentence that says so.
+    """Whether the condition holds, and the sentence that says so.
 
-    NAME is a path of the analysis' JSON (`job.mfu`, `stragglers.lost_s.data`, `units.llm.busy_fraction`) or its
-    last part where that is unambiguous among job and stragglers (`slowdown`, `mfu`). `%` divides by 100.
+    A comparison is `NAME OPERATOR VALUE`. NAME is a path of the analysis' JSON (`job.mfu`, `verdict.cause`,
+    `stragglers.lost_s.data`, `units.llm.busy_fraction`) or its last part where that is unambiguous among job and
+    stragglers (`slowdown`, `mfu`). VALUE is a number, of which `%` is a hundredth, or a text, with quotes or without;
+    texts are equal or not, and what is null is no text.
 
     Raises:
-        UsageError: it is no such comparison, or names no number that was measured.
+        UsageError: it is no such condition, or names no figure that was measured.
     """
-    match = _FORM.fullmatch(expression)
-    if match is None:
-        raise UsageError(
-            f"--fail-if cannot read {expression!r}",
-            "it takes NAME OPERATOR NUMBER with one of " + " ".join(_OPERATORS),
-            "For example: --fail-if 'slowdown > 1.2'",
-        )
-    name, comparison, number, percent = match.groups()
-    values = numbers(analysis)
-    if name not in values:
-        near = [known for known in values if name.split(".")[-1] in known][:8] or list(values)[:8]
-        raise UsageError(
-            f"--fail-if knows no number named {name!r}", "there are, among others: " + ", ".join(near)
-        )
-    value, limit = values[name], float(number) / (100 if percent else 1)
-    result = _OPERATORS[comparison](value, limit)
-    return result, f"{name} is {value:.6g}, and {expression.strip()} {'holds' if result else 'does not hold'}"
+    condition = _Condition(expression, values(analysis))
+    result = condition.read()
+    return result, f"{' and '.join(condition.seen)}, and {expression.strip()} {'holds' if result else 'does not hold'}"
 
 
 def fail_if(analysis: Analysis, expression: str) -> None:
@@ -60,27 +59,126 @@ def fail_if(analysis: Analysis, expression: str) -> None:
         )
 
 
-def numbers(analysis: Analysis) -> dict[str, float]:
-    """Every number of the analysis by its dotted path, those of job and stragglers also by their own name."""
+class _Condition:
+    """A condition read from left to right; both sides of `and` and `or` are read, so that every mistake is told."""
+
+    def __init__(self, expression: str, known: Mapping[str, Value]) -> None:
+        self._expression, self._known = expression, known
+        self._tokens = self._split()
+        self._place, self._depth = 0, 0
+        self.seen: dict[str, None] = {}  # "NAME is VALUE" of every comparison, once
+
+    def read(self) -> bool:
+        result = self._any()
+        if self._place < len(self._tokens):
+            raise self._unread()
+        return result
+
+    def _split(self) -> list[Token]:
+        found, place = list[Token](), 0
+        text = self._expression.rstrip()
+        while place < len(text):
+            match = _TOKEN.match(text, place)
+            if match is None:
+                raise self._unread()
+            found.append((str(match.lastgroup), match[str(match.lastgroup)]))
+            place = match.end()
+        return found
+
+    def _next(self, *texts: str) -> bool:
+        """Step over the next token if it is one of these, unquoted."""
+        if self._place < len(self._tokens):
+            kind, text = self._tokens[self._place]
+            if kind in ("word", "mark") and text in texts:
+                self._place += 1
+                return True
+        return False
+
+    def _any(self) -> bool:
+        result = self._all()
+        while self._next("or"):
+            result = self._all() or result
+        return result
+
+    def _all(self) -> bool:
+        result = self._one()
+        while self._next("and"):
+            result = self._one() and result
+        return result
+
+    def _one(self) -> bool:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise self._unread()
+        if self._next("not"):
+            result = not self._one()
+        elif self._next("("):
+            result = self._any()
+            if not self._next(")"):
+                raise self._unread()
+        else:
+            result = self._comparison()
+        self._depth -= 1
+        return result
+
+    def _comparison(self) -> bool:
+        three = self._tokens[self._place:self._place + 3]
+        kinds = [kind for kind, _ in three]
+        if kinds[:2] != ["word", "operator"] or len(three) < 3 or kinds[2] not in ("number", "text", "word") or \
+                three[0][1] in _JOINING or (kinds[2] == "word" and three[2][1] in _JOINING):
+            raise self._unread()
+        self._place += 3
+        return self._compared(three[0][1], three[1][1], three[2])
+
+    def _compared(self, name: str, sign: str, given: Token) -> bool:
+        value = self._value(name)
+        self.seen[f"{name} is {value:.6g}" if isinstance(value, float) else f"{name} is {value or 'not known'}"] = None
+        kind, text = given
+        if kind == "number" and value is None:
+            raise UsageError(f"--fail-if cannot compare {name!r}", "these traces do not tell it, it is null",
+                             "Compare what they tell: disttrain analyze --json")
+        if kind == "number" and isinstance(value, float):
+            limit = float(text.rstrip(" %")) / (100 if text.endswith("%") else 1)
+            return (_ORDER | _EQUAL)[sign](value, limit)
+        if sign not in _EQUAL or isinstance(value, float) or kind == "number":
+            was, asked = ("a number" if isinstance(value, float) else "a text"), f"{sign} {text}"
+            raise UsageError(f"--fail-if cannot compare {name!r}", f"it is {was}: {value}; asked: {asked}",
+                             "Numbers compare with numbers, texts are == or != a text")
+        return _EQUAL[sign](value, text[1:-1] if kind == "text" else text)
+
+    def _value(self, name: str) -> Value:
+        if name in self._known:
+            return self._known[name]
+        near = [known for known in self._known if name.split(".")[-1] in known][:8] or list(self._known)[:8]
+        raise UsageError(f"--fail-if knows nothing named {name!r}", "there are, among others: " + ", ".join(near))
+
+    def _unread(self) -> UsageError:
+        return UsageError(
+            f"--fail-if cannot read {self._expression!r}",
+            "it takes NAME OPERATOR VALUE with one of " + " ".join(_ORDER | _EQUAL) + ", joined by and, or, not, ( )",
+            "For example: --fail-if 'slowdown > 1.2 or verdict.cause == data'",
+        )
+
+
+def values(analysis: Analysis) -> dict[str, Value]:
+    """Every figure, text and null of the analysis by its dotted path; of job and stragglers also by their own name."""
     plain = analysis.to_json()
-    found: dict[str, float] = {}
+    found: dict[str, Value] = {}
 
     def walk(value: Any, path: str) -> None:
-        if isinstance(value, bool):
-            return
-        if isinstance(value, (int, float)):
-            found[path] = float(value)
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             for key, item in value.items():
                 walk(item, f"{path}.{key}" if path else key)
         elif isinstance(value, list):
             for index, item in enumerate(value):
                 key = item.get("name", index) if isinstance(item, dict) and path == "units" else index
                 walk(item, f"{path}.{key}")
+        elif not isinstance(value, bool):
+            found[path] = float(value) if isinstance(value, int) else value
 
     walk(plain, "")
     for section in ("stragglers", "job"):
-        for key, value in plain[section].items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                found.setdefault(key, float(value))
+        for key in plain[section]:
+            if f"{section}.{key}" in found:
+                found.setdefault(key, found[f"{section}.{key}"])
     return found

@@ -15,12 +15,14 @@ the usual is then the host's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from disttrain_cli.analysis.replay import Delays, Graph, Passes, group_mean
+from disttrain_cli.analysis.result import StepLosses, Stragglers
 from disttrain_cli.analysis.walk import Floats, Ints
 
 CAUSES = (
@@ -57,6 +59,7 @@ class Losses:
     data_wait: dict[tuple[str, int], float]  # (unit, replica) → seconds per step that its ranks wait for data at most
     links: dict[tuple[str, int], float]  # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
     gap: dict[int, float]  # rank → seconds per step that no row covers
+    steps: Ints  # [steps] their numbers
     crowded: float  # compute of all ranks ÷ time of the cores that they share; 0 where every rank has a device
 
 
@@ -137,8 +140,25 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
             int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
         },
         crowded=graph.crowded,
+        steps=graph.steps,
         **factors(graph, recorded.compute, why),
     )
+
+
+def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
+    """The seconds as an analysis gives them: means, and step by step.
+
+    Args:
+        not_told: causes of which the traces tell nothing.
+    """
+    lost = {cause: seconds.tolist() for cause, seconds in losses.lost.items()}
+    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
+    return Stragglers(
+        slowdown=measured_s / ideal_s, ideal_s=ideal_s,
+        lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}, not_told=list(not_told),
+        by_step=[StepLosses(step=int(step), ideal_s=float(losses.ideal[place]), step_s=float(losses.measured[place]),
+                            lost_s={cause: seconds[place] for cause, seconds in lost.items()})
+                 for place, step in enumerate(losses.steps)])
 
 
 def successive(times: list[Floats]) -> dict[str, Floats]:

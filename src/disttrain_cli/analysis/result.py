@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from disttrain_cli.analysis.device_rows import CollectiveKind, CriticalPath, LaunchRow, OperatorRow, QueueRow
 from disttrain_cli.spec.drift import Drift
 
 #: A remedy that gains less of a step is not shown.
 LEAST_GAIN_PCT = 1.0
+#: Times outside of these (2000 to 2200) count from elsewhere than 1970.
+_DATED_NS = (946_684_800 * 10**9, 7_258_118_400 * 10**9)
 
 
 class JobSummary(Struct, frozen=True, kw_only=True):
     """The job as a whole, over the measured steps; null is what the traces cannot tell."""
 
     run: Annotated[str, Meta(description="Name of the last start that was analysed.")]
+    name: Annotated[str, Meta(description="Name of the run's folder, or of the folder or files of the traces.")] = ""
+    recorded_at: Annotated[str | None, Meta(description=
+        "When the first recorded step began, UTC; null where the trace counts from another moment."
+    )] = None
     rehearsed: Annotated[str | None, Meta(description=
         "How emulated devices stood for the cluster; null where none did."
     )]
@@ -69,14 +77,29 @@ class UnitSummary(Struct, frozen=True, kw_only=True):
     gap_s: float
 
 
+class StepLosses(Struct, frozen=True, kw_only=True):
+    """What one step lost."""
+
+    step: int
+    ideal_s: float
+    step_s: float
+    lost_s: dict[str, float]
+
+
 class Stragglers(Struct, frozen=True, kw_only=True):
-    """Lost seconds per step by cause; null when no step could be replayed."""
+    """Lost seconds per step by cause, mean over the steps of `by_step`; null when no step could be replayed."""
 
     slowdown: Annotated[float | None, Meta(description=
         "Recorded step ÷ ideal step, ideals within a unit. Of Kineto traces the ideal is compute alone."
     )]
     ideal_s: float | None
     lost_s: dict[str, float] | None
+    not_told: Annotated[list[str], Meta(description=
+        "Keys of lost_s of which these traces tell nothing: 0 there is no measurement."
+    )] = []
+    by_step: Annotated[list[StepLosses], Meta(description=
+        "Every replayed step, at most 32 spread over the measured ones; empty for Kineto traces."
+    )] = []
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -156,14 +179,20 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     idle_us: float
     compute_us: float
     non_compute_us: float
-    overlap_pct: float
-    collective_wait_us: float
+    overlap_pct: Annotated[float | None, Meta(description="Null where the rank did not communicate.")]
+    collective_wait_us: Annotated[float | None, Meta(description=
+        "From joining collectives (Kineto: and messages) to their last member's arrival; null where none was matched."
+    )]
     last_to_arrive: Annotated[int | None, Meta(description=
         "Collectives and messages that this rank joined last."
     )] = None
     communication_us: Annotated[float | None, Meta(description="|union of communication|.")] = None
     exposed_communication_us: Annotated[float | None, Meta(description=
-        "Communication while this rank computes nothing, waiting for others included."
+        "Communication while this rank computes nothing, waiting for others left out, as in "
+        "job.exposed_communication_fraction."
+    )] = None
+    exposed_wait_us: Annotated[float | None, Meta(description=
+        "Waiting for others in collectives and messages while this rank computes nothing."
     )] = None
     memory_peak_gib: Annotated[float | None, Meta(description=
         "Most memory allocated on the device, where memory was traced."
@@ -381,12 +410,30 @@ class Analysis(Struct, frozen=True, kw_only=True):
         "Kineto: collectives of all ranks and messages (a send and its receive), those that cost most waiting first."
     )] = []
     kernels: Annotated[list[KernelRow], Meta(description="Kineto: the kernels that take most time.")] = []
+    collective_kinds: Annotated[list[CollectiveKind], Meta(description=
+        "Kineto: all matched collectives, by kind."
+    )] = []
+    operators: Annotated[list[OperatorRow], Meta(description=
+        "Kineto: operators with FLOPs and their place under the roofline, where shapes were recorded."
+    )] = []
+    launches: Annotated[list[LaunchRow], Meta(description="Kineto: how the host of every rank launches kernels.")] = []
+    queues: Annotated[list[QueueRow], Meta(description="Kineto: what every stream had waiting to run.")] = []
+    critical_path: Annotated[CriticalPath | None, Meta(description=
+        "Kineto: of the step of median length; null for traces without a device."
+    )] = None
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `--json`."""
         found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=plain)
         return found
+
+
+def moment(since_1970_ns: int | None) -> str | None:
+    """Date and time in UTC; None for times that do not count from 1970."""
+    if since_1970_ns is None or not _DATED_NS[0] < since_1970_ns < _DATED_NS[1]:
+        return None
+    return datetime.fromtimestamp(since_1970_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def plain(value: Any) -> Any:

@@ -81,11 +81,12 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
         cursor = connection.execute(statements[0])
         return Table([column[0] for column in cursor.description or []], cursor.fetchall())
     except duckdb.Error as error:
-        raise UsageError("The query failed", str(error), _known(views())) from None
+        said = "\n".join(line for line in str(error).splitlines() if "internal." not in line)
+        raise UsageError("The query failed", said, _known(views())) from None
 
 
 def _known(views: Iterable[str]) -> str:
-    return "The views are: " + ", ".join(views)
+    return "The views are: " + ", ".join([*views, "columns (what their columns mean)"])
 
 
 def rows_of(connection: DuckDBPyConnection, text: str,
@@ -99,16 +100,6 @@ def rows_of(connection: DuckDBPyConnection, text: str,
 def query_text(name: str) -> str:
     """The text of `queries/NAME.sql`."""
     return (resources.files("disttrain_cli.analysis") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
-
-
-def header(text: str) -> str:
-    """The leading comment of an SQL file as one line."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("--"):
-            break
-        lines.append(line.removeprefix("--").strip())
-    return " ".join(lines)
 
 
 def literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disttrain_cli.commands.analyze_tables import change, figure, render
+from disttrain_cli.commands.analyze_tables import change, render
 from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, open_run, short_path
+from disttrain_cli.commands.device_tables import figure
+from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
 from disttrain_cli.errors import ConditionHoldsError, UsageError
-from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.rundir import RunDir, run_folder
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.result import Analysis
 
 EPILOG = """Examples:
 
@@ -22,7 +26,7 @@ $ disttrain analyze --sql "SELECT operation, count(*) FROM trace GROUP BY ALL"
 $ disttrain analyze kineto_traces/ --html report.html
 $ disttrain analyze runs/new --compare runs/old
 $ disttrain analyze --perfetto trace.json.gz
-$ disttrain analyze --fail-if "job.bubble_fraction > 0.3"
+$ disttrain analyze --fail-if "job.bubble_fraction > 30 % or verdict.cause == data"
 
 Exit code 5 means that a --fail-if condition holds.
 """
@@ -48,7 +52,8 @@ def run(
     ] = None,
     compare: Annotated[Path | None, typer.Option(metavar="PATH", help="An earlier run to set beside this one.")] = None,
     fail_if: Annotated[
-        str | None, typer.Option(metavar="EXPR", help="Exit with code 5 if this holds, such as job.mfu < 0.4")
+        str | None, typer.Option(metavar="EXPR", help="Exit with code 5 if this holds: figures and texts of --json "
+                                 "against given ones, joined by and, or, not.")
     ] = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -71,6 +76,7 @@ def run(
 
     with console.progress() as progress:
         found, pictures = analyze_open(folders, progress)
+    found = _with_named(found, paths or [])
     document: dict[str, Any] = found.to_json()
     root = _run_dir(folders[0])
     report = html or (root.report if root is not None else None)
@@ -96,7 +102,7 @@ def run(
             raise typer.Exit(ConditionHoldsError.exit_code)
         raise_if_holds(found, fail_if)
         console.note(sentence)
-    console.hint(_with_paths(found.verdict.next_command, paths))
+    console.hint(found.verdict.next_command)
 
 
 def _samples(root: RunDir) -> list[Path]:
@@ -110,19 +116,22 @@ def _samples(root: RunDir) -> list[Path]:
     return [folder / name for name in [*(one.file for one in samples.drawn), *samples.read]]
 
 
-def _with_paths(command: str, paths: list[Path] | None) -> str:
-    """The next command with the folders that were named, where it asks the same traces again."""
-    again = "disttrain analyze "
-    if not paths or not command.startswith(again):
-        return command
-    return f"{again}{shlex.join(map(str, paths))} {command.removeprefix(again)}"
+def _with_named(found: Analysis, paths: list[Path]) -> Analysis:
+    """The analysis with next commands that ask the traces which the user named."""
+    from msgspec.structs import replace
+
+    def named(command: str) -> str:
+        return with_named(command, traces=paths)
+
+    return replace(
+        found, verdict=replace(found.verdict, next_command=named(found.verdict.next_command)),
+        causes=[replace(cause, next_command=named(cause.next_command)) for cause in found.causes],
+        remedies=[replace(remedy, command=named(remedy.command)) for remedy in found.remedies])
 
 
 def _run_dir(folder: Path) -> RunDir | None:
-    """The run's folder, if that or the `traces` inside it was named."""
-    if (folder / "traces").is_dir():
-        return RunDir(folder)
-    return RunDir(folder.parent) if folder.name == "traces" else None
+    root = run_folder(folder)
+    return None if root is None else RunDir(root)
 
 
 def _export(console: Console, folders: list[Path], file: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.commands.common import percent
+from disttrain_cli.commands.device_tables import figure, ms, short_name, show_devices
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ MOST_CHANGE_PCT = 1000
 SHOWN_IN_S = 0.1  # a step of less is shown in ms or µs
 LEAST_SHARE = 0.05  # of an operation's time, to be named
 MOST_OPERATIONS = 12  # rows shown; --json has all of them
-MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS, LONGEST_NAME = 32, 8, 10, 70
+MOST_RANKS, MOST_COLLECTIVES, MOST_KERNELS = 32, 8, 10
 
 
 def render(console: Console, found: Analysis) -> None:
@@ -61,16 +62,20 @@ def render(console: Console, found: Analysis) -> None:
                    for row in found.memory])
     lost = found.stragglers
     if lost.lost_s is not None:
+        ideal = "compute alone" if found.format == "kineto" else "the ideal"
         against = "there is no ideal: nothing was computed" if not lost.slowdown or lost.ideal_s is None else \
-            f"{lost.slowdown:.3f} × the ideal of {_seconds(lost.ideal_s)}"
-        console.table(f"Lost per step ({against})",
-                      ["cause", "s"], [[cause, f"{seconds:.4f}"] for cause, seconds in lost.lost_s.items()])
+            f"{lost.slowdown:.3f} × {ideal} of {_seconds(lost.ideal_s)}"
+        untold = "; –: these traces do not tell it" if lost.not_told else ""
+        console.table(f"Lost per step ({against}{untold})",
+                      ["cause", "s"], [[cause, "–" if cause in lost.not_told else f"{seconds:.4f}"]
+                                       for cause, seconds in lost.lost_s.items()])
     console.table("What one change would gain, all else as recorded (gains do not add up; next commands: --json)",
                   ["change", "by", "devices", "step s", "gain s", "of the step"],
                   [[row.change, row.basis, f"{row.gpus:+d}" if row.gpus else "same", figure(row.step_s),
                     figure(row.gain_s), percent(row.gain_pct / 100)] for row in found.remedies if row.worth])
     if found.format == "kineto":
         _kineto(console, found)
+        show_devices(console, found)
     console.table("Slowest, beside the mean of its kind", ["what", "ms", "time", "time for its work"],
                   [[f"{row.kind} {row.number}" + (f" of {row.unit}" if row.unit else ""), f"{row.mean_ms:.1f}",
                     f"{row.ratio:.2f} ×", "–" if row.normalised_ratio is None else f"{row.normalised_ratio:.2f} ×"]
@@ -95,21 +100,22 @@ def render(console: Console, found: Analysis) -> None:
 def _kineto(console: Console, found: Analysis) -> None:
     console.table(
         "Ranks; ms over the measured time, in the definitions of HolisticTraceAnalysis",
-        ["rank", "span", "idle", "compute", "non-compute", "overlap", "exposed communication", "waits in collectives",
-         "last into"],
-        [[rank.rank, *(_ms(value) for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)),
-          f"{rank.overlap_pct:.2f} %", _ms(rank.exposed_communication_us), _ms(rank.collective_wait_us),
-          rank.last_to_arrive] for rank in found.ranks[:MOST_RANKS]])
+        ["rank", "span", "idle", "compute", "non-compute", "overlap", "exposed communication", "exposed waiting",
+         "waits in collectives", "last into"],
+        [[rank.rank, *(ms(value) for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)),
+          "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %", ms(rank.exposed_communication_us),
+          ms(rank.exposed_wait_us), ms(rank.collective_wait_us), figure(rank.last_to_arrive)]
+         for rank in found.ranks[:MOST_RANKS]])
     if len(found.ranks) > MOST_RANKS:
         console.say(f"and {len(found.ranks) - MOST_RANKS} more ranks (--json has them)")
     console.table(
         "Collectives that cost most waiting, ms",
         ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],
-        [[f"{_name(row.name)} {row.index}", _name(row.group), row.step, row.ranks, row.last_rank,
-          _ms(row.longest_wait_us), _ms(row.mean_wait_us), _ms(row.transfer_us)]
+        [[f"{short_name(row.name)} {row.index}", short_name(row.group), row.step, row.ranks, row.last_rank,
+          ms(row.longest_wait_us), ms(row.mean_wait_us), ms(row.transfer_us)]
          for row in found.collectives[:MOST_COLLECTIVES]])
     console.table("Kernels that take most time, ms", ["kernel", "kind", "count", "sum", "longest", "share"],
-                  [[_name(row.name), row.kind, row.count, _ms(row.total_us), _ms(row.longest_us), percent(row.share)]
+                  [[short_name(row.name), row.kind, row.count, ms(row.total_us), ms(row.longest_us), percent(row.share)]
                    for row in found.kernels[:MOST_KERNELS]])
 
 
@@ -117,26 +123,8 @@ def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= SHOWN_IN_S else seconds(value)
 
 
-def _ms(us: float | None) -> str:
-    return "–" if us is None else f"{us / 1e3:.3f}"
-
-
-def _name(name: str) -> str:
-    """A name of a trace, short."""
-    return name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME - 1] + "…"
-
-
 def change(pct: float | None) -> str:
     """A change in percent, or how many times as much where it is far more."""
     if pct is None:
         return "–"
     return f"{pct:+.1f} %" if abs(pct) < MOST_CHANGE_PCT else f"{figure(1 + pct / 100)} ×"
-
-
-def figure(value: Any) -> str:
-    """A number with the digits that matter; anything else as it is."""
-    if value is None:
-        return "–"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from disttrain_cli.commands.naming import DEFAULT_RUN_FILE
+
 if TYPE_CHECKING:
     from disttrain_cli.spec.runfile import Run
-
-DEFAULT_RUN_FILE = Path("disttrain.yaml")
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]

@@ -127,7 +127,7 @@ def run(
     show_changes(console, change, short_path(before_path), columns)
     console.say("\n" + "\n".join(textwrap.fill(line, columns, subsequent_indent=10 * " ")
                                  for line in [*why.sentences, *needs(found)]))
-    show_strategies(console, found, why)
+    show_strategies(console, found, why, run_file)
     show_runners_up(console, found, why)
     show_sensitivity(console, found, what_if)
     console.say("\n".join(["\nThe step (F forward, B backward, R reduction and optimizer, . waiting)",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.commands.common import percent
+from disttrain_cli.commands.naming import with_named
 
 if TYPE_CHECKING:
     from disttrain_cli.console import Console
@@ -71,7 +73,7 @@ def worth_it(found: Changes) -> str:
     return f"The plan in place {old}; this one {new}: {more}.{why}"
 
 
-def show_strategies(console: Console, plan: Plan, explanation: Explanation) -> None:
+def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_file: Path) -> None:
     """The plan beside the baselines, per GPU given and per GPU used."""
     layout, predicted = plan.plan, plan.predicted
     rows: list[list[object]] = [["this plan", f"{predicted.iteration_s:.3f}", f"{predicted.sequences_per_s:.2f}",
@@ -87,7 +89,8 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation) -> N
                    "TP×DP×PP of each unit, M"], rows)
     better = [ratio.name for ratio in explanation.baselines if ratio.per_gpu_given and ratio.per_gpu_given < 1 - 1e-3]
     if better:
-        console.say(f"Faster, and none that {layout.strategy} plans may choose: disttrain plan --strategy {better[0]}")
+        command = with_named(f"disttrain plan --strategy {better[0]}", run_file)
+        console.say(f"Faster, and none that {layout.strategy} plans may choose: {command}")
 
 
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:

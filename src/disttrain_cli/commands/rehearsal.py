@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ MOST_OPERATIONS = 16  # shown; --json has all
 LATE_SHARE = 0.02  # of a step: if the host was later than this, the rehearsal says so
 
 
-def run_rehearsal(console: Console, run: Run, plan: Plan, profile: Profile, steps: int | None, resume: bool) -> None:
+def run_rehearsal(console: Console, run_file: Path, run: Run, plan: Plan, profile: Profile, steps: int | None,
+                  resume: bool) -> None:
     """Rehearse a plan that was checked, and show what came of it."""
     from msgspec.structs import asdict
 
@@ -34,11 +36,11 @@ def run_rehearsal(console: Console, run: Run, plan: Plan, profile: Profile, step
     operations = compare_operations(open_database([Path(result.run_dir)])) if len(result.steps) > 1 else []
     console.result(result.model_dump(mode="json") | {"operations": [asdict(row) for row in operations]},
                    result.run_dir)
-    _render(console, result, operations, plan, profile)
-    console.hint(f"disttrain analyze {short_path(Path(result.run_dir))}")
+    _render(console, run_file, result, operations, plan, profile)
+    console.hint(shlex.join(["disttrain", "analyze", short_path(Path(result.run_dir))]))
 
 
-def _render(console: Console, result: RehearsalResult, operations: list[OperationRow], plan: Plan,
+def _render(console: Console, run_file: Path, result: RehearsalResult, operations: list[OperationRow], plan: Plan,
             profile: Profile) -> None:
     console.say(f"{result.processes} processes stood for {result.gpus} GPUs (at most {result.gpus_per_process} each), "
                 f"{result.time_scale:g} s here per second of the cluster; messages {_MESSAGES[result.messages]}.")
@@ -62,7 +64,7 @@ def _render(console: Console, result: RehearsalResult, operations: list[Operatio
         console.note(f"Steps are {percent(_behind(result))} longer than simulated. If the host was far behind, it "
                      f"was too busy: end what else runs here, or set rehearse.time_scale above "
                      f"{result.time_scale:g}.")
-    say_drift(console, profile, plan, result.steps, Path(result.run_dir))
+    say_drift(console, run_file, profile, plan, result.steps, Path(result.run_dir))
     console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
     console.say(f"Traces      {short_path(Path(result.trace))}")
 

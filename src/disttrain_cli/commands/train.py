@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from disttrain_cli.commands.common import (
 from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
+from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError, UsageError
 from disttrain_cli.runtime.watching.lines import StepLines, listed
@@ -123,7 +125,7 @@ def run(
     if rehearse:
         from disttrain_cli.commands.rehearsal import run_rehearsal
 
-        run_rehearsal(console, opened, chosen, profile, steps, resume)
+        run_rehearsal(console, run_file, opened, chosen, profile, steps, resume)
         return
     refuse_not_run(chosen, opened.file, profile)
     if not preflight:
@@ -153,14 +155,14 @@ def run(
             f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
         raise
     console.result(result, result.run_dir)
-    _render(console, result, chosen, profile)
+    _render(console, run_file, result, chosen, profile)
     if result.stopped_by is not None:
         done = result.steps[-1]["step"] + 1 if result.steps else 0
         console.note(f"Stopped by {result.stopped_by} after step {done}.")
         console.hint(f"{again} --resume")
         raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
     console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
-                 else f"disttrain analyze {short_path(opened.dir.root)}")
+                 else shlex.join(["disttrain", "analyze", short_path(opened.dir.root)]))
 
 
 def _begins_with(origin: Path | None, resume: bool, rehearse: bool) -> Path | None:
@@ -227,7 +229,7 @@ class LiveStep:
         return f"{left_s // 60}:{left_s % 60:02d} left"
 
 
-def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profile) -> None:
+def _render(console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile) -> None:
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
     shown = [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)] if gaps > 0 else steps
@@ -244,7 +246,7 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
         console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")
     for name, value in result.reference_losses.items():
         console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
-    say_drift(console, profile, chosen, steps, Path(result.run_dir))
+    say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
     for why in result.restarts:
         console.say(f"Started again: {why}")
     if result.started_from is not None:
@@ -269,7 +271,8 @@ def _render(console: Console, result: TrainResult, chosen: Plan, profile: Profil
                     f"{percent(judge.accuracy)} of held-out real ones)")
 
 
-def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[str, Any]], folder: Path) -> None:
+def say_drift(console: Console, run_file: Path, profile: Profile, plan: Plan, steps: list[dict[str, Any]],
+              folder: Path) -> None:
     """Say what of the data has moved away from what the plan was made for."""
     from disttrain_cli.data.drift import drift
 
@@ -277,7 +280,8 @@ def say_drift(console: Console, profile: Profile, plan: Plan, steps: list[dict[s
     for moved in found:
         console.say(f"{moved.sentence}.")
     if found:
-        console.say(f"Plan for these data: disttrain profile --calibrate {short_path(folder)} && disttrain plan")
+        command = f"disttrain profile --calibrate {shlex.quote(short_path(folder))} && disttrain plan"
+        console.say(f"Plan for these data: {with_named(command, run_file)}")
 
 
 def _number(value: float | None, form: str) -> str:

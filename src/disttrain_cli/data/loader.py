@@ -16,8 +16,8 @@ from typing import Protocol
 from disttrain_cli.data.checking import Broken
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.ordering.shared_orders import SharedOrders
+from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.preparing import Prepared, Preparer, Request
-from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.data.sources import Skipped
 from disttrain_cli.errors import DataError
@@ -83,9 +83,9 @@ class Loader:
         """What every replica of every unit does in a step."""
         return self._orders.of(step)[0]
 
-    def sizes(self, step: int) -> Sizes:
-        """Sizes of the sequences of a step's global batch, in the order of the data."""
-        return sizes_of(self._orders.of(step)[1])
+    def batch(self, step: int) -> Packing:
+        """A step's global batch, in the order of the data."""
+        return self._orders.of(step)[1]
 
     def fetch(self, step: int, slot: int) -> SlotBatch:
         """Inputs of this replica for one slot.

@@ -16,8 +16,10 @@ import torch.distributed as dist
 
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.layout import amount, stages_of
+from disttrain_cli.data.contents import contents
 from disttrain_cli.data.ordering.loads import order_loads
-from disttrain_cli.data.sizes import Sizes
+from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.sizes import Sizes, sizes_of
 from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.checkpoints.averaging import Average
@@ -27,7 +29,7 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_rates
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.watching.profiles import StepProfiler
-from disttrain_cli.runtime.watching.tracing import size_writer, step_writer
+from disttrain_cli.runtime.watching.tracing import sample_writer, size_writer, step_writer
 from disttrain_cli.runtime.watching.watch import REASONS, Watch
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
@@ -60,8 +62,8 @@ class Data(Protocol):
         """What every replica of every unit does in a step."""
         ...
 
-    def sizes(self, step: int) -> Sizes:
-        """Sizes of the sequences of a step's global batch, in the order of the data."""
+    def batch(self, step: int) -> Packing:
+        """A step's global batch, in the order of the data."""
         ...
 
 
@@ -76,8 +78,8 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
         DisttrainError: a checkpoint could not be written.
     """
     every, rank0, tracer = run.file.train.checkpoint.every_steps, engine.place.rank == 0, engine.tracer
-    writers = steps, sizes = (step_writer(task.dir.traces, task.name, task.say),
-                              size_writer(task.dir.traces, task.name, task.say))
+    writers = steps, sizes, samples = [
+        writer(task.dir.traces, task.name, task.say) for writer in (step_writer, size_writer, sample_writer)]
     step, stopped = task.first, ""
     with Saver(task.dir.checkpoints, made_from(run.file, profile.fingerprints.data), engine,
                run.file.train.checkpoint.keep, task.average) as saver:
@@ -109,7 +111,9 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
                         "learning_rate": learning_rate(run.file.train, "", step),
                         "skipped_steps": engine.skipped_steps, **evaluated}
                 steps.rows.append(row | {"end_ns": end_ns})
-                sizes.rows += [{"run": task.name, "step": step} | own for own in _some_sizes(data.sizes(step))]
+                batch, told = data.batch(step), {"run": task.name, "step": step}
+                sizes.rows += [told | own for own in _some_sizes(sizes_of(batch))]
+                samples.rows += [told | own for own in contents(order, batch, layout)]
                 publish(task.steps_file, row)
                 if task.watch is not None:
                     task.watch.step(row)

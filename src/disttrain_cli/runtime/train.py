@@ -62,13 +62,9 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
     leaves torch's profile.
 
     Raises:
-<<<<<<< HEAD
         SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or there is, and it is
             not said what to do with it; or a folder of the run cannot be written.
-=======
-        SpecError: the plan's ranks belong on several hosts, or there is nothing to resume from.
         DataError: what `samples.judge` needs is not installed.
->>>>>>> demo
         UsageError: the run has none of the steps to profile, or is past them.
         DisttrainError: another training of this run is under way.
         MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of

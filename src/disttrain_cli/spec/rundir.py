@@ -81,3 +81,10 @@ def stop_file(logs: Path) -> Path:
 def stopped_file(logs: Path) -> Path:
     """File in which the ranks of a start that ended before its last step, with a checkpoint, say what asked for it."""
     return logs / "stopped"
+
+
+def run_folder(path: Path) -> Path | None:
+    """The run's folder, if that or the `traces` inside it was named."""
+    if (path / "traces").is_dir():
+        return path
+    return path.parent if path.name == "traces" else None

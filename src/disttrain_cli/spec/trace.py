@@ -7,6 +7,7 @@ Layout of `runs/NAME/traces/`:
                                             segment-00001.parquet, unless its process ends before
   steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
   sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few sequences of every step
+  samples/segment-00000.parquet             rows of `SAMPLE_COLUMNS`, written by rank 0: what every slot was made of
   kineto/rank-00003-start-000.json.gz       torch's profile of the steps of `train --profile-steps`
 Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
 """
@@ -61,6 +62,13 @@ SIZE_COLUMNS: dict[str, str] = {
     "targets": "int64", "clips": "int64",
 }
 SIZES_PER_STEP = 32
+
+# What the replicas of the LLM's unit worked on: one row per packed sequence of a step. `samples` are rows of the
+# index (`spec.index`), `names` their keys in their shards, in the order in which they stand in the sequence.
+SAMPLE_COLUMNS: dict[str, str] = {
+    "run": "string", "step": "int32", "slot": "int32", "unit": "string", "replica": "int32", "sequence": "int64",
+    "tokens": "int64", "samples": "list<int64>", "names": "list<string>",
+}
 
 #: Columns that came after the first traces: null in segments that lack them.
 LATER_COLUMNS = frozenset({"learning_rates", "skipped_steps", "evaluation_loss", "evaluation_loss_text",

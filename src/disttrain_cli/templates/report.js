@@ -12,7 +12,7 @@
   const canvas = $("timeline"), strip = $("strip");
   if (!canvas || !data.timelines.length) return;
   const pen = canvas.getContext("2d"), lanes = $("lanes"), tip = $("tip"), axis = 24, stripHeight = 34;
-  const kinds = ["forward", "backward", "load", "receive", "send", "reduce", "step", "compute", "communication", "memory", "other"];
+  const kinds = ["forward", "backward", "load", "receive", "send", "reduce", "step", "compute", "communication", "memory", "host", "other"];
   let step, bars, count, from, to, laneHeight, drag = null, chosen = -1, lane = 0, busy = [], waiting = 0;
 
   const colours = () => {
@@ -150,7 +150,7 @@
 
   function words(bar) {
     const [group, text] = step.lanes[bars.lane[bar]], slot = bars.slot[bar], module = step.modules[bars.module[bar]];
-    return [step.names[bars.name[bar]][0].replaceAll("_", " ") + (slot >= 0 ? " · slot " + slot : "") + (module ? " · " + module : ""),
+    return [step.names[bars.name[bar]][0] + (slot >= 0 ? " · slot " + slot : "") + (module ? " · " + module : ""),
       clock(bars.length[bar]) + " from " + clock(bars.start[bar]), group + " · " + text];
   }
   function barAt(event) {

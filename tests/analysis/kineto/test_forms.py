@@ -7,6 +7,7 @@ import os
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask
+from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.errors import DataError, UsageError
 from tests.analysis.kineto import traces
 
@@ -132,11 +133,10 @@ def test_strange_names_are_data(tmp_path):
 
 def test_sql_reads_the_views_and_nothing_else(tmp_path):
     path, = traces.job(tmp_path, [[400, 400]])
-    from disttrain_cli.analysis.kineto.database import documented_views
-
-    for view, about in documented_views().items():
-        columns = about.split("Columns: ")[1]
-        assert ask([path], f"SELECT {columns} FROM {view} LIMIT 1").columns, view
+    for name, view in documented_views("kineto").items():
+        assert ask([path], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), name
+    shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
+    assert {row[0] for row in ask([path], shown).rows} == {*documented_views("kineto"), "columns"}
     for query in (f"SELECT * FROM read_text('{path}')", "SELECT * FROM '/etc/passwd'", "CREATE TABLE x (i INTEGER)",
                   f"COPY files TO '{tmp_path / 'out.csv'}'", "DROP VIEW events", "SET threads = 3",
                   "SELECT 1; SELECT 2", "ATTACH 'x.db'"):

@@ -42,7 +42,8 @@ def test_a_made_job_gives_the_times_it_was_made_of(tmp_path):
     assert (job.ranks, job.steps, job.steps_measured, job.warmup_steps_excluded, job.iteration_s) == (2, 3, 2, 1, 1e-3)
     # from the second step on: GEMMs of 300 µs from 10 on, collectives from 400 to 570 and 470, span to the last end
     assert (first.span_us, first.compute_us, first.communication_us) == (1460, 600, 240)
-    assert (first.idle_us, first.non_compute_us, first.exposed_communication_us) == (1460 - 840, 240, 240)
+    assert first.exposed_wait_us == 200
+    assert (first.idle_us, first.non_compute_us, first.exposed_communication_us) == (1460 - 840, 240, 40)
     assert (first.collective_wait_us, first.last_to_arrive) == (200, 0)
     assert (second.collective_wait_us, second.last_to_arrive, second.communication_us) == (0, 2, 40)
     assert [(row.name, row.step, row.last_rank, row.longest_wait_us, row.transfer_us) for row in found.collectives] == [

@@ -7,26 +7,53 @@ import resource
 import pytest
 
 from disttrain_cli.analysis import cache
+from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.own import database
 from disttrain_cli.analysis.own.asking import run_sql
-from disttrain_cli.analysis.own.database import documented_views
+from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.errors import UsageError
-from disttrain_cli.spec.trace import TRACE_COLUMNS
 
 COUNT = "SELECT count(*) FROM trace"
 
 
-def test_views_answer_and_are_documented(clean):
-    views = documented_views()
-    shown = {row[0] for row in run_sql([clean[0]], "SELECT table_name FROM information_schema.tables").rows}
-    assert set(views) <= shown
-    for name, text in views.items():
-        listed = {word.strip() for word in text.split("Columns:")[1].replace("those of trace, ", "").split(",")}
-        columns = set(run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns)
-        assert listed <= columns, name
-        assert columns - set(TRACE_COLUMNS) <= listed or name == "trace", name
+def test_views_answer_and_every_column_is_documented(clean):
+    views = documented_views("own")
+    shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
+    assert {row[0] for row in run_sql([clean[0]], shown).rows} == {*views, "columns"} - {"losses"}  # made when asked
+    for name, view in views.items():
+        assert run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), name
+        told = run_sql([clean[0]], f"""SELECT "column", meaning FROM columns WHERE "view" = '{name}'""").rows
+        assert dict(told) == view.columns and all(view.columns.values()), name
     assert run_sql([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
     assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
+
+
+def test_what_is_inside_is_neither_found_nor_suggested(clean):
+    for query in ("FROM seen", "FROM segments", "SELECT * FROM knwon", "FROM sample_segments"):
+        with pytest.raises(UsageError) as refused:
+            run_sql([clean[0]], query)
+        assert "internal" not in str(refused.value) and "operations" in str(refused.value)
+
+
+def test_messages_tell_who_sent_and_how_long_was_waited(clean):
+    rows = run_sql([clean[0]], "SELECT direction, sender, receiver, waited_ms, transfer_ms, sent_ns, asked_ns, "
+                               "received_ns FROM messages WHERE step = 3 AND slot = 1").rows
+    ends = {(way, sender, receiver) for way, sender, receiver, *_ in rows}
+    forward = {(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 5)}  # encoder, LLM of two stages and replicas, generator
+    assert ends == {("forward", *pair) for pair in forward} | {("backward", other, one) for one, other in forward}
+    for _, _, _, waited, transfer, sent, asked, received in rows:
+        assert waited == pytest.approx(max(0, min(received, sent) - asked) / 1e6)
+        assert waited + transfer == pytest.approx((received - asked) / 1e6)
+
+
+def test_losses_by_step_are_those_of_the_analysis(clean):
+    found = analyze([clean[0]]).stragglers
+    rows = run_sql([clean[0]], "SELECT cause, avg(lost_s), avg(ideal_s) FROM Losses GROUP BY cause").rows
+    assert {cause: lost for cause, lost, _ in rows} == pytest.approx(found.lost_s)
+    whole = run_sql([clean[0]], "SELECT step, sum(lost_s) + any_value(ideal_s) - any_value(step_s) FROM losses "
+                                "GROUP BY 1")
+    assert [row[1] for row in whole.rows] == pytest.approx([0.0] * 6) and found.ideal_s == pytest.approx(rows[0][2])
+    assert sorted(row[0] for row in whole.rows) == [one.step for one in found.by_step] == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +114,9 @@ def prepared(monkeypatch):
     """How often a database was prepared."""
     calls, really = [], database.open_database
 
-    def count(paths, file):
+    def count(paths, file, **options):
         calls.append(file)
-        return really(paths, file)
+        return really(paths, file, **options)
 
     monkeypatch.setattr(database, "open_database", count)
     return calls

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from disttrain_cli.analysis.own.asking import run_sql
 from disttrain_cli.costs.layout import amount
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
@@ -99,6 +100,9 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
     assert result.steps[1]["iteration_s"] >= busiest_s > 0
     sizes = pq.read_table(Path(result.trace) / "sizes").to_pylist()
     assert len(sizes) == 2 * 16 and np.mean([len(row["images"]) for row in sizes]) == pytest.approx(3, abs=1.5)
+    batch = orders.of(1)[1]
+    samples = run_sql([Path(result.run_dir)], "SELECT sample FROM samples WHERE step = 1 ORDER BY sequence, place").rows
+    assert [sample for sample, in samples] == batch.samples.tolist()
 
     again = rehearse(run, plan, profile, steps=3, resume=True)
     assert again.resumed_from_step == 2 and [row["step"] for row in again.steps] == [2]

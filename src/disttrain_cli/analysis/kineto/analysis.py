@@ -7,8 +7,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from disttrain_cli.analysis.confidence import calibrated
+from disttrain_cli.analysis.device_rows import CollectiveKind, LaunchRow, QueueRow
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Losses
+from disttrain_cli.analysis.kineto.path import critical_path
+from disttrain_cli.analysis.kineto.roofline import operators
 from disttrain_cli.analysis.kineto.unknown import not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
@@ -18,6 +21,7 @@ from disttrain_cli.analysis.result import (
     KernelRow,
     RankSummary,
     Stragglers,
+    moment,
 )
 from disttrain_cli.errors import DataError
 
@@ -59,7 +63,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         units=[],
         stragglers=Stragglers(
             slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s,
-            lost_s=losses.lost_s()
+            lost_s=losses.lost_s(), not_told=_not_told(database)
         ) if understood else Stragglers(slowdown=None, ideal_s=None, lost_s=None),
         verdict=verdict,
         ranks=[RankSummary(**row, host=None, unit=None, stage=None, replica=None) for row in database.answer("ranks")],
@@ -70,8 +74,19 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         slowest=[],
         collectives=[CollectiveRow(**row) for row in database.answer("collectives")],
         kernels=[KernelRow(**row) for row in database.answer("top")],
+        collective_kinds=[CollectiveKind(**row) for row in database.answer("collective_kinds")],
+        operators=operators(database),
+        launches=[LaunchRow(**row) for row in database.answer("launch_rows")],
+        queues=[QueueRow(**row) for row in database.answer("queue_rows")],
+        critical_path=critical_path(database),
         warnings=[*database.warnings, *_limits(database, totals, iterations, understood)],
     )
+
+
+def _not_told(database: KinetoDatabase) -> list[str]:
+    """Causes of which these traces tell nothing; of data, where no annotation or operator names a loader."""
+    loads = database.sql("SELECT count(*) AS n FROM busy WHERE what = 'data'")[0]["n"]
+    return ["unit", "intra_microbatch", "inter_microbatch", "stage", *([] if loads else ["data"])]
 
 
 def _present(database: KinetoDatabase) -> float:
@@ -87,6 +102,8 @@ def _job(
     span_s = totals["span_s"] or 1.0
     return JobSummary(
         run=database.run,
+        name=database.run,
+        recorded_at=moment(database.sql("SELECT min(first_ns) AS ns FROM files WHERE kept")[0]["ns"]),
         rehearsed=None,
         layout=None,
         ranks=database.sql("SELECT count(*) AS n FROM times")[0]["n"],

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.kineto.events import EXACT_BELOW_US, NO_ARGS, Args, Event, exact_starts_ns
+from disttrain_cli.analysis.kineto.events import EXACT_BELOW_US, NO_ARGS, NOTHING, Args, Event, exact_starts_ns
+from disttrain_cli.analysis.kineto.shapes import is_counted
 from disttrain_cli.analysis.kineto.splitting import Batch
 
 Columns = dict[str, NDArray[Any]]
@@ -45,6 +46,7 @@ class Strings:
     categories: Numbers = field(default_factory=Numbers)
     threads: Numbers = field(default_factory=Numbers)  # (file, pid, tid)
     calls: Numbers = field(default_factory=Numbers)  # (collective, group, about, ranks, size, elements, dtype, peers)
+    shapes: Numbers = field(default_factory=Numbers)  # (number of the name, dims, types, concrete inputs), as JSON
     thread_names: dict[tuple[int, str, str], str] = field(default_factory=dict)
     process_names: dict[tuple[int, str], set[str]] = field(default_factory=dict)
     ranks_told: dict[int, set[int]] = field(default_factory=dict)  # thread → `args.rank` of its events
@@ -90,6 +92,7 @@ def spans(file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bo
         "bytes": _whole([arg.bytes for arg in args]),
         "step": _whole([arg.step_num for arg in args]),
         "iteration": _whole([arg.iteration for arg in args]),
+        "shape": _shapes(events, args, strings),
         "call": np.array([calls[_call(arg)] if arg.collective or arg.group else -1 for arg in args], np.int32),
     }
     lengths, farthest = columns["duration_ns"], 1000 * FARTHEST_US
@@ -143,6 +146,16 @@ def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:
         int(number) for number in _whole([args.group_size, args.elements, args.source, args.destination]))
     return (args.collective, args.group, args.group_about, str(args.group_ranks), size, elements, args.dtype, source,
             destination)
+
+
+def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[np.int32]:
+    """Numbers of the shapes of counted operators, else -1."""
+    found = np.full(len(events), -1, np.int32)
+    for place, (event, arg) in enumerate(zip(events, args, strict=True)):
+        if arg.shapes is not NOTHING and is_counted(event.name):
+            found[place] = strings.shapes[strings.names[event.name], bytes(arg.shapes), bytes(arg.types),
+                                          bytes(arg.concrete)]
+    return found
 
 
 def _whole(numbers: list[int]) -> NDArray[np.int64]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli import __version__
-from disttrain_cli.analysis.sql import Table, answer, header, lock, open_cached, query_text, rows_of
+from disttrain_cli.analysis.sql import Table, answer, lock, open_cached, query_text, rows_of
+from disttrain_cli.analysis.views import ask_internal, ask_published, documented_views
 from disttrain_cli.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 #: Changes whenever the tables do: databases of other versions are built again.
-FORMAT_VERSION = "4"
-#: What can be asked: view or table → the query that makes it, whose first lines say what it is.
-_VIEWS = {"events": "view_events", "kernels": "view_kernels", "memory": "view_memory", "steps": "steps",
-          "times": "times", "waits": "waits", "clocks": "clocks"}
-
+FORMAT_VERSION = "6"
 
 @dataclass
 class KinetoDatabase:
@@ -37,13 +35,20 @@ class KinetoDatabase:
         """Rows of `queries/kineto/NAME.sql`, with `$parameter` values."""
         return self.sql(query_text(f"kineto/{name}"), parameters)
 
+    def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
+        """The same as NumPy columns, for long results."""
+        return self.connection.execute(query_text(f"kineto/{name}"), parameters or None).fetchnumpy()
+
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of an SQL text of ours."""
         return rows_of(self.connection, text, parameters)
 
 
-def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabase:
+def open_kineto(files: list[Path], progress: Progress = silent, strangers: bool = False) -> KinetoDatabase:
     """The traces of one job; read now, or opened as they were read before.
+
+    Args:
+        strangers: for queries that are not ours, over the documented views.
 
     Raises:
         DataError: no event can be read in any of the files, or the database cannot be written.
@@ -57,10 +62,11 @@ def open_kineto(files: list[Path], progress: Progress = silent) -> KinetoDatabas
 
     patterns = pattern_texts()
     connection = open_cached(files, f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}", build)
+    (ask_published if strangers else ask_internal)(connection)
     lock(connection)
     common = files[0].name if len(files) == 1 else files[0].resolve().parent.name
     database = KinetoDatabase(connection, common, files)
-    database.warnings += [row["warning"] for row in database.sql("SELECT warning FROM warnings")]
+    database.warnings += [row["warning"] for row in database.sql("SELECT warning FROM internal.warnings")]
     return database
 
 
@@ -71,12 +77,4 @@ def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -
         DataError: nothing can be read in `files`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_kineto(files, progress).connection, query, documented_views)
-
-
-def documented_views() -> dict[str, str]:
-    """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
-    return {"files": "One row per file and rank in it, and whether it is of the analysed job (kept); its times counted "
-                     "from base_ns and were moved by shift_ns to a clock that all share. Columns: file, name, rank, "
-                     "world_size, first_ns, last_ns, events, kept, base_ns, shift_ns",
-            } | {name: header(query_text(f"kineto/{query}")) for name, query in _VIEWS.items()}
+    return answer(open_kineto(files, progress, strangers=True).connection, query, partial(documented_views, "kineto"))

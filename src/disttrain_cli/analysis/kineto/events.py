@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+NOTHING = msgspec.Raw()
+
 
 class Args(msgspec.Struct, gc=False, frozen=True):
     """The arguments that are used; −1 and "" stand for what an event does not have."""
@@ -41,6 +43,9 @@ class Args(msgspec.Struct, gc=False, frozen=True):
     reserved: int = msgspec.field(name="Total Reserved", default=-1)
     memory_device: int = msgspec.field(name="Device Id", default=-1)
     device_type: int = msgspec.field(name="Device Type", default=-1)
+    shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=NOTHING)
+    types: msgspec.Raw = msgspec.field(name="Input type", default=NOTHING)
+    concrete: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=NOTHING)
 
 
 NO_ARGS = Args()
@@ -145,7 +150,9 @@ def _args(plain: dict[str, Any]) -> Args:
         value = plain.get(field.encode_name)
         if value is None:
             continue
-        if field.type is int:
+        if field.type is msgspec.Raw:  # parsed where they are of use
+            values[field.name] = msgspec.Raw(json.dumps(value).encode())
+        elif field.type is int:
             number = _number(value)
             values[field.name] = -1 if number is None else int(number)
         else:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, keep_names, memory, spans
-from disttrain_cli.analysis.kineto.jobs import TraceFile, base_in_header, rank_in_header
+from disttrain_cli.analysis.kineto.jobs import TraceFile, base_in_header, devices_in_header, rank_in_header
 from disttrain_cli.analysis.kineto.kernels import Patterns, operation, pattern_of, step_of
 from disttrain_cli.analysis.kineto.placing import place
+from disttrain_cli.analysis.kineto.shapes import item_bytes, shape_of
 from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
 from disttrain_cli.analysis.sql import connect, query_text
+from disttrain_cli.analysis.views import inside, publish
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import Progress
 
@@ -33,7 +35,8 @@ THREADS = 2
 #: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
 #: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
-ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top", "strange")
+ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top", "strange", "collective_kinds",
+           "operator_rows", "launch_rows", "queue_rows")
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
@@ -44,6 +47,7 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
     """
     connection = connect(database, memory_limit=MEMORY_LIMITS[0], threads=THREADS)
     try:
+        inside(connection)
         connection.execute(query_text("kineto/raw"))
         more = iter(MEMORY_LIMITS[1:])
         warnings: list[str] = []
@@ -53,6 +57,7 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
         _insert_names(connection, connection.execute(query_text("kineto/named")).fetchall(), patterns)
         warnings += place(connection, read, strings)
         _derive(connection, more, warnings)
+        publish(connection, "kineto")
         for text in warnings:
             connection.execute("INSERT INTO warnings VALUES (?)", [text])
         connection.execute("CHECKPOINT")
@@ -86,6 +91,8 @@ def _fill(
         before += path.stat().st_size
         warnings += _about(path, found, last >= first)
         if last >= first:
+            connection.execute("INSERT INTO devices SELECT ?, unnest(?::VARCHAR[])",
+                               [number, devices_in_header(found.header)])
             read.append(TraceFile(number, path, *rank_in_header(found.header), base_in_header(found.header), first,
                                   last, found.events))
     rows.flush()
@@ -106,11 +113,22 @@ def _fill(
     if strings.calls:
         connection.executemany("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                                [[number, *call] for call, number in strings.calls.items()])
+    if strings.shapes:
+        connection.executemany("INSERT INTO shapes VALUES (?, ?, ?, ?, ?, ?)", shape_rows(strings))
+    for dtype in {call[6] for call in strings.calls}:
+        connection.execute("INSERT INTO item_bytes VALUES (?, ?)", [dtype, item_bytes(dtype)])
     for unpaired, in _fitting(connection, query_text("kineto/pairs"), more):
         if unpaired:
             warnings.append(f"{unpaired} begin or end mark(s) have no partner and are left out")
     connection.execute("DROP TABLE marks")
     return read, strings
+
+
+def shape_rows(strings: Strings) -> list[list[Any]]:
+    """Rows of the table `shapes`."""
+    names = list(strings.names)
+    return [[number, name, *shape_of(names[name], dims, types, concrete)]
+            for (name, dims, types, concrete), number in strings.shapes.items()]
 
 
 def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[str]) -> None:
@@ -133,7 +151,9 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
         connection.execute("UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false")
         if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
             warnings.append("nothing was launched in the marked profiler steps: all that was recorded is measured")
-    for name in ("matches", "clocks", "waits", "busy", "times", "view_events", "view_kernels", "view_memory"):
+    for name in ("matches", "clocks", "waits", "busy", "times", "step_lengths", "counted", "view_events",
+                 "view_kernels", "view_memory", "view_queue", "view_operators", "view_shapes", "view_messages",
+                 "view_losses"):
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)

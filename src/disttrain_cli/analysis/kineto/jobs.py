@@ -47,6 +47,13 @@ def base_in_header(header: dict[str, Any]) -> int | None:
     return base if isinstance(base, int) and 0 <= base < _LATEST_BASE_NS else None
 
 
+def devices_in_header(header: dict[str, Any]) -> list[str]:
+    """Names of the devices of a file's host, as Kineto gives them."""
+    about = header.get("deviceProperties")
+    named = [device.get("name") for device in about if isinstance(device, dict)] if isinstance(about, list) else []
+    return [name for name in named if isinstance(name, str)]
+
+
 def align(files: list[TraceFile]) -> list[str]:
     """Set the times of files that count from different moments on one clock; returns what must be said about it.
 

@@ -101,6 +101,6 @@ def _short(name: str) -> str:
 
 
 def of_step(value: float, span_s: float, marked: bool) -> str:
-    """A time of every step: "12 ms of every 80 ms step (15 %)"."""
-    return (f"{seconds(value)} of {'every' if marked else 'the'} {seconds(span_s)} "
-            f"{'step' if marked else 'recorded'} ({100 * value / span_s:.0f} %)")
+    """A time of every step: "12 ms of the 80 ms from the first kernel of a step to the last (15 %)"."""
+    return (f"{seconds(value)} of the {seconds(span_s)} from the first kernel {'of a step ' if marked else ''}to the "
+            f"last ({100 * value / span_s:.0f} %)")

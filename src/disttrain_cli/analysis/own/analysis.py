@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, Finding, State, Suspect, find_causes
-from disttrain_cli.analysis.losses import explain, split_losses
+from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.inside import inside
@@ -31,12 +31,14 @@ from disttrain_cli.analysis.result import (
     UnitSummary,
     Verdict,
     WhatIf,
+    moment,
 )
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.plan import Prediction
+from disttrain_cli.spec.rundir import run_folder
 from disttrain_cli.spec.trace import COMPUTE, Job
 
 
@@ -57,6 +59,7 @@ def analyze_database(database: Database) -> Analysis:
     database.ask_ahead("exposed_communication", "cells", "slots", "memory")
     shares = database.query("idle_totals")[0]
     job, iteration_s = database.job, times["iteration_s"]
+    sequences = times["sequences_per_step"] if job is None else job.layout.global_batch_size
     units = _units(database, iteration_s)
     mfu = _job_mfu(database, units, iteration_s)
     operations = compare_operations(database)
@@ -66,6 +69,8 @@ def analyze_database(database: Database) -> Analysis:
     stragglers, verdict, causes, study, helps = _straggle(database, shares, ranks, comparisons, bool(moved))
     summary = JobSummary(
         run=database.run,
+        name=(run_folder(database.paths[0]) or database.paths[0]).resolve().name,
+        recorded_at=moment(times["first_ns"]),
         rehearsed=None if job is None else _rehearsed(job),
         layout=job.layout.describe()
         if job is not None
@@ -77,7 +82,7 @@ def analyze_database(database: Database) -> Analysis:
         iteration_s=iteration_s,
         iteration_p50_s=times["p50_s"],
         iteration_p95_s=times["p95_s"],
-        sequences_per_s=times["sequences_per_s"],
+        sequences_per_s=None if sequences is None else sequences / iteration_s,
         mfu=mfu,
         bubble_fraction=1 - shares["compute"],
         exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
@@ -232,7 +237,7 @@ def _straggle(
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
     layouts = other_layouts(database, graph, why, moved_on)
     helps = remedies(database, graph, suspects, layouts)
-    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
+    measured_s = float(losses.measured.mean())
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
@@ -246,11 +251,7 @@ def _straggle(
         layouts = other_layouts(database, mended, explain(mended, state[0], graph.predicted), moved_on)
     findings = with_layouts(findings, layouts, losses)
     return (
-        Stragglers(
-            slowdown=measured_s / ideal_s,
-            ideal_s=ideal_s,
-            lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()},
-        ),
+        stragglers_of(losses),
         judge(record, findings),
         rows_of(record, findings),
         what_if(graph),
@@ -358,8 +359,8 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
         warn(
             f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong"
         )
-    if (summary.iteration_s or 0.0) > 1.1 * times["window_s"]:
-        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['window_s']:.3g} s")
+    if (summary.iteration_s or 0.0) > 1.1 * times["covered_s"]:
+        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['covered_s']:.3g} s")
     if job is not None and shares_cores(job) and summary.ranks > 1:
         warn(
             f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "

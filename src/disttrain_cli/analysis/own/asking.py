@@ -6,17 +6,22 @@ holds no rows of the trace: its views read the segments in place, the only files
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.cache import program
 from disttrain_cli.analysis.formats import files_of
 from disttrain_cli.analysis.sql import Table, answer, literals, lock, no_glob, open_cached
+from disttrain_cli.analysis.views import ask_published, documented_views
 from disttrain_cli.errors import DataError
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
+
+#: The view whose rows are not of the trace but of its analysis: made for queries that name it.
+_LOSSES = re.compile(r"\blosses\b", re.IGNORECASE)
 
 
 def run_sql(paths: list[Path], query: str) -> Table:
@@ -27,35 +32,50 @@ def run_sql(paths: list[Path], query: str) -> Table:
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
     with _open(paths) as connection:
-        return answer(connection, query, _views)
+        if _LOSSES.search(query):
+            _make_losses(connection, paths)
+        lock(connection)
+        return answer(connection, query, partial(documented_views, "own"))
 
 
 def _open(paths: list[Path]) -> DuckDBPyConnection:
     files = files_of("disttrain", paths)
     if paths[0].is_file():  # Chrome JSON of own traces: its rows are in no segments that views could read in place
-        from disttrain_cli.analysis.own.database import open_database
-
-        return open_database(paths).connection
+        return _in_memory(paths)
     try:
         connection = open_cached(files, f"own {[str(path.resolve()) for path in paths]} {program()}",
                                  lambda file: _prepare(paths, file))
     except DataError:  # where only the cache's disk is full, memory does; what is wrong with traces is told once more
-        from disttrain_cli.analysis.own.database import open_database
-
-        return open_database(paths).connection
+        return _in_memory(paths)
     connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
-    lock(connection)
+    ask_published(connection)
+    return connection
+
+
+def _in_memory(paths: list[Path]) -> DuckDBPyConnection:
+    from disttrain_cli.analysis.own.database import open_database
+
+    connection = open_database(paths, strangers=True).connection
+    ask_published(connection)
     return connection
 
 
 def _prepare(paths: list[Path], file: Path) -> None:
     from disttrain_cli.analysis.own.database import open_database
 
-    with open_database(paths, file).connection as connection:
+    database = open_database(paths, file, strangers=True)
+    database.asker.close()
+    with database.connection as connection:
         connection.execute("CHECKPOINT")  # closing would do it too, but says nothing where that fails
 
 
-def _views() -> Iterable[str]:
-    from disttrain_cli.analysis.own.database import documented_views
+def _make_losses(connection: DuckDBPyConnection, paths: list[Path]) -> None:
+    """What every replayed step lost, of the analysis that is remembered, or made now."""
+    from disttrain_cli.analysis.analyze import analyze
 
-    return documented_views()
+    connection.execute(
+        "CREATE TEMP TABLE losses (step INTEGER, cause VARCHAR, lost_s DOUBLE, ideal_s DOUBLE, step_s DOUBLE)")
+    rows = [[one.step, cause, seconds, one.ideal_s, one.step_s]
+            for one in analyze(paths).stragglers.by_step for cause, seconds in one.lost_s.items()]
+    if rows:
+        connection.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?)", rows)

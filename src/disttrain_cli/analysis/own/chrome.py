@@ -107,6 +107,8 @@ def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
                         "ORDER BY step"),
         "steps": rows("FROM steps WHERE list_contains($steps, step) ORDER BY step"),
         "sizes": rows("FROM sizes WHERE list_contains($steps, step) ORDER BY step"),
+        "samples": rows("SELECT s.* FROM sample_segments s JOIN kept USING (step, run) "
+                        "WHERE list_contains($steps, step) ORDER BY step"),
     })
 
 

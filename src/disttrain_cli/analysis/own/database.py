@@ -21,10 +21,11 @@ from disttrain_cli.analysis.own.costing import StageCost, known_stages, stage_co
 from disttrain_cli.analysis.own.files import Footer, TraceFiles, find_traces
 from disttrain_cli.analysis.own.unpacking import TYPES, unpack
 from disttrain_cli.analysis.result import HostClock
-from disttrain_cli.analysis.sql import connect, header, literals, lock, no_glob, query_text, rows_of
+from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
+from disttrain_cli.analysis.views import ask_internal, inside, publish
 from disttrain_cli.costs.layout import Stage
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.trace import LATER_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
+from disttrain_cli.spec.trace import LATER_COLUMNS, SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 #: Rows of a trace up to which it is held in memory (about 200 bytes each).
 MOST_ROWS_HELD = 5_000_000
 #: Made from `queries/view_NAME.sql`, in the order in which they need each other.
-_VIEWS = ("windows", "known", "operations", "idle", "memory")
+_VIEWS = ("windows", "known", "operations", "idle", "memory", "messages", "samples")
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Database:
     """An open connection, the job it describes with the stages of its layout, and what had to be left out."""
 
     connection: DuckDBPyConnection
+    asker: DuckDBPyConnection  # another one to the same database
     job: Job | None
     run: str
     paths: list[Path]
@@ -51,7 +53,7 @@ class Database:
 
     def ask_ahead(self, *names: str) -> None:
         """Have questions without parameters answered in turn while other work goes on; `query` then waits for them."""
-        ask = partial(rows_of, self.connection.cursor())
+        ask = partial(rows_of, self.asker)
         asker = ThreadPoolExecutor(1)
         self._asked |= {name: asker.submit(ask, query_text(name)) for name in names}
         asker.shutdown(wait=False)
@@ -76,12 +78,13 @@ class Database:
         return rows_of(self.connection, text, parameters)
 
 
-def open_database(paths: list[Path], file: Path | None = None) -> Database:
-    """Views over the traces in `paths`; see `documented_views` for what can be asked.
+def open_database(paths: list[Path], file: Path | None = None, strangers: bool = False) -> Database:
+    """Views over the traces in `paths`; see `queries/views.yaml` for what can be asked.
 
     Args:
         file: where a database is written that others open again, which holds no rows of the trace; else it is one in
             memory, of which many questions follow, and rows are read once as far as they fit (`MOST_ROWS_HELD`).
+        strangers: make the documented views, for queries that are not ours; who opened it still has to lock it.
 
     Raises:
         DataError: a path does not exist, or nothing in it can be read.
@@ -90,6 +93,7 @@ def open_database(paths: list[Path], file: Path | None = None) -> Database:
 
     connection = connect(file or ":memory:")
     try:
+        inside(connection)
         files = _make_sources(paths, connection)
         run = _choose_starts(connection, files.job, files.warnings)
         clocks = repair_clocks(connection, files.warnings)
@@ -102,35 +106,22 @@ def open_database(paths: list[Path], file: Path | None = None) -> Database:
             once = file is None and (view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD))
             connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if once else text)
         connection.execute("SET preserve_insertion_order = true")
+        if strangers:
+            publish(connection, "own", "losses")
+        asker = connection.cursor()
+        ask_internal(asker)
         connection.execute(f"SET allowed_paths = {literals(files.all, str, no_glob)}")
-        lock(connection)
+        if not strangers:
+            lock(connection)
     except duckdb.Error as error:
         raise DataError(
             "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
         ) from None
-    return Database(connection, files.job, run, paths, stages, files.warnings, clocks)
-
-
-def documented_views() -> dict[str, str]:
-    """View name → what one row of it is, and its columns; for `--sql` and the documentation."""
-    own = {
-        "trace": "One row per operation of a rank of the analysed run, the hosts' clocks put right. Columns: "
-        + ", ".join(TRACE_COLUMNS),
-        "steps": "One row per optimizer step, as reported while training. Columns: " + ", ".join(STEP_COLUMNS),
-        "sizes": "One row per sequence whose sizes were recorded, a few of every step. Columns: "
-        + ", ".join(SIZE_COLUMNS),
-        "clocks": "One row per host, where there are several: what its clock shows more than that of rank 0's host. "
-        "Columns: host, offset_us, drift_ppm, error_us, applied",
-        "units": "One row per unit of the plan; devices_per_rank: devices for which a recorded rank stands. Columns: "
-        "unit, place, modules, tp, dp, pp, gpus, first_depth, devices_per_rank",
-        "costs": "One row per module, stage and direction: summed coefficients of FLOPs and of time in ms. Columns: "
-        + ", ".join(StageCost._fields),
-    }
-    return own | {name: header(query_text(f"view_{name}")) for name in _VIEWS if name != "known"}
+    return Database(connection, asker, files.job, run, paths, stages, files.warnings, clocks)
 
 
 def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
-    """The rows of trace, steps and sizes: views over segments, or tables of what one file of Chrome JSON holds."""
+    """What was recorded: views over segments, or tables of what one file of Chrome JSON holds."""
     if any(path.is_file() for path in paths):
         if len(paths) > 1:
             raise DataError("A file written with --perfetto is analysed alone", f"{len(paths)} paths are given",
@@ -141,6 +132,7 @@ def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFil
     _make_source(connection, "segments", files.segments, rows.get("segments"), TRACE_COLUMNS)
     _make_source(connection, "step_segments", files.steps, rows.get("steps"), STEP_COLUMNS)
     _make_source(connection, "size_segments", files.sizes, rows.get("sizes"), SIZE_COLUMNS)
+    _make_source(connection, "sample_segments", files.samples, rows.get("samples"), SAMPLE_COLUMNS)
     return files
 
 

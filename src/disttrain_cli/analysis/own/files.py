@@ -14,6 +14,7 @@ from disttrain_cli.analysis.sql import literals, no_glob
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.trace import (
     LATER_COLUMNS,
+    SAMPLE_COLUMNS,
     SIZE_COLUMNS,
     STEP_COLUMNS,
     TRACE_COLUMNS,
@@ -41,6 +42,7 @@ class TraceFiles:
     segments: dict[Path, Footer] = field(default_factory=dict)
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
+    samples: dict[Path, Footer] = field(default_factory=dict)
     open_segments: dict[str, pa.Table] = field(default_factory=dict)  # rows by the name of the fields above
     job: Job | None = None
     warnings: list[str] = field(default_factory=list)
@@ -52,7 +54,7 @@ class TraceFiles:
 
     @property
     def all(self) -> list[Path]:
-        return [*self.segments, *self.steps, *self.sizes]
+        return [*self.segments, *self.steps, *self.sizes, *self.samples]
 
 
 def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
@@ -85,7 +87,7 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
         _read_job(folder, found)
         before = found.rows
         for name, pattern, columns in (("segments", "rank-*", TRACE_COLUMNS), ("steps", "steps", STEP_COLUMNS),
-                                       ("sizes", "sizes", SIZE_COLUMNS)):
+                                       ("sizes", "sizes", SIZE_COLUMNS), ("samples", "samples", SAMPLE_COLUMNS)):
             files, recorded = segments_of(folder.glob(pattern))
             kept: dict[Path, Footer] = getattr(found, name)
             kept |= _readable(files, folder, columns, connection, problems)

@@ -66,4 +66,5 @@ def _summary(row: dict[str, Any], every_us: float, compute_us: float, communicat
     overlap_us = compute_us + communication_us - either_us
     return RankSummary(
         **row, idle_us=row["span_us"] - every_us, compute_us=compute_us, non_compute_us=every_us - compute_us,
-        overlap_pct=100 * overlap_us / communication_us if communication_us else 0.0)
+        communication_us=communication_us,
+        overlap_pct=100 * overlap_us / communication_us if communication_us else None)

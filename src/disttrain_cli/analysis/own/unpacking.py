@@ -19,7 +19,7 @@ from disttrain_cli.analysis.kineto.splitting import Reading, split_events
 from disttrain_cli.analysis.own.files import TraceFiles
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
-from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
+from disttrain_cli.spec.trace import SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 VERSION = 1
 #: Types in DuckDB of the types of the trace's columns.
 TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]",
-         "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
+         "list<string>": "VARCHAR[]", "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
 _WINDOWS = {"step": "INTEGER", "run": "VARCHAR", "start_ns": "BIGINT", "end_ns": "BIGINT", "compute_end_ns": "BIGINT",
-            "window_s": "DOUBLE", "ranks": "BIGINT", "warmup": "BOOLEAN", "complete": "BOOLEAN", "measured": "BOOLEAN"}
+            "window_s": "DOUBLE", "covered_s": "DOUBLE", "ranks": "BIGINT", "warmup": "BOOLEAN", "complete": "BOOLEAN",
+            "measured": "BOOLEAN"}
 #: Of a rank, the same in all of its rows.
 PLACE = ("unit", "stage", "replica", "tp_rank", "host")
 #: Of a bar, in its arguments.
@@ -67,6 +68,7 @@ class _Header(msgspec.Struct):
     windows: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     sizes: list[dict[str, Any]]
+    samples: list[dict[str, Any]]
 
 
 _EVENTS = msgspec.json.Decoder(list[_Event])
@@ -95,9 +97,10 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
     rows = connection.execute("SELECT count(*) FROM segments").fetchall()[0][0]
     if header is None or found.truncated or found.unreadable or found.failure or not rows:
         raise _damaged(file, found.problem or found.failure or f"it ends or breaks after {found.events} events")
-    for table, columns in (("step_segments", STEP_COLUMNS), ("size_segments", SIZE_COLUMNS)):
-        _from_json(connection, table, {column: TYPES[kind] for column, kind in columns.items()},
-                   header.steps if columns is STEP_COLUMNS else header.sizes)
+    for table, columns, rows in (("step_segments", STEP_COLUMNS, header.steps),
+                                 ("size_segments", SIZE_COLUMNS, header.sizes),
+                                 ("sample_segments", SAMPLE_COLUMNS, header.samples)):
+        _from_json(connection, table, {column: TYPES[kind] for column, kind in columns.items()}, rows)
     _from_json(connection, "windows", _WINDOWS, header.windows)
     try:
         job = None if header.job is None else Job.model_validate(header.job)

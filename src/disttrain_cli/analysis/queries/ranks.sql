@@ -13,4 +13,4 @@ WITH spans AS (
         SELECT rank, least(end_ns, max(start_ns) OVER (PARTITION BY step, unit, stage, tp_rank, place)) - start_ns AS wait
         FROM reductions) GROUP BY rank
 )
-SELECT spans.*, coalesce(w.us, 0.0) AS collective_wait_us FROM spans LEFT JOIN waits w USING (rank) ORDER BY rank;
+SELECT spans.*, w.us AS collective_wait_us FROM spans LEFT JOIN waits w USING (rank) ORDER BY rank;

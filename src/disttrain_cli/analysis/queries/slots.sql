@@ -1,7 +1,7 @@
--- Which microbatch is heavy? Mean compute time of a slot over all ranks, beside what its work predicts.
+-- Which microbatch is heavy? Compute time of a slot, mean over the ranks that have it, beside what its work predicts.
 WITH passes AS (
-    SELECT slot, sum(duration_ns) / 1e6 / count(DISTINCT step) AS ms, sum(predicted_ms) / count(DISTINCT step) AS predicted_ms,
-           sum(tokens) / count(DISTINCT step) AS tokens
+    SELECT slot, sum(duration_ns) / 1e6 / count(DISTINCT (step, rank)) AS ms,
+           sum(predicted_ms) / count(DISTINCT (step, rank)) AS predicted_ms
     FROM operations WHERE measured AND operation IN ('forward', 'backward') GROUP BY slot
 )
 SELECT *, ms / nullif(avg(ms) OVER (), 0) AS ratio, predicted_ms / nullif(avg(predicted_ms) OVER (), 0) AS work_ratio

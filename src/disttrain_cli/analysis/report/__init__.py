@@ -1,7 +1,7 @@
 """The report: one HTML page that needs nothing else, verdict first.
 
 Start at `page.write_report`. `pictures` asks the traces for what is drawn, `timeline` makes lanes and bars of it;
-`sections` and `tables` turn an `Analysis` into text, `charts` and `heat` into SVG, `words` says figures. The page's
+`sections`, `tables` and `devices` turn an `Analysis` into text, `charts` and `heat` into SVG, `words` says figures. The page's
 style and script are `templates/report.css` and `templates/report.js`.
 """
 

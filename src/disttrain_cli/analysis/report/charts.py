@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Literal
 
 from disttrain_cli.analysis.report.words import figure, seconds
 
 Series = tuple[str, list[tuple[float, float]]]  # name, (step, value)
 
 
-def line_chart(title: str, series: Sequence[Series], unit: str = "", expected: float | None = None) -> str:
+def line_chart(title: str, series: Sequence[Series], unit: str = "", expected: float | None = None,
+               last: Literal["last", "mean"] = "last") -> str:
     """Lines over steps, at most 400 points each; empty text where there is nothing to draw.
 
-    `expected` is drawn as a dashed line across: what the plan said.
+    `expected` is drawn as a dashed line across: what the plan said. `last` is the figure in the legend.
     """
+    means = [sum(y for _, y in points) / len(points) for _, points in series if points]
     series = [(name, thin(points)) for name, points in series if points]
     if not series:
         return ""
@@ -46,7 +49,8 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "", expected: f
         if len(places) == 1:
             parts.append(f'<circle class="dot s{index}" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3"/>')
     parts.append("</svg>")
-    legend = [f'<span><i class="s{index}"></i>{escape(name)} <b>{figure(points[-1][1])}{escape(unit)}</b></span>'
+    legend = [f'<span><i class="s{index}"></i>{escape(name)} <b>'
+              f"{figure(points[-1][1] if last == 'last' else means[index])}{escape(unit)}</b></span>"
               for index, (name, points) in enumerate(series)]
     if expected is not None:
         legend.append(f'<span><i class="expected"></i>plan <b>{figure(expected)}{escape(unit)}</b></span>')
@@ -79,7 +83,7 @@ def share_bar(shares: Sequence[tuple[str, str, float]]) -> str:
 
 def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
     """Bars of (class, name, seconds), each beginning where the one before ended; of class total: beginning at 0."""
-    left, width, row = 232.0, 340.0, 25
+    left, width, row = 300.0, 350.0, 25  # names and figures first: a phone shows these
     reach, at = 1e-12, 0.0
     for kind, _, value in parts:
         at = value if kind == "total" else at + value
@@ -93,8 +97,8 @@ def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
         sign = "" if kind == "total" or text == "0" else "−" if value < 0 else "+"
         bar = f'<rect class="{escape(kind)}" x="{x:.1f}" y="{y + 4}" width="{size:.1f}" height="15" rx="2"/>' \
             if text != "0" else f'<rect class="nothing" x="{x:.1f}" y="{y + 4}" width="1" height="15"/>'
-        drawn.append(f'<text x="0" y="{y + 16}">{escape(name)}</text>{bar}<text class="soft" '
-                     f'x="{left + width + 10:.0f}" y="{y + 16}">{sign}{text}</text>')
+        drawn.append(f'<text x="0" y="{y + 16}">{escape(name)}</text><text class="soft" x="{left - 14:.0f}" '
+                     f'y="{y + 16}" text-anchor="end">{sign}{text}</text>{bar}')
         at = end
     return _bars(drawn, row * len(parts), label)
 
@@ -117,8 +121,8 @@ def stacked_rows(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label:
 
 
 def _bars(drawn: list[str], height: int, label: str) -> str:
-    return (f'<svg class="bars" width="660" height="{height}" viewBox="0 0 660 {height}" role="img" '
-            f'aria-label="{escape(label)}">{"".join(drawn)}</svg>')
+    return (f'<div class="scroll"><svg class="bars" width="660" height="{height}" viewBox="0 0 660 {height}" '
+            f'role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg></div>')
 
 
 def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:

@@ -18,12 +18,12 @@ def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
     """Both maps and their figures as a table; empty text where there are no cells."""
     if not cells:
         return ""
-    drawn = _map("time", cells, "ratio", "Compute of a slot, against the unit’s mean")
+    drawn = _map("time", cells, "ratio", "Compute of a slot in ms, against the unit’s mean")
     if any(cell["normalised"] is not None for cell in cells):
         drawn += _map("work", cells, "normalised", "The same, against the time that its work should take")
     rows = [[escape(f"{cell['unit']} · stage {cell['stage']}"), str(cell["replica"]), f"{figure(cell['mean_ms'])} ms",
              percent(cell["ratio"]), percent(cell["normalised"])] for cell in _chosen(cells)]
-    return drawn + folded("As a table", table(["Stage", "Replica", "Compute per slot", "of the mean",
+    return drawn + folded("As a table", table(["Stage", "Replica", "Compute of a slot", "of the mean",
                                                "of the mean, same work"], rows))
 
 
@@ -57,6 +57,10 @@ def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> st
     texts = {(cell["depth"], cell["replica"]): figure(cell["mean_ms"]) if key == "ratio" else f"{cell[key]:.2f}"
              for cell in shown if cell[key] is not None}
     longest = max((len(text) for text in texts.values()), default=0)
+    unit = " ms" if key == "ratio" else " ×"
+    if 7.5 * (longest + len(unit)) <= width:
+        texts = {cell: text + unit for cell, text in texts.items()}
+        longest += len(unit)
     small, labelled = 7.5 * longest > width, 5.8 * longest <= width
     for cell in shown:
         if cell[key] is None:
@@ -76,5 +80,6 @@ def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> st
     count = len({cell["replica"] for cell in cells})
     more = f" The {len(replicas)} of {count} replicas furthest from the mean." if count > len(replicas) else ""
     return (f'<figure class="map"><figcaption>{title}<span class="plain">rows: stages, columns: replicas.{more}</span>'
-            f'</figcaption><svg class="heat" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
-            f'aria-label="{title}, by stage and replica">{_STRIPES.format(name=name)}{"".join(parts)}</svg></figure>')
+            f'</figcaption><div class="scroll"><svg class="heat" width="{w}" height="{h}" viewBox="0 0 {w} {h}" '
+            f'role="img" aria-label="{title}, by stage and replica">{_STRIPES.format(name=name)}{"".join(parts)}</svg>'
+            "</div></figure>")

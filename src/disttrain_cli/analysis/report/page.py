@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from disttrain_cli.analysis.report import sections, tables
+from disttrain_cli.analysis.report import devices, sections, tables
 from disttrain_cli.analysis.report.generated import generated
 from disttrain_cli.analysis.report.pictures import Pictures
 from disttrain_cli.analysis.result import Analysis
@@ -38,7 +38,9 @@ def write_report(analysis: Analysis, pictures: Pictures, images: list[Path], out
     style, script = _template("report.css"), _template("report.js")
     values = {
         "TITLE": escape(f"{analysis.verdict.headline} · disttrain"),
-        "LAYOUT": escape(analysis.job.layout or analysis.job.run),
+        "NAME": escape(analysis.job.name),
+        "LAYOUT": escape(analysis.job.layout or ""),
+        "DATES": escape(sections.dates(analysis.job)),
         "STYLE": style,
         "SCRIPT": script,
         "STYLE_HASH": _sha256(style),
@@ -60,14 +62,21 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (sections.timeline(pictures.timelines), "Timeline: these traces have no steps and ranks to draw."),
         (sections.time_shares(analysis), "Where the ranks’ time goes: these traces do not tell units and stages."),
         (sections.losses(analysis), "What a step loses: no recorded step was whole enough to be replayed."),
+        (sections.losses_by_step(analysis), ""),
         (tables.remedies(analysis), ""),
         (sections.heat(pictures), "Stage × replica: these traces do not tell what each replica computed."),
         (tables.units(analysis), "Units: these traces do not name units."),
         (tables.slowest(analysis), ""),
         (sections.ranks_chart(analysis), ""),
+        (tables.hosts(analysis), "Hosts: these traces do not name them."),
+        (devices.collective_kinds(analysis), ""),
         (tables.collectives(analysis),
          "Collectives: none was matched over ranks." if analysis.format == "kineto" else ""),
         (tables.kernels(analysis), ""),
+        (devices.operators(analysis),
+         "FLOPs by operator: no shapes were recorded (record_shapes=True)." if analysis.format == "kineto" else ""),
+        (devices.critical_path(analysis), ""),
+        (devices.launches(analysis), ""),
         (tables.inside(analysis), ""),
         (tables.what_if(analysis), "What if: no recorded step was whole enough to be replayed."),
         (tables.predicted(analysis), "Predicted against measured: there is no plan beside these traces."),

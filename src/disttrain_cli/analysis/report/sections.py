@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
 from msgspec.structs import asdict
 
+from disttrain_cli import __version__
 from disttrain_cli.analysis.report.charts import line_chart, share_bar, stacked_rows, waterfall
 from disttrain_cli.analysis.report.heat import heat_maps
 from disttrain_cli.analysis.report.pictures import Pictures
@@ -16,6 +18,7 @@ from disttrain_cli.analysis.result import Analysis, JobSummary
 #: Ranks that have a bar of their own.
 MOST_BARS = 64
 MOST_EVIDENCE = 6  # rows before the fold
+MOST_CURVES = 5
 _SHARES = (
     ("compute", "compute", "Compute"),
     ("load", "data_wait", "Waiting for data"),
@@ -24,7 +27,7 @@ _SHARES = (
     ("warmup", "warmup", "Filling the pipeline"),
     ("drain", "drain", "Draining it"),
     ("stage", "waiting", "Waiting in collectives"),
-    ("send", "transfer", "Moving tensors"),
+    ("send", "transfer", "Handing over tensors"),
     ("memory", "copies", "Copies"),
     ("step", "update", "Reduction and optimizer"),
     ("gap", "gap", "Held up by the host"),
@@ -34,8 +37,14 @@ _SHARES = (
 _KINDS = {
     "forward": "forward", "backward": "backward", "receive": "receive (waiting included)", "load": "load",
     "send": "send", "reduce": "reduce", "step": "step", "compute": "compute", "communication": "communication",
-    "memory": "memory", "other": "other",
+    "memory": "memory", "host": "host (operators and calls)", "other": "other",
 }
+
+
+def dates(job: JobSummary) -> str:
+    """When it was recorded, what wrote the page, and when."""
+    recorded = [f"recorded {job.recorded_at}"] if job.recorded_at is not None else []
+    return " · ".join([*recorded, f"disttrain {__version__}", f"report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"])
 
 
 def rehearsed(job: JobSummary) -> str:
@@ -113,7 +122,9 @@ def time_shares(analysis: Analysis) -> str:
     shares = analysis.job.time_shares
     if not shares:
         return ""
-    parts = [(kind, name, shares[key]) for kind, key, name in _SHARES if key in shares]
+    told = {"transfer": "Exposed communication"} if analysis.format == "kineto" else {}
+    parts = [(kind, told.get(key, name), shares[key]) for kind, key, name in _SHARES
+             if key in shares and not (key == "data_wait" and "data" in analysis.stragglers.not_told)]
     known = {key for _, key, _ in _SHARES}
     parts += [("other", key.replace("_", " "), share) for key, share in shares.items() if key not in known]
     return section("Where the ranks’ time goes", "Shares of ranks × window of a step, over the measured steps. "
@@ -125,17 +136,33 @@ def losses(analysis: Analysis) -> str:
     lost = analysis.stragglers
     if lost.lost_s is None or lost.slowdown is None or lost.ideal_s is None:
         return ""
-    parts = [("total", "ideal step", lost.ideal_s)]
+    kineto = analysis.format == "kineto"
+    parts = [("total", "compute alone" if kineto else "ideal step", lost.ideal_s)]
     parts += [("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
-              for cause, value in lost.lost_s.items()]
-    parts += [("total", "step as recorded", lost.ideal_s * lost.slowdown)]
-    ideal = "compute alone; per step and rank" if analysis.format == "kineto" else \
+              for cause, value in lost.lost_s.items() if cause not in lost.not_told]
+    parts += [("total", "first kernel to last" if kineto else "step as recorded", lost.ideal_s * lost.slowdown)]
+    ideal = "compute alone; mean over ranks, per step, from the first kernel to the last" if kineto else \
         "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed with one cause after " \
-        "another"
+        f"another; mean of the {len(lost.by_step)} steps that were replayed"
+    untold = f" These traces do not tell: {', '.join(CAUSES.get(cause, cause) for cause in lost.not_told)}." \
+        if lost.not_told else ""
     return section(
-        "What a step loses", f"Slowdown {lost.slowdown:.3f} against {ideal}.",
+        "What a step loses", f"Slowdown {lost.slowdown:.3f} against {ideal}.{untold}",
         waterfall(parts, "Lost seconds by cause, from the ideal step to the recorded one: "
                   + ", ".join(f"{name} {seconds(value)}" for _, name, value in parts)), "losses")
+
+
+def losses_by_step(analysis: Analysis) -> str:
+    """The causes that cost most, step by step."""
+    steps = analysis.stragglers.by_step
+    if len(steps) < 2:
+        return ""
+    means = analysis.stragglers.lost_s or {}
+    most = sorted((cause for cause in means if cause not in analysis.stragglers.not_told),
+                  key=lambda cause: -means[cause])[:MOST_CURVES]
+    chart = line_chart("Lost by step", [(CAUSES.get(cause, cause), [(one.step, one.lost_s[cause]) for one in steps])
+                                        for cause in most], " s", last="mean")
+    return f'<section id="losses-by-step">{chart}</section>'
 
 
 def heat(pictures: Pictures) -> str:

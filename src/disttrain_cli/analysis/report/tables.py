@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from html import escape
 
-from disttrain_cli.analysis.report.words import figure, folded, percent, place, seconds, section, table
-from disttrain_cli.analysis.result import Analysis, Comparison, OperationRow
+from disttrain_cli.analysis.report.words import figure, folded, kernel, percent, place, seconds, section, table
+from disttrain_cli.analysis.result import Analysis, Comparison, HostClock, OperationRow
 
 #: Rows; what is beyond is left out, and the page says so.
 MOST_RANKS, MOST_OPERATIONS, MOST_ROWS, MOST_GROUPS = 256, 120, 24, 12
@@ -38,7 +39,7 @@ def slowest(analysis: Analysis) -> str:
             for row in analysis.slowest]
     return section("Slowest of their kind", "The last column divides by the time that the recorded work should take: "
                    "what stays above 1 is slow hardware or a wrong profile, not heavy data.",
-                   table(["Slowest", "Of", "Compute per slot", "÷ mean", "÷ mean, same work"], rows,
+                   table(["Slowest", "Of", "Compute of a slot", "÷ mean", "÷ mean, same work"], rows,
                          label="Slowest of their kind")) if rows else ""
 
 
@@ -58,12 +59,38 @@ def collectives(analysis: Analysis) -> str:
 
 def kernels(analysis: Analysis) -> str:
     """The kernels that take most time."""
-    rows = [[f'<code class="name">{escape(row.name[:160])}</code>', escape(row.kind), f"{row.count:,}",
+    rows = [[kernel(row.name), escape(row.kind), f"{row.count:,}",
              seconds(row.total_us / 1e6), seconds(row.longest_us / 1e6), percent(row.share)]
             for row in analysis.kernels[:MOST_ROWS]]
     return section("Kernels that take most time", "Over the measured steps of all ranks.",
                    table(["Kernel", "Kind", "Runs", "In all", "Longest", "Of all kernels"], rows, label="Kernels"),
                    "kernels") if rows else ""
+
+
+def hosts(analysis: Analysis) -> str:
+    """One row per host: what its ranks did, and its clock."""
+    names = list(dict.fromkeys(rank.host for rank in analysis.ranks if rank.host is not None))
+    clocks = {clock.host: clock for clock in analysis.clocks}
+    rows = []
+    for name in names:
+        own = [rank for rank in analysis.ranks if rank.host == name]
+        span = sum(rank.span_us for rank in own) or 1.0
+        units = Counter(rank.unit for rank in own if rank.unit)
+        rows.append([escape(name), str(len(own)), escape(", ".join(f"{unit} {count}" for unit, count in units.items())),
+                     percent(sum(rank.compute_us for rank in own) / span),
+                     percent(sum(rank.idle_us for rank in own) / span),
+                     _clock(clocks.get(name))])
+    return section("Hosts", "Shares of the time of their ranks; the clock against that of rank 0’s host.",
+                   table(["Host", "Ranks", "Of units", "Compute", "Idle", "Clock"], rows, label="Hosts"),
+                   "hosts") if rows else ""
+
+
+def _clock(clock: HostClock | None) -> str:
+    if clock is None or clock.offset_us is None:
+        return "–"
+    if not clock.offset_us and not clock.error_us:
+        return "the reference"
+    return f"{clock.offset_us:+,.0f} ± {clock.error_us or 0:,.0f} µs" + ("" if clock.applied else ", left as it is")
 
 
 def inside(analysis: Analysis) -> str:
@@ -77,7 +104,7 @@ def inside(analysis: Analysis) -> str:
              f"{figure(row.profiled_ms)} ms", "–" if row.usual_ms is None else f"{figure(row.usual_ms)} ms",
              *(percent(row.shares.get(kind, 0.0)) for kind in kinds)] for row in shown]
     parts = [[escape(f"{row.unit} · stage {row.stage} · {row.operation}"),
-              f'<code class="name">{escape(part.name[:160])}</code>', escape(part.kind), figure(part.count),
+              kernel(part.name), escape(part.kind), figure(part.count),
               percent(part.share)] for row in shown for part in row.top]
     return section("Inside an operation", "By torch’s profile of the steps of <code>--profile-steps</code>, what the "
                    "time of an operation is made of; idle: no kernel ran (on a CPU: no operator).",
@@ -186,12 +213,16 @@ def ranks(analysis: Analysis) -> str:
         return ""
     own = any(rank.unit is not None for rank in analysis.ranks)
     arrivals = any(rank.last_to_arrive is not None for rank in analysis.ranks)
+    exposed = any(rank.exposed_communication_us is not None for rank in analysis.ranks)
     head = ["Rank", *(["Unit · stage · replica"] if own else []), "Host", "Span", "Compute", "Non-compute", "Idle",
-            "Wait in collectives", "Overlap %", *(["Last to arrive"] if arrivals else [])]
+            *(["Exposed communication", "Exposed waiting"] if exposed else []), "Wait in collectives", "Overlap",
+            *(["Last to arrive"] if arrivals else [])]
     rows = [[str(rank.rank), *([place(unit=rank.unit, stage=rank.stage, replica=rank.replica)] if own else []),
              escape(rank.host or "–"),
-             *(f"{value / 1e3:,.1f}" for value in (rank.span_us, rank.compute_us, rank.non_compute_us, rank.idle_us,
-                                                   rank.collective_wait_us)), f"{rank.overlap_pct:.2f}",
+             *(_ms(value) for value in (
+                 rank.span_us, rank.compute_us, rank.non_compute_us, rank.idle_us,
+                 *([rank.exposed_communication_us, rank.exposed_wait_us] if exposed else []), rank.collective_wait_us)),
+             "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %",
              *([str(rank.last_to_arrive if rank.last_to_arrive is not None else "–")] if arrivals else [])]
             for rank in analysis.ranks[:MOST_RANKS]]
     more = f" The first {MOST_RANKS} of {len(analysis.ranks)}." if len(analysis.ranks) > MOST_RANKS else ""
@@ -199,6 +230,10 @@ def ranks(analysis: Analysis) -> str:
         f"Ranks ({len(analysis.ranks)})", '<p class="note">ms over the measured steps, in the definitions of '
         f"HolisticTraceAnalysis; waiting for data is idle.{more}</p>" + table(head, rows, label="Ranks"))
         + "</section>")
+
+
+def _ms(us: float | None) -> str:
+    return "–" if us is None else f"{us / 1e3:,.1f}"
 
 
 def _error(error_pct: float | None) -> str:

@@ -41,7 +41,8 @@ def drawable(database: Database, step: int, why: str, rank: int | None = None) -
     """One step of own traces for drawing; `rank` is one that must be among the lanes."""
     length_us = database.sql("SELECT window_s * 1e6 AS us FROM windows WHERE step = $step", {"step": step})[0]["us"]
     return drawn_ranks(step, why, database.query("lanes", step=step),
-                       lambda ranks: [row | {"kind": kind_of(row["operation"])}
+                       lambda ranks: [row | {"kind": kind_of(row["operation"]),
+                                             "operation": row["operation"].replace("_", " ")}
                                       for row in database.query("timeline", step=step, ranks=ranks)], length_us, rank)
 
 
@@ -64,23 +65,30 @@ def drawn_ranks(step: int, why: str, lanes: list[dict[str, Any]],
 
 def kineto_steps(database: KinetoDatabase) -> list[tuple[int | None, str]]:
     """The measured profiler step of median length and the slowest; without marked steps all that was recorded."""
-    rows = database.sql("SELECT step FROM steps WHERE measured GROUP BY step ORDER BY max(end_ns - start_ns), step")
+    rows = database.sql("SELECT step FROM step_lengths WHERE measured GROUP BY step ORDER BY max(length_s), step")
     steps = [int(row["step"]) for row in rows]
     chosen = {steps[-1]: "slowest", steps[len(steps) // 2]: "typical"} if steps else {None: "everything recorded"}
     return sorted(chosen.items(), key=lambda item: item[1], reverse=True)
 
 
 def drawable_kineto(database: KinetoDatabase, step: int | None, why: str, rank: int | None = None) -> dict[str, Any]:
-    """Kernels of one profiler step, two lanes per rank: compute, and communication and copies."""
+    """One profiler step, three lanes per rank: its host, compute, and communication and copies."""
     lanes = database.query("lanes", step=step)
     shown = choose_lanes(lanes, rank)
-    place = {(lane["rank"], lane["stage"]): index for index, lane in enumerate(shown)}
-    rows = database.query("timeline", step=step, ranks=list({lane["rank"] for lane in shown}), most=MOST_BARS)
-    bars = [(place[row["rank"], row["lane"]], row) for row in rows if (row["rank"], row["lane"]) in place]
+    ranks = list({lane["rank"] for lane in shown})
+    rows, hosts = (database.query(name, step=step, ranks=ranks, most=MOST_BARS // 2)
+                   for name in ("timeline", "timeline_host"))
+    busy = {row["rank"] for row in hosts}
+    named = [(one["rank"], kind, one["unit"]) for one in shown
+             for kind in ([0] if one["stage"] == 0 and one["rank"] in busy else []) + [1 + one["stage"]]]
+    place = {(number, kind): at for at, (number, kind, _) in enumerate(named)}
+    bars = [(place[row["rank"], row["lane"]], row) for row in hosts + rows if (row["rank"], row["lane"]) in place]
+    first_ns = min((row["start_ns"] for _, row in bars), default=0)
+    bars = [(lane, row | {"start_us": (row["start_ns"] - first_ns) / 1e3}) for lane, row in bars]
     length_us = max((row["start_us"] + row["duration_us"] for _, row in bars), default=1.0)
-    drawn = drawn_lanes([(lane["unit"], ("compute", "communication, copies")[lane["stage"]]) for lane in shown], bars,
+    drawn = drawn_lanes([(unit, ("host", "compute", "communication, copies")[kind]) for _, kind, unit in named], bars,
                         length_us)
-    left_out = sum(lane["kernels"] for lane in lanes) - len(bars)
+    left_out = sum(lane["kernels"] for lane in lanes) - len(rows)
     note = f"The {left_out} shortest of the kernels, or those of further ranks, are not drawn." if left_out else ""
     return drawn | {"title": "All" if step is None else f"Step {step}", "why": why, "note": note}
 

@@ -9,6 +9,8 @@ from html import escape
 from disttrain_cli.analysis.figures import figure as figure
 from disttrain_cli.analysis.figures import seconds as seconds
 
+#: Of names more is no use to anyone.
+LONGEST_NAME = 2000
 #: Figures as they are named to people.
 CAUSES = {
     "unit": "GPUs badly shared between units",
@@ -38,6 +40,12 @@ def place(**parts: object) -> str:
     named = [str(value) if name in ("unit", "host") else f"{name} {value}"
              for name, value in parts.items() if value is not None]
     return escape(" · ".join(named))
+
+
+def kernel(name: str) -> str:
+    """A name of a trace, cut by the page where it is long, whole where it is pointed at or tapped; escaped."""
+    whole = escape(name[:LONGEST_NAME])
+    return f'<code class="name" tabindex="0" title="{whole}">{whole}</code>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", narrow: bool = False) -> str:

@@ -7,6 +7,6 @@ splits the lost time by cause as for our own traces, `advice` is what to do, `dr
 """
 
 from disttrain_cli.analysis.study.analyze import analyze_study
-from disttrain_cli.analysis.study.reader import VIEWS, open_study, run_study_sql
+from disttrain_cli.analysis.study.reader import open_study, run_study_sql
 
-__all__ = ["VIEWS", "analyze_study", "open_study", "run_study_sql"]
+__all__ = ["analyze_study", "open_study", "run_study_sql"]

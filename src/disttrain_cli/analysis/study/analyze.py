@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from disttrain_cli.analysis.losses import stragglers_of
 from disttrain_cli.analysis.replay import Passes
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -22,7 +23,7 @@ from disttrain_cli.analysis.result import (
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.analysis.study.advice import command_of, told
 from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of
-from disttrain_cli.analysis.study.losses import UNIT, explain_study, passes_of, split_study
+from disttrain_cli.analysis.study.losses import NOT_TOLD, UNIT, explain_study, passes_of, split_study
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
 from disttrain_cli.analysis.study.replays import replay
@@ -56,7 +57,8 @@ def analyze_study(files: list[Path]) -> Analysis:
     return Analysis(
         format="operations",
         job=JobSummary(
-            run=", ".join(file.name for file in trace.files), rehearsed=None, layout=_layout(trace), ranks=len(ranks),
+            run=", ".join(file.name for file in trace.files),
+            name=", ".join(file.stem for file in trace.files), rehearsed=None, layout=_layout(trace), ranks=len(ranks),
             steps=trace.steps_recorded, steps_measured=len(trace.steps), warmup_steps_excluded=0,
             iteration_s=float(measured.mean()), iteration_p50_s=float(np.quantile(measured, 0.5)),
             iteration_p95_s=float(np.quantile(measured, 0.95)), sequences_per_s=None, mfu=None,
@@ -91,24 +93,28 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
     verdict = judge(record, findings)
     causes = [replace(row, place=replace(row.place, unit=None), places=[replace(one, unit=None) for one in row.places],
                       next_command=command_of(row.cause, row.place)) for row in rows_of(record, findings)]
-    ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
-    return (Stragglers(slowdown=measured_s / ideal_s, ideal_s=ideal_s,
-                       lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}),
-            told(verdict, graph, replays, losses), causes, replays.what_if, _slowest(graph, passes_of(graph)))
+    return (stragglers_of(losses, NOT_TOLD), told(verdict, graph, replays, losses), causes, replays.what_if,
+            _slowest(graph, passes_of(graph)))
 
 
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
-    """The slowest stage, replica and slot by the mean of a forward and a backward pass."""
+    """The slowest stage, replica and slot by the time of a microbatch on one stage, forward and backward together."""
     own = np.isin(graph.optype, (FORWARD, BACKWARD))
     ms = 1e3 * graph.taken[own].mean(axis=1)
     rows = []
     for kind, numbers in (("stage", passes.stage), ("replica", passes.replica), ("slot", passes.slot)):
-        means = {int(number): float(ms[numbers == number].mean()) for number in np.unique(numbers)}
+        means = {int(number): _of_a_slot(passes, ms, numbers == number) for number in np.unique(numbers)}
         if len(means) > 1:
             slow = max(means, key=lambda number: means[number])
             rows.append(Slowest(kind=kind, unit=None, number=slow, mean_ms=means[slow],
-                                ratio=means[slow] / float(ms.mean()), normalised_ratio=None))
+                                ratio=means[slow] / _of_a_slot(passes, ms, np.ones_like(numbers, bool)),
+                                normalised_ratio=None))
     return rows
+
+
+def _of_a_slot(passes: Passes, ms: Floats, own: NDArray[np.bool_]) -> float:
+    """Time of a microbatch on one rank, mean over the ranks and microbatches of the chosen passes."""
+    return float(ms[own].sum() / len(np.unique(np.stack([passes.rank[own], passes.slot[own]]), axis=1)[0]))
 
 
 def _waits(graph: StudyGraph) -> dict[int, float]:
@@ -123,4 +129,4 @@ def _ranks(trace: StudyTrace, waits: dict[int, float]) -> list[RankSummary]:
                                 {"steps": trace.steps.tolist(), "replicas": trace.replicas.tolist()})
     names = [column[0] for column in cursor.description or []]
     rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
-    return [RankSummary(**row, collective_wait_us=waits.get(row["rank"], 0.0)) for row in rows]
+    return [RankSummary(**row, collective_wait_us=waits.get(row["rank"])) for row in rows]

@@ -19,6 +19,8 @@ from disttrain_cli.analysis.walk import Floats
 
 #: The one unit of a job whose trace names none, as a verdict's sentences have it.
 UNIT = "the job"
+#: Causes of which its trace tells nothing: there is one unit, and waiting for data is the host's.
+NOT_TOLD = ("unit", "data")
 
 
 def explain_study(graph: StudyGraph) -> Explained:
@@ -49,7 +51,7 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
         data_wait={}, links={(UNIT, int(stage)): float(late[graph.stage == stage].sum(axis=0).mean())
                              for stage in np.unique(graph.stage)},
         gap={int(rank): float(graph.launch[graph.rank == rank].clip(0.0).sum(axis=0).mean()) for rank in ranks},
-        crowded=0.0, **factors(passes, compute, why))
+        crowded=0.0, steps=graph.trace.steps, **factors(passes, compute, why))
 
 
 def passes_of(graph: StudyGraph) -> Passes:

@@ -9,6 +9,7 @@ in another order than usual count as not whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.analysis.sql import Table, answer, connect
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD, KNOWN, TRANSFERS
+from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.analysis.walk import Floats, Ints
 from disttrain_cli.errors import DataError
 
@@ -35,9 +37,6 @@ _UNITS = (("s", 1, LONGEST_PASS_S), ("ms", 10**3, 10**3), ("µs", 10**6, 10**7))
 MOST_STEPS = 64
 #: An operation that fewer of the steps have, on every replica, is no part of a usual step.
 USUAL_SHARE = 0.5
-#: Views for --sql, and what one row is.
-VIEWS = {"operations": "One row per operation of a rank, which may stand for a TP group; in seconds. Columns: "
-                       + ", ".join(COLUMNS)}
 
 
 @dataclass(frozen=True)
@@ -268,4 +267,4 @@ def run_study_sql(files: list[Path], query: str) -> Table:
         DataError: no file can be read.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_study(files)[0], query, lambda: VIEWS)
+    return answer(open_study(files)[0], query, partial(documented_views, "study"))

@@ -19,7 +19,7 @@ from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.data.index import Index, open_index, read_index
 from disttrain_cli.data.ordering.loads import unit_loads
 from disttrain_cli.data.ordering.orders import Orders
-from disttrain_cli.data.sizes import Sizes, sizes_of
+from disttrain_cli.data.packing import Packing
 from disttrain_cli.data.slots import ReplicaItems, StepOrder
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.runtime.rehearsal.device import Device
@@ -55,7 +55,7 @@ class StepWork:
 
     order: StepOrder  # of the plan's layout
     joined: StepOrder  # of the processes
-    sizes: Sizes
+    batch: Packing
     seconds: dict[str, dict[str, Floats]]  # "forward" or "backward" → by module [n, k], faults and noise included
     waits: list[dict[str, tuple[float, float]]]  # by slot and module: forward and backward of the slowest replica
     prepare_s: Floats  # [n] until the slot's data are prepared, from when the cores begin with it
@@ -84,9 +84,9 @@ class Feeder:
         """What every process of every unit does in a step."""
         return self.work(step).joined
 
-    def sizes(self, step: int) -> Sizes:
-        """Sizes of the sequences of a step's global batch, in the order of the data."""
-        return self.work(step).sizes
+    def batch(self, step: int) -> Packing:
+        """A step's global batch, in the order of the data."""
+        return self.work(step).batch
 
     def items(self, step: int, slot: int) -> list[ReplicaItems]:
         """What each of the process's replicas works on in a slot."""
@@ -124,7 +124,7 @@ class Feeder:
                                 float(seconds["backward"][cost.module][slot, slowest["backward"][slot]]))
                   for cost in self._stage.costs} for slot in range(len(order.slots))]
         prepared = prepare_s(self._profile, self._stage, loads, self._run.preprocess.workers)
-        return StepWork(order, joined_order(order, self._shares), sizes_of(batch), seconds, waits,
+        return StepWork(order, joined_order(order, self._shares), batch, seconds, waits,
                         (prepared * self._slowdown("worker")).max(axis=1))
 
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.pulse import Pulse
-from disttrain_cli.spec.trace import OPEN_SEGMENT, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.trace import OPEN_SEGMENT, SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ class SegmentWriter:
         import pyarrow as pa
 
         kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-                 "list<int64>": pa.list_(pa.int64()), "map<string,float64>": pa.map_(pa.string(), pa.float64())}
+                 "list<int64>": pa.list_(pa.int64()), "list<string>": pa.list_(pa.string()),
+                 "map<string,float64>": pa.map_(pa.string(), pa.float64())}
         self.rows: list[dict[str, Any]] = []
         self._schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
         self._folder, self._run, self._say = folder, run, say
@@ -166,3 +167,8 @@ def step_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> S
 def size_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
     """Writer of the sizes of a few sequences of every step (rank 0)."""
     return SegmentWriter(folder / "sizes", SIZE_COLUMNS, run, say)
+
+
+def sample_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
+    """Writer of what every slot is made of (rank 0)."""
+    return SegmentWriter(folder / "samples", SAMPLE_COLUMNS, run, say)

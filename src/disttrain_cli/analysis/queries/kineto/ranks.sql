@@ -1,9 +1,9 @@
 -- One row per rank, as `analyze --json` gives it.
 SELECT t.rank, t.span_ns / 1e3 AS span_us, t.idle_ns / 1e3 AS idle_us, t.compute_ns / 1e3 AS compute_us,
        (t.span_ns - t.idle_ns - t.compute_ns) / 1e3 AS non_compute_us,
-       coalesce(100.0 * t.overlapped_ns / nullif(t.communication_ns, 0), 0.0) AS overlap_pct,
-       coalesce(w.wait_ns, 0) / 1e3 AS collective_wait_us, coalesce(w.last, 0) AS last_to_arrive,
-       t.communication_ns / 1e3 AS communication_us, t.exposed_ns / 1e3 AS exposed_communication_us,
+       100.0 * t.overlapped_ns / nullif(t.communication_ns, 0) AS overlap_pct,
+       w.wait_ns / 1e3 AS collective_wait_us, w.last AS last_to_arrive, t.communication_ns / 1e3 AS communication_us,
+       (t.exposed_ns - t.exposed_wait_ns) / 1e3 AS exposed_communication_us, t.exposed_wait_ns / 1e3 AS exposed_wait_us,
        m.peak_bytes / 1073741824 AS memory_peak_gib
 FROM times t
 LEFT JOIN (SELECT rank, sum(wait_ns)::BIGINT AS wait_ns, count(*) FILTER (is_last) AS last FROM waits GROUP BY rank) w

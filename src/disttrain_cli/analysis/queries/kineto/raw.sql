@@ -8,6 +8,9 @@ CREATE TABLE categories (id INTEGER, name VARCHAR, class INTEGER);
 CREATE TABLE threads (id INTEGER, file INTEGER, process VARCHAR, thread VARCHAR, thread_name VARCHAR);
 CREATE TABLE calls (id INTEGER, collective VARCHAR, process_group VARCHAR, description VARCHAR, members VARCHAR,
                     size BIGINT, elements BIGINT, dtype VARCHAR, source BIGINT, destination BIGINT);
+CREATE TABLE shapes (id INTEGER, name INTEGER, dims VARCHAR, dtype VARCHAR, flops DOUBLE, bytes DOUBLE);
+CREATE TABLE item_bytes (dtype VARCHAR, bytes BIGINT);
+CREATE TABLE devices (file INTEGER, name VARCHAR);
 -- What names tell: kinds of kernels (told: by a line of the user's own), and marks of steps.
 CREATE TABLE kinds (name INTEGER, kind VARCHAR, operation VARCHAR, told BOOLEAN);
 CREATE TABLE step_names (name INTEGER, line INTEGER, number BIGINT, edge VARCHAR);
@@ -16,5 +19,5 @@ CREATE TABLE raw_memory (file INTEGER, thread INTEGER, at_ns BIGINT, device_type
 CREATE TABLE warnings (warning VARCHAR);
 CREATE TABLE raw_events (file INTEGER, category INTEGER, name INTEGER, thread INTEGER, start_ns BIGINT,
                          duration_ns BIGINT, device BIGINT, stream BIGINT, correlation BIGINT, external_id BIGINT,
-                         bytes BIGINT, step BIGINT, iteration BIGINT, call INTEGER);
+                         bytes BIGINT, step BIGINT, iteration BIGINT, call INTEGER, shape INTEGER);
 CREATE TABLE marks AS SELECT *, 0::UTINYINT AS phase FROM raw_events;

@@ -1,2 +1,2 @@
 -- Time of every profiler step, of the rank that takes longest.
-SELECT step, max(end_ns - start_ns) / 1e9 AS iteration_s FROM steps GROUP BY step ORDER BY step;
+SELECT step, max(length_s) AS iteration_s FROM step_lengths GROUP BY step ORDER BY step;

@@ -25,5 +25,5 @@ WITH kinds AS (
 )
 SELECT rank, NULL AS host, NULL AS unit, stage, replica, span AS span_us, span - every AS idle_us, compute AS compute_us,
        every - compute AS non_compute_us,
-       if(communication = 0, 0.0, 100 * (compute + communication - every) / communication) AS overlap_pct
+       if(communication = 0, NULL, 100 * (compute + communication - every) / communication) AS overlap_pct
 FROM unions JOIN spans USING (rank) ORDER BY rank;

@@ -1,0 +1,159 @@
+"""FLOPs and bytes of operators, from the shapes that `record_shapes=True` leaves in a trace.
+
+Counted are operators that do not contain one another, so that their sums count nothing twice: products, convolutions
+and fused attention, as they execute: twice the multiplications; attention whole, its causal half not discounted, and
+five products in its backward, which computes the scores again. Bytes are those of inputs and outputs, each once: the
+least that must move. What a trace does not tell (strides of a convolution before PyTorch 2.1) is not guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+Dims = list[Any]  # by argument: [] for what is no tensor
+Count = tuple[float, float]  # FLOPs, elements of inputs and outputs
+
+#: Bytes of an element by the names that profilers give to types.
+ITEM_BYTES = {
+    "double": 8, "long": 8, "long int": 8, "int64": 8, "float64": 8, "float": 4, "int": 4, "int32": 4, "float32": 4,
+    "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "int16": 2, "bool": 1, "byte": 1, "char": 1, "int8": 1,
+    "uint8": 1, "signed char": 1, "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}
+
+
+class Shape(NamedTuple):
+    """What is known of an operator's call: null is what its arguments do not tell."""
+
+    dims: str
+    dtype: str | None
+    flops: float | None
+    bytes: float | None
+
+
+def is_counted(name: str) -> bool:
+    """Whether shapes of the events of this name are of use: of counted operators, and of annotated collectives."""
+    return name in _COUNTERS or name.startswith("nccl:")
+
+
+def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
+    """FLOPs and bytes of a call, from its arguments as JSON."""
+    of, kinds, values = _list(dims), _list(types), _list(concrete)
+    tensors = [place for place, dim in enumerate(of) if dim]
+    try:
+        if name not in _COUNTERS:
+            dtype = _plain(kinds[tensors[0]])
+            return Shape(_said(of, tensors), dtype, None, float(sum(prod(of[place]) for place in tensors)
+                                                                * ITEM_BYTES[dtype]))
+        first, count = _COUNTERS[name]
+        dtype = _plain(kinds[first])
+        flops, elements = count(of, values)
+        size = ITEM_BYTES.get(dtype)
+        return Shape(_said(of, tensors), dtype, float(flops), None if size is None else float(elements * size))
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError):
+        return Shape(_said(of, tensors), None, None, None)
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes of an element, or None for a type that is not known."""
+    return ITEM_BYTES.get(_plain(dtype))
+
+
+def _list(text: bytes) -> list[Any]:
+    try:
+        found = json.loads(text) if text else []
+    except ValueError:
+        return []
+    return found if isinstance(found, list) else []
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("c10::").removeprefix("torch.").lower()
+
+
+def _said(dims: Dims, tensors: list[int]) -> str:
+    return " ".join("×".join(map(str, dims[place])) for place in tensors)[:200]
+
+
+def _product(at: int) -> Callable[[Dims, Dims], Count]:
+    """Of the matrices, or batches of them, that are arguments `at` and `at + 1`."""
+    def count(dims: Dims, values: Dims) -> Count:
+        one, other = dims[at], dims[at + 1]
+        *batch, rows, inner = one
+        if other[-2] != inner or other[:-2] != batch or len(one) < 2:
+            raise ValueError("these do not multiply")
+        columns = other[-1]
+        return (2 * prod(batch) * rows * inner * columns,
+                prod(batch) * (rows * inner + inner * columns + rows * columns))
+    return count
+
+
+def _convolution(dims: Dims, values: Dims) -> Count:
+    image, weight = dims[0], dims[1]
+    if _flag(values[6]):  # transposed: every pixel read meets the whole kernel
+        stride, padding, dilation, more = (_numbers(values[place], len(image) - 2) for place in (3, 4, 5, 7))
+        out = [(size - 1) * s - 2 * p + d * (k - 1) + m + 1 for size, s, p, d, k, m in
+               zip(image[2:], stride, padding, dilation, weight[2:], more, strict=True)]
+        made = image[0] * weight[1] * int(values[8]) * prod(out)
+        return 2 * prod(image) * prod(weight[1:]), prod(image) + prod(weight) + made
+    stride, padding, dilation = (_numbers(values[place], len(image) - 2) for place in (3, 4, 5))
+    out = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, s, p, d, k in
+           zip(image[2:], stride, padding, dilation, weight[2:], strict=True)]
+    made = image[0] * weight[0] * prod(out)
+    return 2 * made * prod(weight[1:]), prod(image) + prod(weight) + made
+
+
+def _convolution_backward(dims: Dims, values: Dims) -> Count:
+    gradient, image, weight = dims[0], dims[1], dims[2]
+    mask = [_flag(word) for word in str(values[10]).strip("[]").split(",")]
+    each = 2 * (prod(image) if _flag(values[7]) else prod(gradient)) * prod(weight[1:])
+    made = mask[0] * prod(image) + mask[1] * prod(weight)
+    return each * (mask[0] + mask[1]), prod(gradient) + prod(image) + prod(weight) + made
+
+
+def _attention(first: int, heads_first: bool, products: int, tensors: int) -> Callable[[Dims, Dims], Count]:
+    """Of query, key and value from argument `first` on.
+
+    Args:
+        heads_first: [batch, heads, length, size] instead of [batch, length, heads, size].
+        products: matrix products of scores' size.
+        tensors: reads and writes of tensors of the query's size and of the keys', each.
+    """
+    def count(dims: Dims, values: Dims) -> Count:
+        query, key = dims[first], dims[first + 1]
+        if len(query) != 4 or len(key) != 4:
+            raise ValueError("packed sequences: their lengths are not told")
+        of = (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
+        batch, heads, length, size = (query[place] for place in of)
+        read = key[of[2]]
+        return products * 2 * batch * heads * length * read * size, tensors * (prod(query) + prod(key))
+    return count
+
+
+def _flag(value: Any) -> bool:
+    return str(value).strip() == "True"
+
+
+def _numbers(value: Any, count: int) -> list[int]:
+    found = [int(word) for word in str(value).strip("[]").split(",") if word.strip()]
+    return found * count if len(found) == 1 else found
+
+
+#: Operator → the argument whose type it computes in, and what it counts.
+_COUNTERS: dict[str, tuple[int, Callable[[Dims, Dims], Count]]] = {
+    "aten::mm": (0, _product(0)), "aten::bmm": (0, _product(0)), "aten::addmm": (1, _product(1)),
+    "aten::baddbmm": (1, _product(1)), "aten::_addmm_activation": (1, _product(1)),
+    "aten::_scaled_mm": (0, _product(0)), "aten::_int_mm": (0, _product(0)),
+    "aten::convolution": (0, _convolution), "aten::convolution_backward": (0, _convolution_backward),
+} | {
+    f"aten::_scaled_dot_product_{kind}_attention{suffix}": (0, _attention(0, True, 2, 2))
+    for kind, suffix in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+} | {
+    f"aten::_scaled_dot_product_{kind}_attention{suffix}_backward": (1, _attention(1, True, 5, 4))
+    for kind, suffix in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+} | {
+    "flash_attn::_flash_attn_forward": (0, _attention(0, False, 2, 2)),
+    "flash_attn::_flash_attn_backward": (1, _attention(1, False, 5, 4)),
+}
