@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from disttrain_cli.analysis.losses import stragglers_of
 from disttrain_cli.analysis.replay import Passes
@@ -30,6 +31,7 @@ from disttrain_cli.analysis.study.replays import replay
 from disttrain_cli.analysis.study.suspects import study_causes
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import judge, rows_of, unknown
+from disttrain_cli.analysis.walk import Floats
 
 
 def analyze_study(files: list[Path]) -> Analysis:
