@@ -146,8 +146,8 @@ def fit(rows: list[Row]) -> dict[str, list[tuple[float, float]]]:
             joined.append(members)
             while len(joined) > 1 and _share(joined[-1]) <= _share(joined[-2]):
                 joined[-2:] = [joined[-2] + joined[-1]]
-        found[kind] = [(round(float(np.mean([row["raw"] for row in members])), 3), round(_share(members), 3))
-                       for members in joined]
+        found[kind] = [(0.0, 0.0), *((round(float(np.mean([row["raw"] for row in members])), 3),
+                                      round(_share(members), 3)) for members in joined)]
     return found
 
 

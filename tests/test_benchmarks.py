@@ -278,4 +278,4 @@ def test_more_evidence_is_fitted_to_be_no_less_sure():
 
     rows = [row(n, 0.2, n % 2 == 0) for n in range(8)] + [row(n, 0.6, False) for n in range(8)]
     rows += [row(n, 0.99, True) for n in range(18)] + [row(1000, 0.99, False)]
-    assert calibration.fit(rows)["disttrain"] == [(0.4, 0.278), (0.99, 0.95)]
+    assert calibration.fit(rows)["disttrain"] == [(0.0, 0.0), (0.4, 0.278), (0.99, 0.95)]
