@@ -109,8 +109,8 @@ def explain(plan: Plan, units: list[Unit], step: Step) -> Explanation:
     sentences = [_time_sentence(predicted, parts), _binding_sentence(shares, slowest),
                  _memory_sentence(predicted, fullest, plan.plan), _waiting_sentence(predicted)]
     if profile.device.kind == "cpu" and any(unit.sharing != 1.0 for unit in predicted.units):
-        sentences.append("Cores     Ranks share cores here, which levels the simulated times: layouts are ranked as on "
-                         "a cluster, and the best of them compared with other strategies' as they run here.")
+        sentences.append("Cores     Ranks share cores here, which levels the simulated times: layouts are ranked as "
+                         "for a cluster, and the best of them compared with other strategies' as they run here.")
     return Explanation(shares, slowest.unit, fullest.unit, parts, runners_up, ratios, sentences)
 
 
