@@ -94,6 +94,16 @@ def test_a_cpu_shares_its_cores() -> None:
     assert solve(run, measured_together, top=0).predicted.iteration_s < solve(run, few, top=0).predicted.iteration_s
 
 
+@pytest.mark.parametrize(("stated", "recomputes"), [("full", True), ("none", False), ("auto", False)])
+def test_a_cpu_recomputes_where_the_run_file_says_so(stated: str, recomputes: bool) -> None:
+    run = synthetic.run_file(batch=4, gpus=3)
+    run = run.model_copy(update={"train": run.train.model_copy(update={"activation_checkpointing": stated})})
+    profile = synthetic.tiny(run)
+    plan = solve(run, profile, top=0)
+    assert {unit.checkpointing for unit in plan.plan.units} == {recomputes}
+    check(plan, run, profile)
+
+
 def test_memory_failure_names_stage_and_remedy(made: tuple[RunFile, Profile, Plan]) -> None:
     run, _, plan = made
     most = max(stage.peak_gib for stage in plan.predicted.memory)
