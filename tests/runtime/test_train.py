@@ -69,6 +69,8 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
     assert list(pq.read_table(traces / "steps").column_names)[:len(STEP_COLUMNS)] == list(STEP_COLUMNS)
     with pytest.raises(SpecError, match="newest checkpoint is of step 4"):
         train(*job, steps=4, resume=True)
+    with pytest.raises(SpecError, match="disttrain train --restart"):
+        train(*job, steps=4)
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> None:
@@ -82,6 +84,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> 
     with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL") as caught:
         train(*job, steps=50, on_step=kill_rank_1)
     assert "rank-00001.log" in caught.value.why
+    steps = open_database([job[0].dir.root]).sql("SELECT rank, max(step) AS last FROM recorded GROUP BY rank")
+    assert len(steps) == 3 and all(row["last"] >= 0 for row in steps)  # killed when step 0 had been reported
     assert ranks and not psutil.Process().children(recursive=True)
 
 

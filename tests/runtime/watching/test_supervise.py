@@ -12,6 +12,7 @@ import pytest
 
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.runtime.train import preflight, train
+from disttrain_cli.spec.rundir import stop_file
 from tests.runtime.factory import make_job
 
 pytestmark = pytest.mark.slow
@@ -50,8 +51,13 @@ def test_a_lost_rank_is_replaced_and_a_signal_stops_with_a_checkpoint(tmp_path: 
     assert list((job[0].dir.root / "tensorboard").glob("*/events*"))
     assert not psutil.Process().children(recursive=True)
 
-    resumed = train(*job, steps=done + 1, resume=True)
-    assert resumed.resumed_from_step == done and resumed.stopped_by is None
+    resumed = train(*job, steps=50, resume=True, on_step=lambda step: stop_file(logs).touch())
+    assert resumed.resumed_from_step == done and resumed.stopped_by == "stop file"
+    term = train(*job, steps=50, resume=True, on_step=lambda step: os.kill(process_of(logs, 2), signal.SIGTERM))
+    assert term.stopped_by == "SIGTERM" and term.checkpoint == str(
+        job[0].dir.checkpoints / f"step-{term.steps[-1]['step'] + 1:06d}")
+    last = term.steps[-1]["step"] + 2
+    assert train(*job, steps=last, resume=True, on_step=lambda step: stop_file(logs).touch()).stopped_by is None
 
 
 def test_a_rank_that_is_stopped_is_named_and_preflight_finds_nothing_wrong(tmp_path: Path, data: Path) -> None:

@@ -138,7 +138,7 @@ def _tail(path: Path, limit: int = 8192) -> str:
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - limit))
-        return file.read().decode(errors="replace")
+        return file.read(limit).decode(errors="replace")
 
 
 def _last_line(path: Path) -> str:

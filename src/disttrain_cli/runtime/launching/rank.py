@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -58,7 +59,8 @@ def live(rank: int, function: Target, payload: dict[str, Any], log: Path,
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}")
+        with suppress(OSError):  # a full disk
+            print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}")
         function(payload)
         code = 0
     except DisttrainError as error:
