@@ -237,7 +237,7 @@ def widen(plan, module, dp):
     (lambda p: p["plan"].update(microbatches=7), ["microbatches", "7", "global_batch_size = 4"]),
     (lambda p: widen(p, "llm", 3), ["dp of llm", "3", "global_batch_size = 4"]),
     (lambda p: p["plan"].update(gpus_used=99), ["gpus_used", "99"]),
-    (lambda p: unit(p, "llm").update(pp=3), ["plan.units", "gpus must be tp × dp × pp"]),
+    (lambda p: unit(p, "llm").update(pp=7), ["plan.units", "gpus must be tp × dp × pp"]),
     (lambda p: widen(p, "image_encoder", 64), ["more ranks than the cluster has", "64"]),
     (lambda p: unit(p, "llm")["layers_per_stage"].__setitem__(0, 40), ["layers_per_stage", "llm", "40"]),
     (lambda p: unit(p, "llm").update(modules=["llm", "audio"]), ["audio", "every module once"]),
