@@ -4,6 +4,6 @@ Start with `analysis`. `splitting` finds whole events in chunks of a file, `even
 `columns` turns them into rows, `ingest` fills the database, which `database` opens (from the cache of `analysis.cache`
 where it was read before). `placing` gives files their rank, job and clock: `ranks` finds the ranks that one file holds,
 `jobs` tells jobs apart. `kernels` tells communication from compute by evidence. The measures are
-`queries/kineto/*.sql`; `losses` divides the time, `verdict` names the cause. `shapes` counts FLOPs, `roofline` sets them
-beside the device, `path` finds what a step had to wait for.
+`queries/kineto/*.sql`; `losses` divides the time, `verdict` names the cause. `shapes` counts FLOPs, `roofline` sets
+them beside the device, `path` finds what a step had to wait for.
 """
