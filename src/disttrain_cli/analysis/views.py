@@ -46,11 +46,16 @@ def inside(connection: DuckDBPyConnection) -> None:
 
 def publish(connection: DuckDBPyConnection, family: Family, *later: str) -> None:
     """Make the documented views of what lies inside, but for those that are made `later`, and `columns`."""
-    views = documented_views(family)
-    for name, view in views.items():
+    for name, view in documented_views(family).items():
         if name not in later:
             connection.execute(f"CREATE VIEW main.{name} AS SELECT {', '.join(map(_quoted, view.columns))} "
                                f"FROM {INTERNAL}.{view.of}")
+    explain(connection, family)
+
+
+def explain(connection: DuckDBPyConnection, family: Family) -> None:
+    """Make the table `columns`."""
+    views = documented_views(family)
     told = [(name, column, meaning) for name, view in views.items() for column, meaning in view.columns.items()]
     connection.execute(
         'CREATE TABLE main.columns AS SELECT unnest(?) AS "view", unnest(?) AS "column", unnest(?) AS meaning',

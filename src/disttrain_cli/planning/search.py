@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from disttrain_cli.planning.bounds import Keep, Space, divisors, narrowed, rough_floor, space_of
 from disttrain_cli.planning.dominance import Dearness, not_behind, undominated
 from disttrain_cli.planning.objective import combine
-from disttrain_cli.planning.options import Options, join, price, take
+from disttrain_cli.planning.options import Floats, Ints, Options, join, price, take
 from disttrain_cli.planning.units import Cluster, Unit, holder_of
 
 #: Of the limit of a slot size over its lower bound, by how often it was looked at.
@@ -262,7 +262,7 @@ def _join(partial: _Partial, table: Options, before: list[Options], llm: int, sl
 
 def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
     """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be joined."""
-    worse = [joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
+    worse: list[Floats | Ints] = [joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
     if not more:
         total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
         last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf

@@ -28,6 +28,8 @@ def test_products_and_attention():
 
 @pytest.mark.parametrize(("name", "dims", "concrete"), [
     ("aten::mm", [[2, 3], [4, 5]], ()), ("aten::mm", [[2, 3]], ()), ("aten::mm", [], ()), ("aten::bmm", [[2], [3]], ()),
+    ("aten::mm", [[10**200, 3], [3, 10**200]], ()), ("aten::mm", [[-2, 3], [3, 4]], ()),
+    ("aten::mm", [[float("inf"), 3], [3, 4]], ()), ("nccl:all_gather", [[[2, 3], [4]]], ()),
     ("aten::mm", "oops", ()), ("aten::mm", [["a", 3], [3, 4]], ()), ("aten::mm", [None, None], ()),
     ("aten::convolution", [[1, 3, 8, 8], [4, 3, 3, 3], [4]], ()),  # before PyTorch 2.1
     ("aten::convolution", [[1, 3, 8, 8], [4, 3, 3, 3], [4]], ["", "", "", "[0, 0]", "[1]", "[1]", "False", "[0]", "1"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html import unescape
 
@@ -145,3 +146,21 @@ def test_hosts_are_shown_with_their_clocks(tmp_path):
     hosts = part(text, "hosts")
     assert hosts.count("<tr>") == 3 and "encoder 1, llm 2, generator 1" in hosts and ">llm 2<" in hosts
     assert "the reference" in hosts and "µs" in hosts
+
+
+def test_a_rehearsal_shows_no_losses(tmp_path):
+    folder = tmp_path / "run" / "traces"
+    synthetic.write(folder, synthetic.Synthetic())
+    job = json.loads((folder / "job.json").read_text())
+    _, text = page_of([folder], tmp_path)
+    assert "Losses<div" in part_of_curves(text) and "Gradient norm" in part_of_curves(text)
+    job["rehearsed"] = {"processes": 6, "time_scale": 1.0, "messages": "scaled", "noise": 0.0, "faults": []}
+    (folder / "job.json").write_text(json.dumps(job))
+    _, text = page_of([folder], tmp_path)
+    curves = part_of_curves(text)
+    assert "Losses" not in curves and "Gradient norm" not in curves and "Step time" in curves
+    assert "<li>Losses: emulated devices compute none.</li>" in text
+
+
+def part_of_curves(text):
+    return text[text.index('id="curves"'):text.index('id="ranks"')]

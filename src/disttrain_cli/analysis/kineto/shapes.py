@@ -24,6 +24,9 @@ ITEM_BYTES = {
 }
 
 
+_MOST = 1e24  # FLOPs of a call, and elements
+
+
 class Shape(NamedTuple):
     """What is known of an operator's call: null is what its arguments do not tell."""
 
@@ -49,9 +52,11 @@ def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
                                                                 * ITEM_BYTES[dtype]))
         first, count = _COUNTERS[name]
         dtype = _plain(kinds[first])
-        flops, elements = count(of, values)
+        flops, elements = (float(number) for number in count(of, values))
+        if not (0 <= flops < _MOST and 0 <= elements < _MOST):
+            raise ValueError("no shape has so many")
         size = ITEM_BYTES.get(dtype)
-        return Shape(_said(of, tensors), dtype, float(flops), None if size is None else float(elements * size))
+        return Shape(_said(of, tensors), dtype, flops, None if size is None else elements * size)
     except (ArithmeticError, IndexError, KeyError, TypeError, ValueError):
         return Shape(_said(of, tensors), None, None, None)
 

@@ -82,6 +82,7 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (tables.predicted(analysis), "Predicted against measured: there is no plan beside these traces."),
         (tables.operations(analysis), ""),
         (tables.memory(analysis), "Memory: it was not recorded."),
+        ("", "Losses: emulated devices compute none." if analysis.job.rehearsed is not None else ""),
         (sections.curves(analysis, pictures.steps), "Loss and MFU over steps: these traces do not tell them."),
         (generated(images), ""),
         (sections.warnings(analysis), ""),

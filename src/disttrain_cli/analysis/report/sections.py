@@ -198,13 +198,15 @@ def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
 
     plan = {row.what: row.predicted for row in analysis.predicted_vs_measured
             if row.unit is None and row.basis == "plan"}
+    learns = analysis.job.rehearsed is None  # emulated devices compute no loss
     charts = [
-        line_chart("Losses", [("text", points("loss_text")), ("image", points("loss_image")), ("sum", points("loss"))]),
+        line_chart("Losses", [("text", points("loss_text")), ("image", points("loss_image")), ("sum", points("loss"))])
+        if learns else "",
         line_chart("MFU", [("job", [(x, 100 * y) for x, y in points("mfu")])], " %",
                    100 * plan["mfu"] if "mfu" in plan else None),
         line_chart("Step time", [("step", points("iteration_s")), ("waiting for data", points("data_wait_s"))], " s",
                    plan.get("iteration_s")),
-        line_chart("Gradient norm", [("global", points("grad_norm"))]),
+        line_chart("Gradient norm", [("global", points("grad_norm"))]) if learns else "",
     ]
     drawn = "".join(f"<section>{chart}</section>" for chart in charts if chart)
     return f'<div class="two" id="curves">{drawn}</div>' if drawn else ""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from disttrain_cli.analysis.sql import Table, answer, connect
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD, KNOWN, TRANSFERS
-from disttrain_cli.analysis.views import documented_views
+from disttrain_cli.analysis.views import documented_views, explain
 from disttrain_cli.analysis.walk import Floats, Ints
 from disttrain_cli.errors import DataError
 
@@ -267,4 +267,6 @@ def run_study_sql(files: list[Path], query: str) -> Table:
         DataError: no file can be read.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_study(files)[0], query, partial(documented_views, "study"))
+    connection = open_study(files)[0]
+    explain(connection, "study")
+    return answer(connection, query, partial(documented_views, "study"))
