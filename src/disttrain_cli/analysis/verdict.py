@@ -15,6 +15,8 @@ from disttrain_cli.analysis.telling import MOST_PLACES, Record, tell
 
 #: Causes that lie in the data.
 UNEVEN = ("intra_microbatch", "inter_microbatch")
+#: Causes that lie in the ranks themselves or between them.
+IN_RANKS = ("worker", "communication", "host")
 
 
 def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
@@ -29,7 +31,7 @@ def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
         rows.append(Cause(
             cause=finding.cause, place=place, places=finding.places[:MOST_PLACES], told=told,
             gain_s=float(finding.gain_s.mean()), gain_pct=gain_pct, alone_s=alone_s,
-            confidence=calibrated(_raw(record, finding, []), record.kind), one_event=_one_event(record, finding),
+            confidence=_sure(record, finding, []), one_event=_one_event(record, finding),
             next_command=command))
     return rows
 
@@ -71,9 +73,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
         evidence.append(Evidence(what="mending it, had its largest single event not happened",
                                  value=float(main.rest_s or 0.0), unit="s"))
     advice, command = _helped(record, main, advice, command)
-    raw = _raw(record, main, others)
-    if record.shared_cores and main.cause in ("worker", "communication", "host"):
-        raw /= 2
+    if record.shared_cores and main.cause in IN_RANKS:
         advice = (
             "The ranks share the cores of one machine: whoever is ready to compute or receive may wait for a core. "
             "Fewer ranks, or one device per rank, show whether that is all."
@@ -90,7 +90,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
                            f"({100 * gain_s / measured_s:.0f} %).", *notes]),
         place=place,
         lost_s=gain_s,
-        confidence=calibrated(raw, record.kind),
+        confidence=_sure(record, main, others),
         evidence=evidence + more + _own_bubbles(record, findings),
         advice=advice,
         next_command=command,
@@ -127,6 +127,12 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
         cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
         confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind), evidence=evidence,
         **_calm_advice(fill, fitting(record.remedies, "unit"), measured_s))
+
+
+def _sure(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
+    """Confidence in a cause; half of it where ranks that share cores may only have waited for one."""
+    halved = 2 if record.shared_cores and finding.cause in IN_RANKS else 1
+    return round(calibrated(_raw(record, finding, others), record.kind) / halved, 3)
 
 
 def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
