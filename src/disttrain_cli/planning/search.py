@@ -262,7 +262,8 @@ def _join(partial: _Partial, table: Options, before: list[Options], llm: int, sl
 
 def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
     """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be joined."""
-    worse = [joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
+    worse: list[NDArray[np.float64] | NDArray[np.int64]] = [
+        joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
     if not more:
         total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
         last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf
