@@ -147,7 +147,7 @@ def test_any_number_is_read_or_refused(value: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(run_files())
 def test_any_number_is_planned_or_refused(in_time: Any, value: dict[str, Any]) -> None:
     """With a profile that is at hand."""
@@ -172,7 +172,7 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(value=run_files())
 def test_any_number_goes_through_profile_and_plan(tmp_path: Path, in_time: Any, capsys: pytest.CaptureFixture[str],
                                                   value: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def test_no_baseline_in_reach_is_faster(kind: str, gpus: int, nodes: int, batch:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(jobs())
 def test_no_baseline_in_reach_is_faster_in_any_job(job: tuple[RunFile, Profile]) -> None:
     check_rivals(job)

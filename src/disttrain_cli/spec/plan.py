@@ -223,7 +223,8 @@ class Alternative(Strict):
     layout: str
     iteration_s: float = Field(gt=0)
     gpus_used: int
-    slower_pct: float = Field(description="Simulated time over the plan's; below 0 where a strategy's own rule chose.")
+    slower_pct: float = Field(description="Simulated time over the plan's; below 0 where a strategy's own rule "
+                              "chose, or the cores that ranks share.")
     plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
 
 

@@ -76,5 +76,5 @@ def _parts(address: str, name: str) -> tuple[str, str]:
     try:
         return worker_host(address)
     except ValueError as error:
-        raise SpecError(f"{name}: {address!r} cannot be asked", str(error),
+        raise SpecError(f"{name}: {address!r} is not the address of a worker", str(error),
                         "disttrain data serve shows the addresses of its workers.") from None
