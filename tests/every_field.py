@@ -44,7 +44,7 @@ RANGES: dict[str, Any] = {
     "model.loss_weights.modules": [{"hand": 0.25}, {}],
     "model.trained": [["projectors", "hand"], ["eye", "llm"], None],
     "data.sources.*.path": ["data/interleaved"], "data.sources.*.images": [None], "data.tokenizer": ["bytes"],
-    "data.sequence_length": [160, 192], "data.max_image_pixels": [2048, 4096], "data.max_bad_fraction": [0.5, 0.02],
+    "data.sequence_length": [160, 192], "data.max_image_pixels": [2048, 4096], "data.max_bad_fraction": [0.5, 0.6],
     "data.held_out": [0.2, 0.3], "data.distribution": [None],
     "cluster.nodes": [1], "cluster.gpus_per_node": [2], "cluster.device": ["cpu"], "cluster.memory_gib": [4.0, None],
     "cluster.peak_tflops": [0.05, None], "cluster.cpu_node_cores": [4, 64], "cluster.cpu_nodes": [0],
