@@ -128,11 +128,11 @@ def run(
     if preflight:
         try_out(console, opened, chosen, profile)
         return
-    from disttrain_cli.models.weights import random_starts
+    from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.runtime.checkpoints.folder import latest
     from disttrain_cli.runtime.train import train
 
-    for note in random_starts(opened):
+    for note in [] if resume else starting_weights(opened):
         console.note(note)
     again = next_command("train", run_file, plan=plan, steps=steps)
     try:

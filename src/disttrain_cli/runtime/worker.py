@@ -22,7 +22,7 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.preparing import reads_files
 from disttrain_cli.models.graph import layer_table
-from disttrain_cli.models.weights import random_starts
+from disttrain_cli.models.weights import starting_weights
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.folder import made_from
@@ -79,7 +79,7 @@ def main(payload: dict[str, Any]) -> None:
                         wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None), say)
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
-        for note in random_starts(run) if rank0 else ():
+        for note in starting_weights(run) if rank0 and not told["resume"] else ():
             print(note)
         tracer.begin("building")
         idle_gib = peak_gib(job.device)
