@@ -100,7 +100,7 @@ def measure(small: bool = False) -> Tables:
             for _ in range(rounds):
                 for way, own in seconds.items():
                     with service(folder) if way == "service" else nullcontext():
-                        trained = disttrain(folder, "train", "--steps", steps)["steps"][1:]
+                        trained = disttrain(folder, "train", "--restart", "--steps", steps)["steps"][1:]
                     own += [(step["data_wait_s"], step["iteration_s"]) for step in trained]
                     places[f"Waits of {devices} rank(s), {way}, last round"] = loads(folder)
         rows += [row(devices, way, own) for way, own in seconds.items()]

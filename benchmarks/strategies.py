@@ -52,7 +52,7 @@ def measure(small: bool = False) -> Tables:
         plans = prepared(folder)
         for _ in range(pairs):
             for strategy in STRATEGIES:
-                trained = disttrain(folder, "train", "--plan", f"{strategy}.yaml", "--steps", steps)
+                trained = disttrain(folder, "train", "--restart", "--plan", f"{strategy}.yaml", "--steps", steps)
                 seconds[strategy].append(median(step["iteration_s"] for step in trained["steps"][warm:]))
     predicted = {name: plans[name]["predicted"]["iteration_s"] for name in STRATEGIES}
     ours, theirs = (seconds[name] for name in STRATEGIES)

@@ -14,7 +14,7 @@ from disttrain_cli.models.export import write_model
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.published import on_meta, published_class
 from disttrain_cli.models.vae import decoder_maker
-from disttrain_cli.models.weights import load_into, module_layers, random_starts
+from disttrain_cli.models.weights import load_into, module_layers, starting_weights
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.models.conftest import AUDIO, LLAMA, UNET
 from tests.models.conftest import VIT as SQUARE
@@ -240,12 +240,16 @@ def test_without_weights_or_by_wish_a_module_starts_at_random(tmp_path):
     unwanted = make(tmp_path, "vit", folder="given", pretrained=False)
     layers = layers_of(unwanted)
     assert load_into(layers, unwanted) == []
-    (tmp_path / "given" / "model.safetensors").unlink()
     run = make(tmp_path, "vit", folder="given")
+    assert starting_weights(run) == [f"model.modules.own.folder: own starts from the weights in {tmp_path / 'given'}."]
+    (tmp_path / "given" / "model.safetensors").rename(tmp_path / "given" / "pytorch_model.bin")
+    with pytest.raises(SpecError, match="pickled"):  # by profile too
+        starting_weights(run)
+    (tmp_path / "given" / "pytorch_model.bin").unlink()
     others = layers_of(run)
     assert load_into(others, run) == []
-    assert ["holds no weights; own starts from random ones" in note for note in random_starts(run)] == [True]
-    assert random_starts(unwanted) == []
+    assert ["holds no weights; own starts from random ones" in note for note in starting_weights(run)] == [True]
+    assert starting_weights(unwanted) == []
     for made in (weights_of(layers), weights_of(others)):
         assert all(torch.equal(tensor, plain[key]) for key, tensor in made.items())
 

@@ -79,9 +79,12 @@ def run(
         raise UsageError(f"There is no device {device!r}", "allowed: auto, cpu, cuda, analytic:NAME",
                          "disttrain profile --help")
     opened = open_run(run_file)
+    from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
 
+    for note in starting_weights(opened):
+        console.note(note)
     with console.progress() as progress:
         if reindex:
             _reindex(opened, progress)

@@ -69,8 +69,8 @@ def load_into(layers: Sequence[PipelineLayer], run: Run,
     return notes
 
 
-def random_starts(run: Run, given: Collection[str] = ()) -> list[str]:
-    """What starts from random weights though its user may think otherwise; one sentence each.
+def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
+    """Which weights training starts from, and what is random though its user may think otherwise; one sentence each.
 
     Modules in `given` take their weights from elsewhere.
 
@@ -83,6 +83,9 @@ def random_starts(run: Run, given: Collection[str] = ()) -> list[str]:
             source = source_of(run, module, part)
             if source is not None and not weight_files(source.folder):
                 notes.append(f"{source.field}: {source.folder} holds no weights; {module} starts from random ones.")
+            elif source is not None:
+                whose = module if part == "module" else f"the VAE of {module}"
+                notes.append(f"{source.field}: {whose} starts from the weights in {source.folder}.")
             elif part == "vae" and run.file.model.modules[module].vae_folder is None:
                 notes.append(f"{module}: vae_folder is not given; its VAE has random weights, and is never trained.")
     return notes
@@ -121,7 +124,7 @@ def module_layers(run: Run, module: str) -> list[PipelineLayer]:
 
 def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source, fill: Fill) -> list[str]:
     files = weight_files(source.folder)
-    if not files:  # as `random_starts` says
+    if not files:  # as `starting_weights` says
         return []
     rename = renaming(source.architecture, source.config)
     of_module = published_shapes(layer for layer in module_layers(run, module) if layer.weights_of == part)

@@ -107,7 +107,7 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
     Raises:
         SpecError: an origin, or the folder of a module, does not fit the model.
     """
-    from disttrain_cli.models.weights import random_starts
+    from disttrain_cli.models.weights import starting_weights
 
     newest = latest(run.dir.checkpoints) if resume else None
     if newest is None:
@@ -116,7 +116,7 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
         fresh, given = newly_trained(newest, run.file.model.trained_names), run.file.model.order
         notes = [f"{', '.join(fresh)}: frozen up to {newest.name}, trained from here on; moments start at zero."] \
             if fresh else []
-    return notes + random_starts(run, given)
+    return notes + starting_weights(run, given)
 
 
 def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
