@@ -53,7 +53,7 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path):
     assert len(set(pictures)) == 100  # none is drawn twice
     check_none_is_learned_by_heart(trained["images"])
     other = disttrain(demo, "sample", "--prompt", "Draw a two.", "--count", "20", "--seed", "5")
-    assert sum(one["recognised"] == "two" for one in other["drawn"]) >= 10
+    assert sum(one["recognised"] == "two" for one in other["drawn"]) >= 8
 
 
 def check_none_is_learned_by_heart(images):
