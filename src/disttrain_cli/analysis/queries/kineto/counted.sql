@@ -7,9 +7,10 @@ WITH calls AS (
     WHERE e.shape >= 0),
 launched AS (
     SELECT c.thread, c.start_ns, c.shape, sum(k.end_ns - k.start_ns)::BIGINT AS ns
-    FROM (FROM raw_kernels WHERE measured AND launched_by IS NOT NULL) k
+    FROM (SELECT *, CASE WHEN EXISTS (SELECT 1 FROM categories WHERE class = 1) THEN launched_by ELSE stream END AS host
+          FROM raw_kernels WHERE measured) k
     ASOF JOIN (SELECT * FROM calls WHERE shape IN (SELECT id FROM shapes WHERE flops IS NOT NULL)) c
-        ON c.thread = k.launched_by AND k.launched_ns >= c.start_ns
+        ON c.thread = k.host AND k.launched_ns >= c.start_ns
     WHERE k.launched_ns <= c.end_ns AND k.kind IN ('compute', 'unclassified')
       AND (EXISTS (SELECT 1 FROM categories WHERE class = 1) OR k.name = c.name)
     GROUP BY ALL)
