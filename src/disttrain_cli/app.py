@@ -35,7 +35,7 @@ Exit codes:
 3  no feasible plan (with what binds)
 4  a worker or rank failed (which, and where its log is)
 5  a --fail-if condition holds
-130  interrupted (Ctrl-C), 143  ended by SIGTERM; training writes a checkpoint first
+130  interrupted (Ctrl-C), 143  ended by SIGTERM or a stop file; training writes a checkpoint first
 
 A traceback appears only with DISTTRAIN_DEBUG=1.
 """
