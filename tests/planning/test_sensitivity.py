@@ -15,7 +15,7 @@ from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
 
-def plan_of(cluster: Cluster, llm_replicas: int = 1 << 20) -> Layout:
+def plan_of(cluster: Cluster, llm_replicas: int = 1 << 15) -> Layout:
     """A plan of so many replicas of the LLM: sensitivity reads no more of it, and its strategy."""
     units = [UnitPlan(name=name, modules=[name], dp=llm_replicas if name == "llm" else 1,
                       gpus=llm_replicas if name == "llm" else 1, layers_per_stage=[1]) for name in synthetic.MODULES]

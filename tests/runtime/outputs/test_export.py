@@ -13,7 +13,7 @@ from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.models.published import published_class
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION
+from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, sealed
 from disttrain_cli.runtime.checkpoints.storage import DTYPES, _box_name, write_tensors
 from disttrain_cli.runtime.outputs.export import export
 from disttrain_cli.spec.runfile import read_run
@@ -59,11 +59,11 @@ def trained(run, step=1, averaged=()):
         key: {"dtype": DTYPES[value.dtype], "shape": list(value.shape),
               "boxes": [[0, [0] * value.ndim, list(value.shape)]]} for key, value in tensors.items()}}).encode()
     (folder / TENSORS).write_bytes(described)
-    (folder / DESCRIPTION).write_text(json.dumps({
+    (folder / DESCRIPTION).write_text(json.dumps(sealed({
         "version": VERSION, "step": step, "model": run.file.model_fingerprint(), "skipped_steps": 0, "updates": {},
         "files": {
             one.name: {"bytes": one.size_bytes, "sha256": one.sha256},
-            TENSORS: {"bytes": len(described), "sha256": hashlib.sha256(described).hexdigest()}}}))
+            TENSORS: {"bytes": len(described), "sha256": hashlib.sha256(described).hexdigest()}}})))
     return layers
 
 

@@ -101,7 +101,7 @@ def open_database(paths: list[Path], file: Path | None = None, strangers: bool =
         _make_layout(connection, files.job, stages)
         _make_cuts(connection, stages)
         connection.execute("SET preserve_insertion_order = false")  # lets both cores write
-        for view in _VIEWS if files.all else _VIEWS[1:]:  # what was unpacked says itself which steps are measured
+        for view in _VIEWS if files.rows else _VIEWS[1:]:  # what was unpacked says itself which steps are measured
             text = query_text(f"view_{view}")
             once = file is None and (view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD))
             connection.execute(text.replace("CREATE VIEW", "CREATE TABLE") if once else text)
