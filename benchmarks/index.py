@@ -61,7 +61,8 @@ class Maker:
         height, width = self._random.integers(128, 1024, size=2).tolist()
         head = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xdb\x00\x43\x00" + bytes(64)
         frame = b"\xff\xc0\x00\x11\x08" + height.to_bytes(2, "big") + width.to_bytes(2, "big") + b"\x03" + bytes(9)
-        return head + frame + self._random.bytes(IMAGE_BYTES)
+        scan = b"\xff\xda\x00\x0c\x03\x01\x00\x02\x11\x03\x11\x00\x3f\x00"
+        return head + frame + scan + self._random.bytes(IMAGE_BYTES).replace(b"\xff", b"\xfe") + b"\xff\xd9"
 
     def document(self) -> list[str | None]:
         """Texts, None = an image."""

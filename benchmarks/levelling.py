@@ -57,6 +57,7 @@ def synthetic(documents: int, seed: int = 0) -> Index:
                  source=np.zeros(len(counts), np.int64), shard=np.zeros(len(counts), np.int64),
                  keys=[str(number) for number in range(len(counts))], segment_start=starts_of(np.array(counts)),
                  kinds=np.array(kinds), tokens=np.array(tokens), trained=np.array(kinds) == TEXT,
+                 ended=none.astype(bool),
                  offsets=none, sizes=none, grids=np.array(grids))
 
 

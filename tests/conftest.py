@@ -1,5 +1,9 @@
-"""Property tests use the same examples on every run, so that a red test can be run again, and have no time limit."""
+"""Property tests use the same examples on every run, so that a red test can be run again, and have no time limit.
 
+Tables are as wide as they need to be, whatever runs the tests.
+"""
+
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +11,7 @@ from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+os.environ.pop("COLUMNS", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -66,6 +66,7 @@ RANGES: dict[str, Any] = {
     "preprocess.workers": [2, 1], "preprocess.prefetch_slots": [1, 3], "preprocess.addresses": [[]],
     "preprocess.tls_ca": [None], "preprocess.token_file": [None], "preprocess.tls_cert": [None],
     "preprocess.tls_key": [None], "samples.images": [1, 2], "samples.denoising_steps": [2, 3],
+    "samples.prompts": [["Draw a seven.", "Draw a two."], []], "samples.read": [1, 2],
     "rehearse.steps": [1, 2], "rehearse.time_scale": [0.5, "auto"], "rehearse.gpus_per_process": [1, "auto"],
     "rehearse.faults": lambda draw, file: [], "rehearse.distribution": [None],
 }
@@ -148,7 +149,7 @@ def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
 
 
 def draw_plain(draw: random.Random, annotation: Any, metadata: Iterable[Any]) -> Any:
-    """A value of a type within bounds, of moderate size where there is none."""
+    """A value of a type within bounds, of moderate size."""
     if typing.get_origin(annotation) in (typing.Union, UnionType):
         return draw_plain(draw, draw.choice(typing.get_args(annotation)), metadata)
     if typing.get_origin(annotation) is typing.Literal:
@@ -161,4 +162,5 @@ def draw_plain(draw: random.Random, annotation: Any, metadata: Iterable[Any]) ->
     low = next((getattr(one, "ge", None) or getattr(one, "gt", 0) for one in metadata if isinstance(one, Ge | Gt)), 0)
     high = next((getattr(one, "le", None) or getattr(one, "lt", 0) for one in metadata if isinstance(one, Le | Lt)),
                 low + 2)
+    high = min(high, low + 2)
     return draw.randint(int(low), int(high)) if annotation is int else low + (high - low) * draw.uniform(0.1, 0.9)

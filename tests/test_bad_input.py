@@ -173,7 +173,7 @@ def test_an_index_and_a_profile_survive_a_failed_indexing(profiled, refused):
     shard = profiled / "data" / "mixed" / "00001.tar"
     shard.write_bytes(shard.read_bytes()[:1000])
     said = refused("profile", profiled)
-    assert "00001.tar: was" in said and "disttrain profile --reindex" in said
+    assert "00001.tar: was" in said and f"disttrain profile {profiled} --reindex" in said
     assert "data/mixed/00001.tar" in refused("profile", profiled, "--reindex")
     assert {name: (root / name).read_bytes() for name in before} == before
 

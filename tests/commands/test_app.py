@@ -34,7 +34,7 @@ def call(words, capsys):
 
 
 def test_the_commands_are_the_promised_ones():
-    assert COMMANDS == ["init", "profile", "plan", "train", "analyze", "export", "data serve"]
+    assert COMMANDS == ["init", "profile", "plan", "train", "analyze", "sample", "export", "data serve", "data check"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -243,7 +243,7 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
     assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")
     code, _, err = call(["train", run_folder], capsys)
     assert code == 1 and "A800" in err and "cluster.device" in err and "Traceback" not in err
-    assert "disttrain train --rehearse" in err
+    assert "disttrain train" in err and "--rehearse" in err
     code, out, _ = call(["train", run_folder, "--rehearse", "--dry-run"], capsys)
     assert code == 0 and "A rehearsal starts 6 processes, each for at most 1 GPUs" in out
     code, _, err = call(["train", run_folder, "--dry-run"], capsys)

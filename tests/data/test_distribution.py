@@ -122,9 +122,8 @@ def test_a_model_without_encoder_or_generator_has_none_of_their_images(tmp_path:
 @pytest.mark.parametrize(("asked", "named"), [
     ({"images_per_sequence": 64, "min_side_px": 512},
      ["64 images read × 3", "8 images generated × 9", "data.sequence_length = 8,192"]),
-    ({"images_per_sequence": 1e12}, ["1e+12 images read"]),
-    ({"name": "../presets/tiny"}, ["'../presets/tiny'", "laion-like"]),
-    ({"min_side_px": 20_000}, ["20000 px"])])
+    ({"images_per_sequence": 900}, ["900 images read"]),
+    ({"name": "../presets/tiny"}, ["'../presets/tiny'", "laion-like"])])
 def test_what_cannot_be_drawn(tmp_path: Path, asked: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(SpecError) as refused:
         open_index(make_run(tmp_path, **asked), INPUTS)

@@ -140,7 +140,7 @@ def test_turns_are_written_as_user_and_assistant() -> None:
 def test_what_the_system_says_stands_first_and_is_not_trained() -> None:
     record = turns("<image>hi", "hello", image="a.jpg")
     record["conversations"].insert(0, {"from": "system", "value": "Be brief."})
-    assert [tuple(part) for part in conversation(record)] == [
+    assert [part[:3] for part in conversation(record)] == [
         (TEXT, "Be brief. USER: ", False), (IMAGE, "a.jpg", True), (TEXT, "hi ASSISTANT:", False),
         (TEXT, " hello", True)]
 
