@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from disttrain_cli.runtime.checkpoints.folder import sealed
+
 pytestmark = pytest.mark.slow
 SCRIPT = Path(sys.executable).parent / "disttrain"
 STEPS, RESUMED_STEPS = 3, 5
@@ -227,7 +229,8 @@ def test_a_checkpoint_of_something_else_is_refused_with_both_fingerprints(chain,
     path = demo / "runs" / "tiny" / "checkpoints" / "step-000005" / "checkpoint.json"
     about = json.loads(path.read_text())
     was, about[what] = about[what], "feedfacefeedface"
-    path.write_text(json.dumps(about))
+    about.pop("sha256")
+    path.write_text(json.dumps(sealed(about)))
     code, out, err = disttrain(demo, "train", "--resume", "--steps", 9)
     assert code == 1 and out == "" and was in err and "feedfacefeedface" in err and f"another {what}" in err
 
@@ -247,7 +250,9 @@ def test_a_fresh_start_keeps_what_the_earlier_one_left(chain, tmp_path):
     shutil.rmtree(root / "traces")  # as a user frees space
     broken = root / "plan.yaml"
     broken.write_text(broken.read_text().replace("strategy: disaggregated", "strategy: megatron"))
-    again = document(demo, "train", "--steps", 1)
+    code, _, err = disttrain(demo, "train", "--steps", 1)
+    assert code == 1 and "--resume" in err and "--restart" in err and (root / "checkpoints" / "step-000005").is_dir()
+    again = document(demo, "train", "--steps", 1, "--restart")
     assert again["resumed_from_step"] is None and len(again["steps"]) == 1
     assert (root / "earlier" / "000" / "checkpoints" / "step-000005" / "checkpoint.json").is_file()
     assert [path.name for path in (root / "checkpoints").iterdir()] == ["step-000001"]

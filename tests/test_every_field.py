@@ -66,7 +66,7 @@ def test_the_whole_chain_runs(seed: int, tmp_path: Path, monkeypatch: pytest.Mon
     assert len(trained["images"]) == file["samples"]["images"]
     assert sum("evaluation" in step for step in trained["steps"]) == (
         2 // file["train"]["evaluation"]["every_steps"] if file["train"]["evaluation"] else 0)
-    again = said("train", "--from", "runs/" + file["name"], "--steps", "1")
+    again = said("train", "--from", "runs/" + file["name"], "--steps", "1", "--restart")
     assert again["started_from"].endswith("step-000002")
     assert said("analyze")["job"]["steps"] == 1
     assert set(said("export", "--to", "out")["modules"]) >= set(NAMES.values())

@@ -187,8 +187,9 @@ def start_script(environment: dict[str, str]) -> Iterator[Callable[..., subproce
     started: list[subprocess.Popen[bytes]] = []
 
     def start(script: str, output: int | None = None, **more: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(["bash", script], env=environment | more, start_new_session=True,
-                                        stdout=output))
+        started.append(subprocess.Popen(
+            ["bash", script], env=environment | more, start_new_session=True, stdout=output,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)))  # who tests in the background ignores it
         return started[-1]
 
     yield start

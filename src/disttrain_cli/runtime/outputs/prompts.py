@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,7 +14,9 @@ from disttrain_cli.data.headers import ImageHeader, read_header
 from disttrain_cli.data.tokenizer import Tokenizer
 from disttrain_cli.errors import UsageError
 from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.feeding import normalised
 from disttrain_cli.runtime.outputs.trained import Trained
+from disttrain_cli.spec.inputs import ImageInput
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,11 @@ def batch_of(model: Trained, tokenizer: Tokenizer, prompts: Sequence[Prompt], *,
     def places(spans: Sequence[tuple[int, range]]) -> torch.Tensor:
         return torch.tensor([number * width + at for number, span in spans for at in span], device=device).long()
 
-    pixels = [[torch.from_numpy(np.stack([decode_image(prompts[number].image or b"", grid, head) for number in own])
-                                ).to(device) for grid, own in groupby(order, key=grids.__getitem__)]
-              for head in inputs.images]
+    def pixels_of(numbers: Iterable[int], head: ImageInput) -> torch.Tensor:
+        planes = np.stack([decode_image(prompts[number].image or b"", grids[number], head) for number in numbers])
+        return normalised(torch.from_numpy(planes).to(device), head.affine, torch.float32)
+
+    pixels = [[pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)] for head in inputs.images]
     audio = inputs.audio
     batch = Batch(
         image_grids=[grids[number] for number in order], pixels=pixels[0] if pixels else None,
