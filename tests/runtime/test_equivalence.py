@@ -67,7 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Six ranks train every layout in the same processes; the reference trains alone."""
     folder = tmp_path_factory.mktemp("equivalence")
     write_sample_data(folder / "data")
-    texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8)) for n in range(200)]
+    texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 9)) for n in range(200)]
     cut = [(f"b{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24)) for n in range(120)
            for place in range(2)]  # left out of both losses on all ranks, also the pictures that can be decoded
     left_out = [interleaved(f"b{n}", text("Not trained."), image(f"b{n}.0.jpg", n % 3 == 2),

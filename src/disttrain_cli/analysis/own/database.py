@@ -50,13 +50,12 @@ class Database:
     warnings: list[str] = field(default_factory=list)
     clocks: list[HostClock] = field(default_factory=list)
     _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
+    _asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))  # one connection, one question
 
     def ask_ahead(self, *names: str) -> None:
         """Have questions without parameters answered in turn while other work goes on; `query` then waits for them."""
         ask = partial(rows_of, self.asker)
-        asker = ThreadPoolExecutor(1)
-        self._asked |= {name: asker.submit(ask, query_text(name)) for name in names}
-        asker.shutdown(wait=False)
+        self._asked |= {name: self._asking.submit(ask, query_text(name)) for name in names}
 
     def query(self, name: str, **parameters: Any) -> list[dict[str, Any]]:
         """Rows of `queries/NAME.sql`, with `$parameter` values."""
