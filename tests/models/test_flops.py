@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from disttrain_cli.models import decoder, unet, vae, vit, whisper
+from disttrain_cli.models.attention import packed
 from disttrain_cli.models.flops import count_flops, layer_flops
 from disttrain_cli.models.generator import Canvas
 from disttrain_cli.models.graph import build_layers, describe, layer_table
@@ -81,7 +82,7 @@ def test_vit_huge(side, expected):
         image_size=224,
         patch_size=14,
     )
-    config._attn_implementation = "sdpa"
+    config = packed(config)
     image = ImageInput(module="vit", patch_px=14, max_pixels=side * side)
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, image=image)
     batch = probe_batch(inputs, grids=[(side // 14, side // 14)], device="meta")
@@ -95,7 +96,7 @@ def test_whisper_large_v3():
     config = WhisperConfig(
         d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120, num_mel_bins=128
     )
-    config._attn_implementation = "sdpa"
+    config = packed(config)
     audio = AudioInput(module="ear", mel_bins=128, frames=3000, merge=4)
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, audio=audio)
     layers = 32 * 1500 * (2 * 12 * 1280**2 + 4 * 1500 * 1280)
@@ -116,7 +117,7 @@ def test_one_llama_layer_at_8192_tokens(monkeypatch, width, ffn, heads, kv_heads
     config = LlamaConfig(
         hidden_size=width, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=kv_heads
     )
-    config._attn_implementation = "sdpa"
+    config = packed(config)
     inputs = ModelInputs(llm="llm", vocabulary=32000, sequence_length=8192)
     batch = probe_batch(inputs, documents=[[8192]], device="meta")
     monkeypatch.setitem(START, "hidden", torch.empty(8192, width, device="meta"))

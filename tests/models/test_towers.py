@@ -13,7 +13,7 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table, live
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.published import on_meta
-from disttrain_cli.models.qwen_vision import group, layout
+from disttrain_cli.models.qwen_vision import layout
 from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
 from disttrain_cli.models.towers import positions
 
@@ -225,12 +225,6 @@ def test_rows_of_a_window_follow_each_other():
     assert own.order[:16].tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 16, 17, 24, 25, 18, 19, 26, 27]
     blocks = own.order[::4].unflatten(0, (12,))
     assert blocks[own.tokens].tolist() == [row * 16 + column * 2 for row in range(3) for column in range(4)]
-
-
-def test_segments_are_gathered_by_length_and_brought_back():
-    groups, back = group([2, 3, 2])
-    assert [places.tolist() for places in groups] == [[[0, 1], [5, 6]], [[2, 3, 4]]]
-    assert torch.cat([places.flatten() for places in groups])[back].tolist() == list(range(7))
 
 
 @pytest.mark.parametrize(("architecture", "changes", "words"), [

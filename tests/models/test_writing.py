@@ -14,7 +14,7 @@ def batch_of(rows):
     ids = torch.tensor([row + [256] * (WIDTH - len(row)) for row in rows])
     none = torch.zeros(0, dtype=torch.int64)
     return Batch(image_grids=[], pixels=[], token_ids=ids, positions=torch.arange(WIDTH).expand(len(rows), -1),
-                 documents=torch.zeros_like(ids), image_rows=none, context_rows=none, target_weights=torch.zeros(0))
+                 sample_lengths=[WIDTH] * len(rows), image_rows=none, context_rows=none, target_weights=torch.zeros(0))
 
 
 def written(run, rows, layers, **more):

@@ -19,7 +19,7 @@ def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
     """
     with torch.no_grad():
         layer(dict(state), batch)  # fills the batch's cache
-    known = {_key(tensor) for tensor in (*layer.parameters(), *_tensors(batch))}
+    known = {_key(tensor) for tensor in (*layer.parameters(), *batch.tensors())}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -36,9 +36,3 @@ def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    lists = (batch.pixels, batch.other_pixels, batch.other_targets)
-    values = [*vars(batch).values(), *(one for each in lists for one in each or []), *batch.cache.values()]
-    return [value for value in values if isinstance(value, Tensor)]

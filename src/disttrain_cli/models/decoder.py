@@ -1,8 +1,8 @@
 """transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama, Mistral, Qwen2, Qwen3.
 
 Hidden rows are the M·L tokens of the microbatch. Attention is block-causal: a token sees the earlier tokens of
-its own sample only, the nearest ones where the block has a sliding window. Masks and rotary factors are made once per
-stage and batch, in `Batch.cache`.
+its own sample only, the nearest ones where the block has a sliding window; padding sees padding, and nobody reads it.
+Rotary factors are made once per stage and batch, in `Batch.cache`.
 
 `tie_word_embeddings` ties nothing: the ends of a pipeline share no weights. The head starts as a copy of the
 embedding, both are trained on their own, and what is exported says tie_word_embeddings: false.
@@ -18,29 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
-from disttrain_cli.models.configs.decoders import FAMILIES, window_of
+from disttrain_cli.models.configs.decoders import FAMILIES
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, cross_entropy, embed, gather, once, scatter, share
 
 
-def block_causal_mask(documents_ML: Tensor, window: int | None = None) -> Tensor:
-    """Boolean mask [M, 1, L, L], true where attention is allowed: to the last `window` tokens, itself among them.
-
-    Every token sees itself, so that padding (-1) has no empty row and no NaN; nothing else sees padding.
-    """
-    length = documents_ML.shape[1]
-    places = torch.arange(length, device=documents_ML.device)
-    same = documents_ML[:, :, None] == documents_ML[:, None, :]
-    before = places[:, None] - places[None, :]
-    earlier = before > 0 if window is None else (before > 0) & (before < window)
-    real = (documents_ML >= 0)[:, :, None]
-    return ((same & earlier & real) | (before == 0)).unsqueeze(1)
-
-
 def library(config: Any, part: str) -> Any:
-    """A class of the family's file in transformers: "DecoderLayer", "RotaryEmbedding" or "RMSNorm"."""
+    """A class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding"."""
     family = config.model_type
     return getattr(import_module(f"transformers.models.{family}.modeling_{family}"), FAMILIES[family] + part)
 
@@ -104,36 +92,33 @@ class Block(DecoderLayer):
         super().__init__()
         self.name, self.module = f"{module}.block.{number}", module
         self.writes = (TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),)
-        self.layer = library(config, "DecoderLayer")(config, number)
+        self.layer = with_own_norms(library(config, "DecoderLayer")(config, number))
         self.published = {"layer": f"model.layers.{number}"}
-        self.window = window_of(config, number)
         # Constructed when first used and never registered: a cast to bf16 would spoil its frequencies.
         self._rotary = cache(partial(library(config, "RotaryEmbedding"), config))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        assert batch.documents is not None
-        layer, shape, hidden = self.layer, batch.documents.shape, state["hidden"]
-        mask, cos, sin = self._prepared(batch, hidden)
+        assert batch.positions is not None
+        layer, shape, hidden = self.layer, batch.positions.shape, state["hidden"]
+        samples = segments_of(batch, "samples", lambda: batch.sample_lengths or [], hidden)
+        rotary = self._rotary_factors(batch, hidden)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            normed_MLD = normed_RD.unflatten(0, shape)
-            return layer.self_attn(normed_MLD, attention_mask=mask, position_embeddings=(cos, sin))[0]
+            return layer.self_attn(normed_RD.unflatten(0, shape), attention_mask=samples,
+                                   position_embeddings=rotary)[0]
 
-        rows = shape.numel()
+        rows, feed = shape.numel(), partial(gated_mlp, layer.mlp)
         hidden = hidden + across(attend, layer.input_layernorm(hidden), rows, self.group)
-        hidden = hidden + across(layer.mlp, layer.post_attention_layernorm(hidden), rows, self.group)
+        hidden = hidden + across(feed, layer.post_attention_layernorm(hidden), rows, self.group)
         return {"hidden": hidden}
 
-    def _prepared(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert batch.documents is not None and batch.positions is not None
-        cache, mask = batch.cache, "mask" if self.window is None else "window mask"
-        if mask not in cache:
-            cache[mask] = block_causal_mask(batch.documents, self.window)
-        if "cos" not in cache:
+    def _rotary_factors(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [M, L, head width]."""
+        if "cos" not in batch.cache:
             with torch.device("cpu"):
                 rotary = self._rotary()
-            cache["cos"], cache["sin"] = rotary(like, batch.positions)
-        return cache[mask], cache["cos"], cache["sin"]
+            batch.cache["cos"], batch.cache["sin"] = rotary(like, batch.positions)
+        return batch.cache["cos"], batch.cache["sin"]
 
 
 class Head(DecoderLayer):
@@ -154,7 +139,7 @@ class Head(DecoderLayer):
         self.needs = ("labels", "context") if feeds_generator else ("labels",)
         if feeds_generator:
             self.writes = (TensorSpec("context", "target", "context", (config.hidden_size,)),)
-        self.norm = library(config, "RMSNorm")(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.published = {"norm": "model.norm", "lm_head": "lm_head"}
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import Division
 from disttrain_cli.spec.inputs import Item
 from disttrain_cli.spec.runfile import PROJECTORS
@@ -58,7 +60,7 @@ class Batch:
     audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
     token_ids: Tensor | None = None  # [M, L] int64
     positions: Tensor | None = None  # [M, L] int64, restarting with every sample
-    documents: Tensor | None = None  # [M, L] int64, number of the sample inside its sequence, -1 = padding
+    sample_lengths: list[int] | None = None  # of the M·L rows: tokens of each sample, and a sequence's padding as one
     image_rows: Tensor | None = None  # [R] int64, places in M·L of the image tokens, in image order
     audio_rows: Tensor | None = None  # [R] int64, the same of the audio tokens, in clip order
     context_rows: Tensor | None = None  # [N·K] int64, places in M·L of the context tokens, in target order
@@ -72,7 +74,12 @@ class Batch:
     target_seeds: Tensor | None = None  # [N] int64, of the images to generate
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
-    cache: dict[str, Tensor] = field(default_factory=dict)  # per batch, shared by the layers of a stage (masks)
+    cache: dict[str, Any] = field(default_factory=dict)  # what the layers of a stage made of the batch, once for all
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch, with what was made of them so far."""
+        made = [vars(value) for value in self.cache.values() if isinstance(value, Segments)]
+        return [value for value in tree_leaves([vars(self), made]) if isinstance(value, Tensor)]
 
 
 #: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes. "pixels.N" and "targets.N"
@@ -81,7 +88,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "pixels": ("pixels",),
     "audio": ("audio_features",),
     "tokens": ("token_ids", "image_rows", "audio_rows"),
-    "layout": ("positions", "documents"),
+    "layout": ("positions", "sample_lengths"),
     "context": ("context_rows",),
     "labels": ("labels",),
     "targets": ("target_pixels", "target_weights", "noise_seeds"),

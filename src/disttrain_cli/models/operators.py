@@ -33,6 +33,8 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
+#: Attention by segments, and which of its arguments says whether it is causal.
+_VARLEN = {"torch_attn::_varlen_attn": 7, "torch_attn::_varlen_attn_backward": 10}
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _READ_TWICE = ("native_group_norm", "native_group_norm_backward")
 _KEPT = ("_log_softmax",)
@@ -70,7 +72,7 @@ def layer_operators(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Ba
     weights and the batch in `saved_bytes`, of which the input is a part if it is kept, the output only if the layer
     itself keeps it.
     """
-    prepared = len(batch.cache)
+    prepared = len(batch.tensors())
     trace, saved = _Trace(), set[int]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -79,10 +81,10 @@ def layer_operators(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Ba
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FlashAttention(trace), trace:
         results = layer(dict(state), batch)
-    if len(batch.cache) > prepared:
+    if len(batch.tensors()) > prepared:
         return layer_operators(layer, state, batch)
     final = {trace.storage(tensor) for tensor in results.values()}
-    known = {trace.storage(tensor) for tensor in (*layer.parameters(), *_tensors(batch))}
+    known = {trace.storage(tensor) for tensor in (*layer.parameters(), *batch.tensors())}
     trace.backward = True
     roots = [tensor for tensor in results.values() if tensor.requires_grad]
     inputs = [tensor for tensor in state.values() if tensor.requires_grad]
@@ -137,15 +139,23 @@ class _Trace(TorchDispatchMode):
         view = not func._schema.is_mutable and writes.keys() <= reads.keys()
         if view or name.rstrip("_") in _NO_KERNEL or not given:
             return result
-        counts_flops = flop_registry.get(func._overloadpacket)
-        kind: Kind = "other"
-        if counts_flops is not None:
-            kind = "convolution" if name in _CONVOLUTIONS else "product"
+        kind, flops = _counted(func, name, args, kwargs, result)
         self.operators.append(_Operator(
-            kind, counts_flops(*args, **kwargs, out_val=result) if counts_flops else 0,
+            kind, flops,
             Counter() if name in _NOT_READING else reads, writes, self.backward, begins=name in _READ_TWICE,
             kept=name in _KEPT, kernels=len(made) if name in _CONVOLUTIONS else 1))
         return result
+
+
+def _counted(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[Kind, int]:
+    """What kind of operator this is, and its FLOPs."""
+    counts = flop_registry.get(func._overloadpacket)
+    if counts is None:
+        return "other", 0
+    flops = counts(*args, **kwargs, out_val=result)
+    if name in _VARLEN:
+        return "attention", flops // 2 if args[_VARLEN[name]] else flops
+    return "convolution" if name in _CONVOLUTIONS else "product", flops
 
 
 class _FlashAttention(TorchFunctionMode):
@@ -298,9 +308,3 @@ class _Kernels:
             made |= operator.writes.keys()
         written = sum(self._sizes[storage] for storage in made - self._inside)
         return read.total() + again + written
-
-
-def _tensors(batch: Batch) -> list[Tensor]:
-    lists = (batch.pixels, batch.other_pixels, batch.other_targets)
-    values = [*vars(batch).values(), *(one for each in lists for one in each or []), *batch.cache.values()]
-    return [value for value in values if isinstance(value, Tensor)]

@@ -187,7 +187,7 @@ def _tokens(
     return {
         "token_ids": token_ids,
         "positions": positions,
-        "documents": numbers,
+        "sample_lengths": [size for lengths in documents for size in (*lengths, length - sum(lengths)) if size],
         "labels": labels,
         "image_rows": places[:image_tokens] if fits else None,
         "audio_rows": places[image_tokens : image_tokens + audio_tokens] if fits else None,

@@ -7,6 +7,7 @@ library's own rules, and a model that was saved as a part of a larger one is fou
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import cache
@@ -120,7 +121,11 @@ def on_meta(architecture: str, config: Any) -> Any:
     """A published model without memory for its weights; diffusers' classes take a dict of arguments."""
     made = published_class(architecture)
     with torch.device("meta"):
-        return made(**config) if isinstance(config, dict) else made(config)
+        if isinstance(config, dict):
+            return made(**config)
+        config = copy.deepcopy(config)
+        config._attn_implementation = None  # its own choice
+        return made(config)
 
 
 def renaming(architecture: str, config: Any) -> Callable[[str], str]:

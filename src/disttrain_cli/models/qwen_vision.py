@@ -8,7 +8,6 @@ of a merge block after another, so that the merger takes runs too. Most blocks a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -16,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from disttrain_cli.models.attention import Segments, attend, segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.fused import gated_mlp, with_own_norms
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
-from disttrain_cli.models.towers import ImageLayer, count, runs
+from disttrain_cli.models.towers import ImageLayer, count, images_of, runs
 
 
 class Layout(NamedTuple):
@@ -84,7 +85,7 @@ class Embed(QwenLayer):
 
 
 class Block(QwenLayer):
-    """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows of a size at once."""
+    """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows at once."""
 
     kind = "block"
     reads = ("image_hidden",)
@@ -100,14 +101,14 @@ class Block(QwenLayer):
         self.all = number in config.fullatt_block_indexes
         if self.all:
             self.kind = "block.global"
-        self.layer = Qwen2_5_VLVisionBlock(config)
+        self.layer = with_own_norms(Qwen2_5_VLVisionBlock(config))
         self._rotary = partial(Qwen2_5_VLVisionRotaryEmbedding, config)  # never registered: bf16 would spoil it
         self.published = {"layer": f"blocks.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, extra=0)
         hidden = hidden + across(partial(self._attention, batch), layer.norm1(hidden), rows, self.group)
-        hidden = hidden + across(layer.mlp, layer.norm2(hidden), rows, self.group)
+        hidden = hidden + across(partial(gated_mlp, layer.mlp), layer.norm2(hidden), rows, self.group)
         return {"image_hidden": hidden}
 
     def _attention(self, batch: Batch, hidden_RD: Tensor) -> Tensor:
@@ -116,32 +117,16 @@ class Block(QwenLayer):
         attention = self.layer.attn
         query, key, value = attention.qkv(hidden_RD).unflatten(-1, (3, -1, attention.head_dim)).unbind(1)
         query, key = apply_rotary_pos_emb_vision(query, key, *self._positions(batch, hidden_RD.device))
-        made = self._within(query, key, value, batch)
+        made = attend(query, key, value, self._segments(batch, query))
         return attention.proj(made.flatten(1))
 
-    def _within(self, query_RHD: Tensor, key_RHD: Tensor, value_RHD: Tensor, batch: Batch) -> Tensor:
-        """Attention inside every window, or every image: [R, heads, head width]."""
-        groups, back = self._segments(batch, query_RHD.device)
-        made = []
-        for places_NL in groups:
-            own = [tensor if back is None else tensor.index_select(0, places_NL.flatten())
-                   for tensor in (query_RHD, key_RHD, value_RHD)]
-            heads = [tensor.unflatten(0, tuple(places_NL.shape)).transpose(1, 2) for tensor in own]  # [N, heads, L, D]
-            made.append(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(0, 1))
-        return made[0] if back is None else torch.cat(made).index_select(0, back)
-
-    def _segments(self, batch: Batch, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-        """Rows [N, L] of all segments of a length, for every length, and where each row went; None: they are one."""
-        prefix = "image segments" if self.all else "window segments"
-        if not any(name.startswith(prefix) for name in batch.cache):
-            groups, back = group([
-                length for count, rows, columns in runs(batch.image_grids)
-                for length in ((rows * columns,) if self.all else self.layout(rows, columns).windows) * count])
-            batch.cache.update({f"{prefix}/{places.shape[1]}": places.to(device) for places in groups})
-            if len(groups) > 1:
-                batch.cache[f"{prefix}, back"] = back.to(device)
-        return ([places for name, places in batch.cache.items() if name.startswith(f"{prefix}/")],
-                batch.cache.get(f"{prefix}, back"))
+    def _segments(self, batch: Batch, like: Tensor) -> Segments:
+        """The rows of every window, or of every image."""
+        if self.all:
+            return images_of(batch, 0, like)
+        return segments_of(batch, f"windows of {self.window}", lambda: [
+            length for count, rows, columns in runs(batch.image_grids)
+            for length in self.layout(rows, columns).windows * count], like)
 
     def _positions(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, head width] of each patch's row and column."""
@@ -153,15 +138,6 @@ class Block(QwenLayer):
                 cos, sin = self._rotary()(torch.empty(0), torch.cat(places))
             batch.cache["image cos"], batch.cache["image sin"] = cos.to(device), sin.to(device)
         return batch.cache["image cos"], batch.cache["image sin"]
-
-
-def group(lengths: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-    """Segments of rows that follow each other, gathered by length: rows [N, L] of each, and the way back [R]."""
-    with torch.device("cpu"):
-        sizes = torch.tensor(lengths)
-        starts = sizes.cumsum(0) - sizes
-        groups = [starts[sizes == size][:, None] + torch.arange(int(size)) for size in sizes.unique()]
-        return groups, torch.argsort(torch.cat([places.flatten() for places in groups]))
 
 
 class Merger(QwenLayer):
@@ -176,7 +152,8 @@ class Merger(QwenLayer):
 
         super().__init__(module, "merger", config)
         self.writes = (TensorSpec("image_merged", "image", "tokens", (config.out_hidden_size,), split=True),)
-        self.merger = Qwen2_5_VLPatchMerger(config.out_hidden_size, config.hidden_size, config.spatial_merge_size)
+        self.merger = with_own_norms(
+            Qwen2_5_VLPatchMerger(config.out_hidden_size, config.hidden_size, config.spatial_merge_size))
         self.published = {"merger": "merger"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """What image encoders that are plain transformers over square patches share: ViT, CLIP's and SigLIP's vision towers.
 
 Images keep their own grid: position embeddings are interpolated to it, and images of equal grid (which are
-adjacent) run as one batch. Rows of an image: the class token where the class has one, then its patches in raster
-order. Attention goes over the whole image.
+adjacent) are embedded as one batch. Rows of an image: the class token where the class has one, then its patches in
+raster order. Attention goes over the whole image, of all images in one call (`attention`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from disttrain_cli.models.attention import Segments, segments_of
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
@@ -53,6 +54,11 @@ def rows_of(grids: list[tuple[int, int]], extra: int) -> list[int]:
 def count(grids: list[tuple[int, int]], extra: int) -> int:
     """Rows of all images together."""
     return sum(rows_of(grids, extra))
+
+
+def images_of(batch: Batch, extra: int, like: Tensor) -> Segments:
+    """The rows of each image, which attend each other."""
+    return segments_of(batch, f"images + {extra}", lambda: rows_of(batch.image_grids, extra), like)
 
 
 def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
@@ -176,8 +182,7 @@ class Block(ImageLayer):
         layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, self.extra)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            views = by_grid(normed_RD, batch.image_grids, self.extra)
-            return torch.cat([layer.self_attn(view)[0].flatten(0, 1) for view in views])
+            return layer.self_attn(normed_RD[None], attention_mask=images_of(batch, self.extra, normed_RD))[0]
 
         hidden = hidden + across(attend, layer.layer_norm1(hidden), rows, self.group)
         hidden = hidden + across(layer.mlp, layer.layer_norm2(hidden), rows, self.group)

@@ -16,7 +16,7 @@ from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
-from disttrain_cli.models.towers import ImageLayer, Projector, by_grid, count, positions, rows_of
+from disttrain_cli.models.towers import ImageLayer, Projector, count, images_of, positions, rows_of
 
 
 class Embed(ImageLayer):
@@ -73,8 +73,8 @@ class Block(ImageLayer):
         begin(self, self.dropouts, batch.image_seeds, rows_of(batch.image_grids, extra=1))
 
         def attend(normed_RD: Tensor) -> Tensor:
-            views = by_grid(normed_RD, batch.image_grids, extra=1)
-            return layer.dropout(torch.cat([layer.attention(view)[0].flatten(0, 1) for view in views]))
+            attended_1RD = layer.attention(normed_RD[None], images_of(batch, 1, normed_RD))[0]
+            return layer.dropout(attended_1RD.flatten(0, 1))
 
         def feed(normed_RD: Tensor) -> Tensor:
             return layer.dropout(layer.mlp(normed_RD))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
@@ -99,10 +100,11 @@ class Block(WhisperLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = self.layer, state["audio_hidden"], batch.clips * self.positions
         begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
+        clips = segments_of(batch, f"clips of {self.positions}", lambda: [self.positions] * batch.clips, hidden)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            normed_NPD = normed_RD.unflatten(0, (batch.clips, self.positions))
-            return self.dropout(layer.self_attn(normed_NPD, attention_mask=None)[0].flatten(0, 1))
+            attended_1RD = layer.self_attn(normed_RD[None], attention_mask=clips)[0]
+            return self.dropout(attended_1RD.flatten(0, 1))
 
         def feed(normed_RD: Tensor) -> Tensor:
             return self.dropout(layer.fc2(self.inner_dropout(layer.activation_fn(layer.fc1(normed_RD)))))

@@ -14,10 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from disttrain_cli.data.slots import SlotBatch, StepOrder
+from disttrain_cli.data.slots import Ints, SlotBatch, StepOrder
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.spec.inputs import Affine, ImageInput, TargetInput
 
@@ -75,7 +76,8 @@ def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: t
         clips=0 if arrays.clips is None else int(arrays.clips),
         audio_features=tensor(arrays.audio_features, dtype), audio_rows=tensor(arrays.audio_rows),
         pixels=blocks(arrays.pixels, images[:1]), other_pixels=blocks(arrays.other_pixels, images[1:]),
-        token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions), documents=tensor(arrays.documents),
+        token_ids=tensor(arrays.token_ids), positions=tensor(arrays.positions),
+        sample_lengths=None if arrays.documents is None else sample_lengths(arrays.documents),
         image_rows=tensor(arrays.image_rows), context_rows=tensor(arrays.context_rows), labels=tensor(arrays.labels),
         target_pixels=None if arrays.target_pixels is None else pixels(arrays.target_pixels, targets[0]),
         target_weights=tensor(arrays.target_weights), other_targets=blocks(arrays.other_targets, targets[1:]),
@@ -83,6 +85,12 @@ def to_batch(arrays: SlotBatch, order: StepOrder, device: torch.device, dtype: t
         image_seeds=tensor(arrays.image_seeds), clip_seeds=tensor(arrays.clip_seeds),
         target_seeds=tensor(arrays.target_seeds),
         label_tokens=float(max(1, order.label_tokens)), targets=float(max(1, order.targets)))
+
+
+def sample_lengths(documents_ML: Ints) -> list[int]:
+    """Tokens of each sample in the M·L rows, a sequence's padding as one more."""
+    starts = np.flatnonzero(np.diff(documents_ML, prepend=-2))  # no sample's number, so every sequence begins one
+    return np.diff(starts, append=documents_ML.size).tolist()
 
 
 def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:
@@ -125,8 +133,8 @@ class PinnedAhead:
 
 
 def pinned(arrays: SlotBatch, dtype: torch.dtype) -> SlotBatch:
-    """The same in page-locked memory: tensors, sound in the model's precision; grids and seeds stay."""
-    kept = {"image_grids", "clips", "noise_seeds"}
+    """The same in page-locked memory: tensors, sound in the model's precision; what the host reads stays."""
+    kept = {"image_grids", "clips", "documents", "noise_seeds"}
     copies: dict[str, Any] = {}
     for name, value in vars(arrays).items():
         if value is not None and name not in kept:

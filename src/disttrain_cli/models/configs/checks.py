@@ -108,6 +108,8 @@ def read_transformer(
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
+    from disttrain_cli.models.attention import packed
+
     made = getattr(transformers, class_name)
     known = {*inspect.get_annotations(made), *getattr(made, "attribute_map", {})}
     refuse_unknown(name, architecture, spec.config, known, "config")
@@ -117,8 +119,7 @@ def read_transformer(
     except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
         raise refused(name, architecture, error) from None
     check(name, spec, config)
-    config._attn_implementation = "sdpa"
-    return config
+    return packed(config)
 
 
 def check_widths(

@@ -78,7 +78,7 @@ def batch_of(model: Trained, tokenizer: Tokenizer, prompts: Sequence[Prompt], *,
         audio_features=None if audio is None else torch.zeros(0, audio.mel_bins, audio.frames, device=device),
         audio_rows=None if audio is None else places([]), token_ids=ids,
         positions=torch.arange(width, device=device).expand(len(rows), width),
-        documents=torch.zeros_like(ids), image_rows=places([(number, image_rows[number]) for number in order]),
+        sample_lengths=[width] * len(rows), image_rows=places([(number, image_rows[number]) for number in order]),
         context_rows=places(list(enumerate(context_rows))), target_weights=torch.ones(len(rows) if draws else 0))
     return PromptBatch(batch, [len(row) for row in rows])
 

@@ -1,0 +1,85 @@
+"""Parts of published layers as autograd functions that fix what is kept for the backward.
+
+Left to autograd, transformers' RMSNorm keeps two fp32 copies of its input, and a gated feed-forward its activation: a
+block of Llama 7B 40 % more than it needs. What is not kept is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RmsNorm(nn.Module):
+    """x / √(mean(x²) + eps) · weight, in fp32 inside (Zhang & Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel, which keeps the same
+        return _RmsNorm.apply(x, self.weight, self.eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps x, and one number of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        exact = _exact(x)
+        scale = torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (exact * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        normed, own = _exact(x) * scale, _exact(gradient)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            scaled = own * weight
+            of_x = ((scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = (own * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        return of_x, of_weight, None
+
+
+def _exact(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def with_own_norms(layer: nn.Module) -> nn.Module:
+    """The layer with our RMSNorm in the place of transformers' own, under the same names."""
+    for path, part in list(layer.named_modules()):
+        if type(part).__name__.endswith("RMSNorm"):
+            norm: Any = part
+            layer.set_submodule(path, RmsNorm(len(norm.weight), norm.variance_epsilon))
+    return layer
+
+
+def gated_mlp(mlp: Any, rows_RD: Tensor) -> Tensor:
+    """A gated feed-forward of transformers: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+    return mlp.down_proj(_Gated.apply(mlp.gate_proj(rows_RD), mlp.up_proj(rows_RD), mlp.act_fn))
+
+
+class _Gated(torch.autograd.Function):
+    """act(gate) · up, of which gate and up are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        return act(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+            made = ctx.act(inputs[0]) * inputs[1]
+        return (*torch.autograd.grad(made, inputs, gradient), None)

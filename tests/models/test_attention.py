@@ -1,0 +1,77 @@
+"""Attention inside segments against a softmax over all rows with everything else masked."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from disttrain_cli.models.attention import Segments, attend, kernel_for
+
+CPU = torch.device("cpu")
+
+
+def drawn(rows, heads, groups, width, seed=0):
+    draws = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, count, width, generator=draws, dtype=torch.float64, requires_grad=True)
+            for count in (heads, groups, groups)]
+
+
+def masked(query, key, value, lengths, causal, window, scale):
+    """[R, H, D] by a mask of all rows against all rows."""
+    segment = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    place = torch.arange(len(segment))
+    back = place[:, None] - place[None, :]
+    seen = segment[:, None] == segment[None, :]
+    if causal:
+        seen &= back >= 0
+        if window is not None:
+            seen &= back < window
+    each = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(each, 1), value.repeat_interleave(each, 1)
+    scores = torch.einsum("rhd,shd->hrs", query, key) * (scale or query.shape[-1] ** -0.5)
+    return torch.einsum("hrs,shd->rhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.booleans(),
+       st.none() | st.integers(1, 13), st.sampled_from([None, 0.3]))
+def test_it_is_the_masked_softmax(lengths, heads, causal, window, scale):
+    window = window if causal else None
+    inputs = drawn(sum(lengths), *heads, 8)
+    made = attend(*inputs, Segments(lengths, CPU), causal=causal, window=window, scale=scale)
+    expected = masked(*inputs, lengths, causal, window, scale)
+    seed = torch.randn(made.shape, dtype=made.dtype)
+    assert torch.allclose(made, expected, atol=1e-12)
+    for own, other in zip(torch.autograd.grad(made, inputs, seed), torch.autograd.grad(expected, inputs, seed),
+                          strict=True):
+        assert torch.allclose(own, other, atol=1e-11)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        made = (tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor))
+        self.elements = max([self.elements, *(tensor.numel() for tensor in made)])
+        return result
+
+
+@pytest.mark.parametrize(("lengths", "window"), [([4096], None), ([4096], 64), ([1000, 2000, 1096], None)])
+def test_nothing_grows_with_the_square_of_the_rows(lengths, window):
+    query, key, value = (tensor.detach().float().requires_grad_() for tensor in drawn(4096, 2, 1, 8))
+    with Largest() as largest:
+        attend(query, key, value, Segments(lengths, CPU), causal=True, window=window).sum().backward()
+    assert largest.elements <= 4 * query.numel()
+
+
+@pytest.mark.parametrize(("dtype", "width", "kernel"), [
+    (torch.bfloat16, 128, "varlen"), (torch.float16, 256, "varlen"), (torch.bfloat16, 264, "grouped"),
+    (torch.bfloat16, 20, "grouped"), (torch.float32, 128, "grouped")])
+def test_flash_attention_runs_where_it_can(dtype, width, kernel):
+    assert kernel_for(torch.device("meta"), dtype, width) == kernel
+    assert kernel_for(CPU, dtype, width) == "grouped"
