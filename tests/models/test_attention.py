@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.models import attention
 from disttrain_cli.models.attention import Segments, attend, kernel_for
 
 CPU = torch.device("cpu")
@@ -75,3 +76,22 @@ def test_nothing_grows_with_the_square_of_the_rows(lengths, window):
 def test_flash_attention_runs_where_it_can(dtype, width, kernel):
     assert kernel_for(torch.device("meta"), dtype, width) == kernel
     assert kernel_for(CPU, dtype, width) == "grouped"
+
+
+@pytest.mark.parametrize(("causal", "window", "said"), [
+    (False, None, (-1, -1)), (True, None, (-1, 0)), (True, 3, (2, 0)), (True, 4, (3, 0)), (True, 5, (-1, 0)),
+    (True, 1, (0, 0))])
+def test_flash_attention_is_told_the_window_without_the_row_itself(monkeypatch, causal, window, said):
+    told = {}
+
+    def varlen(query, key, value, starts, others, longest, most, **options):
+        told.update(options, starts=starts, longest=longest)
+        assert starts is others and longest == most
+        return query
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "kernel_for", lambda *_: "varlen")
+    query, key, value = drawn(12, 4, 2, 8)
+    attend(query, key, value, Segments([5, 4, 3], CPU), causal=causal, window=window)
+    assert told["window_size"] == said and told["enable_gqa"] and told["longest"] == 5
+    assert told["starts"].dtype == torch.int32 and told["starts"].tolist() == [0, 5, 9, 12]

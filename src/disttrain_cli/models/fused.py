@@ -79,7 +79,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        gate, up = ctx.saved_tensors
         with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-            made = ctx.act(inputs[0]) * inputs[1]
-        return (*torch.autograd.grad(made, inputs, gradient), None)
+            gate = gate.detach().requires_grad_()
+            open_ = ctx.act(gate)
+        return *torch.autograd.grad(open_, gate, gradient * up), gradient * open_.detach(), None
