@@ -157,7 +157,8 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     """As transformers' layers call it, with heads before rows: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
     query_RHD, *others = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    made = attend(query_RHD, others[0], others[1], attention_mask, scale=scaling, causal=module.is_causal, window=sliding_window)
+    made = attend(query_RHD, others[0], others[1], attention_mask, scale=scaling, causal=module.is_causal,
+                  window=sliding_window)
     return made.unflatten(0, (len(query), -1)), None
 
 

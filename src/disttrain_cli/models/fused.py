@@ -83,4 +83,5 @@ class _Gated(torch.autograd.Function):
         with torch.enable_grad():
             gate = gate.detach().requires_grad_()
             open_ = ctx.act(gate)
-        return *torch.autograd.grad(open_, gate, gradient * up), gradient * open_.detach(), None
+        open_.backward(gradient * up)
+        return gate.grad, gradient * open_.detach(), None
