@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import piece, shard_of
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.models.parallel import (
     Group,
     across,
-    cross_entropy,
     embed,
     gather,
     join,

@@ -121,7 +121,7 @@ def test_attention_of_images_is_not_halved_and_masks_are_not_counted(make_run):
     assert counts[0] == counts[1]
 
 
-def test_log_probabilities_are_kept_in_fp32(make_run):
+def test_the_head_keeps_its_logits(make_run):
     length, vocabulary, width = 32, 261, 48
     found, _ = operators(make_run(), "llm.head", documents=[[length]], length=length)
     rows = 4 * length * width

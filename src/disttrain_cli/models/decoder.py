@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs.decoders import FAMILIES
+from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
-from disttrain_cli.models.parallel import across, cross_entropy, embed, gather, once, scatter, share
+from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share
 
 
 def library(config: Any, part: str) -> Any:
@@ -151,24 +151,13 @@ class Head(DecoderLayer):
             assert batch.context_rows is not None
             result["context"] = share(hidden.index_select(0, batch.context_rows), self.group)
         if batch.labels is not None:
-            logits, labels = self.lm_head(hidden).float(), batch.labels.flatten()
-            if self.group is None:
-                total = functional.cross_entropy(logits, self._own(labels), ignore_index=-100, reduction="sum")
-            else:
-                assert self.first_id is not None
-                total = cross_entropy(logits, labels, self.first_id, self.group)
+            total = cross_entropy(self.lm_head(hidden), batch.labels.flatten(), self.first_id or 0, self.group)
             result[f"{LOSS_PREFIX}{self.loss}"] = once(self.weight * total / batch.label_tokens, self.group)
         return result
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] float32 of the token after each row of what the last block left; of a whole vocabulary."""
         return self.lm_head(self.norm(hidden_RD)).float()
-
-    def _own(self, labels: Tensor) -> Tensor:
-        if self.first_id is None:
-            return labels
-        local = (labels - self.first_id).clamp(0, len(self.lm_head.weight) - 1)
-        return torch.where(labels < 0, labels, local)
 
 
 def makers(

@@ -10,8 +10,8 @@ Two rules turn PyTorch's operators into kernels:
   computed. For the backward it keeps exactly those five.
 - All other operators that one product, attention or convolution waits for are one kernel, as a fusing compiler makes
   them: it reads what comes from outside, writes what others read, and keeps nothing inside. What the backward needs of
-  its inside is computed again from what is in memory. Only two things are not fused away: a group norm reads its input
-  twice and begins a kernel, and the fp32 log-probabilities of the cross-entropy are written and kept.
+  its inside is computed again from what is in memory. Only a group norm is not fused away: it reads its input twice and
+  begins a kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ Kind = Literal["product", "attention", "convolution", "other"]
 _VARLEN = {"torch_attn::_varlen_attn": 7, "torch_attn::_varlen_attn_backward": 10}
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _READ_TWICE = ("native_group_norm", "native_group_norm_backward")
-_KEPT = ("_log_softmax",)
 _NOT_READING = ("zeros_like", "new_zeros", "ones_like", "full_like", "new_full", "new_ones")
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 
@@ -60,7 +59,6 @@ class _Operator:
     writes: Counter[int]
     backward: bool
     begins: bool = False  # begins a kernel and reads its inputs twice
-    kept: bool = False  # what it writes stays in memory
     kernels: int = 1
 
 
@@ -143,7 +141,7 @@ class _Trace(TorchDispatchMode):
         self.operators.append(_Operator(
             kind, flops,
             Counter() if name in _NOT_READING else reads, writes, self.backward, begins=name in _READ_TWICE,
-            kept=name in _KEPT, kernels=len(made) if name in _CONVOLUTIONS else 1))
+            kernels=len(made) if name in _CONVOLUTIONS else 1))
         return result
 
 
@@ -263,7 +261,7 @@ class _Kernels:
                 for storage in operator.writes:
                     if storage not in kernel_of and storage not in in_memory:  # else it was there before
                         kernel_of[storage], self._maker[storage] = kernel, operator
-                    if operator.kind != "other" or operator.kept:
+                    if operator.kind != "other":
                         in_memory.add(storage)
         self._inside = self._maker.keys() - in_memory
 

@@ -131,13 +131,11 @@ def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
     return functional.embedding(local.masked_fill(foreign, 0), weight_VD).masked_fill(foreign.unsqueeze(1), 0.0)
 
 
-def cross_entropy(logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group) -> Tensor:
-    """Summed cross-entropy of rows whose label is not negative, from float32 logits of a vocabulary shard.
-
-    Only the largest logit, the sum of exponentials and the label's own logit are exchanged (Shoeybi et al. 2019,
-    section 3); the softmax is kept instead of the logits.
-    """
-    return _CrossEntropy.apply(logits_RV, labels_R, first_id, group)
+def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or maximum) of a tensor over the group, as a new tensor."""
+    total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)  # autograd keeps what it gave
+    dist.all_reduce(total, op=op, group=group.ranks)
+    return total.to(tensor.device)
 
 
 def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
@@ -146,7 +144,7 @@ def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
     for place, tensor in enumerate(tensors, 1):
         bucket.append(tensor)
         if place == len(tensors) or sum(one.numel() for one in bucket) >= BUCKET:
-            flat = _all_reduced(torch.cat([one.flatten() for one in bucket]), group)
+            flat = all_reduced(torch.cat([one.flatten() for one in bucket]), group)
             for one, total in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
                 one.copy_(total.view_as(one))
             bucket.clear()
@@ -203,12 +201,6 @@ def _join_whole(layer: PipelineLayer, group: Group) -> None:
         linear.register_forward_hook(after)
 
 
-def _all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)  # autograd keeps what it gave
-    dist.all_reduce(total, op=op, group=group.ranks)
-    return total.to(tensor.device)
-
-
 def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:
     most, wire = -(-rows // group.size), group.wire(own)
     whole = own.new_empty(group.size * most, *own.shape[1:], device=wire)
@@ -255,7 +247,7 @@ class _Scatter(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
-        return _all_reduced(partial, group)
+        return all_reduced(partial, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -270,7 +262,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _all_reduced(gradient, ctx.group), None
+        return all_reduced(gradient, ctx.group), None
 
 
 class _Share(torch.autograd.Function):
@@ -284,26 +276,3 @@ class _Share(torch.autograd.Function):
         own = torch.zeros_like(gradient)
         own[ctx.own] = gradient[ctx.own]
         return own, None
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group) -> Tensor:
-        largest_R = _all_reduced(logits_RV.amax(1), group, dist.ReduceOp.MAX)
-        shifted_RV = logits_RV - largest_R.unsqueeze(1)
-        local_R = labels_R - first_id
-        here_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
-        local_R = local_R.masked_fill(~here_R, 0)
-        own_R = shifted_RV.gather(1, local_R.unsqueeze(1)).squeeze(1).masked_fill(~here_R, 0.0)
-        softmax_RV = shifted_RV.exp_()
-        sums_R, label_R = _all_reduced(torch.stack([softmax_RV.sum(1), own_R]), group)
-        softmax_RV /= sums_R.unsqueeze(1)
-        ctx.save_for_backward(softmax_RV, local_R, here_R, labels_R >= 0)
-        return (sums_R.log() - label_R).masked_fill(labels_R < 0, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        softmax_RV, local_R, here_R, trained_R = ctx.saved_tensors
-        given_RV = softmax_RV.clone()  # a graph may be walked twice
-        given_RV.scatter_add_(1, local_R.unsqueeze(1), -here_R.unsqueeze(1).to(given_RV.dtype))
-        return given_RV * (gradient * trained_R).unsqueeze(1), None, None, None

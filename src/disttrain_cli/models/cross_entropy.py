@@ -1,0 +1,70 @@
+"""Cross-entropy over a vocabulary, or over the shards of one that a TP group divides (Shoeybi et al. 2019, section 3).
+
+Logits stay in the model's precision, in which they are kept for the backward; only some rows at a time are in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from disttrain_cli.models.parallel import all_reduced
+
+if TYPE_CHECKING:
+    from disttrain_cli.models.parallel import Group
+
+#: Logits that are in fp32 at a time: 128 MiB.
+CHUNK = 1 << 25
+
+
+def cross_entropy(logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None) -> Tensor:
+    """Summed cross-entropy [] in fp32 of the rows whose label is not negative.
+
+    Args:
+        logits_RV: of the ids from `first_id` on; the group's other ranks have the others. Without a group, labels
+            elsewhere count as if their logit were 0.
+
+    A group exchanges the largest logit of a row, the sum of its exponentials and its label's logit.
+    """
+    return _CrossEntropy.apply(logits_RV, labels_R, first_id, group)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None) -> Tensor:
+        local_R = labels_R - first_id
+        here_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
+        local_R = local_R.masked_fill(~here_R, 0)
+        found_3R = logits_RV.new_empty(3, len(logits_RV), dtype=torch.float32)
+        for rows in _chunks(logits_RV):
+            exact = logits_RV[rows].float()
+            label = exact.gather(1, local_R[rows, None]).squeeze(1).masked_fill(~here_R[rows], 0.0)
+            found_3R[:, rows] = torch.stack([exact.amax(1), exact.logsumexp(1), label])
+        largest_R, log_sum_R, label_R = found_3R
+        if group is not None:
+            largest_R = all_reduced(largest_R, group, dist.ReduceOp.MAX)
+            sum_R, label_R = all_reduced(torch.stack([(log_sum_R - largest_R).exp(), label_R]), group)
+            log_sum_R = largest_R + sum_R.log()
+        ctx.save_for_backward(logits_RV, log_sum_R, local_R, here_R, labels_R >= 0)
+        return (log_sum_R - label_R).masked_fill(labels_R < 0, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        logits_RV, log_sum_R, local_R, here_R, trained_R = ctx.saved_tensors
+        scale_R, made_RV = gradient * trained_R, torch.empty_like(logits_RV)
+        for rows in _chunks(logits_RV):
+            own = (logits_RV[rows].float() - log_sum_R[rows, None]).exp_()
+            own.scatter_add_(1, local_R[rows, None], -here_R[rows, None].to(own.dtype))
+            made_RV[rows] = own.mul_(scale_R[rows, None])
+        return made_RV, None, None, None
+
+
+def _chunks(logits_RV: Tensor) -> Iterator[slice]:
+    """Rows that are in fp32 together."""
+    rows, width = logits_RV.shape
+    step = max(1, CHUNK // width)
+    return (slice(start, start + step) for start in range(0, rows, step))
