@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from disttrain_cli.models.host import to_device
+
 if TYPE_CHECKING:
     from disttrain_cli.models.layer import Batch
 
@@ -48,7 +50,7 @@ class Segments:
     def starts(self) -> Tensor:
         """[S + 1] int32: the first row of every segment, and the end of the last; with their values also on meta."""
         device = torch.device("cpu") if self._device.type == "meta" else self._device
-        return _to_device([0, *accumulate(self.lengths)], torch.int32, device)
+        return to_device([0, *accumulate(self.lengths)], device, torch.int32)
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
@@ -65,7 +67,7 @@ class Segments:
         with torch.device("cpu"):
             sizes = torch.tensor(self.lengths).repeat_interleave(torch.tensor(self.lengths))
         rows = torch.argsort(sizes, stable=True)
-        return _to_device(rows, torch.int64, self._device), _to_device(torch.argsort(rows), torch.int64, self._device)
+        return to_device(rows, self._device), to_device(torch.argsort(rows), self._device)
 
     @cached_property
     def _together(self) -> bool:
@@ -160,10 +162,3 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     made = attend(query_RHD, others[0], others[1], attention_mask, scale=scaling, causal=module.is_causal,
                   window=sliding_window)
     return made.unflatten(0, (len(query), -1)), None
-
-
-def _to_device(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host on a device; to a GPU from page-locked memory, so that nothing waits for it."""
-    with torch.device("cpu"):
-        tensor = torch.as_tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -33,6 +33,11 @@ def library(config: Any, part: str) -> Any:
     return getattr(import_module(f"transformers.models.{family}.modeling_{family}"), FAMILIES[family] + part)
 
 
+def _rotary(config: Any, device: torch.device) -> Any:
+    with torch.device("cpu"):
+        return library(config, "RotaryEmbedding")(config).to(device)
+
+
 class DecoderLayer(PipelineLayer):
     """A layer whose items are packed sequences; a replica of the LLM always has some."""
 
@@ -95,7 +100,7 @@ class Block(DecoderLayer):
         self.layer = with_own_norms(library(config, "DecoderLayer")(config, number))
         self.published = {"layer": f"model.layers.{number}"}
         # Constructed when first used and never registered: a cast to bf16 would spoil its frequencies.
-        self._rotary = cache(partial(library(config, "RotaryEmbedding"), config))
+        self._rotary = cache(partial(_rotary, config))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
@@ -115,9 +120,7 @@ class Block(DecoderLayer):
     def _rotary_factors(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [M, L, head width]."""
         if "cos" not in batch.cache:
-            with torch.device("cpu"):
-                rotary = self._rotary()
-            batch.cache["cos"], batch.cache["sin"] = rotary(like, batch.positions)
+            batch.cache["cos"], batch.cache["sin"] = self._rotary(like.device)(like, batch.positions)
         return batch.cache["cos"], batch.cache["sin"]
 
 

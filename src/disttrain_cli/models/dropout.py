@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import PipelineLayer
 
 _BITS = 24  # of the hash that are compared with the probability
@@ -85,7 +86,7 @@ def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
     repeats = np.asarray(counts, dtype=np.int64)
     items = np.repeat(np.arange(len(counts)), repeats)  # what the counts alone say is made where they are: on the host
     numbers = np.arange(len(items)) - np.repeat(repeats.cumsum() - repeats, repeats)
-    item_R, number_R = (torch.from_numpy(values).to(seeds_N.device) for values in (items, numbers))
+    item_R, number_R = (to_device(torch.from_numpy(values), seeds_N.device) for values in (items, numbers))
     return mix(mix(seeds_N).index_select(0, item_R) + number_R)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.noise import Noise, draw_noise
 from disttrain_cli.models.parallel import once
@@ -151,4 +152,4 @@ class Finish(GeneratorLayer):
 
 def filled(count: int, values: tuple[float, ...], like: Tensor) -> Tensor:
     """The same values for each of `count` images [N, V], on the device and with the dtype of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device).expand(count, -1)
+    return constant(torch.tensor, values, device=like.device, dtype=like.dtype).expand(count, -1)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from disttrain_cli.models.host import constant, to_device
 from disttrain_cli.models.layer import Batch
 
 Prediction = Literal["epsilon", "v_prediction", "flow"]
@@ -61,7 +62,7 @@ class Noise:
 
     def _amplitudes(self, timesteps_N: Tensor) -> tuple[Tensor, Tensor]:
         """√ᾱ_t and √(1 − ᾱ_t), [N, 1, 1, 1]."""
-        alphas = _alphas(self).to(timesteps_N.device)[timesteps_N].view(-1, 1, 1, 1)
+        alphas = constant(_alphas, self, device=timesteps_N.device)[timesteps_N].view(-1, 1, 1, 1)
         return alphas**0.5, (1 - alphas) ** 0.5
 
     def sampler(self, bounded: bool) -> Any:
@@ -113,8 +114,8 @@ def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int, place: int 
             batch.cache[noise_of] = torch.empty(len(batch.noise_seeds), *shape, device=device)
         else:
             draws = [_draw_one(own_seed(seed, place), shape, timesteps) for seed in batch.noise_seeds.tolist()]
-            batch.cache[timestep_of] = torch.stack([timestep for timestep, _ in draws]).to(device)
-            batch.cache[noise_of] = torch.stack([noise for _, noise in draws]).to(device)
+            batch.cache[timestep_of] = to_device(torch.stack([timestep for timestep, _ in draws]), device)
+            batch.cache[noise_of] = to_device(torch.stack([noise for _, noise in draws]), device)
     return batch.cache[timestep_of], batch.cache[noise_of]
 
 

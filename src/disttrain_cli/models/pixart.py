@@ -20,6 +20,7 @@ from disttrain_cli.models.configs import refused
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
 from disttrain_cli.models.generator import Canvas, Finish, GeneratorLayer, Projector, Start, filled
+from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 
 # Heads and FFN of a block, whose first linear gives value and gate, or only a value.
@@ -56,27 +57,26 @@ class In(Start):
             size = {"resolution": filled(count, (side, side), noisy_NCHW),
                     "aspect_ratio": filled(count, (1.0,), noisy_NCHW)}
         modulation, embedding = self.adaln_single(times_N, size, batch_size=count, hidden_dtype=dtype)
-        result = {"patches": patches_NPD + self._positions(patches_NPD).to(patches_NPD), "modulation": modulation,
+        result = {"patches": patches_NPD + self._positions(patches_NPD), "modulation": modulation,
                   "time_embedding": embedding}
         if self.caption_projection is not None:
             result["conditioning"] = self.caption_projection(state["conditioning"])
         return result
 
     def _positions(self, patches_NPD: Tensor) -> Tensor:
-        """Sinusoids [P, D], float32 on the CPU; they are no weights."""
+        """Sinusoids [P, D], with the dtype of the patches; they are no weights."""
         if patches_NPD.is_meta:
-            return torch.empty(patches_NPD.shape[1:], device="meta")
-        return _positions(patches_NPD.shape[-1], self.patches_per_side, self.interpolation)
+            return patches_NPD.new_empty(patches_NPD.shape[1:])
+        return constant(_positions, patches_NPD.shape[-1], self.patches_per_side, self.interpolation,
+                        device=patches_NPD.device, dtype=patches_NPD.dtype)
 
 
-@cache
 def _positions(width: int, side: int, interpolation: float) -> Tensor:
     from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
-    with torch.device("cpu"):
-        positions: Tensor = get_2d_sincos_pos_embed(
-            width, side, base_size=side, interpolation_scale=interpolation, output_type="pt")
-        return positions.float()
+    positions: Tensor = get_2d_sincos_pos_embed(
+        width, side, base_size=side, interpolation_scale=interpolation, output_type="pt")
+    return positions.float()
 
 
 class Block(GeneratorLayer):

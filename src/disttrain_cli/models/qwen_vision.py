@@ -19,6 +19,7 @@ from disttrain_cli.models.attention import Segments, attend, segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import gated_mlp, with_own_norms
+from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.models.parallel import across, split
 from disttrain_cli.models.towers import ImageLayer, count, images_of, runs
@@ -79,7 +80,7 @@ class Embed(QwenLayer):
         hidden = []
         for pixels in batch.pixels:
             grid = functional.conv2d(pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:])  # [N, D, rows, columns]
-            order = self.layout(*grid.shape[2:]).order.to(grid.device)
+            order = to_device(self.layout(*grid.shape[2:]).order, grid.device)
             hidden.append(grid.flatten(2).transpose(1, 2).index_select(1, order).flatten(0, 1))
         return {"image_hidden": split(torch.cat(hidden), self.group)}
 
@@ -136,7 +137,7 @@ class Block(QwenLayer):
                           for count, rows, columns in runs(batch.image_grids)
                           for own in (self.layout(rows, columns),)]
                 cos, sin = self._rotary()(torch.empty(0), torch.cat(places))
-            batch.cache["image cos"], batch.cache["image sin"] = cos.to(device), sin.to(device)
+            batch.cache["image cos"], batch.cache["image sin"] = to_device(cos, device), to_device(sin, device)
         return batch.cache["image cos"], batch.cache["image sin"]
 
 
@@ -161,7 +162,7 @@ class Merger(QwenLayer):
             merged = self.merger.mlp(normed_RD.unflatten(0, (-1, self.merge**2)).flatten(1))
             start, parts = 0, []
             for images, rows, columns in runs(batch.image_grids):
-                tokens = self.layout(rows, columns).tokens.to(merged.device)
+                tokens = to_device(self.layout(rows, columns).tokens, merged.device)
                 own = merged[start : start + images * len(tokens)].unflatten(0, (images, len(tokens)))
                 parts.append(own.index_select(1, tokens).flatten(0, 1))
                 start += images * len(tokens)

@@ -81,21 +81,21 @@ def positions(table_PD: Tensor, rows: int, columns: int) -> Tensor:
         return table_PD
     made = table_PD.float().unflatten(0, (side, side))
     for axis, length in enumerate((rows, columns)):
-        places, weights = (tensor.to(made.device) for tensor in taps(side, length))
+        places, weights = taps(side, length, made.device)
         each = made.index_select(axis, places.flatten()).unflatten(axis, tuple(places.shape))
         made = (each * weights.view(*weights.shape, *(1,) * (2 - axis))).sum(axis + 1)
     return made.flatten(0, 1).to(table_PD.dtype)
 
 
 @lru_cache(maxsize=1024)
-def taps(side: int, length: int) -> tuple[Tensor, Tensor]:
+def taps(side: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each of `length` values takes from `side` given ones, and how much of each: [length, 4], 4 or fewer."""
     with torch.device("cpu"):
         each = functional.interpolate(
             torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False)
     weights = each[0, :, :, 0].T  # [length, side]
     places = weights.abs().topk(min(4, side)).indices
-    return places, weights.gather(1, places)
+    return places.to(device), weights.gather(1, places).to(device)
 
 
 class ImageLayer(PipelineLayer):

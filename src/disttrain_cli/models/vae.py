@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import latent_side, refused
 from disttrain_cli.models.generator import targets_field, targets_of
+from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.noise import own_seed
 
@@ -55,7 +56,7 @@ class VaeEncoder(PipelineLayer):
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
         posterior = DiagonalGaussianDistribution(moments)
-        sample = posterior.mean + posterior.std * self._noise(batch).to(moments)
+        sample = posterior.mean + posterior.std * to_device(self._noise(batch), moments.device).to(moments)
         return {"latents": (sample - self.shift) * self.scaling}
 
     def _noise(self, batch: Batch) -> Tensor:

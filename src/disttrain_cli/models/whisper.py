@@ -18,6 +18,7 @@ from disttrain_cli.models.attention import segments_of
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.dropout import begin, seeded
+from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
 
@@ -56,7 +57,7 @@ class Embed(WhisperLayer):
         assert batch.audio_features is not None
         hidden = functional.gelu(self.conv1(batch.audio_features.to(self.conv1.weight.dtype)))
         hidden_NPD = functional.gelu(self.conv2(hidden)).transpose(1, 2)
-        hidden_RD = (hidden_NPD + self._positions(hidden_NPD, batch)).flatten(0, 1)
+        hidden_RD = (hidden_NPD + self._positions(hidden_NPD)).flatten(0, 1)
         begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
         return {"audio_hidden": split(self.dropout(hidden_RD), self.group)}
 
@@ -68,15 +69,11 @@ class Embed(WhisperLayer):
             positions = sinusoids(self.positions, self.conv1.out_channels)
         return super().to_published(tensors) | {"embed_positions.weight": positions}
 
-    def _positions(self, hidden_NPD: Tensor, batch: Batch) -> Tensor:
+    def _positions(self, hidden_NPD: Tensor) -> Tensor:
         """Sinusoids [P, D]."""
         from transformers.models.whisper.modeling_whisper import sinusoids
 
-        if "sinusoids" not in batch.cache:
-            with torch.device("cpu"):
-                positions = sinusoids(*hidden_NPD.shape[1:])
-            batch.cache["sinusoids"] = positions.to(hidden_NPD)
-        return batch.cache["sinusoids"]
+        return constant(sinusoids, *hidden_NPD.shape[1:], device=hidden_NPD.device, dtype=hidden_NPD.dtype)
 
 
 class Block(WhisperLayer):

@@ -1,0 +1,28 @@
+"""What the host knows, on the device, without making the host wait: a copy from pageable memory stops it.
+
+Numbers of a batch are copied from page-locked memory (`to_device`); what never changes is copied once (`constant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(values: Sequence[int] | Sequence[float] | Tensor, device: torch.device,
+              dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers of the host on a device; what is on the way stays in memory until it is there."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype, device="cpu")
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+@lru_cache(maxsize=4096)
+def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device,
+             dtype: torch.dtype | None = None) -> Tensor:
+    """What a function makes of these arguments on the host, kept on a device."""
+    with torch.device("cpu"):
+        return make(*arguments).to(device, dtype)
