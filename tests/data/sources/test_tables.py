@@ -96,6 +96,21 @@ def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
     assert list(samples) == ["row 0"] and skipped == {"row 1": "text is not UTF-8"}
 
 
+def test_documents_of_few_values_and_empty_ones(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"text": pa.array(["a", "", "b", "a"]).dictionary_encode()}))
+    samples, skipped = read(tmp_path / "a.parquet")
+    assert [sample.segments[0].text for sample in samples.values()] == ["a", "b", "a"]
+    assert skipped == {"row 1": "the text is empty"}
+
+
+@pytest.mark.parametrize("name", ["images", "pictures"])
+def test_lists_of_images_are_not_taken_for_names_of_images_or_left_out(name: str) -> None:
+    said = pa.list_(pa.struct([("user", pa.string()), ("assistant", pa.string())]))
+    with pytest.raises(DataError, match=f"`{name}` holds lists of images") as caught:
+        find_columns(pa.schema([(name, pa.list_(pa.binary())), ("texts", said), ("text", pa.string())]), "x")
+    assert "download" not in caught.value.next_step
+
+
 def test_bad_rows_of_lists(tmp_path: Path) -> None:
     rows: list[tuple[list[bytes | None] | None, list[str | None] | None]] = [
         ([None, PICTURES[0]], ["a", None]), ([None], [None]), ([PICTURES[0]], ["both"]), ([None, None], ["short"]),
