@@ -463,11 +463,13 @@ def test_who_reads_nothing_for_long_stops_nobody_else(
     gauge = Gauge(monkeypatch)
     with serving(run, index) as worker:
         streams = asked(worker, run, index, gauge, 2 * AT_ONCE)
-        with remote(pulling(run, address(worker)), index) as loader:
-            assert fetch_all(loader, PLACES[:2]) == expected[:2]
+        try:
+            with remote(pulling(run, address(worker), wait_s=5.0), index) as loader:
+                assert fetch_all(loader, PLACES[:2]) == expected[:2]
+        finally:
+            for stream in streams:
+                stream.cancel()
         assert gauge.most <= AT_ONCE + MOST_STALLED
-        for stream in streams:
-            stream.cancel()
 
 
 def test_a_rank_asks_for_no_more_than_it_prefetches(run: Run, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
