@@ -87,7 +87,8 @@ def test_bad_rows_of_pairs(tmp_path: Path) -> None:
     samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
     assert list(samples) == ["row 0", "row 5"] and samples["row 5"].segments[0].width_px == 30
     assert skipped == {"row 1": "the text is missing", "row 2": "the image is missing",
-                       "row 3": "not a JPEG, PNG or WebP image", "row 4": "an empty file, not a JPEG, PNG or WebP image"}
+                       "row 3": "not a JPEG, PNG or WebP image",
+                       "row 4": "an empty file, not a JPEG, PNG or WebP image"}
 
 
 def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
