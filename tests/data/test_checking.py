@@ -143,3 +143,11 @@ def test_too_many_broken_images_stop_the_run(own_run: MakeRun) -> None:
             for step in range(3):
                 fetch_step(run, index, MONOLITHIC, "all", replica, step)
     assert "a.tar/" in str(caught.value)
+
+
+def test_a_shard_without_any_sample_is_checked_too(own_run: MakeRun) -> None:
+    whole = [interleaved("0", text("read"), image("0.jpg")), ("0.jpg", encoded(40, 40))]
+    run = own_run({"a.tar": [("x.json", b"{")], "b.tar": whole}, max_bad_fraction=0.5)
+    index = build_index(run, INPUTS)
+    checked = leave_out(run, INPUTS, find_broken(run, index, silent))
+    assert len(checked) == 1 and checked.fingerprint == index.fingerprint and not len(unchecked(checked))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,3 +105,14 @@ def test_a_header_may_claim_any_length() -> None:
     assert header_of(bytes(data)).duration_ms > 4_000_000_000 // 1000
     with pytest.raises(ValueError, match="longer than"):
         decode_clip(bytes(data), 30_000)
+
+
+def test_mpg123_keeps_to_itself_what_is_wrong(tmp_path: Path) -> None:
+    """It writes to C's stderr, as libpng does; a process of its own, which nothing else has muted."""
+    (tmp_path / "cut.mp3").write_bytes(sound("mp3")[:900])
+    code = ("import sys; from disttrain_cli.data.clips import decode_clip\n"
+            "try: decode_clip(open(sys.argv[1], 'rb').read(), 1000)\n"
+            "except ValueError as error: print(error)")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cut.mp3")], capture_output=True, text=True,
+                          check=True)
+    assert "truncated" in done.stdout and done.stderr == ""

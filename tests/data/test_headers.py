@@ -41,8 +41,12 @@ def test_webp_kinds_and_segments_before_the_frame() -> None:
 
 
 @pytest.mark.parametrize(("data", "reason"), [
-    (b"", "not a JPEG"),
-    (b"hello, this is a text and no image", "not a JPEG"),
+    (b"", "^an empty file, not a JPEG"),
+    (b"hello, this is a text and no image", "^not a JPEG"),
+    (b"\n<!DOCTYPE html><html>404</html>", "^a web page or SVG, not a JPEG"),
+    (b"GIF89a" + bytes(40), "^a GIF, not"),
+    (b"\0\0\0\x1cftypavif" + bytes(40), "^an AVIF, not"),
+    (b"\0\0\0\x18ftypheic" + bytes(40), "^a HEIC, not"),
     (b"\xff\xd8\xff\xe0", "cut short|damaged"),
     (b"\xff\xd8" + bytes(40), "damaged"),
     (b"\xff\xd8\xff\xda" + bytes(40), "without a frame"),

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.headers import Read
+from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.errors import DataError
 
 Floats = NDArray[np.float32]
@@ -104,6 +105,7 @@ def _soundfile() -> Any:
     except (ImportError, OSError) as error:  # the package, or the library that it loads
         raise DataError("Audio clips are read by the package soundfile, which is not installed", str(error),
                         "Install it with: pip install 'disttrain[audio]'") from None
+    mute_libraries()
     return soundfile
 
 

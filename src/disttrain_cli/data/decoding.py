@@ -15,17 +15,15 @@ pixel of the file, a call holds up to 3 bytes of a JPEG (9 where it is progressi
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
 import re
-import sys
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.headers import ImageHeader, is_whole, read_header
+from disttrain_cli.data.muting import mute_libraries
 from disttrain_cli.spec.inputs import ImageInput, TargetInput
 
 Bytes = NDArray[np.uint8]
@@ -66,19 +64,8 @@ def _cv2() -> Any:
 
     cv2.setNumThreads(0)
     cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
-    _mute_libpng()
+    mute_libraries()
     return cv2
-
-
-def _mute_libpng() -> None:
-    """Let C's `stderr` of this process lead nowhere: libpng writes to it why a file cannot be read, and has no setting.
-
-    Python's, and the file descriptor, stay as they are.
-    """
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        library.fopen.restype = ctypes.c_void_p
-        ctypes.c_void_p.in_dll(library, "stderr").value = library.fopen(os.devnull.encode(), b"w")
 
 
 def _decoded(data: bytes, channels: int, height: int, width: int) -> Bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -11,6 +12,10 @@ MAX_PIXELS = 100_000_000
 
 TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
 PIECE_BYTES = 2**20  # read at once, where it does not
+
+#: How what is often found in place of an image begins.
+OTHERS = {rb"\Z": "an empty file", rb"\s*<": "a web page or SVG", rb"GIF8": "a GIF", rb"BM": "a BMP",
+          rb"II\*\0|MM\0\*": "a TIFF", rb"....ftypavi[fs]": "an AVIF", rb"....ftyp(hei|hev|mif1|msf1)": "a HEIC"}
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
@@ -34,7 +39,8 @@ def read_header(read: Read) -> ImageHeader:
         elif head.startswith(b"RIFF") and head[8:12] == b"WEBP":
             header = _webp(head)
         else:
-            raise ValueError("not a JPEG, PNG or WebP image")
+            what = next((f"{name}, " for magic, name in OTHERS.items() if re.match(magic, head, re.DOTALL)), "")
+            raise ValueError(f"{what}not a JPEG, PNG or WebP image")
     except struct.error:
         raise ValueError("image header cut short") from None
     if header.width_px < 1 or header.height_px < 1:

@@ -85,6 +85,9 @@ class Index:
     offsets: Ints  # [segments] where it lies in its shard: two numbers whose meaning is the form's own
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
+    #: [N, 2] (first character, characters) of samples that are pieces of a document (`data.documents`), else 0; None =
+    #: there is no such sample
+    pieces: Ints | None = None
     scaled_down: int | None = None  # images read that have more pixels than the model's budget; of files only
     unread: dict[str, int] = field(default_factory=dict)  # by `UNREAD`, what the model has no module for
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
@@ -106,13 +109,16 @@ class Index:
 
     @cached_property
     def end_trained(self) -> NDArray[np.bool_]:
-        """[N] whether a sample's EOS is a label: not where its last text is not trained."""
+        """[N] whether a sample's EOS is a label: not where its last text is not trained, or its document goes on."""
+        goes_on = np.zeros(len(self), dtype=bool)
+        if self.pieces is not None:
+            goes_on[:-1] = self.pieces[1:, 0] > 0  # the next sample does not begin its document
         texts = np.flatnonzero(self.kinds == TEXT)
         if not len(texts):
             return np.ones(len(self), dtype=bool)
         last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]  # of this sample, or of another one
         own = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
-        return ~own | self.trained[last]
+        return (~own | self.trained[last]) & ~goes_on
 
     @cached_property
     def label_tokens(self) -> Ints:
@@ -148,7 +154,8 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
 def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
     """Read the sizes of every sample and write the index of the run, whole or not at all.
 
-    Samples that are broken or longer than a sequence are skipped, counted and named in `Index.skipped`.
+    Samples that are broken or longer than a sequence are skipped, counted and named in `Index.skipped`; texts alone
+    become several samples where they are longer.
 
     Raises:
         DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples are bad, or none
@@ -192,6 +199,8 @@ def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tup
 
     `broken`: rows of `kept` that are left out, and why, where all were decoded.
     """
+    import pyarrow as pa
+
     old = kept.by_shard() if kept else iter(())
     known = {indexed[:2] for indexed in kept.files} if kept else set()
     files: list[Indexed] = []
@@ -207,7 +216,7 @@ def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tup
                 if broken is not None:
                     own = range(read, read := read + len(rows))
                     left_out = [*left_out, *(broken[row] for row in own if row in broken)]
-                    rows = rows.filter([row not in broken for row in own])
+                    rows = rows.filter(pa.array([row not in broken for row in own], pa.bool_()))
                     indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
             else:
                 label = shard_label(run, shard)
@@ -245,6 +254,7 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
     counts = [indexed.rows for indexed in stored.files]
     kinds, widths, heights = (flat(rows, name) for name in ("kinds", "widths", "heights"))
     budget = inputs.image.max_pixels if inputs.image else 0
+    start = starts_of(counts_of(rows))
     return Index(
         fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16] if fraction
         else stored.fingerprint,
@@ -255,7 +265,7 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         source=np.repeat(np.array([source for source, _ in shards], dtype=np.int64), counts),
         shard=np.repeat(np.arange(len(shards), dtype=np.int64), counts),
         keys=Keys(rows.column("key")),
-        segment_start=starts_of(counts_of(rows)),
+        segment_start=start,
         kinds=kinds,
         tokens=flat(rows, "tokens"),
         trained=flat(rows, "trained").astype(bool),
@@ -263,6 +273,7 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
         offsets=flat(rows, "offsets"),
         sizes=flat(rows, "sizes"),
         grids=_grids(inputs, kinds, widths, heights),
+        pieces=_pieces(start, kinds, widths, heights),
         checked=np.array([indexed.checked for indexed in stored.files], dtype=bool),
         unread=dict(sum((Counter(indexed.unread) for indexed in stored.files), Counter[str]())),
         scaled_down=int(((kinds == IMAGE) & (widths * heights > budget)).sum()),
@@ -305,6 +316,15 @@ def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
         sizes=nowhere,
         grids=drawn.grids,
     )
+
+
+def _pieces(segment_start: Ints, kinds: Ints, widths: Ints, heights: Ints) -> Ints | None:
+    """`Index.pieces`; such a sample has one segment."""
+    texts = (kinds == TEXT) & (heights > 0)
+    if not texts.any():
+        return None
+    first = segment_start[:-1]
+    return np.where(texts[first, None], np.stack([widths, heights], axis=1)[first], 0)
 
 
 def _grids(inputs: ModelInputs, kinds: Ints, widths: Ints, heights: Ints) -> Ints:

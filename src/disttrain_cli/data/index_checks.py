@@ -21,6 +21,10 @@ MEANT = "Bring the data back as it was; where the change is meant, index all of 
 ADDED = "Take the new shards in with: disttrain profile"
 EVEN = 128  # a multiple of it is a vocabulary that all usual TP sizes divide
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
+#: What usable samples look like, in a tar and in a JSON.
+MEMBERS = "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its files"
+RECORDS = ('A record is {"text": …}, {"image": …, "text": …}, or {"conversations": [{"from": "human", "value": …}, '
+           '{"from": "gpt", "value": …}]}')
 
 
 class BadSamplesError(DataError):
@@ -195,7 +199,7 @@ def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
         raise BadSamplesError(
             skipped, "The dataset has no usable sample",
             named or "its shards are empty",
-            "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its files; "
+            f"{RECORDS if any('.json' in s.shard for s in skipped) else MEMBERS}; "
             "an example: disttrain init DIR --sample-data",
         )
     shards = ", ".join(f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.data.arrays import starts_of
+from disttrain_cli.data.documents import pieces
 from disttrain_cli.data.index_file import schema
 from disttrain_cli.data.log_mel import FRAME_MS
 from disttrain_cli.data.slots import Ints
@@ -41,8 +42,9 @@ def shard_rows(found: Iterator[Sample | Skipped], label: str, inputs: ModelInput
     """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is left out of samples).
 
     Left out are broken samples, those of which this model reads nothing, those longer than a sequence, and those with
-    a clip longer than the model hears. Images and clips that the model has no module for are no segments, and a text
-    right before an image to be generated, which asks for it, is then not trained.
+    a clip longer than the model hears. A document longer than a sequence, one text and all of it trained, becomes a
+    sample for each of its pieces, all of its name. Images and clips that the model has no module for are no segments,
+    and a text right before an image to be generated, which asks for it, is then not trained.
     """
     import pyarrow as pa
 
@@ -87,16 +89,18 @@ def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: To
 
     heads = {IMAGE: inputs.image, TARGET: inputs.target, AUDIO: inputs.audio}
     present = {TEXT} | {kind for kind, head in heads.items() if head}
-    own = [_read(sample.segments, present) for sample in samples]
     unread.update(UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present)
+    samples, of_texts = _in_pieces([Sample(sample.key, _read(sample.segments, present)) for sample in samples],
+                                   inputs.sequence_length - SAMPLE_SPECIALS, tokenizer)
+    own = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in own], dtype=np.int64)
-    kinds, places, texts, widths, heights, trained, ended = zip(*(s for segments in own for s in segments),
+    kinds, places, _, widths, heights, trained, ended = zip(*(s for segments in own for s in segments),
                                                                 strict=True) if counts.any() else [()] * 7
     columns = {"kinds": np.array(kinds, np.int64), "trained": np.array(trained, bool), "ended": np.array(ended, bool),
                "widths": np.array(widths, np.int64), "heights": np.array(heights, np.int64)}
     for name, values in zip(("offsets", "sizes"), zip(*places, strict=True) if places else ((), ()), strict=True):
         columns[name] = np.array(values, np.int64)
-    columns["tokens"] = _tokens(columns, texts, inputs, tokenizer)
+    columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
     lengths = np.diff(total) + SAMPLE_SPECIALS
     longest_ms = inputs.audio.frames * FRAME_MS if inputs.audio else 0
@@ -128,11 +132,30 @@ def _read(segments: list[Segment], present: set[int]) -> list[Segment]:
             if one.kind in present]
 
 
-def _tokens(columns: dict[str, NDArray], texts: tuple[str, ...], inputs: ModelInputs, tokenizer: Tokenizer) -> Ints:
+def _in_pieces(samples: list[Sample], most: int, tokenizer: Tokenizer) -> tuple[list[Sample], list[int]]:
+    """(samples, of which those longer than `most` tokens are in pieces where they are documents; tokens of all texts).
+    """
+    counted = iter(tokenizer.count([one.text for sample in samples for one in sample.segments if one.kind == TEXT]))
+    found, tokens = list[Sample](), list[int]()
+    for sample in samples:
+        own = [next(counted) for one in sample.segments if one.kind == TEXT]
+        first = sample.segments[0] if len(sample.segments) == 1 else None
+        if first is not None and first.trained and own and own[0] > most:
+            for piece in pieces(first.text, most, tokenizer):
+                part = first._replace(width_px=piece.first, height_px=piece.characters)
+                found.append(Sample(sample.key, [part]))
+                tokens.append(piece.tokens)
+        else:
+            found.append(sample)
+            tokens += own
+    return found, tokens
+
+
+def _tokens(columns: dict[str, NDArray], of_texts: list[int], inputs: ModelInputs) -> Ints:
     """LLM tokens of each segment."""
     kinds = columns["kinds"]
     tokens = np.zeros(len(kinds), dtype=np.int64)
-    tokens[kinds == TEXT] = tokenizer.count(list(compress(texts, (kinds == TEXT).tolist())))
+    tokens[kinds == TEXT] = of_texts
     tokens += columns["ended"]
     images = np.flatnonzero(kinds == IMAGE)
     if inputs.image is not None and len(images):

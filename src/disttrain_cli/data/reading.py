@@ -54,6 +54,9 @@ class ShardReader:
             return []
         try:
             texts = self._shard(sample).texts(self._place(segments[0]))
+            if self._index.pieces is not None and (piece := self._index.pieces[sample]).any():
+                first, characters = piece.tolist()
+                texts = [texts[0][first : first + characters]]
         except (ValueError, LookupError) as error:
             raise self._changed(sample, error) from None
         except OSError as error:

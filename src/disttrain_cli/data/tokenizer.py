@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
@@ -33,6 +36,9 @@ class Tokenizer(Protocol):
     def count(self, texts: list[str]) -> list[int]:
         """How many ids each text has: the length of what `encode` gives, found faster."""
 
+    def starts(self, text: str) -> NDArray[np.int64]:
+        """The character of `text` at which each of its tokens begins."""
+
     def decode(self, ids: list[int]) -> str:
         """The text of ids; special ones and those of no text are left out."""
 
@@ -49,6 +55,10 @@ class ByteTokenizer:
 
     def count(self, texts: list[str]) -> list[int]:
         return [len(text.encode("utf-8", "replace")) for text in texts]
+
+    def starts(self, text: str) -> NDArray[np.int64]:
+        first_bytes = np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8) & 0xC0 != 0x80
+        return np.cumsum(first_bytes, dtype=np.int64) - 1
 
     def decode(self, ids: list[int]) -> str:
         return bytes(one for one in ids if one < self.pad).decode("utf-8", "replace")
@@ -103,6 +113,10 @@ class FolderTokenizer:
 
     def count(self, texts: list[str]) -> list[int]:
         return [len(encoding) for encoding in self._rules.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def starts(self, text: str) -> NDArray[np.int64]:
+        offsets = self._rules.encode(text, add_special_tokens=False).offsets
+        return np.array([start for start, _ in offsets], dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._rules.decode(ids, skip_special_tokens=True))

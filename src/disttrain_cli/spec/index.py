@@ -10,8 +10,9 @@ shard are one row group:
   tokens       list<int32>  per segment: LLM tokens it takes (text, image tokens, context tokens, audio tokens)
   trained      list<bool>   per segment: a text whose tokens are labels
   ended        list<bool>   per segment: a text that EOS follows inside the sample, one of its `tokens`
-  widths       list<int32>  pixels from the image's header; duration of a clip in ms, rounded up; 0 for text
-  heights      list<int32>  and samples per second of a clip
+  widths       list<int32>  pixels from the image's header; duration of a clip in ms, rounded up; of a text 0, or
+                            the character at which it begins where it is a piece of a document (`data.documents`)
+  heights      list<int32>  and samples per second of a clip; characters of a piece
   offsets      list<int64>  where the segment lies in the shard: two numbers whose meaning is the form's own
   sizes        list<int64>
 Tars: byte offset and length of the member's content (text: of the json / txt). Conversations: of the record in the
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 TEXT, IMAGE, TARGET, AUDIO = 0, 1, 2, 3
 SAMPLE_SPECIALS = 2  # every sample starts with BOS and ends with EOS
-INDEX_VERSION = 3
+INDEX_VERSION = 4
 COLUMNS = ("sample", "source", "shard", "key", "kinds", "tokens", "trained", "ended", "widths", "heights", "offsets",
            "sizes")
 #: What a sample holds beside texts, by kind, as users are told.

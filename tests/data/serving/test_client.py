@@ -13,11 +13,12 @@ import pytest
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.ordering.orders import Orders, Policy
 from disttrain_cli.data.preparing import Preparation, Prepared, Preparer, Request
-from disttrain_cli.data.serving import wire
+from disttrain_cli.data.serving import places, wire
 from disttrain_cli.data.serving.client import PulledOrders, Workers, check_workers
 from disttrain_cli.data.serving.connection import Connection, UnreachableError
 from disttrain_cli.data.serving.identity import identity_of
-from disttrain_cli.data.serving.worker import AT_ONCE
+from disttrain_cli.data.serving.places import AT_ONCE, MOST_STALLED
+from disttrain_cli.data.serving.worker import Worker
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, RankFailedError, SpecError
 from disttrain_cli.spec.files import fingerprint
@@ -408,10 +409,9 @@ class Gauge:
             assert self.changed.wait_for(lambda: self.begun >= begun, 30)
 
 
-def test_who_reads_nothing_holds_a_bounded_number_of_slots(
-    run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers larger than what the connection buffers: the worker goes no further until someone reads or leaves."""
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers larger than what the connection buffers."""
     monkeypatch.setattr(wire, "PIECE_BYTES", 4096)
     pad = [b"x" * 4096] * 4096  # 16 MiB behind every slot
     messages = wire.slot_messages
@@ -422,16 +422,27 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
             yield wire.EMPTY, block
 
     monkeypatch.setattr(wire, "slot_messages", padded)
-    gauge = Gauge(monkeypatch)
+
+
+def asked(worker: Worker, run: Run, index: Index, gauge: Gauge, count: int) -> list[Any]:
+    """As many answers that nobody reads, the first `AT_ONCE` of them under way."""
     own = fingerprint(identity_of(run.file, MONOLITHIC, index, None))
+    client, streams = flight.FlightClient(address(worker)), []
+    for n in range(count):
+        ticket = flight.Ticket(wire.request_bytes(Request(0, n % 6, "all", 0, frozenset(ALL)), own))
+        streams.append(client.do_get(ticket))
+        gauge.wait_for(min(n + 1, AT_ONCE))
+    return streams
+
+
+@pytest.mark.usefixtures("large")
+def test_who_reads_nothing_holds_a_bounded_number_of_slots(
+    run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker goes no further until someone reads or leaves."""
+    gauge = Gauge(monkeypatch)
     with serving(run, index) as worker:
-        client = flight.FlightClient(address(worker))
-        tickets = [flight.Ticket(wire.request_bytes(Request(0, n % 6, "all", 0, frozenset(ALL)), own))
-                   for n in range(3 * AT_ONCE)]
-        streams = []
-        for number, ticket in enumerate(tickets):
-            streams.append(client.do_get(ticket))
-            gauge.wait_for(min(number + 1, AT_ONCE))
+        streams = asked(worker, run, index, gauge, 3 * AT_ONCE)
         beat = streams[-1].read_chunk()  # shows that the worker lives, and that this one has to wait
         assert beat.data.num_rows == 0 and beat.app_metadata is None
         assert gauge.begun == gauge.most == AT_ONCE
@@ -441,6 +452,24 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
         for stream in streams:
             stream.cancel()
     assert gauge.most == AT_ONCE
+
+
+@pytest.mark.usefixtures("large")
+def test_who_reads_nothing_for_long_stops_nobody_else(
+    run: Run, index: Index, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "STALL_S", 0.2)
+    monkeypatch.setattr("disttrain_cli.data.serving.worker.BEAT_S", 0.05)
+    gauge = Gauge(monkeypatch)
+    with serving(run, index) as worker:
+        streams = asked(worker, run, index, gauge, 2 * AT_ONCE)
+        try:
+            with remote(pulling(run, address(worker), wait_s=5.0), index) as loader:
+                assert fetch_all(loader, PLACES[:2]) == expected[:2]
+        finally:
+            for stream in streams:
+                stream.cancel()
+        assert gauge.most <= AT_ONCE + MOST_STALLED
 
 
 def test_a_rank_asks_for_no_more_than_it_prefetches(run: Run, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ def test_requests_are_json_and_nothing_else_is_taken() -> None:
     assert json.loads(data)["fields"] == ["labels", "tokens"]
     assert wire.read_request(data) == (request, "0123")
     assert wire.read_request(wire.request_bytes(7, "0123")) == (7, "0123")
-    for wrong in (b"", b"[]", b"{}", b"\x80\x04.", data.replace(b"3", b'"3"', 1), b"[" * 99_999):
+    for wrong in (b"", b"[]", b"{}", b"\x80\x04.", data.replace(b"3", b'"3"', 1), b"[" * 99_999,
+                  data + b" " * 2**16):
         with pytest.raises((ValueError, RecursionError)):
             wire.read_request(wrong)

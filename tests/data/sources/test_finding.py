@@ -42,13 +42,22 @@ def test_one_file(tmp_path: Path) -> None:
 def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no dataset at"):
         find_shards(str(tmp_path / "nowhere"), "data.sources[0].path")
-    touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")
     with pytest.raises(DataError, match="is empty") as caught:
         find_shards(str(tmp_path), "data.sources[0].path: here")
     assert "data.sources[0].path: here" in str(caught.value) and "disttrain init" in str(caught.value)
+    touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")
+    with pytest.raises(DataError, match="holds no shard") as caught:
+        find_shards(str(tmp_path), "data.sources[0].path: here")
+    assert "a.tar.gz, but dataset_info.json" in str(caught.value) and "Unpack" in caught.value.next_step
     with pytest.raises(DataError, match=r"form of .*gz is not known") as caught:
         find_shards(str(tmp_path / "a.tar.gz"), "f")
     assert ".parquet" in str(caught.value)
+
+
+def test_a_url_of_a_shard_that_nobody_answers_is_not_called_empty() -> None:
+    pytest.importorskip("aiohttp")
+    with pytest.raises(DataError, match="cannot be reached"):
+        find_shards("http://127.0.0.1:9/a.tar", "f")
 
 
 def test_names_are_one_harmless_line() -> None:

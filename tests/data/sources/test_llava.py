@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.data.sources import RowGroups, Sample, Shard, Skipped, find_shards, llava, open_shard, read_shard
-from disttrain_cli.data.sources.llava import conversation
+from disttrain_cli.data.sources.chats import conversation
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
 from tests.data.dataset import PROPERTY, encoded
@@ -42,15 +42,21 @@ def read(folder: Path, content: bytes | list[Any], name: str = "chat.json") -> t
     (turns("<image>", "a", image="chat.json"), "chat.json: not a JPEG"),
     (turns("<image>", "a", image={"file": "a.jpg"}), "`image` must be"),
     (turns("<image>", "a", image=[1]), "`image` must be"),
-    ({"id": "x"}, "`conversations` with at least"),
+    ({"id": "x"}, "`conversations` or `messages` with at least"),
     ({"id": "x", "text": ""}, "not empty"),
     ({"id": "x", "text": ["a"]}, "`text` must be"),
     ({"id": "x", "text": "a", "file_name": "../secret.jpg"}, "leads out"),
     ({"id": "x", "conversations": []}, "at least one turn"),
+    (turns("a", "b", system=5), "system must have"),
+    ({"id": "x", "messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0] must have"),
+    ({"id": "x", "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 marks <image> for 0 images"),
+    (turns("<image>", "a", images="gone.jpg"), "gone.jpg cannot be opened"),
+    ({"id": "x", "caption": "of nothing"}, "or a `text`"),
+    ({"id": "x", "file_name": "a.jpg", "caption": None}, "`caption` must be"),
     ({"id": "x", "conversations": ["hi"]}, r"conversations[0] must have"),
-    ({"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]}, "`from` (system, human, gpt)"),
-    ({"id": "x", "conversations": [{"from": ["gpt"], "value": "be nice"}]}, "`from` (system, human, gpt)"),
-    ({"id": "x", "conversations": [{"from": "gpt", "value": None}]}, "`value` (a text)"),
+    ({"id": "x", "conversations": [{"from": "tool", "value": "be nice"}]}, "(system, human, gpt, user, assistant)"),
+    ({"id": "x", "conversations": [{"from": ["gpt"], "value": "be nice"}]}, "(system, human, gpt, user, assistant)"),
+    ({"id": "x", "conversations": [{"from": "gpt", "value": None}]}, "`value` or `content` (a text"),
 ])
 def test_bad_records_are_named_and_the_rest_is_read(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
     keys, skipped = read(tmp_path, [turns("1", "2") | {"id": "before"}, record, turns("3", "4") | {"id": 7}])
@@ -77,7 +83,7 @@ def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "reason"), [
-    (b'{"id": 1}', "the JSON is no list"), (b"", "the JSON is no list"), (b"null", "the JSON is no list"),
+    (b'{\n"id": 1}', "the JSON is no list"), (b"", "the JSON is no list"), (b"null", "the JSON is no list"),
     (b"[", "no record at byte 1"), (b'[{"id": 1}', "no comma or end"), (b'[{"id": 1} {"id": 2}]', "no comma or end"),
     (b'[{"id": 1},]', "no record at byte 11"), (b"[" * 100_000, "no record"), (b'[{"a":' * 100_000, "not a whole list"),
 ])
@@ -145,6 +151,39 @@ def test_what_the_system_says_stands_first_and_is_not_trained() -> None:
         (TEXT, " hello", True)]
 
 
+SAME = [
+    turns("<image>hi", "hello", "more", "end", image="a.jpg", system="Be brief."),
+    {"images": ["a.jpg"], "messages": [{"role": role, "content": text} for role, text in (
+        ("system", "Be brief."), ("user", "<image>hi"), ("assistant", "hello"), ("user", "more"),
+        ("assistant", "end"))]},
+    {"conversations": None, "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+        {"role": "user", "content": [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "hello"}, {"role": "user", "content": "more"},
+        {"role": "assistant", "content": [{"type": "text", "text": "e"}, {"type": "text", "text": "nd"}]}]},
+    {"image": "a.jpg", "conversations": [{"from": who, "value": text} for who, text in (
+        ("system", "Be brief."), ("user", "<image>hi"), ("assistant", "hello"), ("human", "more"), ("gpt", "end"))]},
+]
+
+
+@pytest.mark.parametrize("record", SAME)
+def test_the_same_conversation_in_every_dialect(record: dict[str, Any]) -> None:
+    assert [part[:4] for part in conversation(record)] == [
+        (TEXT, "Be brief. USER: ", False, False), (IMAGE, "a.jpg", True, False),
+        (TEXT, "hi ASSISTANT:", False, False), (TEXT, " hello", True, True),
+        (TEXT, "USER: more ASSISTANT:", False, False), (TEXT, " end", True, False)]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("form", ["lines", "list", "pretty list"])
+def test_whether_it_is_a_list_the_content_says(tmp_path: Path, name: str, form: str) -> None:
+    records = [{"id": f"{n}", "text": f"text {n}"} for n in range(3)]
+    lines = "\n".join(map(json.dumps, records))
+    content = {"lines": lines, "list": f"[\n{lines.replace(chr(10), ',' + chr(10))}]",
+               "pretty list": json.dumps(records, indent=1)}[form]
+    assert read(tmp_path, content.encode(), name)[0] == ["0", "1", "2"]
+
+
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.json"])
 def test_a_text_corpus_is_read_whole_and_trained(tmp_path: Path, name: str) -> None:
     records = [{"text": "First wörds."}, {"id": 7, "text": "More.", "url": "http://x", "meta": {"a": [1]}}]
@@ -162,13 +201,15 @@ def test_an_imagefolder_is_read_with_its_captions(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         (tmp_path / split / "1.jpg").write_bytes(encoded(20, 30))
-        line = {"file_name": "1.jpg", "text": f"a picture to {split}"}
+        line = {"file_name": "1.jpg", ("text" if split == "train" else "caption"): f"a picture to {split}"}
         (tmp_path / split / "metadata.jsonl").write_text(json.dumps(line) + "\n")
     shards = find_shards(str(tmp_path), "data.sources[0].path")
     assert [shard.name for shard in shards] == ["test/metadata.jsonl", "train/metadata.jsonl"]
     (sample,) = read_shard(shards[1], "x")
     assert isinstance(sample, Sample) and [s.kind for s in sample.segments] == [IMAGE, TEXT]
     assert sample.segments[0][3:5] == (20, 30) and sample.segments[1].text == "a picture to train"
+    (captioned,) = read_shard(shards[0], "x")
+    assert isinstance(captioned, Sample) and captioned.segments[1].text == "a picture to test"
     opened = open_shard(shards[1], RowGroups())
     assert opened.image(sample.segments[0].place, sample.segments[1].place) == encoded(20, 30)
 

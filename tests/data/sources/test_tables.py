@@ -87,13 +87,29 @@ def test_bad_rows_of_pairs(tmp_path: Path) -> None:
     samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
     assert list(samples) == ["row 0", "row 5"] and samples["row 5"].segments[0].width_px == 30
     assert skipped == {"row 1": "the text is missing", "row 2": "the image is missing",
-                       "row 3": "not a JPEG, PNG or WebP image", "row 4": "not a JPEG, PNG or WebP image"}
+                       "row 3": "not a JPEG, PNG or WebP image",
+                       "row 4": "an empty file, not a JPEG, PNG or WebP image"}
 
 
 def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
     texts = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
     samples, skipped = read(write_arrow(tmp_path / "a.arrow", pa.table({"jpg": PICTURES[:2], "text": texts})))
     assert list(samples) == ["row 0"] and skipped == {"row 1": "text is not UTF-8"}
+
+
+def test_documents_of_few_values_and_empty_ones(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"text": pa.array(["a", "", "b", "a"]).dictionary_encode()}))
+    samples, skipped = read(tmp_path / "a.parquet")
+    assert [sample.segments[0].text for sample in samples.values()] == ["a", "b", "a"]
+    assert skipped == {"row 1": "the text is empty"}
+
+
+@pytest.mark.parametrize("name", ["images", "pictures"])
+def test_lists_of_images_are_not_taken_for_names_of_images_or_left_out(name: str) -> None:
+    said = pa.list_(pa.struct([("user", pa.string()), ("assistant", pa.string())]))
+    with pytest.raises(DataError, match=f"`{name}` holds lists of images") as caught:
+        find_columns(pa.schema([(name, pa.list_(pa.binary())), ("texts", said), ("text", pa.string())]), "x")
+    assert "download" not in caught.value.next_step
 
 
 def test_bad_rows_of_lists(tmp_path: Path) -> None:

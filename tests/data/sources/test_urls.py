@@ -86,6 +86,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
     sent: list[int]
     broken = False
+    ranges = True
 
     def do_HEAD(self) -> None:
         self.answer(send=False)
@@ -99,7 +100,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
             self.send_error(500 if type(self).broken else 404)
             return
         data = path.read_bytes()
-        wanted = self.headers.get("Range", "").removeprefix("bytes=")
+        wanted = self.headers.get("Range", "").removeprefix("bytes=") if type(self).ranges else ""
         first, last = (int(end) for end in wanted.split("-")) if wanted else (0, len(data) - 1)
         part = data[first:last + 1]
         self.send_response(206 if wanted else 200)
@@ -162,3 +163,14 @@ def test_a_server_that_fails_stops_the_index(tmp_path: Path, server: tuple[str, 
         build_index(run, INPUTS)
     with pytest.raises(DataError, match=r"a\.tar"):
         ShardReader(index, ByteTokenizer()).texts(0)
+
+
+def test_a_server_without_ranges_is_no_damage(tmp_path: Path, server: tuple[str, type[Handler]]) -> None:
+    url, handler = server
+    handler.ranges = False
+    write_tar(tmp_path / "www" / "a.tar", [("1.txt", b"w"), ("1.jpg", encoded(20, 20))])
+    index = build_index(make_run(tmp_path, [{"path": f"{url}/a.tar"}]), INPUTS)
+    reader = ShardReader(index, ByteTokenizer())
+    for read in (lambda: reader.texts(0), lambda: reader.file(0, 0)):
+        with pytest.raises(DataError, match="requests for a part with the whole"):
+            read()

@@ -24,6 +24,7 @@ from disttrain_cli.data.sources import Skipped
 SCHEMA = pa.schema([("bytes", pa.uint8())])
 EMPTY = pa.record_batch([pa.array([], pa.uint8())], schema=SCHEMA)
 PIECE_BYTES = 128 * 2**20
+REQUEST_BYTES = 2**16
 
 Message = Any  # a record batch, or one with its metadata
 
@@ -36,6 +37,8 @@ def request_bytes(request: Request | int, identity: str) -> bytes:
 
 def read_request(data: bytes) -> tuple[Request | int, str]:
     """The request and the fingerprint in it; raises ValueError."""
+    if len(data) > REQUEST_BYTES:
+        raise ValueError(f"{len(data)} bytes, a request has at most {REQUEST_BYTES}")
     try:
         told = json.loads(data)
     except RecursionError:

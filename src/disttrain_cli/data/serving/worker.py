@@ -1,15 +1,14 @@
 """One preprocessing worker: answers requests of any replica, a bounded number at a time.
 
-At most `AT_ONCE` slots are in preparation or on their way at any moment, whoever asks and however slowly it reads:
-that many slots, and one piece of each that gRPC holds, bound a worker's memory. Others wait; while they do, an empty
-batch every second shows them that the worker lives, and shows the worker whether they do.
+A bounded number of slots is in preparation or on its way at any moment (`places`), whoever asks and however slowly it
+reads: that many slots, and one piece of each that gRPC holds, bound a worker's memory. Others wait; while they do, an
+empty batch every second shows them that the worker lives, and shows the worker whether they do.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -20,10 +19,10 @@ from disttrain_cli.data.preparing import Preparer, Request, check_number, check_
 from disttrain_cli.data.serving import wire
 from disttrain_cli.data.serving.access import HEADER
 from disttrain_cli.data.serving.identity import IDENTITY_ACTION, Identity
+from disttrain_cli.data.serving.places import Places
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.files import fingerprint
 
-AT_ONCE = 4  # slots
 BEAT_S = 1.0
 
 
@@ -37,7 +36,7 @@ class Worker(flight.FlightServerBase):
                  tls: tuple[bytes, bytes] | None = None) -> None:
         self._steps = steps
         self._preparer, self._identity, self._fingerprint = preparer, identity, fingerprint(identity)
-        self._places = threading.Semaphore(AT_ONCE)
+        self._places = Places()
         middleware = {} if token is None else {"token": _TokenCheck(token)}
         super().__init__(location, tls_certificates=None if tls is None else [tls], middleware=middleware)
 
@@ -75,7 +74,7 @@ class Worker(flight.FlightServerBase):
         yield from wire.assignment_messages(found.result())
 
     def _slot(self, request: Request) -> Iterator[wire.Message]:
-        while not self._places.acquire(timeout=BEAT_S):
+        while (place := self._places.take(BEAT_S)) is None:
             yield wire.EMPTY
         work = None
         try:
@@ -83,13 +82,15 @@ class Worker(flight.FlightServerBase):
             while not work.done(BEAT_S):
                 yield wire.EMPTY
             self._preparer.orders.begin(min(request.step + 1, self._steps - 1))
-            yield from wire.slot_messages(work.result())
+            for message in wire.slot_messages(work.result()):
+                place.sent()
+                yield message
         except DataError as error:
             raise _told("data", {"what": error.what, "why": error.why, "next_step": error.next_step}) from None
         finally:  # also when the one who asked went away
             if work is not None:
                 work.cancel()
-            self._places.release()
+            self._places.leave(place)
 
 
 class _TokenCheck(flight.ServerMiddlewareFactory):

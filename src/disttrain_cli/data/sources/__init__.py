@@ -25,6 +25,7 @@ FORMS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".json": "llav
 BELOW = ("parquet", "arrow")  # forms whose files lie anywhere below a folder; those of others lie in it
 CAPTIONS = "metadata.jsonl"  # of an imagefolder: it may lie below too
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 #: What Hugging Face and img2dataset write beside the data.
 BESIDE = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 
@@ -49,19 +50,27 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
             raise DataError(f"The form of {shown(path)} is not known", f"known: {', '.join(FORMS)}; {given}", hint)
         folder, _, name = path.partition("?")[0].rpartition("/")
         return [Shard(form, path, name, images or folder if form == "llava" else "")]
-    names = [(name, own) for name in list_files(path) if (own := _form(name)) and _counts(name, own)]
+    if form:
+        raise DataError(f"There is no file at {shown(path)}, or it cannot be reached", given,
+                        "Correct data.sources in the run file, or check the network.")
+    files = sorted(list_files(path))
+    names = [(name, own) for name in files if (own := _form(name)) and _counts(name, own)]
     if not names and not is_url(path) and not os.path.isdir(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
-    if not names and any(name.lower().endswith(PICTURES) for name in list_files(path)):
+    if not names and any(name.lower().endswith(PICTURES) for name in files):
         raise DataError(f"The dataset {shown(path)} has pictures without texts", given,
                         'Write metadata.jsonl beside them, one line a picture: {"file_name": "1.jpg", "text": "…"}')
     if not names:
         known = ", ".join(f"*{suffix}" for suffix in FORMS)
-        raise DataError(f"The dataset {shown(path)} is empty", f"no {known} in it, {given}", hint)
+        packed = any(name.lower().endswith(PACKED) for name in files)
+        raise DataError(
+            f"The dataset {shown(path)} is empty" if not files else f"The dataset {shown(path)} holds no shard",
+            f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}; {given}",
+            "Unpack what is compressed: samples are read in any order." if packed else hint)
     chosen = next(form for form in dict.fromkeys(FORMS.values()) if any(own == form for _, own in names))
-    files = [(name, join(path, name)) for name, form in sorted(names) if form == chosen]
+    shards = [(name, join(path, name)) for name, form in names if form == chosen]
     return [Shard(chosen, file, name, images or file.rpartition("/")[0] if chosen == "llava" else "")
-            for name, file in files]
+            for name, file in shards]
 
 
 def read_shard(shard: Shard, label: str) -> Iterator[Sample | Skipped]:

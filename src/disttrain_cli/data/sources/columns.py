@@ -58,6 +58,11 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
         if kinds["images"] == "list of text":
             raise _refused(label, schema, "`images` holds URLs or paths instead of image bytes",
                            "Download them first, e.g. with img2dataset, and write their bytes into `images`.")
+    lists = [name for name, own in kinds.items() if own == "list of image"]
+    if lists and "image" not in kinds.values():
+        raise _refused(label, schema, f"`{lists[0]}` holds lists of images, and there is no list `texts` of strings "
+                       "beside a list `images`",
+                       "Write texts and images in turn (`images` and `texts`), or conversations as JSON.")
     sounds = {name: own for name, own in kinds.items() if own == "image" and name.lower() in AUDIO_NAMES}
     others = {name: own for name, own in kinds.items() if name not in sounds}
     audio = _one(sounds, "image", AUDIO_NAMES, label, schema) if sounds else None
@@ -101,6 +106,8 @@ def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
         missing = [what for (_, what, _), cell in zip(wanted, cells, strict=True) if cell is None]
         if missing:
             yield f"the {missing[0]} is missing"
+        elif len(cells) == 1 and not cells[0]:
+            yield "the text is empty"
         else:
             yield [(kind, 0, cell) for (kind, _, _), cell in zip(wanted, cells, strict=True)]
 
@@ -162,6 +169,8 @@ def _views(values: pa.Array) -> list[memoryview | None]:
         values = pc.struct_field(values, "bytes")
     if isinstance(values, pa.ChunkedArray):
         values = values.combine_chunks()
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
     values = values.cast(pa.large_binary())
     _, offsets, data = values.buffers()
     if not len(values):
@@ -181,6 +190,8 @@ def _kind(type_: pa.DataType) -> str:
     if types.is_list(type_) or types.is_large_list(type_):
         inside = _kind(type_.value_type)
         return f"list of {inside}" if inside in ("image", "text") else "other"
+    if types.is_dictionary(type_):
+        return _kind(type_.value_type)
     if types.is_struct(type_):
         named = [field for field in type_ if field.name == "bytes"]
         return "image" if named and _kind(named[0].type) == "image" else "other"

@@ -76,13 +76,19 @@ class RemoteFile:
     def read(self, offset: int, size: int) -> bytes:
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return bytes(self._system.cat_file(self._path, start=offset, end=offset + size))
+                data = bytes(self._system.cat_file(self._path, start=offset, end=offset + size))
             except FileNotFoundError:
                 raise
             except Exception as error:
                 if attempt == ATTEMPTS:
                     raise _unreachable(self._url, error) from None
                 time.sleep(PAUSE_S * attempt)
+            else:
+                if offset and len(data) > max(0, min(size, self.size - offset)):  # its beginning would pass for damage
+                    raise DataError(f"The server of {shown_url(self._url)} answers requests for a part with the whole",
+                                    f"asked for {size} bytes at {offset}, sent {len(data)}",
+                                    "Copy the data to this machine, or serve them with support for HTTP ranges.")
+                return data[:size]
         raise AssertionError("unreachable")
 
     def stream(self) -> BinaryIO:
@@ -146,7 +152,8 @@ def state_of(path: str) -> list[Any]:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error)) from None
+            raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error),
+                            "Bring it back, or take it out of data.sources; a link may lead nowhere.") from None
         return [status.st_size, status.st_mtime_ns]
     system, inside = file_system(path)
     try:

@@ -1,10 +1,6 @@
-"""Conversations in LLaVA's JSON form: a list of records (.json), or one record a line (.jsonl), images beside it.
+"""Records of a JSON, a list of them or one a line, with images beside it: conversations, captions and documents.
 
-A record is `{id, image: NAME or [NAME, …], conversations: [{from: system, human or gpt, value}, …]}`; `<image>` in a
-text marks where an image stands. Turns are written as `USER: … ASSISTANT: …EOS` behind what the system says; only what
-stands behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The last
-EOS is the sample's own. Or it is `{text}`, all of which is trained: a document, or the caption of `image`, or of
-`file_name` (Hugging Face's imagefolder).
+What a record says is in `chats`. Whether the file is a list or lines its content says, whatever its name.
 
 The place of a text is its record in the JSON (byte offset, length); that of an image is its number among the images
 of the record, and the length of its file. A name that leads out of the folder of images is a bad sample.
@@ -20,23 +16,11 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from disttrain_cli.data.sources.chats import conversation, image_names
 from disttrain_cli.data.sources.files import File, LocalFile, is_url, join, open_file
-from disttrain_cli.data.sources.samples import (
-    MAX_TEXT_BYTES,
-    Part,
-    Place,
-    Sample,
-    Segment,
-    Shard,
-    Skipped,
-    clean,
-    read_size,
-)
+from disttrain_cli.data.sources.samples import MAX_TEXT_BYTES, Place, Sample, Segment, Shard, Skipped, read_size
 from disttrain_cli.spec.index import IMAGE, TEXT
 
-MARK = "<image>"
-USER, ASSISTANT = "USER: ", "ASSISTANT:"
-ROLES = {"system": "", "human": USER, "gpt": ASSISTANT}
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
 
 DECODER = json.JSONDecoder()
@@ -88,8 +72,8 @@ def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
     except OSError as error:
         yield Skipped(label, "", f"cannot be opened: {error.strerror}")
         return
-    records = _lines(file) if shard.path.partition("?")[0].endswith(".jsonl") else _list(file)
     try:
+        records = _list(file) if _is_list(file, shard.path.partition("?")[0].endswith(".json")) else _lines(file)
         for number, record in enumerate(records):
             name = record.value.get("id") if isinstance(record.value, dict) else None
             key = str(name) if isinstance(name, str | int) else f"record {number}"
@@ -103,62 +87,6 @@ def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
                 yield Skipped(label, key, str(error))
     except (OSError, ValueError, RecursionError) as error:
         yield Skipped(label, "", f"not a whole list of records: {error}")
-
-
-def conversation(record: Any) -> list[Part]:
-    """Texts and images (by name) of a record, in order; index and loader both read it by this function.
-
-    Raises ValueError with the reason.
-    """
-    names = image_names(record)
-    turns = record.get("conversations")
-    if turns is None and "text" in record:
-        return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record["text"]))]
-    if not isinstance(turns, list) or not turns:
-        raise ValueError("a record has a list `conversations` with at least one turn, or a `text`")
-    parts: list[Part] = []
-    marks, before, answers = 0, "", True  # `before`: a text that is not trained and not in `parts` yet
-    for number, turn in enumerate(turns):
-        who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if not isinstance(who, str) or who not in ROLES or not isinstance(said, str):
-            raise ValueError(f"conversations[{number}] must have `from` ({', '.join(ROLES)}) and `value` (a text)")
-        if answers and parts and parts[-1].kind == TEXT:
-            parts[-1] = parts[-1]._replace(ended=True)
-        before += "" if answers else " "
-        answers = who == "gpt"
-        before += ROLES[who]
-        for place, piece in enumerate(clean(said).split(MARK)):
-            if place:
-                before = _text(parts, before, trained=False)
-                marks += 1
-                if marks <= len(names):
-                    parts.append(Part(IMAGE, names[marks - 1]))
-            if answers:
-                before = _text(parts, before, trained=False)
-                _text(parts, piece if place else " " + piece, trained=True)
-            else:
-                before += piece
-    _text(parts, before, trained=False)
-    if marks != len(names):
-        raise ValueError(f"{marks} marks {MARK} for {len(names)} images")
-    return parts
-
-
-def image_names(record: Any) -> list[str]:
-    """Names of a record's images; ValueError where it has no such form."""
-    if not isinstance(record, dict):
-        raise ValueError("a record must be a mapping")
-    images = record.get("image", record.get("file_name"))
-    names = [] if images is None else [images] if isinstance(images, str) else images
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("`image` must be a name or a list of names")
-    return names
-
-
-def _document(text: Any) -> str:
-    if not isinstance(text, str) or not text:
-        raise ValueError("`text` must be a text that is not empty")
-    return clean(text)
 
 
 def open_image(folder: str, name: str) -> File:
@@ -191,13 +119,6 @@ def _below(path: str, folder: str) -> bool:
     return os.path.commonpath([os.path.realpath(path), real]) == real
 
 
-def _text(parts: list[Part], text: str, trained: bool) -> str:
-    """Append a text, unless it is empty; what is left of it: nothing."""
-    if text:
-        parts.append(Part(TEXT, text, trained))
-    return ""
-
-
 def _segments(record: Record, folder: str) -> list[Segment]:
     segments, images = [], 0
     for part in conversation(record.value):
@@ -212,6 +133,17 @@ def _segments(record: Record, folder: str) -> list[Segment]:
         segments.append(Segment(IMAGE, Place(images, file.size), "", header.width_px, header.height_px))
         images += 1
     return segments
+
+
+def _is_list(file: File, named_so: bool) -> bool:
+    """Whether a file holds a list of records, and not one a line: its first line tells, and its name what that leaves.
+    """
+    with file.stream() as stream:
+        line = stream.readline(MAX_TEXT_BYTES).removeprefix(b"\xef\xbb\xbf")
+    try:
+        return not isinstance(json.loads(line), dict) and named_so
+    except (ValueError, RecursionError):  # a line is not a record by itself
+        return named_so or line.startswith(b"[")
 
 
 def _lines(file: File) -> Iterator[Record]:

@@ -32,7 +32,8 @@ class Place(NamedTuple):
 class Segment(NamedTuple):
     """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows inside the sample.
 
-    A clip has its duration in ms in the place of the width, its samples per second in that of the height.
+    A clip has its duration in ms in the place of the width, its samples per second in that of the height; a piece of a
+    document (`data.documents`) its first character, and how many it has.
     """
 
     kind: int

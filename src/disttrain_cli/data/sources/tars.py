@@ -90,6 +90,9 @@ def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
             twice.add(key)
         by_key.setdefault(key, {})[suffix] = by_name[member.name] = member
     captions = any("txt" in group for group in by_key.values())
+    if by_name and not captions and not any("json" in group for group in by_key.values()):
+        example = next(iter(by_name))
+        yield Skipped(label, "", f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot")
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
             continue  # a picture or sound that interleaved samples refer to
