@@ -43,7 +43,7 @@ $ disttrain train --preflight
 $ disttrain train --emit slurm
 $ disttrain train --emit torchrun --out scripts
 $ disttrain train --rehearse
-$ disttrain train --steps 200 --resume
+$ disttrain train --resume
 $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
