@@ -109,10 +109,13 @@ def test_checkpoints_are_found_by_run_file_folder_and_step(tmp_path, capsys, mon
     (["nowhere", "--prompt", "a"], 1, "nowhere"), (["--image", "none.png"], 1, "none.png"),
     (["--image", "run/disttrain.yaml"], 1, "not a JPEG"), (["--image", "cut.png"], 1, "cut.png"),
     (["--prompt", "long " * 20], 2, "sequence_length"), (["--prompt", "a", "--temperature", "nan"], 2, "temperature"),
+    (["--prompt", "a", "--count", 2], 2, "no generator"), (["run/made", "--prompt", "a"], 1, "is an export"),
     (["run/runs", "--prompt", "a"], 1, "no checkpoint")])
 def test_what_is_refused(tmp_path, capsys, monkeypatch, pictures, words, code, names):
     written_run(tmp_path / "run", "image_encoder", "llm")
     (tmp_path / "cut.png").write_bytes(pictures[0].read_bytes()[:200])
+    (tmp_path / "run" / "made").mkdir()
+    (tmp_path / "run" / "made" / "model.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     given = words if words[:1] and words[0].startswith(("run/", "nowhere")) else ["run", *words]
     assert disttrain("sample", *given) == code

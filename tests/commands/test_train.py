@@ -71,6 +71,8 @@ def test_a_run_starts_from_another_ones_weights(faked, monkeypatch, capsys):
     assert said["started_from"] == str(before)
     code, _, err = call(["train", faked, "--from", faked / "before", "--dry-run"], capsys)
     assert code == 0 and f"--from {faked / 'before'}" in err
+    code, out, _ = call(["train", faked, "--from", faked / "before", "--restart", "--steps", 7, "--dry-run"], capsys)
+    assert code == 0 and out.rstrip().endswith(f"disttrain train {faked} --steps 7 --from {faked / 'before'} --restart")
     for other in ("--resume", "--rehearse"):
         code, _, err = call(["train", faked, "--from", faked / "before", other], capsys)
         assert code == 2 and f"--from does not go with {other}" in err

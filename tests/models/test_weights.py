@@ -208,10 +208,31 @@ def test_a_head_that_is_tied_starts_as_a_copy_of_the_embedding(tmp_path):
     tensors = load_file(path)
     del tensors["lm_head.weight"]
     save_file(tensors, path)
+    described = json.loads((tmp_path / "given" / "config.json").read_text())
+    (tmp_path / "given" / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
     run = make(tmp_path, "llama", folder="given")
     layers = layers_of(run)
-    load_into(layers[-1:], run)
+    notes = load_into(layers[-1:], run)
     assert torch.equal(layers[-1].lm_head.weight, tensors["model.embed_tokens.weight"])
+    assert "own: there is no lm_head.weight; it starts as a copy of model.embed_tokens.weight." in notes
+    (tmp_path / "given" / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": False}))
+    with pytest.raises(SpecError, match=r"missing: lm_head\.weight"):
+        load_into(layers[-1:], make(tmp_path, "llama", folder="given"))
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("lm_head.weight", lambda tensor: tensor.index_fill(0, torch.tensor([3]), torch.nan), "are NaN"),
+    ("model.embed_tokens.weight", lambda tensor: tensor * torch.nan, "are NaN"),
+    ("model.norm.weight", lambda tensor: tensor.to(torch.int8), "I8"),
+    ("model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.to(torch.float8_e4m3fn), "F8_E4M3")])
+def test_what_is_no_plain_number_is_refused(tmp_path, name, change, words):
+    library_model(make(tmp_path, "llama"), "llama").save_pretrained(tmp_path / "given")
+    path = tmp_path / "given" / "model.safetensors"
+    save_file({key: change(tensor) if key == name else tensor for key, tensor in load_file(path).items()}, path)
+    run = make(tmp_path, "llama", folder="given")
+    with pytest.raises(SpecError, match=words) as error:
+        load_into(layers_of(run), run)
+    assert name in str(error.value)
 
 
 def test_a_vae_comes_from_its_own_folder_old_names_too(tmp_path):

@@ -27,13 +27,13 @@ def open_run(path: Path) -> Run:
 
 
 def next_command(command: str, run_file: Path, **options: object) -> str:
-    """`disttrain COMMAND`, with the run file and those options that are not at their default (None)."""
+    """`disttrain COMMAND`, with the run file and those options that are not at their default (None, or False)."""
     words = ["disttrain", command]
     if run_file != DEFAULT_RUN_FILE:
         words.append(str(run_file))
     for name, value in options.items():
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+        if value is not None and value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return shlex.join(words)
 
 

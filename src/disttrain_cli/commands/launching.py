@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from disttrain_cli.commands.common import next_command, short_path
+from disttrain_cli.commands.common import short_path
 from disttrain_cli.console import Console
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ MOST_HOSTS = 12  # shown; --json has all
 MOST_GROUPS = 3
 
 
-def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, plan: Path) -> None:
-    """Who would run what, where, with whom, and how it would be started; nothing is started or written."""
+def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, train: str) -> None:
+    """Who would run what, where, with whom, and how it would be started (`train`); nothing is started or written."""
     from disttrain_cli.runtime.launching.emit.hosts import hosts_of, place_ranks
     from disttrain_cli.runtime.train import topology_of
 
     topology = topology_of(chosen, profile)
     nodes = place_ranks(topology, hosts_of(run))
     stages = _stages(chosen, topology, nodes)
-    commands = _commands(run, nodes, kind, plan)
+    commands = _commands(run, nodes, kind, train)
     console.result({
         "plan": chosen.plan.model_dump(mode="json"), "ranks": topology.world_size, "stages": stages,
         "groups": {"tp": _groups(topology, "tp"), "dp": _groups(topology, "dp")},
@@ -79,7 +79,7 @@ def _groups(topology: Topology, what: str) -> list[list[int]]:
     return [stage.dp_group(tp_rank) for stage in topology.stages for tp_rank in range(stage.tp)]
 
 
-def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, plan: Path) -> list[str]:
+def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, train: str) -> list[str]:
     """What to type; scripts have the names that `--emit` would give them."""
     from disttrain_cli.runtime.launching.emit import slurm, torchrun
 
@@ -88,7 +88,6 @@ def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, plan: Path) ->
         return slurm.commands(folder)
     if kind == "torchrun" or (len(nodes) > 1 and run.file.cluster.hostfile is not None):
         return torchrun.commands(nodes, folder)
-    train = next_command("train", Path(short_path(run.path)), plan=None if plan == run.dir.plan else plan)
     if len(nodes) == 1:
         return [train]
     return [f"{train} --emit {kind}" for kind in ("slurm", "torchrun   (with cluster.hostfile)")]

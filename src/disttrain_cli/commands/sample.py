@@ -35,7 +35,8 @@ def run(
     images: Annotated[
         list[Path] | None, typer.Option("--image", metavar="FILE", help="Image read before the text; may be "
                                         "repeated.")] = None,
-    count: Annotated[int, typer.Option(min=0, max=10_000, help="Images drawn for each prompt.")] = 1,
+    count: Annotated[int | None, typer.Option(
+        min=0, max=10_000, help="Images drawn for each prompt; one, if not given.")] = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of text written at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="Of the text; 0 takes the likeliest "
                                                "token.")] = 0.0,

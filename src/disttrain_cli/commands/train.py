@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +43,7 @@ $ disttrain train --preflight
 $ disttrain train --emit slurm
 $ disttrain train --emit torchrun --out scripts
 $ disttrain train --rehearse
-$ disttrain train --steps 200 --resume
+$ disttrain train --resume
 $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
@@ -111,16 +112,16 @@ def run(
         from disttrain_cli.runtime.train import check_profiled
 
         check_profiled(profiled, steps or opened.file.train.steps)
+    begin = partial(next_command, "train", run_file, plan=plan, steps=steps, profile_steps=profile_steps,
+                    **{"from": origin}, resume=resume, restart=restart)
     if dry_run:
-        show_ranks(console, opened, chosen, profile, emit, plan or opened.dir.plan)
+        show_ranks(console, opened, chosen, profile, emit, begin(rehearse=rehearse))
         if rehearse:
             _show_rehearsal(console, chosen, opened.file)
         for reason in not_run(chosen, opened.file, profile):
             console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
         elsewhere = opened.file.cluster.nodes > 1 and emit is None and not rehearse
-        console.hint(next_command("train", run_file, plan=plan, steps=steps, profile_steps=profile_steps,
-                                  **{"from": origin}, emit="slurm" if elsewhere else emit)
-                     + (" --rehearse" if rehearse else ""))
+        console.hint(begin(emit="slurm" if elsewhere else emit, rehearse=rehearse))
         return
     if rehearse:
         from disttrain_cli.commands.rehearsal import run_rehearsal
@@ -130,8 +131,9 @@ def run(
     refuse_not_run(chosen, opened.file, profile)
     if not preflight:
         from disttrain_cli.runtime.checkpoints.origin import starts
+        from disttrain_cli.runtime.engine.optimizer import beyond_schedule
 
-        for note in starts(opened, begins, resume):
+        for note in [*starts(opened, begins, resume), *beyond_schedule(opened, steps or opened.file.train.steps)]:
             console.note(note)
     if emit is not None:
         write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,

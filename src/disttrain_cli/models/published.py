@@ -86,7 +86,8 @@ class Weights:
             try:
                 opened = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise SpecError(f"The weight file {path} is damaged", str(error), "Download it again.") from None
+                raise SpecError(f"The weight file {path} is damaged", str(error),
+                                "Download or export it again.") from None
             self._file_of |= dict.fromkeys(opened.keys(), (path, opened))
 
     def __enter__(self) -> Weights:
@@ -103,6 +104,10 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
         return tuple(self._file_of[name][1].get_slice(name).get_shape())
+
+    def stored_as(self, name: str) -> str:
+        """What a tensor's numbers are, in safetensors' words: F32, BF16, I8, …"""
+        return str(self._file_of[name][1].get_slice(name).get_dtype())
 
     def read(self, name: str) -> Tensor:
         """One tensor."""

@@ -23,6 +23,7 @@ from disttrain_cli.models.division import piece, shard_of, whole_shape
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.published import Weights, locate, renaming, weight_files
+from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
 
 #: Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each starts as a copy of it.
@@ -30,6 +31,8 @@ TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 #: Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones) start at random.
 _BY_ID = {*TIED, *TIED.values()}
 _SHOWN = 4  # names shown of many
+#: What a weight may be stored as, in safetensors' words; what is quantised means nothing without its scales.
+_STORED_AS = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
@@ -133,16 +136,21 @@ def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, sou
         today = {name: rename(name) for name in of_module}
         tied = {today[head]: rename(body) for head, body in TIED.items() if head in of_module}
         found = locate(weights.names, {*today.values(), *tied.values()}, rename)
-        found |= {head: found[body] for head, body in tied.items() if head not in found and body in found}
+        copied = {head: found[body] for head, body in tied.items() if head not in found and body in found}
+        if copied and _said_untied(source.folder):
+            raise _lacking(list(copied), weights, source)
+        found |= copied
         place = {name: found[now] for name, now in today.items() if now in found}
         shapes = published_shapes(layers)
         new = max(_check(shapes, place, weights, source), default=0)
         for layer in layers:
-            for path, whole in layer.from_published(lambda name: _grown(weights.read(place[name]), shapes[name])):
+            for path, whole in layer.from_published(lambda name: _read(weights, place[name], name, shapes[name])):
                 fill(layer, path, whole)
         # Of a VAE the decoder waits until images are generated.
         unused = sorted(set(weights.names) - set(place.values())) if part == "module" else []
     said = [f"{module}: weights from {source.folder}."]
+    if copied:
+        said.append(f"{module}: there is no {', '.join(copied)}; it starts as a copy of {TIED[next(iter(copied))]}.")
     if new:
         said.append(f"{module}: {new} token ids are new to {source.folder}; their rows start at random.")
     if unused:
@@ -156,12 +164,13 @@ def _check(shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: W
     """Raise SpecError for what is missing or has another shape; yields how many rows tensors by token id lack."""
     missing = [name for name in shapes if name not in place]
     if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise SpecError(f"{source.field}: the weights in {source.folder} lack tensors",
-                        f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
-                        f"Give the folder of a model of this architecture and size, or {source.otherwise}.")
+        raise _lacking(missing, weights, source)
     for name, expected in shapes.items():
-        given = weights.shape(place[name])
+        given, kind = weights.shape(place[name]), weights.stored_as(place[name])
+        if kind not in _STORED_AS:
+            raise SpecError(f"{source.field}: a tensor of {source.folder} is not stored as plain numbers",
+                            f"{place[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
+                            f"Give the folder of the model before it was quantised, or {source.otherwise}.")
         if name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
             yield expected[0] - given[0]
         elif given != expected:
@@ -170,9 +179,32 @@ def _check(shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: W
                             f"Make the fields of config those of the folder's config.json, or {source.otherwise}.")
 
 
-def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The tensor with rows of NaN at its end where it has too few."""
-    rows = shape[0] - len(tensor) if tensor.ndim else 0
+def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecError:
+    more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return SpecError(f"{source.field}: the weights in {source.folder} lack tensors",
+                     f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
+                     f"Give the folder of a model of this architecture and size, or {source.otherwise}.")
+
+
+def _said_untied(folder: Path) -> bool:
+    """Whether a folder's own configuration says that its LLM has a head apart from its embedding."""
+    file = folder / "config.json"
+    described = parse_json(file, "configuration", f"Download {folder} again.") if file.exists() else None
+    return isinstance(described, dict) and described.get("tie_word_embeddings") is False
+
+
+def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor; one by token id with rows of NaN at its end where it has too few.
+
+    Raises:
+        SpecError: one by token id has NaN of its own, which would be taken for such a row.
+    """
+    tensor = weights.read(stored)
+    if name not in _BY_ID:
+        return tensor
+    if tensor.isnan().any():
+        raise SpecError(f"The weights {stored} are damaged", "some of them are NaN", "Start from other weights.")
+    rows = shape[0] - len(tensor)
     return torch.cat([tensor, tensor.new_full((rows, *shape[1:]), math.nan)]) if rows else tensor
 
 

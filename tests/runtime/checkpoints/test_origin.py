@@ -132,6 +132,20 @@ def test_a_list_of_tensors_that_is_not_the_one_written_is_refused(tmp_path: Path
         check(_after(tmp_path), copy)
 
 
+@pytest.mark.parametrize(("damage", "told"), [
+    (lambda file: file.unlink(), "is missing"),
+    (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes"),
+    (lambda file: (file.unlink(), file.mkdir()), "is not a file"),
+    (lambda file: (file.parent / "checkpoint.json").write_text("{}"), "lacks version")])
+def test_a_partial_checkpoint_is_refused_before_anything_starts(tmp_path: Path, before: SimpleNamespace, damage: Any,
+                                                                told: str) -> None:
+    copy = _copy(before.checkpoint, tmp_path / "copy")
+    damage(copy / "rank-00000.safetensors")
+    with pytest.raises(SpecError, match=told) as caught:
+        check(_after(tmp_path), copy)
+    assert caught.value.next_step == f"Name another checkpoint or export than {copy}."
+
+
 def test_damaged_tensors_are_refused_by_the_ranks(tmp_path: Path, before: SimpleNamespace) -> None:
     copy = _copy(before.checkpoint, tmp_path / "copy")
     file = copy / "rank-00000.safetensors"

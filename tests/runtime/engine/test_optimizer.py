@@ -14,6 +14,7 @@ from torch import nn
 from disttrain_cli.models.division import Shard
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.runtime.engine.optimizer import (
+    beyond_schedule,
     decays,
     drop_gradients,
     learning_rate,
@@ -82,6 +83,16 @@ def test_the_rate_warms_up_and_falls_to_its_end() -> None:
     assert rates[9] == rates[10] == pytest.approx(1e-2)
     assert rates[55] == pytest.approx(1e-2 * 0.55)
     assert rates[100] == rates[129] == pytest.approx(1e-3)
+
+
+def test_steps_beyond_a_schedule_that_ends_at_zero_are_said() -> None:
+    train = _train(warmup_steps=10, schedule="cosine", modules={"eye": {"min_lr_fraction": 0.1}, "ear": {
+        "schedule": "constant"}})
+    file = SimpleNamespace(train=train, model=SimpleNamespace(trained_names=["eye", "ear", "llm", "projectors"]))
+    run = SimpleNamespace(file=file)
+    [said] = beyond_schedule(run, 101)  # type: ignore[arg-type]
+    assert said.startswith("warning: llm, projectors: the schedule ends at train.steps, 100, ")
+    assert beyond_schedule(run, 100) == []  # type: ignore[arg-type]
 
 
 @given(warmup=st.integers(0, 50), end=st.floats(0, 1), schedule=st.sampled_from(["constant", "cosine", "linear"]))

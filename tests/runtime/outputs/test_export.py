@@ -93,7 +93,10 @@ def test_outputs_of_the_loaded_classes_equal_the_trained_models(tmp_path, archit
         check_equal(run, by_name, models, projectors, batch)
     joints = json.loads((tmp_path / "out" / "model.json").read_text())["joints"]
     assert {f"{layer}.{name}" for layer, own in joints.items() for name in own["weights"]} == set(projectors)
+    generation = models["llm"].generation_config
+    assert (generation.bos_token_id, generation.eos_token_id) == (257, 258)  # of the byte tokenizer
     text = (tmp_path / "out" / "README.md").read_text()
+    assert "begins with token 257 and ends with token 258" in text
     monkeypatch.chdir(tmp_path / "out")
     made = {}
     exec(text.split("```python")[1].split("```")[0], made)

@@ -169,9 +169,14 @@ def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
     """SpecError where a checkpoint's list of tensors is damaged, or is not of these layers."""
     from disttrain_cli.models.division import whole_shape
     from disttrain_cli.runtime.checkpoints.owning import WEIGHT, named_parameters
-    from disttrain_cli.runtime.checkpoints.storage import damaged, read_metadata
+    from disttrain_cli.runtime.checkpoints.storage import damaged, misfits, read_metadata
 
-    problems = damaged(folder, {TENSORS: describe(folder)["files"][TENSORS]})
+    try:
+        files = describe(folder)["files"]
+    except SpecError as error:
+        raise SpecError(error.what, error.why, _another(folder)) from None
+    # What is inside the others is for the ranks to check, each some of it.
+    problems = misfits(folder, files) or damaged(folder, {TENSORS: files[TENSORS]})
     if problems:
         raise SpecError(f"The checkpoint {folder} is damaged", "\n".join(problems), _another(folder))
     stored = read_metadata(folder).state_dict_metadata
@@ -204,7 +209,7 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
     def source(run: Run, module: str, part: str) -> Source:
         of_part = folder / (module if part == "module" else f"{module}_vae")
         if not weight_files(of_part):
-            raise SpecError(f"There are no weights of {of_part.name} in {folder}", "", "Export again: disttrain export")
+            raise SpecError(f"There are no weights of {of_part.name} in {folder}", "", _another(folder))
         return Source("--from", of_part, *published_as(read_configs(run)[module], part), otherwise=ANEW)
 
     notes = load_into(layers, run, source, fill)

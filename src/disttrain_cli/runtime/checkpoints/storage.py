@@ -249,11 +249,20 @@ def damaged(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which of these files are not as they were written, and how."""
     found = []
     for name, expected in files.items():
+        wrong = misfits(folder, {name: expected})
+        if not wrong and digest_of(folder / name) != expected["sha256"]:
+            wrong = [f"{name} has another checksum"]
+        found += wrong
+    return found
+
+
+def misfits(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which of these files are missing or of another size, without reading them."""
+    found = []
+    for name, expected in files.items():
         path = folder / name
-        if not path.exists():
-            found.append(f"{name} is missing")
+        if not path.is_file():
+            found.append(f"{name} is missing" if not path.exists() else f"{name} is not a file")
         elif path.stat().st_size != expected["bytes"]:
             found.append(f"{name} has {path.stat().st_size} of {expected['bytes']} bytes")
-        elif digest_of(path) != expected["sha256"]:
-            found.append(f"{name} has another checksum")
     return found

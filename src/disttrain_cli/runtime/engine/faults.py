@@ -78,8 +78,8 @@ def not_finite(step: int, losses: dict[str, float], norm: float, where: tuple[st
     after = f", the last of {skipped} such steps in a row," if skipped > 1 else ""
     return NotFiniteError(
         f"Step {step}{after} is not finite: {place}", f"{values}, gradient norm {norm:g}; nothing was saved",
-        "Continue from the last checkpoint with a lower train.optimizer.lr or more warmup_steps: disttrain train "
-        "--resume; or leave such steps out: train.on_bad_loss: skip")
+        "Lower train.optimizer.lr or raise warmup_steps, and go on from the last checkpoint (disttrain train --resume) "
+        "or, where there is none, start again; or leave such steps out: train.on_bad_loss: skip")
 
 
 @contextmanager

@@ -73,6 +73,14 @@ def rates(run: Run, step: int) -> dict[str, float]:
     return {name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names}
 
 
+def beyond_schedule(run: Run, total: int) -> list[str]:
+    """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at `train.steps`."""
+    end = run.file.train.steps
+    still = [name for name, rate in rates(run, total - 1).items() if rate == 0.0] if total > end else []
+    return [f"warning: {', '.join(still)}: the schedule ends at train.steps, {end}, and the learning rate is 0 from "
+            f"there on. To learn in all {total} steps, set train.steps to {total} instead of --steps."] if still else []
+
+
 def set_rates(engine: UnitEngine, step: int) -> None:
     """Give every parameter group of a rank its rate of a step."""
     for group in [] if engine.optimizer is None else engine.optimizer.param_groups:

@@ -124,7 +124,7 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
     step = check_belongs(newest, made_from(run.file, profile.fingerprints.data))
     if step >= total:
         raise SpecError(f"The newest checkpoint is of step {step}, and the run ends at step {total}",
-                        next_step=f"Give more steps: disttrain train --resume --steps {step + total}")
+                        next_step="Raise train.steps in the run file, then: disttrain train --resume")
     return step
 
 

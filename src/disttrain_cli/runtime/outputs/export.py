@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from disttrain_cli.data.tokenizer import Tokenizer, read_tokenizer
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.configs import ModuleConfig
@@ -80,19 +82,23 @@ def export(run: Run, to: Path, *, step: int | None = None, ema: bool = False,
         found = opened.read([layer.name], (group,))
         return {key.split("/", 2)[2]: tensor for key, tensor in found.items()}
 
-    configs, modules, own = read_configs(run), {}, []
+    configs, modules, own, tokenizer = read_configs(run), {}, [], read_tokenizer(run)
     with _whole_folder(to) as temporary:
         for done, (name, module) in enumerate(configs.items()):
             progress(f"writing {name}", done, len(configs))
             layers = [layer for layer in module_layers(run, name) if layer.weights_of == "module"]
             own += layers
-            written = write_model(temporary / name, module.architecture, module.config, layers, read, dtype)
+            config = module.config
+            if module.kind == "llm":  # where generate() begins and ends
+                config = copy.deepcopy(config)
+                config.bos_token_id, config.eos_token_id = tokenizer.bos, tokenizer.eos
+            written = write_model(temporary / name, module.architecture, config, layers, read, dtype)
             modules[name] = ExportedModule(**vars(written), averaged=name in averaged)
             _write_beside(run, module, temporary / name)
             if module.vae is not None:
                 modules[f"{name}_vae"] = ExportedModule(**vars(_write_vae(run, module, temporary / f"{name}_vae")))
         shapes = write_own(temporary / "projectors.safetensors", own, read, dtype)
-        _write_joints(run, temporary, modules, own, shapes)
+        _write_joints(run, temporary, modules, own, shapes, tokenizer)
     progress("writing", len(configs), len(configs))
     return Exported(path=str(to), checkpoint=str(folder), step=number, modules=modules,
                     projectors=str(to / "projectors.safetensors") if shapes else None)
@@ -156,7 +162,7 @@ def _write_vae(run: Run, module: ModuleConfig, folder: Path) -> Written:
 
 
 def _write_joints(run: Run, folder: Path, modules: Mapping[str, ExportedModule], layers: Sequence[PipelineLayer],
-                  shapes: Mapping[str, list[int]]) -> None:
+                  shapes: Mapping[str, list[int]], tokenizer: Tokenizer) -> None:
     """How the parts are joined: as JSON, and in words with the commands that load them."""
     joints: dict[str, Any] = {}
     for layer in layers:
@@ -170,7 +176,9 @@ def _write_joints(run: Run, folder: Path, modules: Mapping[str, ExportedModule],
              for name, spec in run.file.model.modules.items()}
     described = {name: module.model_dump(exclude={"averaged"}) | {key: value for key, value in
                  about.get(name, {"kind": "vae"}).items() if value is not None} for name, module in modules.items()}
-    (folder / "model.json").write_text(json.dumps({"version": 1, "modules": described, "joints": joints}, indent=2))
+    tokens = {name: getattr(tokenizer, name) for name in ("bos", "eos", "image", "context")}
+    (folder / "model.json").write_text(json.dumps(
+        {"version": 1, "modules": described, "joints": joints, "tokens": tokens}, indent=2))
     loads = "\n".join(
         f'{name} = {module.loads_with.rpartition(".")[2]}.from_pretrained("{module.folder}")'
         for name, module in modules.items())
@@ -178,4 +186,4 @@ def _write_joints(run: Run, folder: Path, modules: Mapping[str, ExportedModule],
                                 f"{module.loads_with.rpartition('.')[2]}" for module in modules.values()}))
     template = (files("disttrain_cli") / "templates" / "export.md").read_text(encoding="utf-8")
     (folder / "README.md").write_text(template.format(
-        name=run.file.name, imports=imports, loads=loads, joints="\n".join(f"- `{name}`" for name in joints)))
+        name=run.file.name, imports=imports, loads=loads, joints="\n".join(f"- `{name}`" for name in joints), **tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +16,7 @@ from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecE
 from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, latest
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
+from disttrain_cli.runtime.checkpoints.origin import EXPORT
 from disttrain_cli.runtime.outputs.prompts import Prompt, header_of
 from disttrain_cli.runtime.outputs.sampling import Images, draw, save, write_after
 from disttrain_cli.runtime.outputs.trained import load_trained
@@ -32,7 +34,7 @@ class Wish:
 
     prompts: Sequence[str] = ()
     images: Sequence[Path] = ()  # each is read before every prompt, or alone where there are none
-    count: int = 1  # images drawn for each
+    count: int | None = None  # images drawn for each; None: one where the model draws
     tokens: int = 64  # written at most
     temperature: float = 0.0
     seed: int = 0
@@ -53,6 +55,8 @@ def sample(run: Run, folder: Path, wish: Wish, out: Path | None = None, progress
     _check_model(run, folder)
     check_judge(run)
     inputs = describe(run)
+    if wish.count and not inputs.generators:
+        raise UsageError("The model draws no images", "it has no generator", "Leave --count out.")
     files = [_read_image(path, inputs.image, inputs.llm) for path in wish.images]
     pictures: list[tuple[str | None, bytes | None]] = [
         (str(path), data) for path, data in zip(wish.images, files, strict=True)] or [(None, None)]
@@ -62,7 +66,8 @@ def sample(run: Run, folder: Path, wish: Wish, out: Path | None = None, progress
     prompts = [prompt for _, prompt in asked]
     progress("writing", 0, 0)
     texts = write_after(model, prompts, wish.tokens, wish.temperature, wish.seed)
-    wanted = [(name, prompt) for name, prompt in asked if prompt.text for _ in range(wish.count)]
+    wanted = [(name, prompt) for name, prompt in asked if prompt.text for _ in range(
+        1 if wish.count is None else wish.count)]
     images = Images()
     if wanted and inputs.generators:
         progress("drawing", 0, 0)
@@ -99,6 +104,10 @@ def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
 
 def _newest(checkpoints: Path, asked: Path) -> Path:
     folder = latest(checkpoints)
+    if folder is None and (asked / EXPORT).is_file():
+        raise SpecError(f"{asked} is an export, not a checkpoint", "its folders are for transformers and diffusers",
+                        "Name the run or checkpoint that it came from, or train from it: disttrain train --from "
+                        + shlex.quote(str(asked)))
     if folder is None:
         raise SpecError(f"There is no checkpoint of {asked}", f"none in {checkpoints}",
                         "Train first: disttrain train")

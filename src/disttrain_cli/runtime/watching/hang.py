@@ -1,9 +1,9 @@
 """Finding a job that hangs, and the rank that the others wait for.
 
-A job hangs when no rank has got on for `train.hang_s`. Every rank tells what it does (`pulse`); what it waits for
-follows from the operation and the plan: a transfer waits for the neighbouring stage, a reduction for the other ranks
-of its group. The ranks that are waited for and do not wait themselves are the cause; where there are none, the ranks
-wait for each other in a circle.
+A job hangs when no rank has made progress for `train.hang_s`. Every rank tells what it does (`pulse`); what it
+waits for follows from the operation and the plan: a transfer waits for the neighbouring stage, a reduction for the
+other ranks of its group. The ranks that are waited for and do not wait themselves are the cause; where there are none,
+the ranks wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class HangWatch:
         """Look, if it is time.
 
         Raises:
-            RankLostError: no rank has got on for too long; the ranks write their stacks to their logs and end.
+            RankLostError: no rank has made progress for too long; the ranks write their stacks to their logs and end.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < interval_s(self._hang_s):
@@ -141,8 +141,8 @@ class HangWatch:
         lines += [f"rank {rank} {self._condition(rank, silent)}" for rank in waiting[:MOST_NAMED]]
         if len(waiting) > MOST_NAMED:
             lines.append(f"and {len(waiting) - MOST_NAMED} more ranks wait")
-        lines.append(f"No rank got on for {self._hang_s:g} s (train.hang_s). What each was doing is at the end of its "
-                     f"log: {rank_log(self._logs, named[0])}")
+        lines.append(f"No rank made progress for {self._hang_s:g} s (train.hang_s). What each was doing is at the end "
+                     f"of its log: {rank_log(self._logs, named[0])}")
         return RankLostError(what, "\n".join(lines), "Go on from the newest checkpoint: disttrain train --resume")
 
     def _place(self, rank: int) -> str:
