@@ -104,6 +104,7 @@ def command_names() -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code (see `errors.py` for what each means)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # of a locale that lacks our letters, and for names that are no text
             stream.reconfigure(errors="replace")
@@ -113,6 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         code = _without_output(error)
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Give streams that were closed (`disttrain plan >&-`) /dev/null: no file that is opened gets their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 def _without_output(error: OSError) -> int:
