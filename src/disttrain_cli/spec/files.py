@@ -82,7 +82,7 @@ def validate(kind: type[ArtefactT], value: Any, path: Path, what: str, next_step
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        problems = [dict(problem) for problem in error.errors()[:8]]
+        problems: list[dict[str, Any]] = [dict(problem) for problem in error.errors()[:8]]
         text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
         lines = [(f"  line {line}, " if line else "  ") + _explain(problem, kind) for problem, line in
                  zip(problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True)]
