@@ -51,3 +51,8 @@ def test_wrong_fields_are_named_by_line_and_the_next_command_by_the_file(tmp_pat
     with pytest.raises(SpecError, match="wrong field") as refused:
         read_plan(path)
     assert "line 3, plan.units.0.tp" in refused.value.why
+
+
+def test_a_malformed_file_always_has_a_next_step():
+    assert "docs/runfile.md" in SpecError("It is wrong").next_step
+    assert SpecError("It is wrong", next_step="Mend it.").next_step == "Mend it."

@@ -146,7 +146,8 @@ def state_of(path: str) -> list[Any]:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error)) from None
+            raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error),
+                            "Bring it back, or index what is there: disttrain profile --reindex") from None
         return [status.st_size, status.st_mtime_ns]
     system, inside = file_system(path)
     try:
