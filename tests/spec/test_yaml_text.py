@@ -24,6 +24,7 @@ def chained(levels):
     ("a: &a\n  <<: *a", "the alias *a stands inside what it stands for, in line 2"),
     (chained(MOST_NESTED + 1), "nested more than 64 levels deep"),
     ("[" * 100_000, "nested more than 64 levels deep, in line 1"),
+    ('a: 1\nb: "x\\0y"', "a null character, which no name of a file holds, in line 2"),
     ("a: *b", "found undefined alias"),
     ("a: 1\nb: " + "9" * 5_000, "in line 2, column 4"),
     ("a: 1\nb: 2024-99-99", "in line 2, column 4"),

@@ -88,6 +88,8 @@ def _check_size(text: str) -> None:
                 anchored[event.anchor] = part
         else:
             continue
+        if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
+            _refuse(event, "a null character, which no name of a file holds")
         if values > MOST_VALUES:
             _refuse(event, f"more than {MOST_VALUES:,} values, those that aliases stand for included")
         if len(inside) + part.levels > MOST_NESTED:
