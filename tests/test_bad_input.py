@@ -139,6 +139,9 @@ def test_a_missing_run_file(tmp_path, refused, monkeypatch):
     ("num_key_value_heads: 4", "num_key_value_heads: 3", ["num_key_value_heads", "given: 3"]),
     ("vocab_size: 272", "vocab_size: 100", ["vocab_size", "given: 100", "261"]),
     ("patch_size: 8", "patch_size: 0", ["model.modules.image_encoder.config", "patch_size"]),
+    ("num_key_value_heads: 4", "num_key_value_heads: 4, head_dim: 0", ["config.head_dim", "given: 0", "1 or more"]),
+    ("layers_per_block: 1", "layers_per_block: 0", ["config.layers_per_block", "given: 0", "1 or more"]),
+    ("norm_num_groups: 8", "norm_num_groups: -8", ["config.norm_num_groups", "given: -8", "1 or more"]),
     ("norm_num_groups: 8", "norm_num_groups: 7", ["model.modules.image_generator.config", "7"]),
     ("block_out_channels: [32, 64]", "block_out_channels: [32]", ["model.modules.image_generator.config"]),
     ("tokenizer: bytes", "tokenizer: no/folder", ["data.tokenizer", "no/folder"])])

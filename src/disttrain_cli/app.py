@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -15,7 +16,7 @@ import typer
 
 from disttrain_cli import __version__
 from disttrain_cli.commands.naming import naming
-from disttrain_cli.console import Console, OutputError
+from disttrain_cli.console import Console, OutputError, nearest_letters
 from disttrain_cli.errors import DisttrainError
 
 EPILOG = """Examples:
@@ -104,15 +105,25 @@ def command_names() -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code (see `errors.py` for what each means)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_streams()
+    codecs.register_error("nearest", nearest_letters)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # of a locale that lacks our letters, and for names that are no text
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="nearest")
     try:
         code = _run(words, Console(json_mode="--json" in words))
         sys.stdout.flush()
     except OSError as error:
         code = _without_output(error)
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Give streams that were closed (`disttrain plan >&-`) /dev/null: no file that is opened gets their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 def _without_output(error: OSError) -> int:

@@ -35,6 +35,8 @@ PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often 
 _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LINES = re.compile(r"[\t\n]")
 NUMERIC = frozenset("0123456789+-–.,%×/ ")
+#: What ASCII has nearest to the letters of our tables, one for one so that columns stay columns.
+_ASCII = dict(zip("×→–−·÷µ…’≤≥√∞", "x>--*/u.'<>V8", strict=True))
 MOST_WORD = 24  # letters of a word up to which a column is not narrowed
 
 
@@ -140,6 +142,12 @@ def _plain_lines(console: Console) -> Progress:
             console.note(line)
 
     return report
+
+
+def nearest_letters(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs: letters that the stream lacks as the nearest that it has, or "?"."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_ASCII.get(letter, "?") for letter in error.object[error.start:error.end]), error.end
 
 
 def plain(text: str) -> str:

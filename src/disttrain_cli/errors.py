@@ -10,16 +10,17 @@ class DisttrainError(Exception):
     """Something the user can act on (exit code 1).
 
     `what` is one sentence; `why` gives the evidence (values given, values allowed); `next_step` is the
-    exact command or edit that helps.
+    exact command or edit that helps, `usual_step` where it is not given.
     """
 
     exit_code = 1
+    usual_step = ""
 
     def __init__(self, what: str, why: str = "", next_step: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.why = why
-        self.next_step = next_step
+        self.next_step = next_step or self.usual_step
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.next_step) if part)
@@ -33,6 +34,8 @@ class UsageError(DisttrainError):
 
 class SpecError(DisttrainError):
     """A file the user wrote or edited (run file, plan, profile) is malformed (exit code 1)."""
+
+    usual_step = "Correct it and run the command again; docs/runfile.md explains every field of the run file."
 
 
 class MismatchError(DisttrainError):

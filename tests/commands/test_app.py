@@ -151,3 +151,12 @@ def test_console_script_and_module_are_the_same():
     script = os.path.join(os.path.dirname(sys.executable), "disttrain")
     for words in ([script, "--version"], [sys.executable, "-m", "disttrain_cli", "--version"]):
         assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"disttrain {__version__}\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_bug(tmp_path, closed):
+    """And what is written gets none of their numbers: a file must not take what is printed."""
+    done = subprocess.run(["bash", "-c", f'"$0" -m disttrain_cli init "$1" {closed}', sys.executable,
+                           str(tmp_path / "made")], capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert (tmp_path / "made" / "disttrain.yaml").read_text().startswith("# The tiny demo")

@@ -1,12 +1,13 @@
 """The output sink: what goes to stdout and stderr in each mode."""
 
+import codecs
 import json
 import sys
 
 import numpy as np
 import pytest
 
-from disttrain_cli.console import Console, format_table, to_json
+from disttrain_cli.console import Console, format_table, nearest_letters, to_json
 from disttrain_cli.spec.profile import Distribution
 from disttrain_cli.spec.work import Work
 
@@ -125,3 +126,8 @@ def test_columns_stay_aligned_and_other_letters_as_they_are():
 def test_json_holds_the_same_value_escaped():
     text = to_json({EVIL: [EVIL, "模型", float("nan")]})
     assert harmless(text.replace("\\r", "")) and json.loads(text) == {EVIL: [EVIL, "模型", None]} and "模型" in text
+
+
+def test_letters_that_a_stream_lacks_become_the_nearest():
+    codecs.register_error("nearest", nearest_letters)
+    assert "TP×DP×PP: 1×2×1 → 2×1×1, 3 µs – 模".encode("ascii", "nearest") == b"TPxDPxPP: 1x2x1 > 2x1x1, 3 us - ?"

@@ -307,3 +307,13 @@ def test_plan_loads_no_torch(run_folder):
             "print('LOADED', sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))")
     done = subprocess.run([sys.executable, "-c", code, str(run_folder)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "LOADED []"
+
+
+@pytest.mark.parametrize("own", ["disttrain.yaml", "runs/tiny/profile.json"])
+def test_what_is_read_is_not_written_over(run_folder, capsys, own):
+    before = (run_folder / own).read_bytes()
+    (run_folder / "link.yaml").symlink_to(own)
+    for out in (own, "link.yaml"):
+        code, _, err = call(["plan", str(run_folder), "--out", str(run_folder / out)], capsys)
+        assert code == 2 and "is what this command reads" in err
+    assert (run_folder / own).read_bytes() == before

@@ -3,11 +3,12 @@
 import os
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.whole import keep_before, whole_file, write_whole
+from disttrain_cli.spec.whole import is_own_file, keep_before, whole_file, write_whole
 
 
 def mode(path):
@@ -136,3 +137,24 @@ def test_what_is_kept_of_a_link_is_its_content(tmp_path):
     kept = keep_before(tmp_path / "plan.yaml")
     assert kept == tmp_path / "plan.yaml.before" and kept.read_text() == "old" and not kept.is_symlink()
     assert (tmp_path / "plan.yaml").is_symlink() and keep_before(tmp_path / "none") is None
+
+
+def test_a_descriptor_goes_on_where_it_stands(tmp_path):
+    """As stdout is, where a shell has sent it to a file: not replaced, and nothing is put beside its name in /dev."""
+    shown = tmp_path / "shown.txt"
+    with shown.open("wb", buffering=0) as file:
+        file.write(b"before ")
+        link = tmp_path / "link"
+        link.symlink_to(f"/dev/fd/{file.fileno()}")
+        for path in (link, Path(f"/dev/fd/{file.fileno()}"), Path(f"/proc/self/fd/{file.fileno()}")):
+            assert keep_before(path) is None and not is_own_file(path)
+            write_whole(path, "written ")
+        file.write(b"after")
+    assert shown.read_text() == "before written written written after"
+    assert sorted(os.listdir(tmp_path)) == ["link", "shown.txt"]
+
+
+def test_links_in_a_circle_are_an_error_of_the_user(tmp_path):
+    (tmp_path / "plan.yaml").symlink_to("plan.yaml")
+    with pytest.raises(SpecError, match="Too many levels"):
+        write_whole(tmp_path / "plan.yaml", "x")

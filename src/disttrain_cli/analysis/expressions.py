@@ -150,7 +150,8 @@ class _Condition:
         if name in self._known:
             return self._known[name]
         near = [known for known in self._known if name.split(".")[-1] in known][:8] or list(self._known)[:8]
-        raise UsageError(f"--fail-if knows nothing named {name!r}", "there are, among others: " + ", ".join(near))
+        raise UsageError(f"--fail-if knows nothing named {name!r}", "there are, among others: " + ", ".join(near),
+                         "See all of them: disttrain analyze --json")
 
     def _unread(self) -> UsageError:
         return UsageError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from disttrain_cli.commands.analyze_tables import change, render
-from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, open_run, short_path
+from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, not_over, open_run, short_path
 from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
@@ -61,6 +61,8 @@ def run(
     """Explain a run from its traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
     folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
+    not_over(html, *folders)
+    not_over(perfetto, *folders)
     if sql is not None:
         _answer(console, folders, sql)
         return

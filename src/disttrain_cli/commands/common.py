@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disttrain_cli.commands.naming import DEFAULT_RUN_FILE
+from disttrain_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from disttrain_cli.spec.runfile import Run
@@ -24,6 +25,13 @@ def open_run(path: Path) -> Run:
     from disttrain_cli.spec.runfile import read_run
 
     return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path)
+
+
+def not_over(out: Path | None, *inputs: Path) -> None:
+    """Raise UsageError where `out`, a file to write, is one of those that the command reads."""
+    for path in inputs:
+        if out is not None and out.exists() and path.exists() and out.samefile(path):
+            raise UsageError(f"{out} is what this command reads", "it would be replaced", "Name another file to write.")
 
 
 def next_command(command: str, run_file: Path, **options: object) -> str:

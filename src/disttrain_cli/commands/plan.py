@@ -18,6 +18,7 @@ from disttrain_cli.commands.common import (
     QuietFlag,
     RunFileArgument,
     next_command,
+    not_over,
     open_run,
     short_path,
 )
@@ -87,16 +88,18 @@ def run(
     from disttrain_cli.spec.hostfile import read_hostfile
     from disttrain_cli.spec.plan import write_plan
     from disttrain_cli.spec.profile import read_profile
-    from disttrain_cli.spec.whole import write_whole
+    from disttrain_cli.spec.whole import is_own_file, write_whole
 
-    costs = read_profile(profile or opened.dir.profile)
+    profile_path = profile or opened.dir.profile
+    not_over(out, opened.path, profile_path, opened.dir.index)
+    costs = read_profile(profile_path)
     if opened.file.cluster.hostfile is not None:
         read_hostfile(opened.resolve(opened.file.cluster.hostfile))
     if profile is None:  # who names a profile means its device
         check_device(opened.file, costs)
     cluster = cluster_of(opened.file, costs, gpus)
     found = solve(opened.file, costs, gpus=gpus, strategy=strategy.value, top=top)
-    before_path = out if out is not None and out.is_file() else opened.dir.plan
+    before_path = out if out is not None and is_own_file(out) else opened.dir.plan
     before = plan_in_place(console, before_path)
     another = before and not_comparable(before, found)
     change = changes(before, found, opened.file, costs, cluster) if before and not another else None
@@ -106,7 +109,7 @@ def run(
     units = units_of(costs, cluster, found.plan)
     step = simulated_step(costs, found.plan, cluster)
     picture = None
-    if path.is_file():  # and no device or pipe, beside which nothing is written
+    if is_own_file(path):
         picture = write_whole(path.with_name(path.name.removesuffix(".yaml") + ".svg"),
                               svg(step.pipeline, step.timeline, found.plan))
     why = explain(found, units, step)

@@ -15,6 +15,7 @@ from disttrain_cli.commands.common import (
     QuietFlag,
     RunFileArgument,
     next_command,
+    not_over,
     open_run,
     short_path,
 )
@@ -79,6 +80,7 @@ def run(
         raise UsageError(f"There is no device {device!r}", "allowed: auto, cpu, cuda, analytic:NAME",
                          "disttrain profile --help")
     opened = open_run(run_file)
+    not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.models.weights import starting_weights
     from disttrain_cli.profiling.measure import measure
     from disttrain_cli.spec.whole import write_whole
@@ -106,6 +108,7 @@ def _reindex(opened: Run, progress: Progress) -> None:
 def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | None) -> None:
     """Correct the profile of a recorded run by its traces."""
     opened = open_run(run_file)
+    not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.profiling.calibrate import calibrate
     from disttrain_cli.spec.whole import keep_before, write_whole
 

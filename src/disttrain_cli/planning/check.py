@@ -12,7 +12,7 @@ from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import PROJECTORS, RunFile
 
-EDIT = "Correct plan.yaml, or plan again: disttrain plan"
+EDIT = "Correct the plan, or plan again: disttrain plan"
 
 
 def check(plan: Plan, run: RunFile, profile: Profile) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import select
+import stat
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.spec.yaml_text import lines_of, load_yaml
 
 
 class Strict(BaseModel):
@@ -19,7 +22,9 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
-MOST_NESTED = 64  # levels of lists and mappings in a YAML file
+YAML_MIB, JSON_MIB = 16, 256  # of a file at most
+PIPE_WAIT_S = 20  # for its first byte
+CORRECT = "Correct {path} and run the command again."
 
 ArtefactT = TypeVar("ArtefactT", bound=BaseModel)
 
@@ -31,66 +36,56 @@ def fingerprint(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class _Loader(yaml.CSafeLoader):
-    """YAML's safe loader, but a key given twice is an error, not the last one wins."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice",
-                                                        key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
-        return super().construct_mapping(node, deep)
-
-
-def _check_depth(text: str) -> None:
-    """Refuse nesting that would overflow the loader's stack; raises ValueError."""
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_NESTED:
-            place = "" if event.start_mark is None else f" in line {event.start_mark.line + 1}"
-            raise ValueError(f"nested more than {MOST_NESTED} levels deep{place}")
+def _read_text(path: Path, what: str, next_step: str, most_mib: int) -> str:
+    """The text of a file that a user names, which may be anything; raises SpecError."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) and not select.select([file], [], [], PIPE_WAIT_S)[0]:
+                raise TimeoutError(f"nothing was written into this pipe for {PIPE_WAIT_S} s")
+            os.set_blocking(file.fileno(), True)
+            data = file.read((most_mib << 20) + 1)
+        if len(data) > most_mib << 20:
+            raise ValueError(f"larger than {most_mib} MiB, which no {what} is")
+        return data.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
+    except (OSError, ValueError) as error:  # UnicodeDecodeError is one
+        raise SpecError(f"Cannot read the {what} {path}", str(error), next_step) from None
 
 
 def parse_yaml(path: Path, what: str, next_step: str) -> Any:
     """Read YAML (or JSON, its subset) safely.
 
     Raises:
-        SpecError: the file is missing, unreadable or not YAML.
+        SpecError: the file is missing, unreadable, too large or not YAML.
     """
+    text = _read_text(path, what, next_step, YAML_MIB)
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"Cannot read the {what} {path}", str(error)) from None
-    try:
-        _check_depth(text)
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-45 looks like a date and is none
-        raise SpecError(f"The {what} {path} is not valid YAML", str(error)) from None
+        return load_yaml(text)
+    except ValueError as error:
+        raise SpecError(f"The {what} {path} is not valid YAML", str(error), CORRECT.format(path=path)) from None
 
 
 def parse_json(path: Path, what: str, next_step: str) -> Any:
-    """Read JSON; raises SpecError where it is missing or malformed."""
+    """Read JSON; raises SpecError where it is missing, too large or malformed."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SpecError(f"There is no {what} at {path}", next_step=next_step) from None
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(_read_text(path, what, next_step, JSON_MIB))
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"Cannot read the {what} {path}", str(error), next_step) from None
 
 
 def validate(kind: type[ArtefactT], value: Any, path: Path, what: str, next_step: str = "") -> ArtefactT:
-    """Check plain data against `kind`, naming every wrong field by its path, what was given and what is allowed."""
+    """Check plain data against `kind`; wrong fields are named: line and path, what was given and what is allowed."""
+    next_step = next_step or CORRECT.format(path=path)
     if not isinstance(value, dict):
         raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(value).__name__}", next_step)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        lines = [_explain(dict(problem), kind) for problem in error.errors()[:8]]
+        problems: list[dict[str, Any]] = [dict(problem) for problem in error.errors()[:8]]
+        text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
+        lines = [(f"  line {line}, " if line else "  ") + _explain(problem, kind) for problem, line in
+                 zip(problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True)]
         raise SpecError(f"The {what} {path} has {error.error_count()} wrong field(s)", "\n".join(lines),
                         next_step) from None
 
@@ -100,11 +95,11 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
     where = ".".join(parts) or "(top level)"  # without the choices of a union, which are no places in the file
     if problem["type"] == "extra_forbidden":
         allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
-        return f"  {where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
+        return f"{where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
     given = problem.get("input")
     shown = "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"  {where}: {message[0].lower()}{message[1:]}{shown}"
+    return f"{where}: {message[0].lower()}{message[1:]}{shown}"
 
 
 def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
 
-LINE = re.compile(r"^(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._:-]*[A-Za-z0-9])?)\s+slots\s*=\s*(?P<slots>[1-9]\d*)$")
+LINE = re.compile(r"^(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._:-]*[A-Za-z0-9])?)\s+slots\s*=\s*(?P<slots>[1-9]\d{0,5})$")
 
 
 class Host(NamedTuple):

@@ -501,7 +501,8 @@ class RunFile(Strict):
     """The whole run file."""
 
     version: Literal[1] = 1
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder under runs/.")
+    name: str = Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+                      description="Name of the run's folder under runs/, of at most 100 characters.")
     model: ModelSpec
     data: DataSpec
     cluster: ClusterSpec = Field(default_factory=ClusterSpec)

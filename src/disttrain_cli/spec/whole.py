@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from disttrain_cli.errors import SpecError
+
+MOST_LINKS = 40  # that the kernel follows
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
@@ -22,7 +25,12 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 def keep_before(path: Path) -> Path | None:
     """Keep a copy of a file that is about to be replaced, as NAME.before; None where there is no file."""
-    return write_whole(path.with_name(f"{path.name}.before"), path.read_bytes()) if path.is_file() else None
+    return write_whole(path.with_name(f"{path.name}.before"), path.read_bytes()) if is_own_file(path) else None
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether there is a file that others may be put beside: no device, no pipe, not where stdout happens to go."""
+    return path.is_file() and _descriptor(path) is None
 
 
 @contextmanager
@@ -30,14 +38,20 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write beside `path`, renamed into place at the end; where anything fails, `path` stays as it is.
 
     A link stays and the file that it names is written. A file that is there keeps its mode and owner, a new one gets
-    what the umask leaves. A device or pipe is opened and written directly.
+    what the umask leaves. A device or pipe is opened and written directly; a descriptor of this process (/dev/stdout,
+    /dev/fd/3) goes on where it stands.
 
     Raises:
         SpecError: it cannot be written (missing permission, disk full).
     """
     temporary = None
     try:
-        there = _status(path)
+        there, descriptor = _status(path), _descriptor(path)
+        if descriptor is not None:
+            sys.stdout.flush()  # what was printed before stands before
+            with open(os.dup(descriptor), "wb") as file:
+                yield file
+            return
         if there is not None and not stat.S_ISREG(there.st_mode):
             with path.open("wb") as file:
                 yield file
@@ -58,6 +72,17 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _descriptor(path: Path) -> int | None:
+    """The open file of this process that `path` stands for, such as 1 for /dev/stdout; None where it is none."""
+    for _ in range(MOST_LINKS):
+        if os.path.realpath(path.parent) in (f"/proc/{os.getpid()}/fd", "/dev/fd"):
+            return int(path.name) if path.name.isdecimal() else None
+        if not path.is_symlink():
+            break
+        path = path.parent / os.readlink(path)
+    return None
 
 
 def _status(path: Path) -> os.stat_result | None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain_cli.data.ordering import best as policy_best
 from disttrain_cli.data.ordering import sequencing
 from disttrain_cli.data.ordering.apart import order_apart
 from disttrain_cli.data.ordering.assigning import assign, count_costs, order_step
@@ -208,3 +209,24 @@ def test_data_that_are_all_alike_and_data_without_images() -> None:
     for layout in LAYOUTS:
         found = best_of(batch, layout).order(same)
         assert isinstance(found, Assignment) and sorted(found.places.ravel()) == list(range(24))
+
+
+def test_a_search_over_many_slots_simulates_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+    monkeypatch.setattr(sequencing, "orders_s", lambda pipeline, orders: simulated.append(orders.size) or
+                        orders_s(pipeline, orders))
+    for slots in (256, 1024):
+        order, _ = search_order(equal(2, slots, 1.0, 2.0), [np.arange(slots)], 1200)
+        assert sorted(order) == list(range(slots))
+        assert 1000 * 256 < sum(simulated) < 3000 * 256
+        simulated.clear()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+def test_a_step_of_very_many_slots_is_ordered_without_a_search(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("search_order", "order_apart"):
+        monkeypatch.setattr(policy_best, name, lambda *given: pytest.fail("searched"))
+    monkeypatch.setattr(policy_best, "MOST_SLOTS", layout.microbatches - 1)
+    batch = random_batch(1, 24)
+    found = best_of(batch, layout).order(sizes_of(batch))
+    check_step(batch, layout, order_step(batch, layout, 0, found))

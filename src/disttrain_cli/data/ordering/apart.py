@@ -12,12 +12,12 @@ import dataclasses
 import numpy as np
 
 from disttrain_cli.data.ordering.intervals import interval_order
-from disttrain_cli.data.ordering.sequencing import MOVES_PER_ROUND, search_order
+from disttrain_cli.data.ordering.sequencing import MOVES_PER_ROUND, affordable, search_order
 from disttrain_cli.data.slots import Ints
 from disttrain_cli.simulation.makespan import iterations_s, of_replica, orders_s
 from disttrain_cli.simulation.timeline import Floats, Pipeline
 
-EVALUATIONS = 120_000  # of one replica's step, about, at most
+EVALUATIONS = 120_000  # of one replica's step, about, at most; fewer of many slots
 PARTNERS = 2  # the fastest replicas, with which an exchange is tried
 PAIRS = 1024  # of microbatches that are tried with each partner, at most
 LEAST_GAIN = 1e-4  # of a step, for an exchange
@@ -33,17 +33,17 @@ def order_apart(pipeline: Pipeline, places: Ints) -> Ints:
     times_s = np.array([float(_times_s(base, own[order])[0]) for own, order in zip(times, orders, strict=True)])
     who, which = np.divmod(np.arange(replicas * slots).reshape(replicas, slots), slots)  # where each came from
     settled = np.zeros(replicas, dtype=bool)  # whether a search over orders found nothing more
-    left = EVALUATIONS
+    left, pairs = affordable(EVALUATIONS, slots), affordable(PAIRS, slots)
     while left > 0:
         slowest = int(times_s.argmax())
         if not settled[slowest]:
-            left -= MOVES_PER_ROUND
+            left -= affordable(MOVES_PER_ROUND, slots)
             found, time_s = search_order(_with(base, times[slowest]), [orders[slowest]], 1)
             settled[slowest] = time_s >= times_s[slowest]
             orders[slowest], times_s[slowest] = found, time_s
             continue
-        left -= 2 * PARTNERS * min(PAIRS, slots**2)
-        exchange = _exchange(base, times, orders, times_s, slowest)
+        left -= 2 * PARTNERS * min(pairs, slots**2)
+        exchange = _exchange(base, times, orders, times_s, slowest, pairs)
         if exchange is None:
             break
         mine, partner, theirs = exchange
@@ -63,13 +63,13 @@ def _start(base: Pipeline, times: Floats) -> Ints:
     return starts[int(orders_s(_with(base, times), starts).argmin())]
 
 
-def _exchange(base: Pipeline, times: Floats, orders: Ints, times_s: Floats,
-              slowest: int) -> tuple[int, int, int] | None:
+def _exchange(base: Pipeline, times: Floats, orders: Ints, times_s: Floats, slowest: int,
+              pairs: int) -> tuple[int, int, int] | None:
     """(microbatch of the slowest replica, partner, its microbatch) after which both are fastest; None: no gain."""
     slots, loads = orders.shape[1], times.sum(axis=(1, 2))  # [R, S]
     most = max(LEVEL * float(loads.mean(axis=0).max()), float(loads.max()))
     best: tuple[float, int, int, int] | None = None
-    mine, theirs = np.divmod(np.arange(0, slots**2, -(-slots**2 // PAIRS)), slots)
+    mine, theirs = np.divmod(np.arange(0, slots**2, -(-slots**2 // pairs)), slots)
     for partner in np.argsort(times_s, kind="stable")[:PARTNERS].tolist():
         if partner == slowest:
             continue

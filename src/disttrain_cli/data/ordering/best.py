@@ -36,6 +36,7 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
+MOST_SLOTS = 2048  # for which slots are shaped and searched: of more, the first and last are too few to matter
 MOST_WORK = 1.5  # times the mean that slots whose activations are kept at once may hold
 ROOM = 0.95  # of a device's memory that heavier slots may fill
 
@@ -58,14 +59,17 @@ class Best:
     def orders(self, sizes: Sizes) -> Iterator[Assignment]:
         """All assignments that are tried."""
         counts, costs = count_costs(sizes, self._inputs), self.costs(sizes)
+        many = self._layout.microbatches > MOST_SLOTS
         paper = assign(counts, self._layout, self._inputs.llm, "paper")
         yield from (paper, assign(counts, self._layout, self._inputs.llm, "none"))
         if len(self._layout.units) == 1:
             levelled = Assignment(self._levelled(costs))
-            yield Assignment(order_apart(self.pipeline(sizes, levelled), levelled.places))
+            yield levelled if many else Assignment(order_apart(self.pipeline(sizes, levelled), levelled.places))
             return
         levelled = Assignment(paper.places, carry=True)
         yield levelled
+        if many:
+            return
         if np.ptp(_total(costs, self._llm)):
             yield self._searched(sizes, levelled)
         yield self._searched(sizes, Assignment(self._filled(costs), carry=True))

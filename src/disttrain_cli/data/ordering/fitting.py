@@ -15,6 +15,7 @@ from disttrain_cli.data.slots import Ints
 
 UNIT = 2**16  # a load's mean per sequence, as integers
 EXCHANGES_PER_BIN = 6  # at most, on average
+MOST_WEIGHED = 6 * 2048**2  # exchanges weighed in all, beyond the first: what 2,048 sequences take at most
 TOLERANCE = 0.0005  # of a bin's mean load: nearer is near enough
 
 
@@ -34,7 +35,7 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     bin_of = np.empty(len(costs), dtype=np.int64)
     bin_of[members] = np.arange(bins)[:, None]
     settled = np.zeros(bins, dtype=bool)
-    for _ in range(EXCHANGES_PER_BIN * bins):
+    for _ in range(min(EXCHANGES_PER_BIN * bins, 1 + MOST_WEIGHED // (count * len(costs)))):
         distance = np.where(settled, 0, (over**2).sum(axis=1))
         worst = int(distance.argmax())
         if distance[worst] <= near:

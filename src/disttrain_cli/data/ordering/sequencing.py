@@ -19,20 +19,26 @@ from disttrain_cli.simulation.timeline import Pipeline
 
 EVALUATIONS = 5_040  # all orders of up to 7 slots
 MOVES_PER_ROUND = 600  # evaluated at most; the next round takes up the others
+MANY = 256  # slots from which on fewer evaluations are made, so that a search takes no longer
 LEAST_GAIN = 1e-6  # of a step
 RESTART = 5  # purpose of `mix`, beside those of packing and sizes
+
+
+def affordable(evaluations: int, slots: int) -> int:
+    """How many evaluations of a step of so many slots take the time of these of `MANY` slots; at least one."""
+    return max(1, evaluations * MANY // max(slots, MANY))
 
 
 def search_order(pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = EVALUATIONS) -> tuple[Ints, float]:
     """The best order found and its time in s; never worse than any of `starts`.
 
-    Evaluates all orders, or about `evaluations`; ties go to the first.
+    Evaluates all orders, or about `evaluations`, fewer where there are many slots; ties go to the first.
     """
     slots = len(pipeline.forward_s)
     if factorial(min(slots, 20)) <= evaluations:
         return _fastest(pipeline, np.array([*starts, *permutations(range(slots))]))
     order, best_s = _fastest(pipeline, np.array(starts))
-    start, left, number = order, evaluations, 0
+    start, left, number = order, affordable(evaluations, slots), 0
     while left > 0:
         for found, time_s, evaluated in _descent(pipeline, start):
             if time_s < best_s:
@@ -48,7 +54,7 @@ def _descent(pipeline: Pipeline, order: Ints) -> Iterator[tuple[Ints, float, int
     """Round by round the best order so far, its time and the evaluations; ends when no move shortens the step."""
     best_s = float(orders_s(pipeline, order[None])[0])
     slots = len(order)
-    turns = -(-3 * slots**2 // (2 * MOVES_PER_ROUND))
+    turns = -(-3 * slots**2 // (2 * affordable(MOVES_PER_ROUND, slots)))
     number = idle = 0
     while idle < turns:
         candidates = order[_moves(slots, number % turns, turns)]

@@ -153,7 +153,8 @@ def state_of(path: str) -> list[Any]:
             status = os.stat(path)
         except OSError as error:
             raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error),
-                            "Bring it back, or take it out of data.sources; a link may lead nowhere.") from None
+                            "Bring it back (a link may lead nowhere), or index what is there: "
+                            "disttrain profile --reindex") from None
         return [status.st_size, status.st_mtime_ns]
     system, inside = file_system(path)
     try:

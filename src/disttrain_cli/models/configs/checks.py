@@ -66,17 +66,18 @@ def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config")
     """Raise SpecError for the first number that no machine could build or count: in lists and mappings too."""
     for field, given in fields.items():
         most = MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
-        for value in _numbers(given):
+        for value in numbers_in(given):
             if not math.isfinite(value) or (abs(value) > most and isinstance(value, int) and not FREE.search(field)):
                 raise wrong(name, field, given, f"finite numbers up to {most:,}", section)
 
 
-def _numbers(value: Any) -> Iterator[int | float]:
+def numbers_in(value: Any) -> Iterator[int | float]:
+    """The numbers of a field, of all its parts where it is a list or a mapping."""
     if isinstance(value, (list, tuple)):
         for part in value:
-            yield from _numbers(part)
+            yield from numbers_in(part)
     elif isinstance(value, dict):
-        yield from _numbers([part for key, part in value.items() if not isinstance(key, str) or "rope" not in key])
+        yield from numbers_in([part for key, part in value.items() if not isinstance(key, str) or "rope" not in key])
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
 

@@ -36,7 +36,8 @@ def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
 
     own_head_width = getattr(config, "head_dim", None) is not None
     check_widths(name, config, "hidden_size", "num_attention_heads", "hidden_act", "num_hidden_layers",
-                 "intermediate_size", "num_key_value_heads", "vocab_size", heads_divide_width=not own_head_width)
+                 "intermediate_size", "num_key_value_heads", "vocab_size", *["head_dim"] * own_head_width,
+                 heads_divide_width=not own_head_width)
     refuse_dropout(name, "attention_dropout", config.attention_dropout)
     rope = config.rope_parameters["rope_type"]
     fixed = ("default", *(kind for kind in ROPE_INIT_FUNCTIONS if kind not in _BY_LONGEST))

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.configs.checks import check_dropout, check_numbers, refuse_unknown, wrong
+from disttrain_cli.models.configs.checks import check_dropout, check_numbers, numbers_in, refuse_unknown, wrong
 from disttrain_cli.models.noise import Noise
 from disttrain_cli.spec.runfile import ModuleSpec, NoiseSpec
 
@@ -139,6 +139,7 @@ def _make_vae(name: str, fields: dict[str, Any], image_size: int) -> dict[str, A
     for field in ("latents_mean", "latents_std"):
         if config[field] is not None:
             raise wrong(name, field, config[field], "nothing: latents are scaled by scaling_factor", "vae")
+    _check_counts(name, config, "vae")
     if not isinstance(config["latent_channels"], int) or config["latent_channels"] < 1:
         raise wrong(name, "latent_channels", config["latent_channels"], "1 or more", "vae")
     scaling, shift = config["scaling_factor"], config["shift_factor"]
@@ -161,6 +162,13 @@ def _make_vae(name: str, fields: dict[str, Any], image_size: int) -> dict[str, A
     return config
 
 
+def _check_counts(name: str, config: dict[str, Any], section: str) -> None:
+    """What diffusers builds without a word, and cannot compute."""
+    for field in ("layers_per_block", "norm_num_groups"):
+        if any(value < 1 for value in numbers_in(config[field])):
+            raise wrong(name, field, config[field], "1 or more", section)
+
+
 def _check_unet(name: str, config: dict[str, Any], image_size: int, side: int) -> None:
     for field in _UNET_UNSUPPORTED:
         if config[field]:
@@ -172,6 +180,7 @@ def _check_unet(name: str, config: dict[str, Any], image_size: int, side: int) -
     for field, only in {"time_embedding_type": "positional", "attention_type": "default"}.items():
         if config[field] != only:
             raise wrong(name, field, config[field], only)
+    _check_counts(name, config, "config")
     if not isinstance(config["cross_attention_dim"], int):
         raise wrong(name, "cross_attention_dim", config["cross_attention_dim"], "one number for all blocks")
     if config["addition_embed_type"] not in (None, "text_time"):

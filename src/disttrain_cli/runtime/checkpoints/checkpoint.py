@@ -235,7 +235,8 @@ class Opened:
                 if key.split("/", 1)[0] in groups and (layers is None or key.split("/", 2)[1] in layers)]
         lacking = set(layers or ()) - {key.split("/", 2)[1] for key in keys}
         if lacking:
-            raise SpecError(f"The checkpoint {self._folder} lacks the layers {', '.join(sorted(lacking))}")
+            raise SpecError(f"The checkpoint {self._folder} lacks the layers {', '.join(sorted(lacking))}",
+                            next_step="Go on from a checkpoint of this model, or start anew: disttrain train --restart")
         found = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype) for key in keys}
         _fill(self._folder, self._metadata, {key: Pieces(value.shape, value.dtype, [((0,) * value.ndim, value)])
                                              for key, value in found.items()})

@@ -150,7 +150,8 @@ def _host(folder: RunDir, name: str) -> dict[str, Any]:
     """What the processes say of the emulation itself."""
     told = [json.loads(path.read_text()) for path in sorted(Path(folder.logs).glob(f"{name}-host-*.json"))]
     if not told:
-        raise SpecError("The processes of the rehearsal left no account of themselves", str(folder.logs))
+        raise SpecError("The processes of the rehearsal left no account of themselves", str(folder.logs),
+                        "Rehearse again: disttrain train --rehearse")
     late_ms = np.concatenate([one["late_ms"] for one in told])
     operations = sum(one["operations"] for one in told)
     mean, p99, most = late_ms.mean(), np.quantile(late_ms, 0.99), late_ms.max()
