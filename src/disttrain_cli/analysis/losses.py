@@ -7,7 +7,8 @@ the host. Then return, one after another:
 `inter_microbatch` uneven work over the slots · `stage` uneven stages of a unit · `worker` ranks that are slow
 for their work · `communication` real transfers, sends and the update at the end · `data` waits for data ·
 `host` moments in which neither work nor rank explains the time. What is then missing from the recorded time is
-`unexplained`, so the parts sum to (recorded − ideal). Work is what the profile predicts for the recorded sizes.
+`unexplained`, waits for ranks without a trace too, so the parts sum to (recorded − ideal). Work is what the profile
+predicts for the recorded sizes.
 
 Where ranks share cores and keep them busy, a slow message is a rank that waits for a core: what transfers take above
 the usual is then the host's.
@@ -39,6 +40,8 @@ CAUSES = (
 
 #: Cores are crowded where the passes of all ranks need this share of them: who is ready may have to wait.
 CROWDED = 0.5
+#: A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing is said.
+AT_TIMES, FEWEST_PASSES = 0.03, 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Explained:
     uneven: Floats  # with the replicas' work
     worked: Floats  # and the slots'
     staged: Floats  # and the stages' own times
-    ranked: Floats  # and the ranks'
+    ranked: Floats  # and the ranks', in each step
     intra: Floats  # work of a pass's replica over its slot's mean
     slot: Floats  # work of a slot over the mean
 
@@ -93,6 +96,7 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         own = group_mean(compute, ranks)
         staged = worked * _shared(ratio(own, group_mean(worked, ranks)), passes)
         ranked = staged * ratio(own, group_mean(staged, ranks))
+        ranked *= _at_times(ratio(compute, ranked), ranks, directions)
         usual = ratio(group_mean(staged, directions), group_mean(worked, directions))
     return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
 
@@ -116,7 +120,8 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
     times = [graph.replay(replace(still, compute=compute)) for compute in computes]
     times[0] = np.minimum(times[0], times[1])  # levelling can lengthen the filling of a pipeline with few slots
     usual = still.transfer
-    moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else recorded.transfer
+    heard = np.where((graph.unheard < 0)[:, None], recorded.transfer, np.minimum(recorded.transfer, usual))
+    moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else heard
     delays: Delays = replace(
         still,
         compute=computes[-1],
@@ -125,7 +130,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         update=recorded.update,
     )
     for change in ({}, {"load": recorded.load},
-                   {"gap": recorded.gap, "compute": recorded.compute, "transfer": recorded.transfer}):
+                   {"gap": recorded.gap, "compute": recorded.compute, "transfer": heard}):
         delays = replace(delays, **change)
         times.append(graph.replay(delays))
     times.append(graph.window)
@@ -135,7 +140,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         lost=successive(times),
         busy=busy,
         data_wait=_by_replica(graph, recorded.load),
-        links=graph.links((recorded.transfer - usual).clip(0.0)),
+        links=graph.links((heard - usual).clip(0.0)),
         gap={
             int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
         },
@@ -250,6 +255,29 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
         _, first = np.unique(ranks[pick], return_index=True)
         out[pick] = np.quantile(factor[pick][first, 0], 0.5, method="lower")
     return out
+
+
+def _at_times(factor: Floats, ranks: Ints, directions: Ints) -> Floats:
+    """By how much a rank is slower or faster in a step than it mostly is, while the others of its unit are not.
+
+    A step counts in which the median of its passes is off by `AT_TIMES`, and clearly so: not for one late pass.
+
+    Args:
+        factor: time of every pass over what its rank mostly takes for the work, [passes, steps].
+        ranks: a number per pass, of its rank, stage and direction.
+        directions: of its unit and direction.
+    """
+    order = np.argsort(ranks, kind="stable")
+    firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
+    members = np.split(order, firsts[1:])
+    median = np.stack([np.median(factor[own], axis=0) for own in members])  # [ranks, steps]
+    error = np.stack([factor[own].std(axis=0) / max(1, len(own) - 1) ** 0.5 for own in members])
+    units = directions[order[firsts]]
+    for unit in np.unique(units):
+        median[units == unit] /= np.quantile(median[units == unit], 0.5, axis=0, method="lower")
+    clear = np.abs(median - 1) > np.maximum(AT_TIMES, 3 * error)
+    clear[[len(own) < FEWEST_PASSES for own in members]] = False
+    return np.repeat(np.where(clear, median, 1.0), [len(own) for own in members], axis=0)[np.argsort(order)]
 
 
 def _sum(values: Floats, groups: Ints) -> Floats:

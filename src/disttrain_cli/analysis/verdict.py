@@ -66,8 +66,11 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
             evidence.append(Evidence(what=f"then mending also: {also}", value=gains_s, unit="s"))
         if one in large:
             notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
+    often = main.gain_s >= main.least_share * losses.measured
     evidence.append(Evidence(what="steps in which mending it gains that much", unit="share of steps",
-                             value=float((main.gain_s >= main.least_share * losses.measured).mean())))
+                             value=float(often.mean())))
+    if 0 < often.sum() <= len(often) / 2:
+        notes.append(f"Only in {often.sum()} of {len(often)} steps.")
     if _one_event(record, main):
         notes.append("All of it hangs on one event of one step.")
         evidence.append(Evidence(what="mending it, had its largest single event not happened",
@@ -112,7 +115,7 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
         headline += f" (most: {tell(record, faults[0]).told}, {share:.1f} %)"
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
-        headline += f"; uneven data that the ordering leaves cost {share:.0f} % at most"
+        headline += f"; uneven data cost {share:.0f} % at most"
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
@@ -171,6 +174,8 @@ def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[s
     elif cause == "unit" and command != REMEASURE:
         advice += (f" If the plan is already the best for {record.gpus} GPUs, one more shows whether the next whole "
                    "number fits better.")
+    elif main.regained and remedy is not None:
+        advice += f" {_gain_of(remedy, record.measured_s)}"
     elif cause in UNEVEN:
         advice += (f" By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at most: an "
                    "ordering cuts no sample.")

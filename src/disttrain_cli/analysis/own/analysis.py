@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, Finding, State, Suspect, find_causes
+from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, LEAST_SHARE, Finding, State, Suspect, find_causes, mend
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
@@ -13,8 +13,11 @@ from disttrain_cli.analysis.own.inside import inside
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
-from disttrain_cli.analysis.own.suspects import own_suspects, replayed, state_of
+from disttrain_cli.analysis.own.suspects import is_split, own_suspects, replayed, state_of
+from disttrain_cli.analysis.remedies.ordering import best_share
 from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
+from disttrain_cli.analysis.remedies.replanning import can_replan
+from disttrain_cli.analysis.remedies.replicas import record_of
 from disttrain_cli.analysis.replay import Delays, Graph, build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -33,7 +36,7 @@ from disttrain_cli.analysis.result import (
     WhatIf,
     moment,
 )
-from disttrain_cli.analysis.telling import Record
+from disttrain_cli.analysis.telling import MOST_PLACES, Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
@@ -66,7 +69,8 @@ def analyze_database(database: Database) -> Analysis:
     comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
     moved = moved_data(database)
     ranks = rank_summaries(database)
-    stragglers, verdict, causes, study, helps = _straggle(database, shares, ranks, comparisons, bool(moved))
+    stragglers, verdict, causes, study, helps = _straggle(
+        database, shares, ranks, comparisons, operations, bool(moved))
     summary = JobSummary(
         run=database.run,
         name=(run_folder(database.paths[0]) or database.paths[0]).resolve().name,
@@ -218,7 +222,7 @@ def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
 
 def _straggle(
     database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison],
-    moved_on: bool,
+    operations: list[OperationRow], moved_on: bool,
 ) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
@@ -235,8 +239,10 @@ def _straggle(
         for rank in ranks
     }
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
+    planned = job is not None and not moved_on and can_replan(record_of(database, graph))
     layouts = other_layouts(database, graph, why, moved_on)
-    helps = remedies(database, graph, suspects, layouts)
+    findings, state = _causes(graph, suspects, job, planned)
+    helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
     measured_s = float(losses.measured.mean())
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
@@ -244,12 +250,12 @@ def _straggle(
     record = Record(
         losses=losses, where=where, comparisons=comparisons, shares=shares, kind="disttrain", remedies=helps,
         gpus=len(ranks) if job is None else job.layout.gpus_used, present=min(1.0, len(ranks) / _expected(database)),
-        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1)
-    findings, state = _causes(graph, suspects, job is not None and job.predicted.ordering in ("paper", "best"))
+        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1, operations=operations)
     if findings:
         mended = replace(graph, recorded=Delays(*state))
         layouts = other_layouts(database, mended, explain(mended, state[0], graph.predicted), moved_on)
-    findings = with_layouts(findings, layouts, losses)
+    findings = with_layouts(findings, layouts, losses, lambda some: replayed(graph, state) - replayed(
+        graph, mend(state, some)), [one for one in suspects if planned and is_split(one)])
     return (
         stragglers_of(losses),
         judge(record, findings),
@@ -259,17 +265,26 @@ def _straggle(
     )
 
 
-def _causes(graph: Graph, suspects: list[Suspect], ordered: bool) -> tuple[list[Finding], State]:
+def _causes(graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool) -> tuple[list[Finding], State]:
     """What slows the steps, and the steps with all of it mended.
 
+    Uneven data are looked at last, and claim no more than another ordering gains; where that is not known and they are
+    what an ordering has left, they are a limit.
+
     Args:
-        ordered: uneven data are what an ordering has left, so that they are looked at last, and as a limit.
+        planned: the planner can say what other plans gain: the layers of its stages are no fault, but a part of that.
     """
-    uneven = [one for one in suspects if ordered and one.cause in UNEVEN]
-    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded),
-                                  [one for one in suspects if one not in uneven])
-    left, level = find_causes(lambda times: replayed(graph, times), state, uneven, LEAST_LIMIT_SHARE)
-    return [*findings, *(replace(one, limit=True) for one in left)], level
+    ordering = None if job is None else job.predicted.ordering
+    uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordering in ("paper", "best"))]
+    others = [one for one in suspects if one not in uneven and not (planned and is_split(one))]
+    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded), others)
+    left, level = find_causes(lambda times: replayed(graph, times), state, uneven,
+                              LEAST_SHARE if planned else LEAST_LIMIT_SHARE)
+    gained_s, step_s = sum(float(one.gain_s.mean()) for one in left), float(graph.window.mean())
+    share = best_share(job) if job is not None and planned and gained_s >= LEAST_SHARE * step_s else None
+    if share is None:
+        return [*findings, *(replace(one, limit=True) for one in left)], level
+    return [*findings, *(one.claiming(min(1.0, share * step_s / gained_s)) for one in left)], level
 
 
 def _expected(database: Database) -> int:
@@ -279,6 +294,16 @@ def _expected(database: Database) -> int:
         return round(sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units")))
     others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
     return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
+
+
+def _missing(database: Database) -> str:
+    """Which replicas of stages have no trace at all."""
+    there = {(row["unit"], row["stage"], row["replica"])
+             for row in database.sql("SELECT DISTINCT unit, stage, replica FROM seen")}
+    lost = [f"{stage.name} replica {replica}" for stage in database.stages for replica in range(stage.unit.dp)
+            if (stage.unit.name, stage.index, replica) not in there]
+    more = f" and {len(lost) - MOST_PLACES} more" if len(lost) > MOST_PLACES else ""
+    return f"; missing: {', '.join(lost[:MOST_PLACES])}{more}" if lost else ""
 
 
 def _memory(database: Database) -> list[MemoryRow]:
@@ -347,7 +372,7 @@ def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], 
     if job is not None:
         whole = _expected(database)
         if summary.ranks < whole:
-            warn(f"the trace holds {summary.ranks} of {whole} ranks: figures are of those only")
+            warn(f"the trace holds {summary.ranks} of {whole} ranks: figures are of those only{_missing(database)}")
     expected = times["last_step"] - times["first_step"] + 1
     if times["recorded"] < expected:
         warn(

@@ -12,7 +12,7 @@ from disttrain_cli.analysis.causes import State, Suspect
 from disttrain_cli.analysis.losses import CROWDED, Explained
 from disttrain_cli.analysis.replay import Delays, Graph
 from disttrain_cli.analysis.result import Place
-from disttrain_cli.analysis.suspects import by_rank, most_s, of_passes
+from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
 COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
@@ -32,8 +32,18 @@ def replayed(graph: Graph, state: State) -> Floats:
 
 def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """Everything that could be mended without another layout."""
-    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_data(graph),
-            *_hosts(graph, why, where)]
+    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_unheard(graph),
+            *_data(graph), *_hosts(graph, why, where)]
+
+
+def is_split(suspect: Suspect) -> bool:
+    """Whether it is how the plan divides the layers of a unit over its stages."""
+    return suspect.cause == "stage" and suspect.place.stage is None
+
+
+def is_update(suspect: Suspect) -> bool:
+    """Whether it is what comes after the last pass of a step."""
+    return suspect.cause == "communication" and suspect.place.unit is None
 
 
 def _scaled(state: State, factor: Floats, more: Floats) -> State:
@@ -49,7 +59,7 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
     units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
     took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
     best = {unit: min(factors.values()) for unit, factors in took.items() if factors}
-    usual = max(1.0, sorted(best.values())[(len(best) - 1) // 2]) if best else 1.0
+    usual = max(1.0, min(best.values(), default=1.0))
 
     def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: float) -> Suspect:
         times = np.where(own[:, None], factor, 1.0)
@@ -85,6 +95,7 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
     for place, own in graph.cuts().items():
         pick = np.zeros((len(graph.rank), 1), dtype=bool)
         pick[own] = True
+        pick[graph.unheard >= 0] = False
         late = np.where(pick, (graph.recorded.transfer - usual.transfer).clip(0.0), 0.0)
         waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
         if graph.crowded > CROWDED:  # who is ready to receive waits for a core
@@ -94,6 +105,16 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
     late_update = (graph.recorded.update - usual.update).clip(0.0)
     yield Suspect("communication", Place(), lambda state: _with(state, UPDATE, state[UPDATE] - late_update),
                   float(late_update.mean()))
+
+
+def _unheard(graph: Graph) -> Iterator[Suspect]:
+    """Ranks without a trace: nothing that they may have sent later than usual, be it their fault or their link's."""
+    late = (graph.recorded.transfer - graph.without_delays().transfer).clip(0.0)
+    for number, ranks in enumerate(graph.lost):
+        own = np.where((graph.unheard == number)[:, None], late, 0.0)
+        yield Suspect("unknown", common([Place(unit=unit, stage=stage, replica=replica)
+                                         for unit, stage, replica in ranks]),
+                      partial(_sooner, late=own, waits=np.zeros_like(own)), most_s(graph, own))
 
 
 def _sooner(state: State, late: Floats, waits: Floats) -> State:
