@@ -147,6 +147,14 @@ def test_waits_for_ranks_without_a_trace_are_nobodys_fault(tmp_path, job, stage,
     assert any(f"missing: llm stage {stage} replica {replicas[0]}" in text for text in found.warnings)
 
 
+def test_a_replica_with_a_stage_without_a_trace_is_not_slow(tmp_path, job):
+    simulated.write(tmp_path, *job, STEPS, faults=[fault("stage", "image_generator", 40.0)])
+    shutil.rmtree(tmp_path / "rank-00007")  # replica 1 of the LLM's stage 1
+    found = analyze([tmp_path])
+    assert not [one for one in found.causes if one.cause == "worker"]
+    assert found.verdict.cause in ("unknown", "unit")
+
+
 def test_units_are_slow_beside_one_that_is_not(tmp_path, job):
     found, share = found_in(tmp_path, job, fault("stage", "image_encoder", 12.0),
                             fault("stage", "image_generator", 40.0))
@@ -188,6 +196,18 @@ def test_half_a_step_is_not_measured(tmp_path, job):
         pq.write_table(rows.filter(pc.less(rows["end_ns"], half_ns)), path)
     with pytest.raises(DataError, match="no whole step"):
         analyze([tmp_path])
+
+
+def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
+    simulated.write(tmp_path, *job, 3)
+    path = next(tmp_path.glob("rank-00003/*.parquet"))
+    rows = pq.read_table(path)
+    pq.write_table(rows.filter(pc.less(rows["step"], 2)), path)
+    assert any("traces end early of rank 3 (at step 1)" in text for text in analyze([tmp_path]).warnings)
+    pq.write_table(rows.filter(pc.less(rows["step"], 1)), path)
+    with pytest.raises(DataError) as caught:
+        analyze([tmp_path])
+    assert "traces end early of rank 3 (at step 0)" in str(caught.value) and "rank-*" in str(caught.value)
 
 
 def suspect(place, seconds, cause="worker"):

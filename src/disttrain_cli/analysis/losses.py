@@ -235,8 +235,13 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
 
 
 def _work(passes: Passes, predicted: Floats, directions: Ints) -> tuple[Floats, Floats]:
-    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where nothing is predicted."""
-    by_replica = _sum(predicted, passes.groups("unit", "backward", "slot", "replica"))
+    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where nothing is predicted.
+
+    Of a replica counts what its stages have over what they usually have: some of them may have no trace.
+    """
+    replicas = passes.groups("unit", "backward", "slot", "replica")
+    usual = group_mean(predicted, passes.groups("unit", "stage", "backward"))
+    by_replica = ratio(_sum(predicted, replicas), _sum(usual, replicas)) * (_sum(predicted, directions) > 0)
     by_slot = _mean_rows(by_replica, passes.groups("unit", "backward", "slot"))
     mean = group_mean(by_replica, directions)
     with np.errstate(divide="ignore", invalid="ignore"):

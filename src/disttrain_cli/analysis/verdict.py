@@ -115,7 +115,8 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
         headline += f" (most: {tell(record, faults[0]).told}, {share:.1f} %)"
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
-        headline += f"; uneven data cost {share:.0f} % at most"
+        headline += f"; uneven data cost {share:.0f} %" + (
+            ", as far as train.ordering: best regains it" if limits[0].regained else " at most")
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
@@ -129,7 +130,8 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     return Verdict(
         cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
         confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind), evidence=evidence,
-        **_calm_advice(fill, fitting(record.remedies, "unit"), measured_s))
+        **_calm_advice(fill, fitting([one for one in record.remedies if one.cause == "unit" or (
+            one.cause in UNEVEN and one.basis == "plan")], "unit", *UNEVEN), measured_s))
 
 
 def _sure(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
@@ -182,9 +184,9 @@ def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[s
     return advice, command
 
 
-def fitting(remedies: Sequence[Remedy], cause: str) -> Remedy | None:
-    """What mends a cause best: without more devices, by a plan, and not only at most, if there is that; or None."""
-    worth = [remedy for remedy in remedies if remedy.cause == cause and remedy.worth]
+def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:
+    """What mends one of the causes best: without more devices, by a plan, not only at most, if possible; or None."""
+    worth = [remedy for remedy in remedies if remedy.cause in causes and remedy.worth]
     return min(worth, key=lambda one: (one.gpus > 0, one.basis != "plan", one.at_most, -one.gain_s), default=None)
 
 

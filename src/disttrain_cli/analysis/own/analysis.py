@@ -10,6 +10,7 @@ from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.inside import inside
+from disttrain_cli.analysis.own.limits import expected_ranks, say_limits, short_ranks
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
@@ -36,7 +37,7 @@ from disttrain_cli.analysis.result import (
     WhatIf,
     moment,
 )
-from disttrain_cli.analysis.telling import MOST_PLACES, Record
+from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
@@ -53,10 +54,12 @@ def analyze_database(database: Database) -> Analysis:
     """
     times = database.query("iterations")[0]
     if not times["measured"]:
+        short = short_ranks(database)
         raise DataError(
             "The trace holds no whole step",
             f"{times['recorded']} step(s) were recorded; a measured step needs "
-            "forward and backward of every rank, and the first one is warm-up",
+            f"forward and backward of every rank, and the first one is warm-up{short and f'; {short}'}",
+            "Analyse without their folders (rank-*), or record more: disttrain train --steps 5" if short else
             "Record more: disttrain train --steps 5",
         )
     database.ask_ahead("exposed_communication", "cells", "slots", "memory")
@@ -92,7 +95,7 @@ def analyze_database(database: Database) -> Analysis:
         exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
         time_shares={name: share for name, share in shares.items() if name != "data_wait_s"},
     )
-    _check(database, times, units, summary)
+    say_limits(database, times, summary)
     profiled = inside(database)
     if moved:
         verdict = stale(database, moved, operations, verdict)
@@ -243,13 +246,13 @@ def _straggle(
     layouts = other_layouts(database, graph, why, moved_on)
     findings, state = _causes(graph, suspects, job, planned)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
-    measured_s = float(losses.measured.mean())
+    measured_s, present = float(losses.measured.mean()), min(1.0, len(ranks) / expected_ranks(database))
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
     record = Record(
         losses=losses, where=where, comparisons=comparisons, shares=shares, kind="disttrain", remedies=helps,
-        gpus=len(ranks) if job is None else job.layout.gpus_used, present=min(1.0, len(ranks) / _expected(database)),
+        gpus=len(ranks) if job is None else job.layout.gpus_used, present=present,
         shared_cores=job is not None and shares_cores(job) and len(ranks) > 1, operations=operations)
     if findings:
         mended = replace(graph, recorded=Delays(*state))
@@ -268,42 +271,24 @@ def _straggle(
 def _causes(graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool) -> tuple[list[Finding], State]:
     """What slows the steps, and the steps with all of it mended.
 
-    Uneven data are looked at last, and claim no more than another ordering gains; where that is not known and they are
-    what an ordering has left, they are a limit.
+    Uneven data are looked at last, and claim no more than another ordering gains; what an ordering has left of them,
+    and what no other ordering is known for, is a limit.
 
     Args:
         planned: the planner can say what other plans gain: the layers of its stages are no fault, but a part of that.
     """
-    ordering = None if job is None else job.predicted.ordering
-    uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordering in ("paper", "best"))]
+    ordered = job is not None and job.predicted.ordering in ("paper", "best")
+    uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordered)]
     others = [one for one in suspects if one not in uneven and not (planned and is_split(one))]
     findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded), others)
     left, level = find_causes(lambda times: replayed(graph, times), state, uneven,
-                              LEAST_SHARE if planned else LEAST_LIMIT_SHARE)
+                              LEAST_LIMIT_SHARE if ordered else LEAST_SHARE)
     gained_s, step_s = sum(float(one.gain_s.mean()) for one in left), float(graph.window.mean())
     share = best_share(job) if job is not None and planned and gained_s >= LEAST_SHARE * step_s else None
     if share is None:
         return [*findings, *(replace(one, limit=True) for one in left)], level
-    return [*findings, *(one.claiming(min(1.0, share * step_s / gained_s)) for one in left)], level
-
-
-def _expected(database: Database) -> int:
-    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other has any."""
-    job = database.job
-    if job is None:
-        return round(sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units")))
-    others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
-    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
-
-
-def _missing(database: Database) -> str:
-    """Which replicas of stages have no trace at all."""
-    there = {(row["unit"], row["stage"], row["replica"])
-             for row in database.sql("SELECT DISTINCT unit, stage, replica FROM seen")}
-    lost = [f"{stage.name} replica {replica}" for stage in database.stages for replica in range(stage.unit.dp)
-            if (stage.unit.name, stage.index, replica) not in there]
-    more = f" and {len(lost) - MOST_PLACES} more" if len(lost) > MOST_PLACES else ""
-    return f"; missing: {', '.join(lost[:MOST_PLACES])}{more}" if lost else ""
+    regained = min(1.0, share * step_s / gained_s)
+    return [*findings, *(replace(one.claiming(regained), limit=ordered) for one in left)], level
 
 
 def _memory(database: Database) -> list[MemoryRow]:
@@ -360,35 +345,3 @@ def _slowest(database: Database) -> list[Slowest]:
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float:
     return sum(row[key] or 0.0 for row in rows) / len(rows)
-
-
-def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], summary: JobSummary) -> None:
-    """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared cores."""
-    warn, job = database.warnings.append, database.job
-    if times["warmup"] == 0:
-        warn("only one step was recorded, so its warm-up could not be left out")
-    if times["incomplete"]:
-        warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
-    if job is not None:
-        whole = _expected(database)
-        if summary.ranks < whole:
-            warn(f"the trace holds {summary.ranks} of {whole} ranks: figures are of those only{_missing(database)}")
-    expected = times["last_step"] - times["first_step"] + 1
-    if times["recorded"] < expected:
-        warn(
-            f"{expected - times['recorded']} step(s) between {times['first_step']} and {times['last_step']} are missing"
-        )
-    if times["reported"] < times["measured"]:
-        warn(f"{times['measured'] - times['reported']} measured step(s) have no reported loss and time")
-    if summary.mfu is not None and summary.mfu > 1:
-        warn(
-            f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong"
-        )
-    if (summary.iteration_s or 0.0) > 1.1 * times["covered_s"]:
-        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['covered_s']:.3g} s")
-    if job is not None and shares_cores(job) and summary.ranks > 1:
-        warn(
-            f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
-            "rank is slower while others "
-            "compute, so which unit or rank is slow is less certain than on separate devices"
-        )
