@@ -124,6 +124,13 @@ def test_a_rank_that_is_slow_in_some_steps_is_no_late_host(tmp_path, job):
     assert "Only in 1 of 3 steps." in found.verdict.headline
 
 
+def test_a_stage_that_is_slow_in_some_steps_is_named_alone(tmp_path, job):
+    found, share = found_in(tmp_path, job, fault("stage", "llm", 1.6, 1), during={2})
+    (cause,) = [one for one in found.causes if one.gain_pct > 1.5]
+    assert (cause.cause, cause.place.unit, cause.place.stage) == ("stage", "llm", 1)
+    assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
+
+
 def test_a_slow_reduction_is_found_and_named(tmp_path, job):
     found, _ = found_in(tmp_path / "slow", job, slow_reduce=60.0)
     clean, _ = found_in(tmp_path / "clean", job)

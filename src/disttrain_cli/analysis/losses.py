@@ -74,7 +74,7 @@ class Explained:
     uneven: Floats  # with the replicas' work
     worked: Floats  # and the slots'
     staged: Floats  # and the stages' own times
-    ranked: Floats  # and the ranks', in each step
+    ranked: Floats  # and the ranks' (as the stages', where they differ from step to step, in each of them)
     intra: Floats  # work of a pass's replica over its slot's mean
     slot: Floats  # work of a slot over the mean
 
@@ -96,7 +96,9 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         own = group_mean(compute, ranks)
         staged = worked * _shared(ratio(own, group_mean(worked, ranks)), passes)
         ranked = staged * ratio(own, group_mean(staged, ranks))
-        ranked *= _at_times(ratio(compute, ranked), ranks, directions)
+        stages_at, ranks_at = _at_times(ratio(compute, ranked), ranks, passes.groups("unit", "backward", "depth"),
+                                        directions)
+        staged, ranked = staged * stages_at, ranked * stages_at * ranks_at
         usual = ratio(group_mean(staged, directions), group_mean(worked, directions))
     return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
 
@@ -262,14 +264,16 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
     return out
 
 
-def _at_times(factor: Floats, ranks: Ints, directions: Ints) -> Floats:
-    """By how much a rank is slower or faster in a step than it mostly is, while the others of its unit are not.
+def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tuple[Floats, Floats]:
+    """By how much a stage, and a rank, is slower or faster in a step than mostly, while others are not.
 
-    A step counts in which the median of its passes is off by `AT_TIMES`, and clearly so: not for one late pass.
+    Those are the other stages of the unit, and the other ranks of the stage. A step counts in which the median of the
+    passes is off by `AT_TIMES`, and clearly so: not for one late pass.
 
     Args:
         factor: time of every pass over what its rank mostly takes for the work, [passes, steps].
         ranks: a number per pass, of its rank, stage and direction.
+        stages: of its stage and direction.
         directions: of its unit and direction.
     """
     order = np.argsort(ranks, kind="stable")
@@ -277,12 +281,20 @@ def _at_times(factor: Floats, ranks: Ints, directions: Ints) -> Floats:
     members = np.split(order, firsts[1:])
     median = np.stack([np.median(factor[own], axis=0) for own in members])  # [ranks, steps]
     error = np.stack([factor[own].std(axis=0) / max(1, len(own) - 1) ** 0.5 for own in members])
-    units = directions[order[firsts]]
-    for unit in np.unique(units):
-        median[units == unit] /= np.quantile(median[units == unit], 0.5, axis=0, method="lower")
-    clear = np.abs(median - 1) > np.maximum(AT_TIMES, 3 * error)
-    clear[[len(own) < FEWEST_PASSES for own in members]] = False
-    return np.repeat(np.where(clear, median, 1.0), [len(own) for own in members], axis=0)[np.argsort(order)]
+    error[[len(own) < FEWEST_PASSES for own in members]] = np.inf
+    of_stage = _usual_of(median, stages[order[firsts]])
+    found = [ratio(of_stage, _usual_of(of_stage, directions[order[firsts]])), ratio(median, of_stage)]
+    back = np.repeat(np.arange(len(members)), [len(own) for own in members])[np.argsort(order)]
+    by_stage, by_rank = (np.where(np.abs(off - 1) > np.maximum(AT_TIMES, 3 * error), off, 1.0)[back] for off in found)
+    return _usual_of(by_stage, stages), by_rank
+
+
+def _usual_of(values: Floats, groups: Ints) -> Floats:
+    """The lower median of each group in every step, given back to every member."""
+    found = np.empty_like(values)
+    for group in np.unique(groups):
+        found[groups == group] = np.quantile(values[groups == group], 0.5, axis=0, method="lower")
+    return found
 
 
 def _sum(values: Floats, groups: Ints) -> Floats:

@@ -58,34 +58,38 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
     """Stages that take longer for their work than the others of their unit, and units of which all stages do."""
     units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
     took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
-    best = {unit: min(factors.values()) for unit, factors in took.items() if factors}
-    usual = max(1.0, min(best.values(), default=1.0))
+    best = {unit: min(factors.values(), key=np.mean) for unit, factors in took.items() if factors}
+    usual = max(1.0, min((float(factor.mean()) for factor in best.values()), default=1.0))
 
-    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: float) -> Suspect:
+    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: Floats | float) -> Suspect:
         times = np.where(own[:, None], factor, 1.0)
         return Suspect(cause, place, lambda state: _scaled(state, times, none),
                        most_s(graph, graph.recorded.compute * (1 - times)))
 
     for unit, factor in best.items():
         for stage, own in took[unit].items():
-            if own > SLOW_STAGE * factor:
+            if own.mean() > SLOW_STAGE * factor.mean():
                 yield suspect("stage", Place(unit=unit, stage=stage), (units == unit) & (graph.stage == stage),
-                              factor / own)
-        if factor > SLOW_UNIT * usual:
-            yield suspect("unit", Place(unit=unit), units == unit, usual / factor)
+                              np.minimum(1.0, factor / own))
+        if factor.mean() > SLOW_UNIT * usual:
+            yield suspect("unit", Place(unit=unit), units == unit, usual / float(factor.mean()))
 
 
-def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, float]:
-    """By stage of a unit, its time over the profile's, of its rank that is fastest for its work; empty if not known."""
-    found: dict[int, float] = {}
+def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
+    """By stage of a unit, its time over the profile's [steps], of its rank that is fastest for its work; or empty."""
+    found: dict[int, Floats] = {}
     for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
         pick = own & (graph.stage == stage)
         _, ranks = np.unique(graph.rank[pick], return_inverse=True)
-        took, expected = (np.bincount(ranks, values[pick].sum(axis=1))
+        took, expected = (np.stack([values[pick][ranks == rank].sum(axis=0) for rank in range(ranks.max() + 1)])
                           for values in (graph.recorded.compute, graph.predicted))
-        if not (expected > 0).any():
+        known = expected.sum(axis=1) > 0
+        if not known.any():
             return {}
-        found[stage] = float((took[expected > 0] / expected[expected > 0]).min())
+        whole = took[known].sum(axis=1) / expected[known].sum(axis=1)
+        fastest = int(whole.argmin())
+        found[stage] = np.divide(took[known][fastest], expected[known][fastest], where=expected[known][fastest] > 0,
+                                 out=np.full(took.shape[1], whole[fastest]))
     return found
 
 
