@@ -170,6 +170,14 @@ def test_units_are_slow_beside_one_that_is_not(tmp_path, job):
     assert sum(one.gain_s for one in found.causes) / found.job.iteration_s == pytest.approx(share, abs=0.03)
 
 
+def test_units_that_are_all_slower_than_their_profile_are_said(tmp_path, job):
+    found, _ = found_in(tmp_path, job, *(fault("stage", unit, 1.5, stage) for unit, stage in (
+        ("image_encoder", 0), ("llm", 0), ("llm", 1), ("image_generator", 0))))
+    assert found.verdict.cause == "none"
+    assert "Every unit takes at least 1.5 times what the profile says" in found.verdict.headline
+    assert found.verdict.next_command.startswith("disttrain profile")
+
+
 def test_a_layout_claims_no_more_than_the_best_one_gains(tmp_path, job):
     profile, _ = job
     uneven = simulated.layout_of(profile, 48, 12, **UNITS | {"llm": UNITS["llm"] | {"layers_per_stage": [22, 12]}})

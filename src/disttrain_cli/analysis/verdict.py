@@ -66,6 +66,7 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
             evidence.append(Evidence(what=f"then mending also: {also}", value=gains_s, unit="s"))
         if one in large:
             notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
+    notes += _all_slow(record)
     often = main.gain_s >= main.least_share * losses.measured
     evidence.append(Evidence(what="steps in which mending it gains that much", unit="share of steps",
                              value=float(often.mean())))
@@ -121,6 +122,8 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
                      "tried here regains")
+    all_slow = _all_slow(record)
+    headline = ". ".join([headline, *(note.removesuffix(".") for note in all_slow)])
     fill = record.shares["warmup"] + record.shares["drain"]
     evidence += [*bubbles,
                  Evidence(what="filling and draining the pipeline", value=fill, unit="share of time")]
@@ -130,7 +133,7 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     return Verdict(
         cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
         confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind), evidence=evidence,
-        **_calm_advice(fill, fitting([one for one in record.remedies if one.cause == "unit" or (
+        **_calm_advice(all_slow, fill, fitting([one for one in record.remedies if one.cause == "unit" or (
             one.cause in UNEVEN and one.basis == "plan")], "unit", *UNEVEN), measured_s))
 
 
@@ -154,6 +157,15 @@ def _one_event(record: Record, finding: Finding) -> bool:
     """Whether a cause gains enough only because of a single pass, transfer or wait of a single step."""
     least_s = finding.least_share * record.measured_s
     return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
+
+
+def _all_slow(record: Record) -> list[str]:
+    """That no unit is as fast as the profile says: a wrong profile or slow devices everywhere, which no trace tells."""
+    off = [row.error_pct for row in record.comparisons if row.what == "stage_ms" and row.basis == "same work"]
+    if record.shared_cores or min(off, default=0.0) < 100 * LEAST_SHARE:
+        return []
+    return [f"Every unit takes at least {1 + min(off) / 100:.2g} times what the profile says: either that is wrong "
+            "(disttrain profile), or all devices are slow."]
 
 
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
@@ -211,13 +223,17 @@ def unknown(reason: str) -> Verdict:
     )
 
 
-def _calm_advice(fill: float, remedy: Remedy | None, measured_s: float) -> dict[str, str]:
+def _calm_advice(all_slow: list[str], fill: float, remedy: Remedy | None, measured_s: float) -> dict[str, str]:
     advice, command = "Nothing to repair; more speed needs more GPUs or faster kernels.", "disttrain plan --top 5"
     if fill > 0.25:
         advice = (f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
                   "(raise train.global_batch_size, or fewer stages).")
         command = "disttrain plan"
-    if remedy is not None:
+    if all_slow:
+        advice = ("Measure the profile again on these devices: if it stays as it was, look at what they share (clocks, "
+                  "temperature, other jobs).")
+        command = REMEASURE
+    elif remedy is not None:
         advice += f" {_gain_of(remedy, measured_s)}"
         if remedy.gpus <= 0 and remedy.gain_pct >= 100 * LEAST_SHARE:
             command = remedy.command
