@@ -5,7 +5,6 @@ Segments are Parquet, read in place; of a process that ended early, or still rec
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,10 +96,6 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
         if found.rows == before:
             problems.append(f"{path} holds no readable trace segment")
     if not found.rows:
-        runs = sorted({file.parent.parent for path in paths for file in path.glob("*/traces/job.json")})
-        if runs:
-            raise DataError(f"{paths[0]} holds several runs", ", ".join(str(run) for run in runs[:5]),
-                            f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}")
         raise DataError(
             f"No trace can be read in {', '.join(str(path) for path in paths)}", "; ".join(problems[:5]), RECORD
         )
