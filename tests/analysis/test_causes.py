@@ -131,6 +131,12 @@ def test_a_stage_that_is_slow_in_some_steps_is_named_alone(tmp_path, job):
     assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
 
 
+def test_most_ranks_of_a_stage_being_slow_is_a_slow_stage(tmp_path, job):
+    found, share = found_in(tmp_path, job, *(fault("rank", "llm", 1.35, 0, replica) for replica in (0, 1, 3)))
+    assert (found.verdict.cause, found.verdict.place.unit, found.verdict.place.stage) == ("stage", "llm", 0)
+    assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02)
+
+
 def test_a_slow_reduction_is_found_and_named(tmp_path, job):
     found, _ = found_in(tmp_path / "slow", job, slow_reduce=60.0)
     clean, _ = found_in(tmp_path / "clean", job)

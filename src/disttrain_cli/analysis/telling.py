@@ -151,7 +151,7 @@ def _stage(record: Record, finding: Finding) -> Told:
                                                   else "is slow for its work"),
             [Evidence(what=f"{unit} stage {place.stage}: time over the unit's mean",
                       value=record.losses.stage_factor[unit, place.stage], unit="ratio")],
-            "All its ranks take longer for their work than those of the other stages: look at their devices; "
+            "Its ranks take longer for their work than those of the other stages: look at their devices; "
             f"if that is what they can do, move layers away from stage {place.stage} (layers_per_stage in plan.yaml), "
             "or measure and plan again.",
             REMEASURE,

@@ -76,7 +76,7 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
 
 
 def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
-    """By stage of a unit, its time over the profile's [steps], of its rank that is fastest for its work; or empty."""
+    """By stage of a unit, its time over the profile's [steps], of its usual rank (lower median); or empty."""
     found: dict[int, Floats] = {}
     for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
         pick = own & (graph.stage == stage)
@@ -87,9 +87,9 @@ def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
         if not known.any():
             return {}
         whole = took[known].sum(axis=1) / expected[known].sum(axis=1)
-        fastest = int(whole.argmin())
-        found[stage] = np.divide(took[known][fastest], expected[known][fastest], where=expected[known][fastest] > 0,
-                                 out=np.full(took.shape[1], whole[fastest]))
+        usual = int(np.argsort(whole)[(len(whole) - 1) // 2])
+        found[stage] = np.divide(took[known][usual], expected[known][usual], where=expected[known][usual] > 0,
+                                 out=np.full(took.shape[1], whole[usual]))
     return found
 
 
