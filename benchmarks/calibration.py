@@ -50,14 +50,14 @@ NEVER = {"simulated": known.HELD_OUT, "rehearsed": known.HELD_OUT, "operations":
 
 
 def right(verdict: Verdict, truths: list[known.Truth]) -> bool:
-    """Whether a verdict names what mending gains most, or none where nothing gains enough."""
+    """Whether a verdict names what mending gains most (`unknown`: its place), or none where nothing gains enough."""
     together = max((one.together for one in truths), default=0.0)
     large = [one for one in truths if one.share >= LEAST_SHARE]
     most = max((one.share for one in truths), default=0.0)
     if not large and together < LEAST_SHARE:
         return verdict.cause == "none"
     place = asdict(verdict.place)
-    named = [one for one in truths if one.cause == verdict.cause and one.place.items() <= place.items()]
+    named = [one for one in truths if verdict.cause in (one.cause, "unknown") and one.place.items() <= place.items()]
     if not large:  # each hides the other: none of them is the one
         return bool(named)
     return any(one.share >= max(LEAST_SHARE, most - SAME_SHARE) for one in named)

@@ -6,7 +6,8 @@ profile right and the rest as it was put in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -101,7 +102,7 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
 def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
          stretch: dict[tuple[int, bool], float] | None = None, ordering: str = "paper",
          faults: Sequence[FaultSpec] = (), noise: float = 0.0, seed: int = 0, workers: int = 0,
-         held_up: Sequence[HeldUp] = ()
+         held_up: Sequence[HeldUp] = (), during: Collection[int] | None = None, slow_reduce: float = 1.0
          ) -> Iterator[tuple[Sizes, dict[str, Floats], Pipeline, Timeline]]:
     """Simulate the steps; arguments as of `write`.
 
@@ -111,6 +112,8 @@ def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeS
         seed: of the noise and of the batches.
         workers: cores that prepare a replica's data; 0: data are always there.
         held_up: hosts that are late.
+        during: steps in which the faults are; None: in all.
+        slow_reduce: times as long as every gradient reduction takes.
     """
     random = np.random.default_rng(seed)
     stages, sample = stages_of(profile, layout), profile.data.sample
@@ -124,7 +127,8 @@ def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeS
             (pipeline.forward_s if forward else pipeline.backward_s)[:, stage] *= factor
         if workers:
             pipeline = fed(pipeline, profile, stages, loads, workers, prefetch=1)
-        pipeline = inject(pipeline, stages, faults)
+        pipeline = inject(pipeline, stages, faults if during is None or step in during else ())
+        pipeline = replace(pipeline, reduce_s=slow_reduce * pipeline.reduce_s)
         for times in (pipeline.forward_s, pipeline.backward_s):
             times *= np.maximum(0.1, 1 + noise * random.standard_normal(times.shape))
         pipeline.forward_s[...] += _held_s(pipeline, held_up, step)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.causes import Suspect, find_causes
 from disttrain_cli.analysis.confidence import CALIBRATION, FLOOR, calibrated, exceeds, known
+from disttrain_cli.analysis.remedies.ordering import best_share
 from disttrain_cli.analysis.result import Place
+from disttrain_cli.errors import DataError
 from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.trace import Job
 from tests.analysis import simulated
 from tests.planning import synthetic as planning
 
@@ -35,6 +42,7 @@ def job():
 def found_in(folder, job, *faults, **disturbed):
     """The analysis, and the share of a step that is gained without any of the faults."""
     def step_s(some, **more):
+        more = {name: value for name, value in more.items() if name != "ordering"}
         return np.mean([line.iteration_s for *_, line in simulated.play(*job, STEPS, faults=some, **more)][1:])
 
     simulated.write(folder, *job, STEPS, faults=faults, **disturbed)
@@ -106,6 +114,121 @@ def test_a_verdict_that_hangs_on_one_event_says_so(tmp_path, job):
     assert "one event of one step" in found.verdict.headline and found.causes[0].one_event
     assert "one event" not in always.verdict.headline and not always.causes[0].one_event
     assert found.verdict.confidence < always.verdict.confidence
+
+
+def test_a_rank_that_is_slow_in_some_steps_is_no_late_host(tmp_path, job):
+    found, share = found_in(tmp_path, job, LLM_RANK, during={2})
+    (cause,) = [one for one in found.causes if one.gain_pct > 1.5]
+    assert (cause.cause, cause.place.unit, cause.place.replica) == ("worker", "llm", 1)
+    assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
+    assert "Only in 1 of 3 steps." in found.verdict.headline
+
+
+def test_a_stage_that_is_slow_in_some_steps_is_named_alone(tmp_path, job):
+    found, share = found_in(tmp_path, job, fault("stage", "llm", 1.6, 1), during={2})
+    (cause,) = [one for one in found.causes if one.gain_pct > 1.5]
+    assert (cause.cause, cause.place.unit, cause.place.stage) == ("stage", "llm", 1)
+    assert cause.gain_s / found.job.iteration_s == pytest.approx(share, abs=0.01)
+
+
+def test_most_ranks_of_a_stage_being_slow_is_a_slow_stage(tmp_path, job):
+    found, share = found_in(tmp_path, job, *(fault("rank", "llm", 1.35, 0, replica) for replica in (0, 1, 3)))
+    assert (found.verdict.cause, found.verdict.place.unit, found.verdict.place.stage) == ("stage", "llm", 0)
+    assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02)
+
+
+def test_a_slow_reduction_is_found_and_named(tmp_path, job):
+    found, _ = found_in(tmp_path / "slow", job, slow_reduce=60.0)
+    clean, _ = found_in(tmp_path / "clean", job)
+    assert found.verdict.cause == "communication" and "gradient reduction of" in found.verdict.headline
+    share = 1 - clean.job.iteration_s / found.job.iteration_s
+    assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02) and share > 0.05
+
+
+@pytest.mark.parametrize(("stage", "replicas"), [(0, [1]), (1, [0, 1, 2, 3])])
+def test_waits_for_ranks_without_a_trace_are_nobodys_fault(tmp_path, job, stage, replicas):
+    faults = [fault("rank", "llm", 1.35, stage, replica) for replica in replicas]
+    simulated.write(tmp_path, *job, STEPS, faults=faults)
+    for replica in replicas:  # the encoder has ranks 0 and 1
+        shutil.rmtree(tmp_path / f"rank-{2 + 4 * stage + replica:05d}")
+    found = analyze([tmp_path])
+    place = found.verdict.place
+    assert (found.verdict.cause, place.unit, place.stage) == ("unknown", "llm", stage)
+    assert f"traces are missing (llm stage {stage}" in found.verdict.headline
+    assert all(cause.cause == "unknown" for cause in found.causes if cause.gain_pct >= 5)
+    assert found.verdict.next_command == "disttrain analyze"
+    assert any(f"missing: llm stage {stage} replica {replicas[0]}" in text for text in found.warnings)
+
+
+def test_a_replica_with_a_stage_without_a_trace_is_not_slow(tmp_path, job):
+    simulated.write(tmp_path, *job, STEPS, faults=[fault("stage", "image_generator", 40.0)])
+    shutil.rmtree(tmp_path / "rank-00007")  # replica 1 of the LLM's stage 1
+    found = analyze([tmp_path])
+    assert not [one for one in found.causes if one.cause == "worker"]
+    assert found.verdict.cause in ("unknown", "unit")
+
+
+def test_units_are_slow_beside_one_that_is_not(tmp_path, job):
+    found, share = found_in(tmp_path, job, fault("stage", "image_encoder", 12.0),
+                            fault("stage", "image_generator", 40.0))
+    slow = [one.place.unit for one in found.causes if "slow for their work" in one.told]
+    assert sorted(slow) == ["image_encoder", "image_generator"]
+    assert sum(one.gain_s for one in found.causes) / found.job.iteration_s == pytest.approx(share, abs=0.03)
+
+
+def test_units_that_are_all_slower_than_their_profile_are_said(tmp_path, job):
+    found, _ = found_in(tmp_path, job, *(fault("stage", unit, 1.5, stage) for unit, stage in (
+        ("image_encoder", 0), ("llm", 0), ("llm", 1), ("image_generator", 0))))
+    assert found.verdict.cause == "none"
+    assert "Every unit takes at least 1.5 times what the profile says" in found.verdict.headline
+    assert found.verdict.next_command.startswith("disttrain profile")
+
+
+def test_a_layout_claims_no_more_than_the_best_one_gains(tmp_path, job):
+    profile, _ = job
+    uneven = simulated.layout_of(profile, 48, 12, **UNITS | {"llm": UNITS["llm"] | {"layers_per_stage": [22, 12]}})
+    found, _ = found_in(tmp_path, (profile, uneven))
+    best = max(one.gain_s for one in found.remedies if one.gpus <= 0 and one.basis == "plan")
+    assert found.verdict.cause == "stage" and "heavier" in found.verdict.headline
+    assert sum(one.gain_s for one in found.causes if one.cause in ("stage", "unit")) <= 1.02 * best
+
+
+def test_uneven_data_claim_no_more_than_an_ordering_regains(tmp_path):
+    profile = planning.paper_9b(planning.run_file(batch=16, gpus=8, nodes=1))
+    sample = profile.data.sample
+    skewed = sample.model_copy(update={"images": [[256] * (30 * (place % 7)) for place in range(len(sample.images))]})
+    profile = profile.model_copy(update={"data": profile.data.model_copy(update={"sample": skewed})})
+    layout = simulated.layout_of(profile, 16, 16, image_encoder={"layers_per_stage": [32]},
+                                 llm={"tp": 2, "layers_per_stage": [12, 11, 11]},
+                                 image_generator={"layers_per_stage": [11]})
+    found, _ = found_in(tmp_path, (profile, layout), ordering="none")
+    (best,) = [one for one in found.remedies if one.change.startswith("train.ordering: best")]
+    claimed_s = sum(one.gain_s for one in found.causes if one.cause == "inter_microbatch")
+    assert 0 < claimed_s <= best.gain_s + 1e-9
+    recorded = Job.model_validate_json((tmp_path / "job.json").read_text())
+    assert best.gain_pct <= 100 * best_share(recorded) + 0.5
+
+
+def test_half_a_step_is_not_measured(tmp_path, job):
+    lines = simulated.write(tmp_path, *job, 2)
+    half_ns = 10**18 + round(1e9 * (lines[0].iteration_s + lines[1].iteration_s / 2))
+    for path in [*tmp_path.glob("rank-*/*.parquet"), *tmp_path.glob("steps/*.parquet")]:
+        rows = pq.read_table(path)
+        pq.write_table(rows.filter(pc.less(rows["end_ns"], half_ns)), path)
+    with pytest.raises(DataError, match="no whole step"):
+        analyze([tmp_path])
+
+
+def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
+    simulated.write(tmp_path, *job, 3)
+    path = next(tmp_path.glob("rank-00003/*.parquet"))
+    rows = pq.read_table(path)
+    pq.write_table(rows.filter(pc.less(rows["step"], 2)), path)
+    assert any("traces end early of rank 3 (at step 1)" in text for text in analyze([tmp_path]).warnings)
+    pq.write_table(rows.filter(pc.less(rows["step"], 1)), path)
+    with pytest.raises(DataError) as caught:
+        analyze([tmp_path])
+    assert "traces end early of rank 3 (at step 0)" in str(caught.value) and "rank-*" in str(caught.value)
 
 
 def suspect(place, seconds, cause="worker"):

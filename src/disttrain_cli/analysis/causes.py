@@ -11,7 +11,7 @@ Of every finding it is also known what it gains alone, all else as recorded, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -56,11 +56,17 @@ class Finding:
     alone_s: Floats  # all else as recorded
     rest_s: float | None = None  # mean of `gain_s` if its largest single event had not happened; None: not told
     limit: bool = False  # whether mending gains less than that: how much less is not known
+    regained: bool = False  # whether it claims only what another plan or ordering regains of it
 
     @property
     def least_share(self) -> float:
         """Of a step, what it must gain to be a fault."""
         return LEAST_LIMIT_SHARE if self.limit else LEAST_SHARE
+
+    def claiming(self, share: float) -> Finding:
+        """The same, of which only a share can be regained."""
+        return replace(self, gain_s=self.gain_s * share, alone_s=self.alone_s * share, regained=True,
+                       rest_s=None if self.rest_s is None else self.rest_s * share)
 
 
 def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Sequence[Suspect],
@@ -77,8 +83,11 @@ def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Se
     state, left, found = recorded, list(suspects), list[Finding]()
     while left:
         picked = _pick(replay, state, now, left, least)
-        for cause in dict.fromkeys(one.cause for one in picked):
-            own = sorted((one for one in picked if one.cause == cause), key=lambda one: -one.most_s)
+        kinds = {cause: sorted((one for one in picked if one.cause == cause), key=lambda one: -one.most_s)
+                 for cause in dict.fromkeys(one.cause for one in picked)}
+        mended_s = {cause: float(replay(mend(state, own)).mean()) for cause, own in kinds.items()}
+        for cause in sorted(kinds, key=lambda cause: mended_s[cause]):
+            own = kinds[cause]
             mended = mend(state, own)
             then = replay(mended)
             gain_s = now - then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shlex
 import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -86,6 +87,11 @@ def _look_through(folder: Path) -> Found:
     if any(any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
            for place in (folder, folder / "traces")):
         return Found("disttrain", [folder], [])
+    runs = sorted(file.parent.parent for file in folder.glob("*/traces/job.json"))
+    if runs:
+        raise DataError(f"{folder} holds no trace of its own, but those of {len(runs)} run(s)",
+                        ", ".join(str(run) for run in runs[:5]),
+                        f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}")
     said: list[str] = []
     kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
     for file in _json_files(folder, said):

@@ -7,7 +7,8 @@ the host. Then return, one after another:
 `inter_microbatch` uneven work over the slots · `stage` uneven stages of a unit · `worker` ranks that are slow
 for their work · `communication` real transfers, sends and the update at the end · `data` waits for data ·
 `host` moments in which neither work nor rank explains the time. What is then missing from the recorded time is
-`unexplained`, so the parts sum to (recorded − ideal). Work is what the profile predicts for the recorded sizes.
+`unexplained`, waits for ranks without a trace too, so the parts sum to (recorded − ideal). Work is what the profile
+predicts for the recorded sizes.
 
 Where ranks share cores and keep them busy, a slow message is a rank that waits for a core: what transfers take above
 the usual is then the host's.
@@ -39,6 +40,8 @@ CAUSES = (
 
 #: Cores are crowded where the passes of all ranks need this share of them: who is ready may have to wait.
 CROWDED = 0.5
+#: A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing is said.
+AT_TIMES, FEWEST_PASSES = 0.03, 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Explained:
     uneven: Floats  # with the replicas' work
     worked: Floats  # and the slots'
     staged: Floats  # and the stages' own times
-    ranked: Floats  # and the ranks'
+    ranked: Floats  # and the ranks' (as the stages', where they differ from step to step, in each of them)
     intra: Floats  # work of a pass's replica over its slot's mean
     slot: Floats  # work of a slot over the mean
 
@@ -93,6 +96,9 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         own = group_mean(compute, ranks)
         staged = worked * _shared(ratio(own, group_mean(worked, ranks)), passes)
         ranked = staged * ratio(own, group_mean(staged, ranks))
+        stages_at, ranks_at = _at_times(ratio(compute, ranked), ranks, passes.groups("unit", "backward", "depth"),
+                                        directions)
+        staged, ranked = staged * stages_at, ranked * stages_at * ranks_at
         usual = ratio(group_mean(staged, directions), group_mean(worked, directions))
     return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
 
@@ -116,7 +122,8 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
     times = [graph.replay(replace(still, compute=compute)) for compute in computes]
     times[0] = np.minimum(times[0], times[1])  # levelling can lengthen the filling of a pipeline with few slots
     usual = still.transfer
-    moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else recorded.transfer
+    heard = np.where((graph.unheard < 0)[:, None], recorded.transfer, np.minimum(recorded.transfer, usual))
+    moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else heard
     delays: Delays = replace(
         still,
         compute=computes[-1],
@@ -125,7 +132,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         update=recorded.update,
     )
     for change in ({}, {"load": recorded.load},
-                   {"gap": recorded.gap, "compute": recorded.compute, "transfer": recorded.transfer}):
+                   {"gap": recorded.gap, "compute": recorded.compute, "transfer": heard}):
         delays = replace(delays, **change)
         times.append(graph.replay(delays))
     times.append(graph.window)
@@ -135,7 +142,7 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         lost=successive(times),
         busy=busy,
         data_wait=_by_replica(graph, recorded.load),
-        links=graph.links((recorded.transfer - usual).clip(0.0)),
+        links=graph.links((heard - usual).clip(0.0)),
         gap={
             int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
         },
@@ -230,8 +237,13 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
 
 
 def _work(passes: Passes, predicted: Floats, directions: Ints) -> tuple[Floats, Floats]:
-    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where nothing is predicted."""
-    by_replica = _sum(predicted, passes.groups("unit", "backward", "slot", "replica"))
+    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where nothing is predicted.
+
+    Of a replica counts what its stages have over what they usually have: some of them may have no trace.
+    """
+    replicas = passes.groups("unit", "backward", "slot", "replica")
+    usual = group_mean(predicted, passes.groups("unit", "stage", "backward"))
+    by_replica = ratio(_sum(predicted, replicas), _sum(usual, replicas)) * (_sum(predicted, directions) > 0)
     by_slot = _mean_rows(by_replica, passes.groups("unit", "backward", "slot"))
     mean = group_mean(by_replica, directions)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -250,6 +262,39 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
         _, first = np.unique(ranks[pick], return_index=True)
         out[pick] = np.quantile(factor[pick][first, 0], 0.5, method="lower")
     return out
+
+
+def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tuple[Floats, Floats]:
+    """By how much a stage, and a rank, is slower or faster in a step than mostly, while others are not.
+
+    Those are the other stages of the unit, and the other ranks of the stage. A step counts in which the median of the
+    passes is off by `AT_TIMES`, and clearly so: not for one late pass.
+
+    Args:
+        factor: time of every pass over what its rank mostly takes for the work, [passes, steps].
+        ranks: a number per pass, of its rank, stage and direction.
+        stages: of its stage and direction.
+        directions: of its unit and direction.
+    """
+    order = np.argsort(ranks, kind="stable")
+    firsts = np.flatnonzero(np.diff(ranks[order], prepend=-1))
+    members = np.split(order, firsts[1:])
+    median = np.stack([np.median(factor[own], axis=0) for own in members])  # [ranks, steps]
+    error = np.stack([factor[own].std(axis=0) / max(1, len(own) - 1) ** 0.5 for own in members])
+    error[[len(own) < FEWEST_PASSES for own in members]] = np.inf
+    of_stage = _usual_of(median, stages[order[firsts]])
+    found = [ratio(of_stage, _usual_of(of_stage, directions[order[firsts]])), ratio(median, of_stage)]
+    back = np.repeat(np.arange(len(members)), [len(own) for own in members])[np.argsort(order)]
+    by_stage, by_rank = (np.where(np.abs(off - 1) > np.maximum(AT_TIMES, 3 * error), off, 1.0)[back] for off in found)
+    return _usual_of(by_stage, stages), by_rank
+
+
+def _usual_of(values: Floats, groups: Ints) -> Floats:
+    """The lower median of each group in every step, given back to every member."""
+    found = np.empty_like(values)
+    for group in np.unique(groups):
+        found[groups == group] = np.quantile(values[groups == group], 0.5, axis=0, method="lower")
+    return found
 
 
 def _sum(values: Floats, groups: Ints) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+AGAIN = "disttrain analyze"
 LEVEL = "disttrain train"  # with train.ordering or preprocess changed in the run file
 REMEASURE = "disttrain profile && disttrain plan"
 SLOWEST_TRANSFERS = (

@@ -23,7 +23,7 @@ from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
-from disttrain_cli.costs.layout import Stage, transfers_s
+from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.trace import Job
 
@@ -72,6 +72,9 @@ class Graph(Passes):
     window: Floats  # [steps]
     devices: dict[str, float]  # unit → devices for which one of its ranks stands
     expected: Floats  # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
+    expected_update_s: float  # that it expects of reduction and optimizer after the last pass; infinite likewise
+    unheard: Ints  # [passes] group of ranks without a trace (`lost`) that may have sent what a pass waits for; -1: none
+    lost: list[list[tuple[str, int, int]]]  # unit, stage and replica of the ranks of each group
     crowded: float  # compute of all ranks ÷ (window × cores) where they share cores, else 0
 
     def replay(self, delays: Delays) -> Floats:
@@ -82,7 +85,8 @@ class Graph(Passes):
     def without_delays(self) -> Delays:
         """As recorded, but transfers as they should be, and no waits for data or host.
 
-        A transfer takes the median of its unit and direction, or what the profile expects of its link, if that is less.
+        A transfer takes the median of its unit and direction, or what the profile expects of its link, if that is less;
+        so does the end of the step.
         """
         recorded = self.recorded
         groups = self.groups("unit", "backward")
@@ -93,7 +97,7 @@ class Graph(Passes):
             handover=_per_group(recorded.handover, groups, np.median),
             load=still,
             gap=still,
-            update=np.full_like(recorded.update, np.median(recorded.update)),
+            update=np.full_like(recorded.update, min(np.median(recorded.update), self.expected_update_s)),
         )
 
     def cuts(self) -> dict[tuple[str, int], list[int]]:
@@ -183,6 +187,7 @@ def build_graph(database: Database) -> Graph | None:
             transfer[index] = np.maximum(0.0, until - ready)
         else:
             transfer[index] = table["received_s"][index]
+    unheard, lost = _unheard(database.stages, columns, columns["operation"] == "backward", table["received_peer"])
     kept = steps[whole]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
     # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds them up.
@@ -212,8 +217,44 @@ def build_graph(database: Database) -> Graph | None:
                  for row in database.sql("SELECT unit, devices_per_rank FROM units")},
         expected=np.full(len(end), np.inf) if database.job is None or not database.stages else expected_transfers(
             database.job, database.job.layout, database.stages, columns["operation"] == "backward", columns["depth"]),
+        expected_update_s=_expected_update_s(database.job, database.stages),
+        unheard=unheard,
+        lost=lost,
         crowded=_crowded(database.job, table["duration_s"], window),
     )
+
+
+def _unheard(stages: list[Stage], columns: dict[str, Any], backward: NDArray[np.bool_], received_peer: Floats
+             ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
+    """`Graph.unheard` and `Graph.lost`; of stages of one unit only the same replica sends.
+
+    Args:
+        received_peer: [passes, steps] the rank that sent, where a record names it.
+    """
+    depth, replica = (columns[name].astype(int) for name in ("depth", "replica"))
+    there = set(zip(depth.tolist(), replica.tolist(), strict=True))
+    told = np.isin(received_peer, columns["rank"]).any(axis=1)
+    groups: dict[tuple[tuple[str, int, int], ...], int] = {}
+    found = np.full(len(depth), -1, dtype=np.int64)
+    for place in np.flatnonzero(~told).tolist() if stages else ():
+        own = stages[depth[place]]
+        senders = own.after if backward[place] else own.before
+        lost = tuple((stages[number].unit.name, stages[number].index, copy) for number in senders
+                     for copy in ([int(replica[place])] if stages[number].unit.name == own.unit.name
+                                  else range(stages[number].unit.dp)) if (number, copy) not in there)
+        if lost:
+            found[place] = groups.setdefault(lost, len(groups))
+    return found, [list(lost) for lost in groups]
+
+
+def update_s(job: Job, layout: Layout, stages: list[Stage]) -> float:
+    """What the profile expects of the end of a step: the longest reduction, then the longest optimizer step."""
+    return (max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages)
+            + max(optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages))
+
+
+def _expected_update_s(job: Job | None, stages: list[Stage]) -> float:
+    return np.inf if job is None or not stages or shares_cores(job) else update_s(job, job.layout, stages)
 
 
 def expected_transfers(job: Job, layout: Layout, stages: list[Stage], backward: NDArray[np.bool_],

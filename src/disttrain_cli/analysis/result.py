@@ -144,7 +144,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 class Cause(Struct, frozen=True, kw_only=True):
     """Something that slows a step, by what mending it gains; none of them claims more than that."""
 
-    cause: Annotated[str, Meta(description="A key of lost_s.")]
+    cause: Annotated[str, Meta(description="A key of lost_s, or 'unknown': ranks without a trace are waited for.")]
     place: Place
     places: Annotated[list[Place], Meta(description=
         "Where several places gain only together, or lie in one row: each of them, that which adds most first."

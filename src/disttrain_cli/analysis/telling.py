@@ -9,13 +9,16 @@ from typing import NamedTuple
 from disttrain_cli.analysis.causes import Finding
 from disttrain_cli.analysis.confidence import known
 from disttrain_cli.analysis.losses import Losses
-from disttrain_cli.analysis.next_commands import HOST_GAPS, LEVEL, REMEASURE, SLOWEST_TRANSFERS, slow_rank
-from disttrain_cli.analysis.result import Comparison, Evidence, Place, Remedy
+from disttrain_cli.analysis.next_commands import AGAIN, HOST_GAPS, LEVEL, REMEASURE, SLOWEST_TRANSFERS, slow_rank
+from disttrain_cli.analysis.result import Comparison, Evidence, OperationRow, Place, Remedy
+from disttrain_cli.analysis.suspects import common
 
 #: A replica is named that is the heaviest in this share of the slots; else it is now one, now another.
 OFTEN = 0.75
 #: Predictions further off than this are measured again before they are planned with.
 TRUSTED_ERROR_PCT = 25.0
+#: What happens at the end of a step.
+_UPDATES = {"reduce": "gradient reduction", "step": "optimizer step"}
 #: Places that are named one by one.
 MOST_PLACES = 8
 
@@ -33,6 +36,7 @@ class Record:
     present: float = 1.0  # share of the job's ranks whose traces are there
     shared_cores: bool = False  # the ranks run on one CPU, so a rank that is ready may wait for a core
     remedies: Sequence[Remedy] = ()
+    operations: Sequence[OperationRow] = ()
 
     @property
     def measured_s(self) -> float:
@@ -147,7 +151,7 @@ def _stage(record: Record, finding: Finding) -> Told:
                                                   else "is slow for its work"),
             [Evidence(what=f"{unit} stage {place.stage}: time over the unit's mean",
                       value=record.losses.stage_factor[unit, place.stage], unit="ratio")],
-            "All its ranks take longer for their work than those of the other stages: look at their devices; "
+            "Its ranks take longer for their work than those of the other stages: look at their devices; "
             f"if that is what they can do, move layers away from stage {place.stage} (layers_per_stage in plan.yaml), "
             "or measure and plan again.",
             REMEASURE,
@@ -188,8 +192,7 @@ def _communication(record: Record, finding: Finding) -> Told:
     links = record.losses.links
     own = {(str(one.unit), int(one.stage)) for one in finding.places if one.unit is not None and one.stage is not None}
     if not own:
-        return Told(Place(), "Reduction and optimizer take longer in some steps than in others", [],
-                    "Look at what else uses the links at the end of a step.", SLOWEST_TRANSFERS)
+        return _update(record, finding)
     unit, stage = max(own, key=lambda cut: links.get(cut, 0.0))
     evidence = [
         Evidence(what=f"{name} stage {number}: transfers to the next stage and back above the usual, ranks summed",
@@ -203,6 +206,38 @@ def _communication(record: Record, finding: Finding) -> Told:
         f"Look at the link between stage {stage} of {unit} and the next; the command lists the slowest transfers.",
         SLOWEST_TRANSFERS,
     )
+
+
+def _update(record: Record, finding: Finding) -> Told:
+    """The end of a step: named by the operation that exceeds the profile most, where that explains half of the gain."""
+    rows = [row for row in record.operations if row.operation in _UPDATES]
+    row = max(rows, key=lambda one: one.effect_ms, default=None)
+    if row is None or row.effect_ms < 500 * finding.gain_s.mean():
+        return Told(Place(), "The end of a step, after its last pass, takes longer than the profile says or than usual",
+                    [Evidence(what=f"{one.place}: {_UPDATES[one.operation]}", value=one.measured, unit="ms")
+                     for one in rows[:3]],
+                    "Look at what ranks do and which links they use at the end of a step.", SLOWEST_TRANSFERS)
+    what = _UPDATES[row.operation]
+    return Told(
+        Place(unit=row.unit, stage=row.stage), f"The {what} of {row.unit} stage {row.stage} is slow",
+        [Evidence(what=f"{row.place}: {what}", value=row.measured, unit="ms"),
+         Evidence(what=f"{row.place}: {what}, by the profile", value=row.predicted, unit="ms")],
+        f"Look at the links between the replicas of stage {row.stage} of {row.unit}." if row.operation == "reduce" else
+        f"Look at the devices of stage {row.stage} of {row.unit}, at where its moments are kept, and at the links over "
+        "which its weights are gathered.",
+        SLOWEST_TRANSFERS)
+
+
+def _unheard(record: Record, finding: Finding) -> Told:
+    whole = {(one.unit, one.stage) for one in finding.places if one.replica is None}
+    names = [f"{unit} stage {stage}" for unit, stage in sorted(whole)] + [
+        f"{one.unit} stage {one.stage} replica {one.replica}" for one in finding.places
+        if (one.unit, one.stage) not in whole]
+    return Told(
+        common(finding.places),
+        f"Ranks wait for ranks whose traces are missing ({', '.join(names[:MOST_PLACES])})", [],
+        "Whether they, their hosts or their links are slow, no trace here tells: add their traces and analyse again.",
+        AGAIN)
 
 
 def _data(record: Record, finding: Finding) -> Told:
@@ -267,4 +302,5 @@ _DETAILS: Mapping[str, Callable[[Record, Finding], Told]] = {
     "communication": _communication,
     "data": _data,
     "host": _host,
+    "unknown": _unheard,
 }

@@ -66,8 +66,12 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
             evidence.append(Evidence(what=f"then mending also: {also}", value=gains_s, unit="s"))
         if one in large:
             notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
+    notes += _all_slow(record)
+    often = main.gain_s >= main.least_share * losses.measured
     evidence.append(Evidence(what="steps in which mending it gains that much", unit="share of steps",
-                             value=float((main.gain_s >= main.least_share * losses.measured).mean())))
+                             value=float(often.mean())))
+    if 0 < often.sum() <= len(often) / 2:
+        notes.append(f"Only in {often.sum()} of {len(often)} steps.")
     if _one_event(record, main):
         notes.append("All of it hangs on one event of one step.")
         evidence.append(Evidence(what="mending it, had its largest single event not happened",
@@ -112,11 +116,14 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
         headline += f" (most: {tell(record, faults[0]).told}, {share:.1f} %)"
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
-        headline += f"; uneven data that the ordering leaves cost {share:.0f} % at most"
+        headline += f"; uneven data cost {share:.0f} %" + (
+            ", as far as train.ordering: best regains it" if limits[0].regained else " at most")
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
         headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
                      "tried here regains")
+    all_slow = _all_slow(record)
+    headline = ". ".join([headline, *(note.removesuffix(".") for note in all_slow)])
     fill = record.shares["warmup"] + record.shares["drain"]
     evidence += [*bubbles,
                  Evidence(what="filling and draining the pipeline", value=fill, unit="share of time")]
@@ -126,7 +133,8 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     return Verdict(
         cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
         confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind), evidence=evidence,
-        **_calm_advice(fill, fitting(record.remedies, "unit"), measured_s))
+        **_calm_advice(all_slow, fill, fitting([one for one in record.remedies if one.cause == "unit" or (
+            one.cause in UNEVEN and one.basis == "plan")], "unit", *UNEVEN), measured_s))
 
 
 def _sure(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
@@ -151,6 +159,15 @@ def _one_event(record: Record, finding: Finding) -> bool:
     return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
 
 
+def _all_slow(record: Record) -> list[str]:
+    """That no unit is as fast as the profile says: a wrong profile or slow devices everywhere, which no trace tells."""
+    off = [row.error_pct for row in record.comparisons if row.what == "stage_ms" and row.basis == "same work"]
+    if record.shared_cores or min(off, default=0.0) < 100 * LEAST_SHARE:
+        return []
+    return [f"Every unit takes at least {1 + min(off) / 100:.2g} times what the profile says: either that is wrong "
+            "(disttrain profile), or all devices are slow."]
+
+
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
     """What a perfect sharing of the devices would gain and no layout does: no fault."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
@@ -171,15 +188,17 @@ def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[s
     elif cause == "unit" and command != REMEASURE:
         advice += (f" If the plan is already the best for {record.gpus} GPUs, one more shows whether the next whole "
                    "number fits better.")
+    elif main.regained and remedy is not None:
+        advice += f" {_gain_of(remedy, record.measured_s)}"
     elif cause in UNEVEN:
         advice += (f" By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at most: an "
                    "ordering cuts no sample.")
     return advice, command
 
 
-def fitting(remedies: Sequence[Remedy], cause: str) -> Remedy | None:
-    """What mends a cause best: without more devices, by a plan, and not only at most, if there is that; or None."""
-    worth = [remedy for remedy in remedies if remedy.cause == cause and remedy.worth]
+def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:
+    """What mends one of the causes best: without more devices, by a plan, not only at most, if possible; or None."""
+    worth = [remedy for remedy in remedies if remedy.cause in causes and remedy.worth]
     return min(worth, key=lambda one: (one.gpus > 0, one.basis != "plan", one.at_most, -one.gain_s), default=None)
 
 
@@ -204,13 +223,17 @@ def unknown(reason: str) -> Verdict:
     )
 
 
-def _calm_advice(fill: float, remedy: Remedy | None, measured_s: float) -> dict[str, str]:
+def _calm_advice(all_slow: list[str], fill: float, remedy: Remedy | None, measured_s: float) -> dict[str, str]:
     advice, command = "Nothing to repair; more speed needs more GPUs or faster kernels.", "disttrain plan --top 5"
     if fill > 0.25:
         advice = (f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
                   "(raise train.global_batch_size, or fewer stages).")
         command = "disttrain plan"
-    if remedy is not None:
+    if all_slow:
+        advice = ("Measure the profile again on these devices: if it stays as it was, look at what they share (clocks, "
+                  "temperature, other jobs).")
+        command = REMEASURE
+    elif remedy is not None:
         advice += f" {_gain_of(remedy, measured_s)}"
         if remedy.gpus <= 0 and remedy.gain_pct >= 100 * LEAST_SHARE:
             command = remedy.command

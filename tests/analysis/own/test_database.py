@@ -80,6 +80,14 @@ def test_nothing_to_analyse_is_an_error(tmp_path):
         analyze([tmp_path])
 
 
+def test_a_folder_of_runs_names_them(tmp_path):
+    for name in ("one", "two"):
+        synthetic.write(tmp_path / name / "traces", synthetic.Synthetic(steps=2))
+    with pytest.raises(DataError, match=r"those of 2 run\(s\)") as caught:
+        analyze([tmp_path])
+    assert str(tmp_path / "two") in str(caught.value) and f"disttrain analyze {tmp_path / 'one'}" in str(caught.value)
+
+
 def test_a_single_step_is_taken_and_said(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=1))
     found = analyze([tmp_path])

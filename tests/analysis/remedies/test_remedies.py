@@ -187,7 +187,7 @@ def test_what_more_devices_would_gain_is_told_too(unbalanced):
     def verdict(*known):
         record = Record(losses=losses, where={}, comparisons=[], gpus=8, kind="disttrain", remedies=known,
                         shares={"warmup": 0.1, "drain": 0.1})
-        return judge(record, with_layouts([], known, losses))
+        return judge(record, with_layouts([], known, losses, lambda some: losses.lost["stage"], []))
 
     found = verdict(bought, free)
     assert found.cause == "unit" and found.next_command == "a swap"

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, Finding, State, Suspect, find_causes
+from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, LEAST_SHARE, Finding, State, Suspect, find_causes, mend
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.inside import inside
+from disttrain_cli.analysis.own.limits import expected_ranks, say_limits, short_ranks
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
 from disttrain_cli.analysis.own.staleness import moved_data, stale
-from disttrain_cli.analysis.own.suspects import own_suspects, replayed, state_of
+from disttrain_cli.analysis.own.suspects import is_split, own_suspects, replayed, state_of
+from disttrain_cli.analysis.remedies.ordering import best_share
 from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
+from disttrain_cli.analysis.remedies.replanning import can_replan
+from disttrain_cli.analysis.remedies.replicas import record_of
 from disttrain_cli.analysis.replay import Delays, Graph, build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -50,10 +54,12 @@ def analyze_database(database: Database) -> Analysis:
     """
     times = database.query("iterations")[0]
     if not times["measured"]:
+        short = short_ranks(database)
         raise DataError(
             "The trace holds no whole step",
             f"{times['recorded']} step(s) were recorded; a measured step needs "
-            "forward and backward of every rank, and the first one is warm-up",
+            f"forward and backward of every rank, and the first one is warm-up{short and f'; {short}'}",
+            "Analyse without their folders (rank-*), or record more: disttrain train --steps 5" if short else
             "Record more: disttrain train --steps 5",
         )
     database.ask_ahead("exposed_communication", "cells", "slots", "memory")
@@ -66,7 +72,8 @@ def analyze_database(database: Database) -> Analysis:
     comparisons = _comparisons(database, times, operations, 1 - shares["compute"], mfu)
     moved = moved_data(database)
     ranks = rank_summaries(database)
-    stragglers, verdict, causes, study, helps = _straggle(database, shares, ranks, comparisons, bool(moved))
+    stragglers, verdict, causes, study, helps = _straggle(
+        database, shares, ranks, comparisons, operations, bool(moved))
     summary = JobSummary(
         run=database.run,
         name=(run_folder(database.paths[0]) or database.paths[0]).resolve().name,
@@ -88,7 +95,7 @@ def analyze_database(database: Database) -> Analysis:
         exposed_communication_fraction=database.query("exposed_communication")[0]["fraction"],
         time_shares={name: share for name, share in shares.items() if name != "data_wait_s"},
     )
-    _check(database, times, units, summary)
+    say_limits(database, times, summary)
     profiled = inside(database)
     if moved:
         verdict = stale(database, moved, operations, verdict)
@@ -218,7 +225,7 @@ def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
 
 def _straggle(
     database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison],
-    moved_on: bool,
+    operations: list[OperationRow], moved_on: bool,
 ) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
@@ -235,21 +242,23 @@ def _straggle(
         for rank in ranks
     }
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
+    planned = job is not None and not moved_on and can_replan(record_of(database, graph))
     layouts = other_layouts(database, graph, why, moved_on)
-    helps = remedies(database, graph, suspects, layouts)
-    measured_s = float(losses.measured.mean())
+    findings, state = _causes(graph, suspects, job, planned)
+    helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
+    measured_s, present = float(losses.measured.mean()), min(1.0, len(ranks) / expected_ranks(database))
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
         database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
     record = Record(
         losses=losses, where=where, comparisons=comparisons, shares=shares, kind="disttrain", remedies=helps,
-        gpus=len(ranks) if job is None else job.layout.gpus_used, present=min(1.0, len(ranks) / _expected(database)),
-        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1)
-    findings, state = _causes(graph, suspects, job is not None and job.predicted.ordering in ("paper", "best"))
+        gpus=len(ranks) if job is None else job.layout.gpus_used, present=present,
+        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1, operations=operations)
     if findings:
         mended = replace(graph, recorded=Delays(*state))
         layouts = other_layouts(database, mended, explain(mended, state[0], graph.predicted), moved_on)
-    findings = with_layouts(findings, layouts, losses)
+    findings = with_layouts(findings, layouts, losses, lambda some: replayed(graph, state) - replayed(
+        graph, mend(state, some)), [one for one in suspects if planned and is_split(one)])
     return (
         stragglers_of(losses),
         judge(record, findings),
@@ -259,26 +268,27 @@ def _straggle(
     )
 
 
-def _causes(graph: Graph, suspects: list[Suspect], ordered: bool) -> tuple[list[Finding], State]:
+def _causes(graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool) -> tuple[list[Finding], State]:
     """What slows the steps, and the steps with all of it mended.
 
+    Uneven data are looked at last, and claim no more than another ordering gains; what an ordering has left of them,
+    and what no other ordering is known for, is a limit.
+
     Args:
-        ordered: uneven data are what an ordering has left, so that they are looked at last, and as a limit.
+        planned: the planner can say what other plans gain: the layers of its stages are no fault, but a part of that.
     """
-    uneven = [one for one in suspects if ordered and one.cause in UNEVEN]
-    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded),
-                                  [one for one in suspects if one not in uneven])
-    left, level = find_causes(lambda times: replayed(graph, times), state, uneven, LEAST_LIMIT_SHARE)
-    return [*findings, *(replace(one, limit=True) for one in left)], level
-
-
-def _expected(database: Database) -> int:
-    """Ranks of which a whole trace has rows: all of the plan's, or one of each TP group where no other has any."""
-    job = database.job
-    if job is None:
-        return round(sum(row["n"] for row in database.sql("SELECT gpus / devices_per_rank AS n FROM units")))
-    others = job.rehearsed is None and database.sql("SELECT max(tp_rank) AS most FROM seen")[0]["most"] > 0
-    return sum(unit.gpus if others else unit.gpus // unit.tp for unit in job.layout.units)
+    ordered = job is not None and job.predicted.ordering in ("paper", "best")
+    uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordered)]
+    others = [one for one in suspects if one not in uneven and not (planned and is_split(one))]
+    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded), others)
+    left, level = find_causes(lambda times: replayed(graph, times), state, uneven,
+                              LEAST_LIMIT_SHARE if ordered else LEAST_SHARE)
+    gained_s, step_s = sum(float(one.gain_s.mean()) for one in left), float(graph.window.mean())
+    share = best_share(job) if job is not None and planned and gained_s >= LEAST_SHARE * step_s else None
+    if share is None:
+        return [*findings, *(replace(one, limit=True) for one in left)], level
+    regained = min(1.0, share * step_s / gained_s)
+    return [*findings, *(replace(one.claiming(regained), limit=ordered) for one in left)], level
 
 
 def _memory(database: Database) -> list[MemoryRow]:
@@ -335,35 +345,3 @@ def _slowest(database: Database) -> list[Slowest]:
 
 def _mean(rows: list[dict[str, Any]], key: str) -> float:
     return sum(row[key] or 0.0 for row in rows) / len(rows)
-
-
-def _check(database: Database, times: dict[str, Any], units: list[UnitSummary], summary: JobSummary) -> None:
-    """Say what limits the figures: incomplete steps, ranks without rows, contradictions, shared cores."""
-    warn, job = database.warnings.append, database.job
-    if times["warmup"] == 0:
-        warn("only one step was recorded, so its warm-up could not be left out")
-    if times["incomplete"]:
-        warn(f"{times['incomplete']} step(s) lack rows of some rank and are left out")
-    if job is not None:
-        whole = _expected(database)
-        if summary.ranks < whole:
-            warn(f"the trace holds {summary.ranks} of {whole} ranks: figures are of those only")
-    expected = times["last_step"] - times["first_step"] + 1
-    if times["recorded"] < expected:
-        warn(
-            f"{expected - times['recorded']} step(s) between {times['first_step']} and {times['last_step']} are missing"
-        )
-    if times["reported"] < times["measured"]:
-        warn(f"{times['measured'] - times['reported']} measured step(s) have no reported loss and time")
-    if summary.mfu is not None and summary.mfu > 1:
-        warn(
-            f"an MFU of {100 * summary.mfu:.0f} % is impossible: the peak of the device or the FLOPs are wrong"
-        )
-    if (summary.iteration_s or 0.0) > 1.1 * times["covered_s"]:
-        warn(f"steps took {summary.iteration_s:.3g} s, of which the trace covers {times['covered_s']:.3g} s")
-    if job is not None and shares_cores(job) and summary.ranks > 1:
-        warn(
-            f"all {summary.ranks} ranks share the {job.profile.device.cores} core(s) of a CPU: a "
-            "rank is slower while others "
-            "compute, so which unit or rank is slow is less certain than on separate devices"
-        )

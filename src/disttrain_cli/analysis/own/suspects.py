@@ -12,7 +12,7 @@ from disttrain_cli.analysis.causes import State, Suspect
 from disttrain_cli.analysis.losses import CROWDED, Explained
 from disttrain_cli.analysis.replay import Delays, Graph
 from disttrain_cli.analysis.result import Place
-from disttrain_cli.analysis.suspects import by_rank, most_s, of_passes
+from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
 COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
@@ -32,8 +32,18 @@ def replayed(graph: Graph, state: State) -> Floats:
 
 def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """Everything that could be mended without another layout."""
-    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_data(graph),
-            *_hosts(graph, why, where)]
+    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_unheard(graph),
+            *_data(graph), *_hosts(graph, why, where)]
+
+
+def is_split(suspect: Suspect) -> bool:
+    """Whether it is how the plan divides the layers of a unit over its stages."""
+    return suspect.cause == "stage" and suspect.place.stage is None
+
+
+def is_update(suspect: Suspect) -> bool:
+    """Whether it is what comes after the last pass of a step."""
+    return suspect.cause == "communication" and suspect.place.unit is None
 
 
 def _scaled(state: State, factor: Floats, more: Floats) -> State:
@@ -48,34 +58,38 @@ def _slow_places(graph: Graph) -> Iterator[Suspect]:
     """Stages that take longer for their work than the others of their unit, and units of which all stages do."""
     units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
     took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
-    best = {unit: min(factors.values()) for unit, factors in took.items() if factors}
-    usual = max(1.0, sorted(best.values())[(len(best) - 1) // 2]) if best else 1.0
+    best = {unit: min(factors.values(), key=np.mean) for unit, factors in took.items() if factors}
+    usual = max(1.0, min((float(factor.mean()) for factor in best.values()), default=1.0))
 
-    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: float) -> Suspect:
+    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: Floats | float) -> Suspect:
         times = np.where(own[:, None], factor, 1.0)
         return Suspect(cause, place, lambda state: _scaled(state, times, none),
                        most_s(graph, graph.recorded.compute * (1 - times)))
 
     for unit, factor in best.items():
         for stage, own in took[unit].items():
-            if own > SLOW_STAGE * factor:
+            if own.mean() > SLOW_STAGE * factor.mean():
                 yield suspect("stage", Place(unit=unit, stage=stage), (units == unit) & (graph.stage == stage),
-                              factor / own)
-        if factor > SLOW_UNIT * usual:
-            yield suspect("unit", Place(unit=unit), units == unit, usual / factor)
+                              np.minimum(1.0, factor / own))
+        if factor.mean() > SLOW_UNIT * usual:
+            yield suspect("unit", Place(unit=unit), units == unit, usual / float(factor.mean()))
 
 
-def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, float]:
-    """By stage of a unit, its time over the profile's, of its rank that is fastest for its work; empty if not known."""
-    found: dict[int, float] = {}
+def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
+    """By stage of a unit, its time over the profile's [steps], of its usual rank (lower median); or empty."""
+    found: dict[int, Floats] = {}
     for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
         pick = own & (graph.stage == stage)
         _, ranks = np.unique(graph.rank[pick], return_inverse=True)
-        took, expected = (np.bincount(ranks, values[pick].sum(axis=1))
+        took, expected = (np.stack([values[pick][ranks == rank].sum(axis=0) for rank in range(ranks.max() + 1)])
                           for values in (graph.recorded.compute, graph.predicted))
-        if not (expected > 0).any():
+        known = expected.sum(axis=1) > 0
+        if not known.any():
             return {}
-        found[stage] = float((took[expected > 0] / expected[expected > 0]).min())
+        whole = took[known].sum(axis=1) / expected[known].sum(axis=1)
+        usual = int(np.argsort(whole)[(len(whole) - 1) // 2])
+        found[stage] = np.divide(took[known][usual], expected[known][usual], where=expected[known][usual] > 0,
+                                 out=np.full(took.shape[1], whole[usual]))
     return found
 
 
@@ -85,6 +99,7 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
     for place, own in graph.cuts().items():
         pick = np.zeros((len(graph.rank), 1), dtype=bool)
         pick[own] = True
+        pick[graph.unheard >= 0] = False
         late = np.where(pick, (graph.recorded.transfer - usual.transfer).clip(0.0), 0.0)
         waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
         if graph.crowded > CROWDED:  # who is ready to receive waits for a core
@@ -94,6 +109,16 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
     late_update = (graph.recorded.update - usual.update).clip(0.0)
     yield Suspect("communication", Place(), lambda state: _with(state, UPDATE, state[UPDATE] - late_update),
                   float(late_update.mean()))
+
+
+def _unheard(graph: Graph) -> Iterator[Suspect]:
+    """Ranks without a trace: nothing that they may have sent later than usual, be it their fault or their link's."""
+    late = (graph.recorded.transfer - graph.without_delays().transfer).clip(0.0)
+    for number, ranks in enumerate(graph.lost):
+        own = np.where((graph.unheard == number)[:, None], late, 0.0)
+        yield Suspect("unknown", common([Place(unit=unit, stage=stage, replica=replica)
+                                         for unit, stage, replica in ranks]),
+                      partial(_sooner, late=own, waits=np.zeros_like(own)), most_s(graph, own))
 
 
 def _sooner(state: State, late: Floats, waits: Floats) -> State:

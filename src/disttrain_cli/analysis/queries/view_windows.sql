@@ -15,7 +15,7 @@ WITH spans AS (
 ), placed AS (
     SELECT s.*, greatest(first_ns, coalesce(lag(last_ns) OVER o, first_ns)) AS from_ns, r.start_ns, r.end_ns,
            row_number() OVER o AS place, count(*) OVER (PARTITION BY run) AS recorded,
-           max(ranks) OVER () AS most_ranks, quantile_disc(computed, 0.5) OVER () AS usual
+           max(ranks) OVER () AS most_ranks, quantile_disc(computed, 0.75) OVER () AS usual
     FROM spans s LEFT JOIN reported r ON r.step = s.step AND r.start_ns < compute_end_ns AND r.end_ns >= compute_end_ns
     WINDOW o AS (PARTITION BY run ORDER BY s.step)
 )

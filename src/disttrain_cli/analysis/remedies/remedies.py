@@ -15,30 +15,33 @@ A row of basis `plan` is no replay: what it gains is the planner's, between two 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from disttrain_cli.analysis import next_commands
-from disttrain_cli.analysis.causes import Finding, Suspect, mend
+from disttrain_cli.analysis.causes import SMALLEST_SHARE, Finding, Suspect, mend
 from disttrain_cli.analysis.losses import Explained, Losses
 from disttrain_cli.analysis.own.database import Database
-from disttrain_cli.analysis.own.suspects import replayed, state_of
+from disttrain_cli.analysis.own.suspects import is_update, replayed, state_of
 from disttrain_cli.analysis.remedies.reordering import reordered_s
 from disttrain_cli.analysis.remedies.replanning import replan
 from disttrain_cli.analysis.remedies.replicas import Record, moved, one_more, record_of, seconds_with
 from disttrain_cli.analysis.replay import Graph
 from disttrain_cli.analysis.result import Place, Remedy
+from disttrain_cli.analysis.walk import Floats
 from disttrain_cli.spec.plan import Layout
 
 
-def remedies(database: Database, graph: Graph, suspects: Sequence[Suspect], layouts: Sequence[Remedy]) -> list[Remedy]:
+def remedies(database: Database, graph: Graph, suspects: Sequence[Suspect], layouts: Sequence[Remedy],
+             uneven: Sequence[Finding] = ()) -> list[Remedy]:
     """Single changes, those that gain most first.
 
     Args:
         suspects: `own_suspects` of the graph.
         layouts: `other_layouts` of the graph.
+        uneven: uneven data, as far as the ordering `best` regains it.
     """
     recorded = state_of(graph.recorded)
     recorded_s, measured_s = float(replayed(graph, recorded).mean()), float(graph.window.mean())
@@ -51,6 +54,9 @@ def remedies(database: Database, graph: Graph, suspects: Sequence[Suspect], layo
             change = "the recorded slots in the order of train.ordering: paper"
             found.append(_row(measured_s, "inter_microbatch", change, next_commands.LEVEL,
                               recorded_s - float(reordered.mean())))
+    if uneven:
+        found.append(_row(measured_s, uneven[0].cause, "train.ordering: best, for data like those profiled",
+                          next_commands.LEVEL, sum(float(one.gain_s.mean()) for one in uneven), basis="plan"))
     return sorted([*found, *layouts], key=lambda remedy: -remedy.gain_s)
 
 
@@ -70,21 +76,31 @@ def other_layouts(database: Database, graph: Graph, why: Explained, moved_on: bo
             for layout in _layouts(record, why, recorded_s, min(measured_s, recorded_s), again, moved_on)]
 
 
-def with_layouts(findings: list[Finding], layouts: Sequence[Remedy], losses: Losses) -> list[Finding]:
-    """The findings, and that the devices are badly shared, if another layout of as many gains with all of them mended.
+def with_layouts(findings: list[Finding], layouts: Sequence[Remedy], losses: Losses,
+                 gain_s: Callable[[list[Suspect]], Floats], splits: Sequence[Suspect]) -> list[Finding]:
+    """The findings, and what is wrong with the layout, if another one of as many devices gains with all of them mended.
 
-    What it gains beyond a perfect sharing of the devices (by another TP size, say) is no fault of the sharing.
+    That is first of all how layers are divided over stages, then how devices are shared. What the other layout gains
+    beyond even stages and a perfect sharing (by another TP size, say) is the fault of neither.
 
     Args:
         layouts: `other_layouts` of the steps with all findings mended.
+        gain_s: what suspects gain in these steps.
+        splits: the stages of units, as the plan divides them.
     """
     best = max((one for one in layouts if one.gpus <= 0 and one.worth), key=lambda one: one.gain_s, default=None)
     if best is None:
         return findings
-    gain_s = np.minimum(losses.measured * best.gain_pct / 100, losses.lost["unit"])
-    badly = Finding("unit", [Place()], gain_s, gain_s)
-    first = bool(findings) and findings[0].gain_s.mean() > gain_s.mean()
-    return [*findings, badly] if first else [badly, *findings]
+    left_s, found = losses.measured * best.gain_pct / 100, list[Finding]()
+    for cause, place, most_s in [*(("stage", one.place, gain_s([one])) for one in splits),
+                                 ("unit", Place(), losses.lost["unit"])]:
+        own_s = np.minimum(left_s, most_s)
+        if own_s.mean() >= SMALLEST_SHARE * losses.measured.mean():
+            found.append(Finding(cause, [place], own_s, own_s))
+            left_s = left_s - own_s
+    largest = findings[0].gain_s.mean() if findings else 0.0
+    return [*(one for one in found if one.gain_s.mean() >= largest), *findings,
+            *(one for one in found if one.gain_s.mean() < largest)]
 
 
 def _row(measured_s: float, cause: str, change: str, command: str, gain_s: float, gpus: int = 0,
@@ -128,10 +144,14 @@ def _repairs(database: Database, suspects: Sequence[Suspect]) -> Iterator[tuple[
         "host": ("no rank held up by its host", next_commands.HOST_GAPS),
     }
     for cause, (change, command) in changes.items():
-        own = [one for one in suspects if one.cause == cause and not (cause == "stage" and one.place.stage is not None)]
+        own = [one for one in suspects if one.cause == cause and not (cause == "stage" and one.place.stage is not None)
+               and not is_update(one)]
         if own:
             yield cause, change, command, own
     for one in suspects:
+        if is_update(one):
+            yield (one.cause, "an end of the step that takes what the profile says, and no longer than usual",
+                   next_commands.SLOWEST_TRANSFERS, [one])
         rank, place = one.place.rank, one.place
         if one.cause == "stage" and place.stage is not None:
             yield ("stage", f"stage {place.stage} of {place.unit} as fast for its work as its other stages",

@@ -62,6 +62,11 @@ def replan(record: Record, why: Explained) -> Replanned | None:
     return Replanned(layout, present_s, then_s)
 
 
+def can_replan(record: Record | None) -> bool:
+    """Whether the planner can say what other layouts take."""
+    return record is not None and _complete(record.job.profile)
+
+
 def _complete(profile: Profile) -> bool:
     """Whether it says what brings every module its work."""
     inputs = profile.inputs

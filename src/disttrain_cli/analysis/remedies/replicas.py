@@ -21,9 +21,9 @@ import numpy as np
 from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import recorded_loads
-from disttrain_cli.analysis.replay import Delays, Graph, expected_transfers
+from disttrain_cli.analysis.replay import Delays, Graph, expected_transfers, update_s
 from disttrain_cli.analysis.walk import Floats, Ints, walk_of
-from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of
+from disttrain_cli.costs.layout import Stage, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.trace import Job
@@ -116,7 +116,7 @@ def seconds_with(record: Record, layout: Layout) -> Floats:
     then = expected_transfers(job, layout, stages, graph.backward, graph.depth)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where((graph.expected > 0) & np.isfinite(graph.expected), then / graph.expected, 1.0)
-    more_s = _update_s(job, layout, stages) - _update_s(job, job.layout, record.stages)
+    more_s = update_s(job, layout, stages) - update_s(job, job.layout, record.stages)
     delays = replace(
         recorded, compute=recorded.compute * _times(record, layout), transfer=recorded.transfer * ratio[:, None],
         update=np.maximum(0.0, recorded.update + more_s))
@@ -150,12 +150,6 @@ def _busiest(items: Floats, dp: int) -> Floats:
     return np.where(known, np.ceil(np.round(items) / dp), items / dp + (dp - 1) / (2 * dp))
 
 
-def _update_s(job: Job, layout: Layout, stages: list[Stage]) -> float:
-    """What the profile expects of the end of a step: the longest reduction, then the longest optimizer step."""
-    return (max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages)
-            + max(optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages))
-
-
 def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delays]:
     """The same steps with so many slots only, whose passes take the mean of all slots.
 
@@ -180,6 +174,7 @@ def _first_slots(graph: Graph, delays: Delays, slots: int) -> tuple[Graph, Delay
         graph, walk=walk, rank=graph.rank[place], slot=graph.slot[place], backward=graph.backward[place],
         unit=[graph.unit[node] for node in place], stage=graph.stage[place], replica=graph.replica[place],
         depth=graph.depth[place], predicted=graph.predicted[place], expected=graph.expected[place],
+        unheard=graph.unheard[place],
         recorded=_at(graph.recorded, place))
     return shorter, replace(_at(delays, place), compute=compute)
 
