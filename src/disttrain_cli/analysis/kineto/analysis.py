@@ -9,9 +9,11 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.confidence import calibrated
 from disttrain_cli.analysis.device_rows import CollectiveKind, LaunchRow, QueueRow
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
+from disttrain_cli.analysis.kineto.late import late_ranks
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.path import critical_path
 from disttrain_cli.analysis.kineto.roofline import operators
+from disttrain_cli.analysis.kineto.stragglers import mended
 from disttrain_cli.analysis.kineto.unknown import not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
@@ -51,12 +53,15 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         ranks=database.sql("SELECT * FROM times ORDER BY rank"),
         blame=database.answer("blame"),
         present=_present(database),
+        late=late_ranks(database),
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
     verdict = judge(losses, database) if understood else not_understood(losses, database)
+    if not understood and losses.stragglers:
+        verdict = mended(losses, database, verdict.evidence, understood)
     if verdict.cause != "unknown":
         verdict = replace(verdict, confidence=calibrated(verdict.confidence, "kineto"))
-    compute_s = losses.mean("compute_ns")
+    compute_s = losses.ideal_s()
     return Analysis(
         format="kineto",
         job=_job(database, totals, iterations, understood),
