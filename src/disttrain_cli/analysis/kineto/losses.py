@@ -175,28 +175,33 @@ class Losses:
         share = 0.0 if self.stragglers else self.worker_share
         of_ranks = [self.parts(row, share) for row in self.ranks]
         parts = {part: sum(own[part] for own in of_ranks) / len(of_ranks) for part in KEY_OF}
-        if self.stragglers:
-            waited_s = min(sum(one.waited_s for one in self.stragglers), parts["others"])
-            parts["worker"], parts["others"] = waited_s, parts["others"] - waited_s
-            for part, longer_s in self.works_longer.items():
-                parts["worker"] += longer_s
-                if part in parts:
-                    parts[part] -= longer_s
+        for part, gain_s in self.regained.items():
+            parts["worker"] += gain_s
+            if part in parts:
+                parts[part] -= gain_s
         return parts
 
     def ideal_s(self) -> float:
         """Compute per step and rank, without what stragglers compute longer than others."""
-        return self.mean("compute_ns") - self.works_longer.get("compute", 0.0)
+        return self.mean("compute_ns") - self.regained.get("compute", 0.0)
 
     @cached_property
-    def works_longer(self) -> dict[str, float]:
-        """Of what mending the stragglers gains, their own work by what it is: seconds per step, mean over the ranks."""
-        own_s = sum(float(one.gain_s.mean()) - one.waited_s for one in self.stragglers)
-        longer = self.longer_of([rank for one in self.stragglers for rank in one.ranks])
-        whole = sum(longer.values())
-        if own_s <= 0 or whole <= 0:
+    def regained(self) -> dict[str, float]:
+        """What mending the stragglers gains, by what it is now: seconds per step, mean over the ranks.
+
+        That others wait for them, what they do longer than others, and transfers that would be hidden then.
+        """
+        if not self.stragglers:
             return {}
-        return {part: min(own_s * seconds / whole, self.mean(_WORKS[part])) for part, seconds in longer.items()}
+        left_s = sum(float(one.gain_s.mean()) for one in self.stragglers)
+        waited_s = min(sum(one.waited_s for one in self.stragglers), self.mean("exposed_wait_ns"))
+        longer = self.longer_of([rank for one in self.stragglers for rank in one.ranks])
+        found, whole = {"others": waited_s}, sum(longer.values())
+        left_s -= waited_s
+        if whole:
+            found |= {part: min(left_s * more_s / whole, self.mean(_WORKS[part])) for part, more_s in longer.items()}
+        left_s -= sum(found.values()) - waited_s
+        return found | {"transfers": max(0.0, min(left_s, self.mean("exposed_ns") - self.mean("exposed_wait_ns")))}
 
     def longer_of(self, ranks: Sequence[int]) -> dict[str, float]:
         """By how much ranks do each thing longer than the (lower) median of the others: seconds per step, summed."""

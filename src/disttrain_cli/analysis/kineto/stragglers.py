@@ -21,6 +21,7 @@ def mended(losses: Losses, database: KinetoDatabase, evidence: list[Evidence], u
     """Ranks without which the recorded collectives, played again, are done sooner; those first that gain most."""
     span_s, first = losses.mean("span_ns"), losses.stragglers[0]
     others = [one for one in losses.late if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s]
+    single = _single_step(first, span_s)
     gain_s, who = float(first.gain_s.mean()), _named(first.ranks)
     one = len(first.ranks) == 1
     alone = [f" Rank {rank} alone gains {_costs(gain, span_s)}."
@@ -33,7 +34,8 @@ def mended(losses: Losses, database: KinetoDatabase, evidence: list[Evidence], u
         headline=f"{who} {'is the straggler: it' if one else 'are the stragglers: one of them'} is last into "
                  f"{first.last} of {first.joined} collectives, and mending {'it' if one else 'them'} gains "
                  f"{of_step(gain_s, span_s, losses.marked)}." + "".join(alone)
-                 + "".join(_more(late, span_s) for late in others),
+                 + "".join(_more(late, span_s) for late in others)
+                 + (f" Nearly all of it is in step {single}." if single is not None else ""),
         place=Place(rank=first.ranks[0]),
         lost_s=sum(float(each.gain_s.mean()) for each in losses.stragglers),
         confidence=round((1 - first.chance) * exceeds(first.gain_s / span_s, LEAST_STRAGGLER) * losses.present
@@ -57,13 +59,19 @@ def in_one_step(losses: Losses) -> tuple[str, float] | None:
     """What is waited for, where that is ranks that are late in a single step; and the chance of more such steps."""
     span_s = losses.mean("span_ns")
     first = next(iter(losses.late), None)
-    if first is None or len(first.gain_s) < 2 or first.gain_s.mean() < LEAST_STRAGGLER * span_s:
+    single = None if first is None else _single_step(first, span_s)
+    if first is None or single is None:
         return None
-    largest = int(first.gain_s.argmax())
-    if first.gain_s.sum() - first.gain_s[largest] >= LEAST_STRAGGLER * span_s * len(first.gain_s):
+    return (f"Ranks wait for {_named(first.ranks).lower()} in one step, {single}, and little in the others",
+            exceeds(first.gain_s / span_s, LEAST_STRAGGLER))
+
+
+def _single_step(late: Late, span_s: float) -> int | None:
+    """The step without which mending would not gain enough, if it is one of several."""
+    least_s, count, largest = LEAST_STRAGGLER * span_s, len(late.gain_s), int(late.gain_s.argmax())
+    if count < 2 or late.gain_s.mean() < least_s or late.gain_s.sum() - late.gain_s[largest] >= least_s * count:
         return None
-    return (f"Ranks wait for {_named(first.ranks).lower()} in one step, {first.steps[largest]}, and little in the "
-            "others", exceeds(first.gain_s / span_s, LEAST_STRAGGLER))
+    return late.steps[largest]
 
 
 def unlikely(losses: Losses) -> float:
@@ -92,8 +100,9 @@ def _why(losses: Losses, late: Late, understood: bool) -> str:
 
 
 def _named(ranks: list[int]) -> str:
-    names = [str(rank) for rank in ranks[:MOST_NAMED]] + ([f"{len(ranks) - MOST_NAMED} more"] if len(ranks) > MOST_NAMED
-                                                         else [])
+    names = [str(rank) for rank in sorted(ranks[:MOST_NAMED])]
+    if len(ranks) > MOST_NAMED:
+        names.append(f"{len(ranks) - MOST_NAMED} more")
     return f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
