@@ -3,7 +3,8 @@
 Between two of its collectives a rank works: all that passes but waiting for others that no compute hides. A collective
 begins when the last of its ranks has come, moves as long as it did, and lets those go on whom it held up before: ranks
 whose compute went on beside it are not held up. One that was launched early and ran behind another of its stream is
-ready when the compute before its launch has ended. Every measured step is played from the end of the collectives of the
+ready when the compute before its launch has ended. A message is a collective of two; who sends and is gone before the
+receiver comes waits for nobody. Every measured step is played from the end of the collectives of the
 step before, steps of another structure than most are left out.
 """
 
@@ -26,13 +27,15 @@ from disttrain_cli.analysis.walk import Floats, Ints
 QUEUED_NS = 20_000
 #: A rank is held up by a collective if it computes nothing beside more than this share of it.
 HELD_SHARE = 0.1
+#: Share of communication in messages of which an end is unknown, above which waiting is not told from work.
+MOST_LONE = 0.05
 #: Ranks that are looked at, those first that work longest beyond their peers.
 MOST_RANKS = 32
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives of every played step, in the order in which they began. A node is one rank in one of them.
+    """Collectives and messages of every played step, in the order in which they began. A node is a rank in one of them.
 
     Times are seconds, [nodes, steps] or [ranks, steps].
     """
@@ -41,13 +44,14 @@ class Collectives:
     ranks: list[int]
     rank_of: Ints  # of every node, its place in `ranks`
     members: list[Ints]  # nodes of every collective
-    names: list[str]  # what every collective does, and among how many
+    names: list[str]  # what every node does, and among how many
     behind: Ints  # node before it on its stream that it may have waited for, or -1
     begin: Floats  # when each rank began
     work: Floats  # from one node of the rank, or the begin, to its being ready for the next
     queued: NDArray[np.bool_]  # whether it waited for the node before it on its stream
     moves: Floats  # from the last arrival to the end
     holds: NDArray[np.bool_]  # whether the rank could not compute beside it
+    gone: NDArray[np.bool_]  # whether it sent and was gone before the receiver came
     beside: Floats  # from being ready to the end, waiting that no compute hides left out
 
     def lengths(self, state: State) -> Floats:
@@ -72,32 +76,42 @@ class Collectives:
             ready = at[ranks] + work[nodes]
             came = np.where(self.queued[nodes] & (behind >= 0)[:, None], np.maximum(ready, ended[behind]), ready)
             note(number, came)
-            ended[nodes] = came.max(axis=0) + self.moves[nodes]
+            ended[nodes] = np.where(self.gone[nodes], came, came.max(axis=0)) + self.moves[nodes]
             at[ranks] = np.where(self.holds[nodes], np.maximum(ready, ended[nodes] - self.beside[nodes]), ready)
         lengths: Floats = ended.max(axis=0) - self.begin.max(axis=0)
         return lengths
 
     def suspects(self) -> list[Suspect]:
-        """Ranks that work longer than the (lower) median of the others that join the same collectives in turn."""
-        own = {place: np.flatnonzero(self.rank_of == place) for place in range(len(self.ranks))}
-        name_of = {int(node): self.names[number] for number, nodes in enumerate(self.members) for node in nodes}
+        """Ranks that work longer than the (lower) median of the others that join the same collectives in turn.
+
+        Where none join the same ones, as stages of a pipeline, longer in a step than the median of all others.
+        """
+        own = [np.flatnonzero(self.rank_of == place) for place in range(len(self.ranks))]
         alike = defaultdict[tuple[str, ...], list[int]](list)
-        for place, nodes in own.items():
-            alike[tuple(name_of[int(node)] for node in nodes)].append(place)
-        least_s, found = SMALLEST_SHARE * float(self.lengths((self.work,)).mean()), list[Suspect]()
+        for place, nodes in enumerate(own):
+            alike[tuple(self.names[int(node)] for node in nodes)].append(place)
+        usual = dict[int, Floats]()
         for places in alike.values():
-            if len(places) < 2:
-                continue
-            works = np.stack([self.work[own[place]] for place in places])
-            ordered = np.sort(works, axis=0)
-            half = (len(places) - 2) // 2  # the lower median of the others stands here among them
-            for number, place in enumerate(places):
-                typical = np.where(works[number] <= ordered[half], ordered[half + 1], ordered[half])
-                usual = np.minimum(works[number], typical)
-                more_s = float((works[number] - usual).sum(axis=0).mean())
-                if more_s >= least_s:
-                    found.append(Suspect("worker", Place(rank=self.ranks[place]), _as_usual(own[place], usual), more_s))
+            if len(places) > 1:
+                works = np.stack([self.work[own[place]] for place in places])
+                usual |= dict(zip(places, np.minimum(works, _of_others(works)), strict=True))
+        if not usual and len(own) > 1:
+            whole = np.stack([self.work[nodes].sum(axis=0) for nodes in own])
+            share = np.minimum(1.0, _of_others(whole) / np.maximum(whole, 1e-9))
+            usual = {place: self.work[nodes] * share[place] for place, nodes in enumerate(own)}
+        least_s = SMALLEST_SHARE * float(self.lengths((self.work,)).mean())
+        found = []
+        for place, less in usual.items():
+            more_s = float((self.work[own[place]] - less).sum(axis=0).mean())
+            if more_s >= least_s:
+                found.append(Suspect("worker", Place(rank=self.ranks[place]), _as_usual(own[place], less), more_s))
         return sorted(found, key=lambda one: -one.most_s)[:MOST_RANKS]
+
+
+def _of_others(times: Floats) -> Floats:
+    """For every rank (first axis) the lower median of the others."""
+    ordered, half = np.sort(times, axis=0), (len(times) - 2) // 2
+    return np.where(times <= ordered[half], ordered[half + 1], ordered[half])
 
 
 def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
@@ -110,9 +124,9 @@ def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
 
 
 def read_collectives(database: KinetoDatabase) -> Collectives | None:
-    """The collectives of a database; None where no two ranks joined one."""
+    """The collectives and messages of a database; None where no two ranks joined one, or most messages are unknown."""
     read = database.columns("participations")
-    if not len(read["rank"]):
+    if not len(read["rank"]) or (database.answer("totals")[0]["lone_messages_share"] or 0.0) > MOST_LONE:
         return None
     rows = {name: np.ma.getdata(column) for name, column in read.items()}
     rows["launched_ns"] = np.where(np.ma.getmaskarray(read["launched_ns"]), rows["start_ns"], rows["launched_ns"])
@@ -137,7 +151,7 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
     return Collectives(
         steps=steps, ranks=ranks.tolist(), rank_of=rank_of,
         members=np.split(np.arange(len(nodes)), firsts[1:]),
-        names=[f"{rows['name'][node]} {rows['ranks'][node]}" for node in nodes[firsts]],
+        names=[f"{rows['name'][node]} {rows['ranks'][node]}" for node in nodes], gone=rows["gone"][at].T,
         behind=behind, begin=begin / 1e9, work=work / 1e9, queued=queued,
         moves=np.maximum(end - latest, 0) / 1e9, holds=idle > HELD_SHARE * (end - start), beside=beside / 1e9)
 

@@ -23,7 +23,7 @@ def mended(losses: Losses, database: KinetoDatabase, evidence: list[Evidence], u
     others = [one for one in losses.late if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s]
     single = _single_step(first, span_s)
     gain_s, who = float(first.gain_s.mean()), _named(first.ranks)
-    one = len(first.ranks) == 1
+    one, met = len(first.ranks) == 1, _met(losses)
     alone = [f" Rank {rank} alone gains {_costs(gain, span_s)}."
              for rank, gain in zip(first.ranks, first.alone_s, strict=True)
              if not one and gain >= LEAST_STRAGGLER * span_s][:MOST_NAMED]
@@ -32,7 +32,7 @@ def mended(losses: Losses, database: KinetoDatabase, evidence: list[Evidence], u
     return Verdict(
         cause="worker",
         headline=f"{who} {'is the straggler: it' if one else 'are the stragglers: one of them'} is last into "
-                 f"{first.last} of {first.joined} collectives, and mending {'it' if one else 'them'} gains "
+                 f"{first.last} of {first.joined} {met}, and mending {'it' if one else 'them'} gains "
                  f"{of_step(gain_s, span_s, losses.marked)}." + "".join(alone)
                  + "".join(_more(late, span_s) for late in others)
                  + (f" Nearly all of it is in step {single}." if single is not None else ""),
@@ -42,7 +42,7 @@ def mended(losses: Losses, database: KinetoDatabase, evidence: list[Evidence], u
                          * _matched(database), 3),
         evidence=[
             *evidence,
-            Evidence(what=f"collectives into which {who.lower()} come{'s' * one} last", value=first.last / first.joined,
+            Evidence(what=f"{met} into which {who.lower()} come{'s' * one} last", value=first.last / first.joined,
                      unit="share"),
             Evidence(what="chance that this is chance", value=first.chance, unit="probability"),
             *(Evidence(what=f"mending {_named(each.ranks).lower()}", value=float(each.gain_s.mean()), unit="s")
@@ -144,8 +144,7 @@ def waited_for(
     """The worst straggler where only waiting tells, and why; and every other rank for which waiting costs enough."""
     span_s, sure = losses.mean("span_ns"), [one for one in costly if one.chance < LEAST_SURE] or [found]
     rank, did = found.rank, {row["is_it"]: row for row in database.query("before", rank=found.rank)}
-    met = "collectives" if not losses.at_messages else "messages" if losses.at_messages == 1 else \
-        "collectives and messages"
+    met = _met(losses)
     it, others = did[True], did[False]
     later_s, work_s, when = it["gap_s"] - others["gap_s"], it["compute_s"] - others["compute_s"], "Before them"
     if losses.at_messages > 0.5:
@@ -178,6 +177,11 @@ def waited_for(
         advice=advice,
         next_command=_waits_of(rank),
     )
+
+
+def _met(losses: Losses) -> str:
+    return ("collectives" if not losses.at_messages else "messages" if losses.at_messages == 1 else
+            "collectives and messages")
 
 
 def _another(losses: Losses, one: Straggler) -> str:

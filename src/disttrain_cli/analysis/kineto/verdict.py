@@ -58,6 +58,8 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     told, advice, command = _DETAILS[largest]
     if largest == "transfers" and losses.present < 1:
         told = "Communication, or waiting for ranks whose traces are missing, is not hidden behind compute"
+    if largest == "others" and losses.at_messages > 0.5:
+        told = "Ranks wait for one another's messages, no rank more than its pipeline does that fills and drains"
     told, persists = (in_one_step(losses) if largest == "others" else None) or (told, 1.0)
     return Verdict(
         cause=cause,
