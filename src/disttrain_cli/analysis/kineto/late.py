@@ -12,7 +12,7 @@ from math import comb
 
 import numpy as np
 
-from disttrain_cli.analysis.causes import find_causes, mend
+from disttrain_cli.analysis.causes import State, find_causes, mend
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import Late, tail
 from disttrain_cli.analysis.kineto.replay import Collectives, read_collectives
@@ -30,7 +30,8 @@ def find_late(played: Collectives) -> list[Late]:
     if not suspects:
         return []
     of_rank = {one.place.rank: one for one in suspects}
-    state, found = (played.work,), list[Late]()
+    state: State = (played.work,)
+    found = list[Late]()
     first = played.lengths(state)
     for finding in find_causes(played.lengths, state, suspects)[0]:
         ranks = [place.rank for place in finding.places if place.rank is not None]

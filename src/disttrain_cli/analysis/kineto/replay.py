@@ -27,6 +27,8 @@ from disttrain_cli.analysis.walk import Floats, Ints
 QUEUED_NS = 20_000
 #: A rank is held up by a collective if it computes nothing beside more than this share of it.
 HELD_SHARE = 0.1
+#: By so much ends may be later than the next begin because they are rounded.
+ROUNDED_NS = 2000
 #: Share of communication in messages of which an end is unknown, above which waiting is not told from work.
 MOST_LONE = 0.05
 #: Ranks that are looked at, those first that work longest beyond their peers.
@@ -50,6 +52,7 @@ class Collectives:
     work: Floats  # from one node of the rank, or the begin, to its being ready for the next
     queued: NDArray[np.bool_]  # whether it waited for the node before it on its stream
     moves: Floats  # from the last arrival to the end
+    waits: NDArray[np.bool_]  # whether the rank's earlier ones had ended when it came
     holds: NDArray[np.bool_]  # whether the rank could not compute beside it
     gone: NDArray[np.bool_]  # whether it sent and was gone before the receiver came
     beside: Floats  # from being ready to the end, waiting that no compute hides left out
@@ -71,13 +74,16 @@ class Collectives:
     def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
         (work,) = state
         at, ended = self.begin.copy(), np.full(work.shape, -np.inf)
+        held = np.full(at.shape, -np.inf)  # until when, by what a rank joined and has not waited for yet
         for number, nodes in enumerate(self.members):
             ranks, behind = self.rank_of[nodes], self.behind[nodes]
-            ready = at[ranks] + work[nodes]
+            ready, until, waits = at[ranks] + work[nodes], held[ranks] + work[nodes], self.waits[nodes]
+            ready, until = np.where(waits, np.maximum(ready, until), ready), np.where(waits, -np.inf, until)
             came = np.where(self.queued[nodes] & (behind >= 0)[:, None], np.maximum(ready, ended[behind]), ready)
             note(number, came)
             ended[nodes] = np.where(self.gone[nodes], came, came.max(axis=0)) + self.moves[nodes]
-            at[ranks] = np.where(self.holds[nodes], np.maximum(ready, ended[nodes] - self.beside[nodes]), ready)
+            at[ranks] = ready
+            held[ranks] = np.where(self.holds[nodes], np.maximum(until, ended[nodes] - self.beside[nodes]), until)
         lengths: Floats = ended.max(axis=0) - self.begin.max(axis=0)
         return lengths
 
@@ -136,7 +142,7 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
     start, end, latest, launched = (rows[name][at].T for name in ("start_ns", "end_ns", "latest_ns", "launched_ns"))
     behind = _behind(rank_of, rows["stream"][nodes])
     queued = (behind >= 0)[:, None] & (start - end[behind] < QUEUED_NS)
-    begin = np.zeros((len(ranks), len(steps)))
+    begin, waits = np.zeros((len(ranks), len(steps))), np.zeros(start.shape, bool)
     work, beside, idle = (np.zeros(start.shape) for _ in range(3))
     clocks = _clocks(database, rows)
     for place, rank in enumerate(ranks):
@@ -146,6 +152,7 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
         worked = clock.worked(np.vstack([begins[None], np.where(queued[own], could, start[own])]))
         work[own], beside[own] = np.diff(worked, axis=0), clock.worked(end[own]) - worked[1:]
         idle[own] = (end - start)[own] - (clock.computed(end[own]) - clock.computed(start[own]))
+        waits[own] = np.vstack([begins, np.maximum.accumulate(end[own])[:-1]]) <= start[own] + ROUNDED_NS
         begin[place] = begins - rows["ahead_ns"][nodes][own][0] - start.min()
     firsts = np.flatnonzero(np.diff(rows["number"][nodes], prepend=-1))
     return Collectives(
@@ -153,7 +160,8 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
         members=np.split(np.arange(len(nodes)), firsts[1:]),
         names=[f"{rows['name'][node]} {rows['ranks'][node]}" for node in nodes], gone=rows["gone"][at].T,
         behind=behind, begin=begin / 1e9, work=work / 1e9, queued=queued,
-        moves=np.maximum(end - latest, 0) / 1e9, holds=idle > HELD_SHARE * (end - start), beside=beside / 1e9)
+        moves=np.maximum(end - latest, 0) / 1e9, waits=waits, holds=idle > HELD_SHARE * (end - start),
+        beside=beside / 1e9)
 
 
 def _behind(rank_of: Ints, stream: Ints) -> NDArray[np.int64]:
