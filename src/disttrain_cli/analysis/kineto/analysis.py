@@ -14,7 +14,7 @@ from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.path import critical_path
 from disttrain_cli.analysis.kineto.roofline import operators
 from disttrain_cli.analysis.kineto.stragglers import mended
-from disttrain_cli.analysis.kineto.unknown import not_understood
+from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -27,6 +27,8 @@ from disttrain_cli.analysis.result import (
 )
 from disttrain_cli.errors import DataError
 
+#: Figures of a rank that need to know what is compute.
+_OF_COMPUTE = ("compute_us", "non_compute_us", "overlap_pct", "exposed_communication_us", "exposed_wait_us")
 #: A larger share of unclassified kernel time than this is said.
 TOLD_UNCLASSIFIED = 0.05
 
@@ -71,7 +73,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             lost_s=losses.lost_s(), not_told=_not_told(database)
         ) if understood else Stragglers(slowdown=None, ideal_s=None, lost_s=None),
         verdict=verdict,
-        ranks=[RankSummary(**row, host=None, unit=None, stage=None, replica=None) for row in database.answer("ranks")],
+        ranks=_ranks(database, totals["unclassified"] or 0.0),
         what_if=None,
         predicted_vs_measured=[],
         operations=[],
@@ -86,6 +88,13 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         critical_path=critical_path(database),
         warnings=[*database.warnings, *_limits(database, totals, iterations, understood)],
     )
+
+
+def _ranks(database: KinetoDatabase, unclassified: float) -> list[RankSummary]:
+    """Times of the ranks; what of it is compute is not told where most is of no known kind."""
+    unknown = dict.fromkeys(_OF_COMPUTE) if unclassified > MOST_UNCLASSIFIED else {}
+    return [RankSummary(**row | unknown, host=None, unit=None, stage=None, replica=None)
+            for row in database.answer("ranks")]
 
 
 def _not_told(database: KinetoDatabase) -> list[str]:
