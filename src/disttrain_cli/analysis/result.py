@@ -177,8 +177,8 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     replica: int | None
     span_us: float
     idle_us: float
-    compute_us: float
-    non_compute_us: float
+    compute_us: Annotated[float | None, Meta(description="Null where most events are of no known kind.")]
+    non_compute_us: Annotated[float | None, Meta(description="Null where most events are of no known kind.")]
     overlap_pct: Annotated[float | None, Meta(description="Null where the rank did not communicate.")]
     collective_wait_us: Annotated[float | None, Meta(description=
         "From joining collectives (Kineto: and messages) to their last member's arrival; null where none was matched."

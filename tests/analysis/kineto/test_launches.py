@@ -55,6 +55,15 @@ def test_the_critical_path_goes_through_kernels_and_the_host_that_was_late(one):
     assert sum(path.shares.values()) == pytest.approx(1) and path.ranks == {"0": 1}
 
 
+def test_ends_that_are_rounded_do_not_break_the_critical_path(tmp_path):
+    found = [event for number in range(5) for event in launched(
+        f"gemm_{number}", number, 10 + 100 * number, 100.001 if number % 2 else 100, number)]
+    path = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))]).critical_path
+    assert {part.name: round(part.us) for part in path.parts if part.kind == "compute"} == {
+        f"gemm_{number}": 100 for number in range(5)}
+    assert path.length_us == pytest.approx(510, abs=0.01)
+
+
 def test_the_critical_path_changes_to_the_rank_that_came_last(tmp_path):
     arrivals = [[400, 400, 400], [400, 700, 550]]
     found = analyze(traces.job(tmp_path, arrivals, compute=[300, 300]))

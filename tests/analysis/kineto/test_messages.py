@@ -110,9 +110,10 @@ def test_a_slow_stage_is_the_straggler_wherever_it_is(tmp_path, stage):
     found = analyze(pipeline(tmp_path, slow=[(stage, 1.5)]))
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", stage), found.verdict
     assert "messages" in found.verdict.headline and "slower device" in found.verdict.advice
-    longer = MICROBATCHES * 3 * FORWARD_US * 0.5e-6
-    lost = found.stragglers
-    assert lost.lost_s["worker"] == pytest.approx(longer * (STAGES - 1) / STAGES)
+    lost, gain_s = found.stragglers, (step_of({stage: 1.5})[2] - step_of({})[2]) / 1e6
+    # that steps begin together is in no trace: what a first stage does after its last message then counts as idle
+    assert (0.55 if stage < 2 else 0.97) * gain_s < lost.lost_s["worker"] < 1.03 * gain_s
+    assert lost.lost_s["worker"] == pytest.approx(found.verdict.lost_s)
     spans = sum(row.span_us for row in found.ranks) / STAGES / 1e6 / found.job.steps_measured
     assert tuple(lost.lost_s) == CAUSES and lost.ideal_s + sum(lost.lost_s.values()) == pytest.approx(spans)
 

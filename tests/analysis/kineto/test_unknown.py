@@ -115,6 +115,8 @@ def test_what_is_not_known_as_work_of_a_device_is_not_judged(tmp_path, document,
     assert [row.rank for row in found.ranks] == list(range(ranks))
     assert found.job.steps_measured == found.job.steps - 1 >= STEPS - 2
     assert found.job.bubble_fraction is None and found.stragglers.lost_s is None and not found.job.time_shares
+    without_operators = ranks > 1 or strange == "fusion.#"
+    assert all((row.compute_us is None) == without_operators for row in found.ranks)
 
 
 def test_lines_of_ones_own_tell_what_is_work_of_a_device(tmp_path, own_cache):

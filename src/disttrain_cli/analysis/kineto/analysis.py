@@ -9,10 +9,12 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.confidence import calibrated
 from disttrain_cli.analysis.device_rows import CollectiveKind, LaunchRow, QueueRow
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
+from disttrain_cli.analysis.kineto.late import late_ranks
 from disttrain_cli.analysis.kineto.losses import Losses
 from disttrain_cli.analysis.kineto.path import critical_path
 from disttrain_cli.analysis.kineto.roofline import operators
-from disttrain_cli.analysis.kineto.unknown import not_understood
+from disttrain_cli.analysis.kineto.stragglers import mended
+from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, not_understood
 from disttrain_cli.analysis.kineto.verdict import judge
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -25,6 +27,8 @@ from disttrain_cli.analysis.result import (
 )
 from disttrain_cli.errors import DataError
 
+#: Figures of a rank that need to know what is compute.
+_OF_COMPUTE = ("compute_us", "non_compute_us", "overlap_pct", "exposed_communication_us", "exposed_wait_us")
 #: A larger share of unclassified kernel time than this is said.
 TOLD_UNCLASSIFIED = 0.05
 
@@ -51,12 +55,15 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         ranks=database.sql("SELECT * FROM times ORDER BY rank"),
         blame=database.answer("blame"),
         present=_present(database),
+        late=late_ranks(database),
     )
     understood = database.sql("SELECT how FROM understood")[0]["how"] != "nothing"
     verdict = judge(losses, database) if understood else not_understood(losses, database)
+    if not understood and losses.stragglers:
+        verdict = mended(losses, database, verdict.evidence, understood)
     if verdict.cause != "unknown":
         verdict = replace(verdict, confidence=calibrated(verdict.confidence, "kineto"))
-    compute_s = losses.mean("compute_ns")
+    compute_s = losses.ideal_s()
     return Analysis(
         format="kineto",
         job=_job(database, totals, iterations, understood),
@@ -66,7 +73,7 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
             lost_s=losses.lost_s(), not_told=_not_told(database)
         ) if understood else Stragglers(slowdown=None, ideal_s=None, lost_s=None),
         verdict=verdict,
-        ranks=[RankSummary(**row, host=None, unit=None, stage=None, replica=None) for row in database.answer("ranks")],
+        ranks=_ranks(database, totals["unclassified"] or 0.0),
         what_if=None,
         predicted_vs_measured=[],
         operations=[],
@@ -81,6 +88,13 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         critical_path=critical_path(database),
         warnings=[*database.warnings, *_limits(database, totals, iterations, understood)],
     )
+
+
+def _ranks(database: KinetoDatabase, unclassified: float) -> list[RankSummary]:
+    """Times of the ranks; what of it is compute is not told where most is of no known kind."""
+    unknown = dict.fromkeys(_OF_COMPUTE) if unclassified > MOST_UNCLASSIFIED else {}
+    return [RankSummary(**row | unknown, host=None, unit=None, stage=None, replica=None)
+            for row in database.answer("ranks")]
 
 
 def _not_told(database: KinetoDatabase) -> list[str]:

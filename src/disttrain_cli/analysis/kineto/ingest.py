@@ -136,6 +136,9 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
     def ask(name: str) -> list[tuple[Any, ...]]:
         return _fitting(connection, query_text(f"kineto/{name}"), more)
 
+    for name, events in ask("doubles"):
+        warnings.append(f"{events} event(s) of {name} are there more than once and count once")
+    ask("streams")
     ask("steps")
     ask("understood")
     understood = connection.execute("SELECT how FROM understood").fetchall()[0][0]

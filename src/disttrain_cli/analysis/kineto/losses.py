@@ -13,6 +13,10 @@ measured. By key of `lost_s`:
 - `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units, stages, microbatches or
   samples; what uneven ones cost is in `worker` where it is always the same rank, else in `communication`.
 
+Late ranks are found by playing the collectives again (`late.py`); what mending them gains is `worker`: waiting for
+them, and what they compute, load or idle longer than others, which is taken from the part that it is of. Where nothing
+is found so, the waiting for a straggler is.
+
 A straggler is a rank that comes last into collectives and messages more often than chance allows, and for which the
 others wait long. How often chance allows it: everyone is last with probability 1/n, independently; the tail of the
 binomial, times n because any rank could have been the one. Who comes last to a message says little: a pipeline fills
@@ -23,10 +27,13 @@ than all waiting at messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import comb, exp, log
 from typing import Any
+
+from disttrain_cli.analysis.walk import Floats
 
 #: The chance to take noise for a straggler.
 LEAST_SURE = 0.05
@@ -39,6 +46,11 @@ KEY_OF = {
 _KEYS = ("unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
          "unexplained")
 _MOST_EXACT = 500
+#: Late ranks that gain a smaller share of a step are no stragglers.
+LEAST_STRAGGLER = 0.05
+#: What a rank does itself → the column of `times` that says how long.
+_WORKS = {"compute": "compute_ns", "data": "idle_data_ns", "host_works": "idle_cpu_ns", "host_silent": "idle_late_ns",
+          "host_copies": "host_copies_ns"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,24 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class Late:
+    """Ranks that hold the others up: one, or several that hide each other."""
+
+    ranks: list[int]
+    joined: int  # collectives that one of them joins
+    last: int  # into which one of them came last, those before mended
+    chance: float  # that this is chance
+    gain_s: Floats  # seconds of every step that mending them gains, those before mended
+    waited_s: float  # of it, per step and rank: that others waited
+    alone_s: list[float]  # what mending each alone gains
+    steps: list[int]
+
+    @property
+    def sure(self) -> bool:
+        return self.chance < LEAST_SURE
+
+
+@dataclass(frozen=True)
 class Losses:
     """Where the time of every rank goes (rows of `times`), and who was waited for (rows of `kineto/blame.sql`)."""
 
@@ -62,6 +92,7 @@ class Losses:
     ranks: list[dict[str, Any]]
     blame: list[dict[str, Any]]
     present: float = 1.0  # share of the job's ranks whose traces are there
+    late: Sequence[Late] = ()  # ranks that others are late for, by what mending them gains
 
     def mean(self, column: str) -> float:
         """Mean over the ranks of a column in ns, as s per step."""
@@ -84,7 +115,7 @@ class Losses:
         for row in self.blame:
             joined, last, expected = row["joined"], row["last"], float(row["expected"])
             found.append(Straggler(row["rank"], joined, last, expected, self._share(row),
-                                   min(1.0, _tail(joined, last, expected) * len(self.blame))))
+                                   min(1.0, tail(joined, last, expected) * len(self.blame))))
         return sorted(found, key=lambda one: -one.share)
 
     def cost_s(self, one: Straggler) -> float:
@@ -134,10 +165,53 @@ class Losses:
                            - row["idle_queued_ns"]) / 1e9 / self.steps,
         }
 
+    @cached_property
+    def stragglers(self) -> list[Late]:
+        """Late ranks that cost enough, where it is no chance that they are last so often."""
+        return [one for one in self.late if one.sure and one.gain_s.mean() >= LEAST_STRAGGLER * self.mean("span_ns")]
+
     def mean_parts(self) -> dict[str, float]:
         """The same, mean over the ranks."""
-        of_ranks = [self.parts(row, self.worker_share) for row in self.ranks]
-        return {part: sum(parts[part] for parts in of_ranks) / len(of_ranks) for part in KEY_OF}
+        share = 0.0 if self.stragglers else self.worker_share
+        of_ranks = [self.parts(row, share) for row in self.ranks]
+        parts = {part: sum(own[part] for own in of_ranks) / len(of_ranks) for part in KEY_OF}
+        for part, gain_s in self.regained.items():
+            parts["worker"] += gain_s
+            if part in parts:
+                parts[part] -= gain_s
+        return parts
+
+    def ideal_s(self) -> float:
+        """Compute per step and rank, without what stragglers compute longer than others."""
+        return self.mean("compute_ns") - self.regained.get("compute", 0.0)
+
+    @cached_property
+    def regained(self) -> dict[str, float]:
+        """What mending the stragglers gains, by what it is now: seconds per step, mean over the ranks.
+
+        That others wait for them, what they do longer than others, and transfers that would be hidden then.
+        """
+        if not self.stragglers:
+            return {}
+        left_s = sum(float(one.gain_s.mean()) for one in self.stragglers)
+        waited_s = min(sum(one.waited_s for one in self.stragglers), self.mean("exposed_wait_ns"))
+        longer = self.longer_of([rank for one in self.stragglers for rank in one.ranks])
+        found, whole = {"others": waited_s}, sum(longer.values())
+        left_s -= waited_s
+        if whole:
+            found |= {part: min(left_s * more_s / whole, self.mean(_WORKS[part])) for part, more_s in longer.items()}
+        left_s -= sum(found.values()) - waited_s
+        return found | {"transfers": max(0.0, min(left_s, self.mean("exposed_ns") - self.mean("exposed_wait_ns")))}
+
+    def longer_of(self, ranks: Sequence[int]) -> dict[str, float]:
+        """By how much ranks do each thing longer than the (lower) median of the others: seconds per step, summed."""
+        longer = dict.fromkeys(_WORKS, 0.0)
+        for part, column in _WORKS.items():
+            others = sorted(self.of(row, column) for row in self.ranks if row["rank"] not in ranks)
+            for row in self.ranks:
+                if others and row["rank"] in ranks:
+                    longer[part] += max(0.0, self.of(row, column) - others[(len(others) - 1) // 2])
+        return longer
 
     def lost_s(self) -> dict[str, float]:
         """Seconds per step and rank by cause: the keys of every analysis."""
@@ -149,7 +223,7 @@ def by_key(parts: dict[str, float]) -> dict[str, float]:
     return {key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0 for key in _KEYS}
 
 
-def _tail(joined: int, last: int, expected: float) -> float:
+def tail(joined: int, last: int, expected: float) -> float:
     """The chance to be last at least so often; where the exact sum would be long, Chernoff's bound of it."""
     chance = expected / joined
     if joined <= _MOST_EXACT:

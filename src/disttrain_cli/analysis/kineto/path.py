@@ -22,6 +22,8 @@ from disttrain_cli.analysis.walk import Ints
 
 #: Kernels of a step up to which a path is looked for, and parts that are shown.
 MOST_KERNELS, MOST_PARTS = 1_000_000, 30
+#: Ends later than the next begin by no more than this are rounded, or clocks of engines that differ.
+ROUNDED_NS = 2000
 #: What of a path is no kernel.
 HOST, LAUNCH = "host", "launch"
 
@@ -33,8 +35,8 @@ def critical_path(database: KinetoDatabase) -> CriticalPath | None:
     steps = [row["step"] for row in database.sql(
         "SELECT step FROM step_lengths WHERE measured GROUP BY step ORDER BY max(length_s), step")]
     step = steps[len(steps) // 2] if steps else None
-    count = database.sql("SELECT count(*) AS n FROM raw_kernels WHERE measured AND ($step IS NULL OR step = $step)",
-                         {"step": step})[0]["n"]
+    count = database.sql("SELECT count(*) AS n FROM raw_kernels WHERE measured AND end_ns > start_ns "
+                         "AND ($step IS NULL OR step = $step)", {"step": step})[0]["n"]
     if not 0 < count <= MOST_KERNELS:
         return None
     begun = {row["rank"]: row["start_ns"] for row in database.sql(
@@ -74,9 +76,9 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     calls = {one: (waits["start_ns"][waits["rank"] == one], waits["end_ns"][waits["rank"] == one]) for one in own}
 
     def ended(of: int, by_ns: int, before: int) -> int:
-        """The kernel of a rank that ended last, at `by_ns` or before, and began before `before`; -1: none."""
+        """The kernel of a rank that ended last, at `by_ns` or hardly later, and began before `before`; -1: none."""
         places = own[of]
-        at = int(np.searchsorted(end[places], by_ns, side="right")) - 1
+        at = int(np.searchsorted(end[places], by_ns + ROUNDED_NS, side="right")) - 1
         while at >= 0 and start[places[at]] >= before:
             at -= 1
         return int(places[at]) if at >= 0 else -1
@@ -94,8 +96,8 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
         path.add(str(kernels["kind"][number]), here, int(kernels["name"][number]), until - began)
         before, asked = ended(here, began, began), int(launched[number])
         if before >= 0 and end[before] >= asked:
-            path.add(LAUNCH, here, -1, began - int(end[before]))
-            number, until = before, int(end[before])
+            number, until = before, min(began, int(end[before]))
+            path.add(LAUNCH, here, -1, began - until)
             continue
         if asked < 0:
             break
@@ -105,8 +107,8 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
             first = begun.get(here, int(launched[own[here]][launched[own[here]] >= 0].min()))
             path.add(HOST, here, -1, asked - first)
             break
-        path.add(HOST, here, -1, asked - int(end[waited]))
-        number, until = waited, int(end[waited])
+        number, until = waited, min(asked, int(end[waited]))
+        path.add(HOST, here, -1, asked - until)
     return path
 
 

@@ -3,21 +3,22 @@
 Where the traces do not tell (`unknown`), nothing is blamed: no kernels, most of them of an unknown kind, or devices
 that idle without a record of a late host.
 
-Confidence: of a straggler, how sure it is that this is no chance, times its share of all waiting; of another cause, the
-share of ranks on which it is the largest loss; of "none", the share of ranks on which nothing is large. All of it times
-the share of the job's ranks whose traces are there: what the others did, and who waited for them, is not seen.
+Confidence: of stragglers, how sure it is that this is no chance, times the chance that mending them gains enough in
+more such steps (of those known by waiting alone, their share of all waiting); of another cause, the share of ranks on
+which it is the largest loss; of "none", the share of ranks on which nothing is large. All of it times the share of the
+job's ranks whose traces are there: what the others did, and who waited for them, is not seen.
 """
 
 from __future__ import annotations
 
-from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_SURE, Losses, Straggler, by_key
+from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_STRAGGLER, LEAST_SURE, Losses, by_key
+from disttrain_cli.analysis.kineto.stragglers import in_one_step, mended, unlikely, waited_for
 from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, idle_without_reason, of_step, unclassified
 from disttrain_cli.analysis.result import Evidence, Place, Verdict
 
 #: A cause that costs a smaller share of a step is none.
-LEAST_SHARE = {"worker": 0.05, "data": 0.05, "communication": 0.1, "host": 0.1, "unexplained": 0.1}
+LEAST_SHARE = {"worker": LEAST_STRAGGLER, "data": 0.05, "communication": 0.1, "host": 0.1, "unexplained": 0.1}
 
 
 def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
@@ -28,7 +29,7 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     evidence = [
         Evidence(what="a step, from the first kernel to the last" if losses.marked else "recorded, from the first "
                  "kernel to the last", value=span_s, unit="s"),
-        Evidence(what="compute", value=losses.mean("compute_ns"), unit="s"),
+        Evidence(what="compute", value=losses.ideal_s(), unit="s"),
         *(Evidence(what=_WHAT[part], value=lost, unit="s")
           for part, lost in sorted(parts.items(), key=lambda item: -item[1]) if lost > 0.005 * span_s),
     ]
@@ -37,10 +38,12 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
                                  unit="share"))
     if losses.present < 1:
         evidence.append(Evidence(what="ranks whose traces are there", value=losses.present, unit="share of ranks"))
+    if losses.stragglers:
+        return mended(losses, database, evidence)
     sure = [one for one in losses.waited_for if one.chance < LEAST_SURE]
     if "worker" in large and sure:
         costly = [one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s]
-        return _straggler(losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence)
+        return waited_for(losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence)
     unknown_share = database.answer("totals")[0]["unclassified"] or 0.0
     if unknown_share > MOST_UNCLASSIFIED:
         return unclassified(unknown_share, database, evidence)
@@ -53,73 +56,22 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     agree = sum(max(LEAST_SHARE, key=lambda name: own[name]) == cause for own in by_rank) / len(by_rank)
     largest = max((part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: parts[part])
     told, advice, command = _DETAILS[largest]
+    if largest == "transfers" and losses.present < 1:
+        told = "Communication, or waiting for ranks whose traces are missing, is not hidden behind compute"
+    if largest == "others" and losses.at_messages > 0.5:
+        told = "Ranks wait for one another's messages, no rank more than its pipeline does that fills and drains"
+    told, persists = (in_one_step(losses) if largest == "others" else None) or (told, 1.0)
     return Verdict(
         cause=cause,
         headline=f"{told}: {of_step(lost_s[cause], span_s, losses.marked)}.",
         place=Place(),
         lost_s=lost_s[cause],
-        confidence=round(agree * losses.present, 3),
+        confidence=round(agree * losses.present * persists, 3),
         evidence=[*evidence, Evidence(what="ranks on which this is the largest loss", value=agree,
                                       unit="share of ranks"), *_not_one(losses)],
         advice=advice,
         next_command=command,
     )
-
-
-def _straggler(
-    losses: Losses, found: Straggler, costly: list[Straggler], database: KinetoDatabase, evidence: list[Evidence]
-) -> Verdict:
-    """The worst straggler and why it is one; and every other rank for which waiting costs enough."""
-    span_s, sure = losses.mean("span_ns"), [one for one in costly if one.chance < LEAST_SURE] or [found]
-    rank, did = found.rank, {row["is_it"]: row for row in database.query("before", rank=found.rank)}
-    met = "collectives" if not losses.at_messages else "messages" if losses.at_messages == 1 else \
-        "collectives and messages"
-    it, others = did[True], did[False]
-    later_s, work_s, when = it["gap_s"] - others["gap_s"], it["compute_s"] - others["compute_s"], "Before them"
-    if losses.at_messages > 0.5:
-        later_s = work_s = losses.longer_ns(rank) / 1e9 / losses.steps
-        when = "In a step"
-    works_longer = work_s > 0.5 * later_s > 0
-    advice = (
-        f"{when} rank {rank} computes {seconds(work_s)} longer than the others: it has more work (uneven "
-        "data, shards or stages) or a slower device (clocks, temperature)."
-        if works_longer else
-        f"Before them its device does not compute longer than the others': its host is late. Look at the CPU of rank "
-        f"{rank}: other processes, data loading, garbage collection, pinning."
-    )
-    return Verdict(
-        cause="worker",
-        headline=f"Rank {rank} is the straggler: it is last into {found.last} of {found.joined} {met}, and "
-                 f"waiting for it costs every rank {of_step(losses.cost_s(found), span_s, losses.marked)}."
-                 + "".join(_another(losses, one) for one in costly if one != found),
-        place=Place(rank=rank),
-        lost_s=min(sum(losses.cost_s(one) for one in sure), losses.mean("exposed_wait_ns")),
-        confidence=round((1 - found.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3),
-        evidence=[
-            *evidence,
-            Evidence(what=f"{met} into which rank {rank} comes last", value=found.last / found.joined, unit="share"),
-            Evidence(what="the same, were everyone last equally often", value=found.expected / found.joined,
-                     unit="share"),
-            Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
-            *(Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
-              for one in dict.fromkeys([found, *costly])),
-            Evidence(what=f"rank {rank}: from its collective or message before to these", value=it["gap_s"], unit="s"),
-            Evidence(what="the others: the same", value=others["gap_s"], unit="s"),
-            Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
-            Evidence(what="the others: the same", value=others["compute_s"], unit="s"),
-        ],
-        advice=advice,
-        next_command=f'disttrain analyze --sql "SELECT step, name, index, wait_ns / 1e3 AS waits_us, is_last FROM '
-                     f'waits WHERE rank = {rank} ORDER BY start_ns"',
-    )
-
-
-def _another(losses: Losses, one: Straggler) -> str:
-    """A sentence on a further rank that is waited for."""
-    costs = f"{seconds(losses.cost_s(one))} ({100 * losses.cost_s(one) / losses.mean('span_ns'):.0f} %)"
-    if one.chance < LEAST_SURE:
-        return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
-    return f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be chance."
 
 
 def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
@@ -133,7 +85,7 @@ def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
                  "of the time, and nothing else costs much.",
         place=Place(),
         lost_s=0.0,
-        confidence=round(calm / len(losses.ranks) * losses.present, 3),
+        confidence=round(calm / len(losses.ranks) * losses.present * unlikely(losses), 3),
         evidence=[*evidence, *_not_one(losses)],
         advice="More speed needs faster kernels (lower precision, fusion, torch.compile) or more devices.",
         next_command='disttrain analyze --sql "SELECT name, kind, count(*), sum(end_ns - start_ns) / 1e6 AS ms FROM '

@@ -176,12 +176,13 @@ def heat(pictures: Pictures) -> str:
 def ranks_chart(analysis: Analysis) -> str:
     """A bar per rank: what it computed, communicated outside of compute, and idled; the slowest ranks of many."""
     ranks = sorted(sorted(analysis.ranks, key=lambda rank: -rank.span_us)[:MOST_BARS], key=lambda rank: rank.rank)
-    if len(ranks) < 2 or analysis.format == "disttrain":  # whose timeline shows them
-        return ""
+    if len(ranks) < 2 or analysis.format == "disttrain" or any(rank.compute_us is None for rank in ranks):
+        return ""  # the timeline of own traces shows them
     more = f" The {len(ranks)} of {len(analysis.ranks)} ranks that were active longest." \
         if len(ranks) < len(analysis.ranks) else ""
     rows = [(f"rank {rank.rank}" + (f" · {rank.unit[:12]}" if rank.unit else ""),
-             [("compute", rank.compute_us), ("communication", rank.non_compute_us), ("idle", rank.idle_us)])
+             [("compute", rank.compute_us or 0.0), ("communication", rank.non_compute_us or 0.0),
+              ("idle", rank.idle_us)])
             for rank in ranks]
     legend = "".join(f'<span><i class="k-{kind}"></i>{name}</span>' for kind, name in (
         ("compute", "compute"), ("communication", "other operations outside compute"), ("idle", "idle")))

@@ -77,7 +77,7 @@ def hosts(analysis: Analysis) -> str:
         span = sum(rank.span_us for rank in own) or 1.0
         units = Counter(rank.unit for rank in own if rank.unit)
         rows.append([escape(name), str(len(own)), escape(", ".join(f"{unit} {count}" for unit, count in units.items())),
-                     percent(sum(rank.compute_us for rank in own) / span),
+                     percent(sum(rank.compute_us or 0.0 for rank in own) / span),
                      percent(sum(rank.idle_us for rank in own) / span),
                      _clock(clocks.get(name))])
     return section("Hosts", "Shares of the time of their ranks; the clock against that of rank 0’s host.",

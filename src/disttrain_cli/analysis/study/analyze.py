@@ -55,7 +55,7 @@ def analyze_study(files: list[Path]) -> Analysis:
     measured = trace.end.max(axis=0) - trace.start.min(axis=0)
     ranks = _ranks(trace, waits)
     span = sum(rank.span_us for rank in ranks)
-    compute = sum(rank.compute_us for rank in ranks)
+    compute = sum(rank.compute_us or 0.0 for rank in ranks)
     return Analysis(
         format="operations",
         job=JobSummary(
@@ -66,7 +66,7 @@ def analyze_study(files: list[Path]) -> Analysis:
             iteration_p95_s=float(np.quantile(measured, 0.95)), sequences_per_s=None, mfu=None,
             bubble_fraction=1 - compute / (1e6 * float(measured.sum()) * len(ranks)),
             exposed_communication_fraction=None,
-            time_shares={"compute": compute / span, "communication": sum(r.non_compute_us for r in ranks) / span,
+            time_shares={"compute": compute / span, "communication": sum(r.non_compute_us or 0.0 for r in ranks) / span,
                          "idle": sum(r.idle_us for r in ranks) / span}),
         units=[], stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study, causes=causes,
         predicted_vs_measured=[], operations=[], drift=[], slowest=slowest,

@@ -1,6 +1,7 @@
 -- One row per step and rank, by whatever marks steps: names (the first pattern of a step that any event fits), else
 -- arguments (step_num of annotations, iteration of all events). Marks without a number are counted. measured: on all
--- ranks that mark steps, and not the first of several (warm-up). Columns: rank, step, start_ns, end_ns, until_ns, measured
+-- ranks that mark steps, and not the first of several (warm-up). Where marks end long before the next begins (a host that
+-- runs ahead), the last step is as long as they are apart. Columns: rank, step, start_ns, end_ns, until_ns, measured
 CREATE TABLE steps AS
 WITH marks AS (
     SELECT f.rank, CASE WHEN s.line IS NOT NULL THEN s.line WHEN e.step >= 0 THEN 1000000 ELSE 2000000 END AS line,
@@ -36,8 +37,10 @@ found AS (
 common AS (
     SELECT step FROM found GROUP BY step HAVING count(*) = (SELECT count(DISTINCT rank) FROM found))
 SELECT rank, step, start_ns, end_ns,
-       coalesce(lead(start_ns) OVER (PARTITION BY rank ORDER BY start_ns), end_ns) AS until_ns,
+       coalesce(next_ns, if(median(end_ns - start_ns) OVER own < 0.8 * median(next_ns - start_ns) OVER own,
+                            greatest(end_ns, start_ns + (median(next_ns - start_ns) OVER own)::BIGINT), end_ns)) AS until_ns,
        step IN (SELECT step FROM common)
            AND (step > (SELECT min(step) FROM common) OR (SELECT count(*) FROM common) = 1) AS measured
-FROM found
+FROM (SELECT *, lead(start_ns) OVER (PARTITION BY rank ORDER BY start_ns) AS next_ns FROM found)
+WINDOW own AS (PARTITION BY rank)
 ORDER BY rank, step;

@@ -1,0 +1,249 @@
+"""Recorded collectives played again: what mending a rank gains, and who hides behind whom.
+
+Between two of its collectives a rank works: all that passes but waiting for others that no compute hides. A collective
+begins when the last of its ranks has come, moves as long as it did, and lets those go on whom it held up before: ranks
+whose compute went on beside it are not held up. One that was launched early and ran behind another of its stream is
+ready when the compute before its launch has ended. A message is a collective of two; who sends and is gone before the
+receiver comes waits for nobody. Every measured step is played from the end of the collectives of the
+step before, steps of another structure than most are left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from disttrain_cli.analysis.causes import SMALLEST_SHARE, State, Suspect
+from disttrain_cli.analysis.kineto.database import KinetoDatabase
+from disttrain_cli.analysis.result import Place
+from disttrain_cli.analysis.walk import Floats, Ints
+
+#: What begins so soon after the collective before it on its stream waited for it, ns.
+QUEUED_NS = 20_000
+#: A rank is held up by a collective if it computes nothing beside more than this share of it.
+HELD_SHARE = 0.1
+#: By so much ends may be later than the next begin because they are rounded.
+ROUNDED_NS = 2000
+#: Share of communication in messages of which an end is unknown, above which waiting is not told from work.
+MOST_LONE = 0.05
+#: Ranks that are looked at, those first that work longest beyond their peers.
+MOST_RANKS = 32
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives and messages of every played step, in the order in which they began. A node is a rank in one of them.
+
+    Times are seconds, [nodes, steps] or [ranks, steps].
+    """
+
+    steps: list[int]  # that are played; -1 where none are marked
+    ranks: list[int]
+    rank_of: Ints  # of every node, its place in `ranks`
+    members: list[Ints]  # nodes of every collective
+    names: list[str]  # what every node does, and among how many
+    behind: Ints  # node before it on its stream that it may have waited for, or -1
+    begin: Floats  # when each rank began
+    work: Floats  # from one node of the rank, or the begin, to its being ready for the next
+    queued: NDArray[np.bool_]  # whether it waited for the node before it on its stream
+    moves: Floats  # from the last arrival to the end
+    waits: NDArray[np.bool_]  # whether the rank's earlier ones had ended when it came
+    holds: NDArray[np.bool_]  # whether the rank could not compute beside it
+    gone: NDArray[np.bool_]  # whether it sent and was gone before the receiver came
+    beside: Floats  # from being ready to the end, waiting that no compute hides left out
+
+    def lengths(self, state: State) -> Floats:
+        """Seconds of every step [steps] if the ranks worked as long as in `state`, which is `(work,)`."""
+        return self._play(state, lambda *_: None)
+
+    def last(self, state: State) -> NDArray[np.int64]:
+        """The rank (its place) that comes last into each collective [collectives, steps]."""
+        found = np.zeros((len(self.members), state[0].shape[1]), np.int64)
+
+        def note(number: int, came: Floats) -> None:
+            found[number] = self.rank_of[self.members[number]][came.argmax(axis=0)]
+
+        self._play(state, note)
+        return found
+
+    def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
+        (work,) = state
+        at, ended = self.begin.copy(), np.full(work.shape, -np.inf)
+        held = np.full(at.shape, -np.inf)  # until when, by what a rank joined and has not waited for yet
+        for number, nodes in enumerate(self.members):
+            ranks, behind = self.rank_of[nodes], self.behind[nodes]
+            ready, until, waits = at[ranks] + work[nodes], held[ranks] + work[nodes], self.waits[nodes]
+            ready, until = np.where(waits, np.maximum(ready, until), ready), np.where(waits, -np.inf, until)
+            came = np.where(self.queued[nodes] & (behind >= 0)[:, None], np.maximum(ready, ended[behind]), ready)
+            note(number, came)
+            ended[nodes] = np.where(self.gone[nodes], came, came.max(axis=0)) + self.moves[nodes]
+            at[ranks] = ready
+            held[ranks] = np.where(self.holds[nodes], np.maximum(until, ended[nodes] - self.beside[nodes]), until)
+        lengths: Floats = ended.max(axis=0) - self.begin.max(axis=0)
+        return lengths
+
+    def suspects(self) -> list[Suspect]:
+        """Ranks that work longer than the (lower) median of the others that join the same collectives in turn.
+
+        Where none join the same ones, as stages of a pipeline, longer in a step than the median of all others.
+        """
+        own = [np.flatnonzero(self.rank_of == place) for place in range(len(self.ranks))]
+        alike = defaultdict[tuple[str, ...], list[int]](list)
+        for place, nodes in enumerate(own):
+            alike[tuple(self.names[int(node)] for node in nodes)].append(place)
+        usual = dict[int, Floats]()
+        for places in alike.values():
+            if len(places) > 1:
+                works = np.stack([self.work[own[place]] for place in places])
+                usual |= dict(zip(places, np.minimum(works, _of_others(works)), strict=True))
+        if not usual and len(own) > 1:
+            whole = np.stack([self.work[nodes].sum(axis=0) for nodes in own])
+            share = np.minimum(1.0, _of_others(whole) / np.maximum(whole, 1e-9))
+            usual = {place: self.work[nodes] * share[place] for place, nodes in enumerate(own)}
+        least_s = SMALLEST_SHARE * float(self.lengths((self.work,)).mean())
+        found = []
+        for place, less in usual.items():
+            more_s = float((self.work[own[place]] - less).sum(axis=0).mean())
+            if more_s >= least_s:
+                found.append(Suspect("worker", Place(rank=self.ranks[place]), _as_usual(own[place], less), more_s))
+        return sorted(found, key=lambda one: -one.most_s)[:MOST_RANKS]
+
+
+def _of_others(times: Floats) -> Floats:
+    """For every rank (first axis) the lower median of the others."""
+    ordered, half = np.sort(times, axis=0), (len(times) - 2) // 2
+    return np.where(times <= ordered[half], ordered[half + 1], ordered[half])
+
+
+def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
+    def mend(state: State) -> State:
+        work = state[0].copy()
+        work[nodes] = usual
+        return (work,)
+
+    return mend
+
+
+def read_collectives(database: KinetoDatabase) -> Collectives | None:
+    """The collectives and messages of a database; None where no two ranks joined one, or most messages are unknown."""
+    read = database.columns("participations")
+    if not len(read["rank"]) or (database.answer("totals")[0]["lone_messages_share"] or 0.0) > MOST_LONE:
+        return None
+    rows = {name: np.ma.getdata(column) for name, column in read.items()}
+    rows["launched_ns"] = np.where(np.ma.getmaskarray(read["launched_ns"]), rows["start_ns"], rows["launched_ns"])
+    steps, at = _alike(rows)
+    nodes = at[0]
+    ranks, rank_of = np.unique(rows["rank"][nodes], return_inverse=True)
+    start, end, latest, launched = (rows[name][at].T for name in ("start_ns", "end_ns", "latest_ns", "launched_ns"))
+    behind = _behind(rank_of, rows["stream"][nodes])
+    queued = (behind >= 0)[:, None] & (start - end[behind] < QUEUED_NS)
+    begin, waits = np.zeros((len(ranks), len(steps))), np.zeros(start.shape, bool)
+    work, beside, idle = (np.zeros(start.shape) for _ in range(3))
+    clocks = _clocks(database, rows)
+    for place, rank in enumerate(ranks):
+        own, clock = rank_of == place, clocks[int(rank)]
+        begins = _begins(rows, clock, int(rank), steps)
+        could = np.minimum(np.maximum(launched[own], clock.computed_before(launched[own])), start[own])
+        worked = clock.worked(np.vstack([begins[None], np.where(queued[own], could, start[own])]))
+        work[own], beside[own] = np.diff(worked, axis=0), clock.worked(end[own]) - worked[1:]
+        idle[own] = (end - start)[own] - (clock.computed(end[own]) - clock.computed(start[own]))
+        waits[own] = np.vstack([begins, np.maximum.accumulate(end[own])[:-1]]) <= start[own] + ROUNDED_NS
+        begin[place] = begins - rows["ahead_ns"][nodes][own][0] - start.min()
+    firsts = np.flatnonzero(np.diff(rows["number"][nodes], prepend=-1))
+    return Collectives(
+        steps=steps, ranks=ranks.tolist(), rank_of=rank_of,
+        members=np.split(np.arange(len(nodes)), firsts[1:]),
+        names=[f"{rows['name'][node]} {rows['ranks'][node]}" for node in nodes], gone=rows["gone"][at].T,
+        behind=behind, begin=begin / 1e9, work=work / 1e9, queued=queued,
+        moves=np.maximum(end - latest, 0) / 1e9, waits=waits, holds=idle > HELD_SHARE * (end - start),
+        beside=beside / 1e9)
+
+
+def _behind(rank_of: Ints, stream: Ints) -> NDArray[np.int64]:
+    """The node before each on its rank and stream, or -1."""
+    order = np.lexsort((np.arange(len(stream)), stream, rank_of))
+    same = (np.diff(rank_of[order]) == 0) & (np.diff(stream[order]) == 0)
+    behind = np.full(len(stream), -1)
+    behind[order[1:][same]] = order[:-1][same]
+    return behind
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """A rank's time: how much of it, up to a moment of its own clock in ns, was work, and how much compute."""
+
+    first: int
+    times: NDArray[np.int64]  # from the first on, as floats hold no ns since 1970
+    waited: NDArray[np.int64]  # ns of waiting that no compute hides, up to each of the times
+    busy: NDArray[np.int64]  # ns of compute
+    launched: NDArray[np.int64]  # of kernels that compute
+    ended: NDArray[np.int64]  # the latest end of those that were launched so far
+
+    def worked(self, at: NDArray[np.int64]) -> Floats:
+        return np.asarray(at - self.first - np.interp(at - self.first, self.times, self.waited))
+
+    def computed(self, at: NDArray[np.int64]) -> Floats:
+        return np.interp(at - self.first, self.times, self.busy)
+
+    def computed_before(self, launched: NDArray[Any]) -> NDArray[Any]:
+        """When the compute that was launched before had ended."""
+        place = np.searchsorted(self.launched, launched, side="left") - 1
+        return np.where(place >= 0, self.ended[np.maximum(place, 0)] if len(self.ended) else 0, 0)
+
+
+def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]:
+    compute = {name: np.ma.getdata(column) for name, column in database.columns("computing").items()}
+    first = {row["rank"]: row["first_ns"] for row in database.sql(
+        "SELECT rank, min(start_ns) AS first_ns FROM raw_kernels WHERE measured GROUP BY rank")}
+    found = {}
+    for rank in np.unique(rows["rank"]):
+        own, joined = compute["rank"] == rank, rows["rank"] == rank
+        starts, ends = compute["start_ns"][own], compute["end_ns"][own]
+        waits = rows["start_ns"][joined], np.maximum(rows["latest_ns"][joined], rows["start_ns"][joined])
+        times = np.concatenate([starts, ends, *waits])
+        kinds = np.repeat([0, 0, 1, 1], [len(starts), len(ends), len(waits[0]), len(waits[1])])
+        signs = np.repeat([1, -1, 1, -1], [len(starts), len(ends), len(waits[0]), len(waits[1])])
+        order = np.argsort(times, kind="stable")
+        times, kinds, signs = times[order], kinds[order], signs[order]
+        computes = np.cumsum(np.where(kinds == 0, signs, 0)) > 0
+        waiting = (np.cumsum(np.where(kinds == 1, signs, 0)) > 0) & ~computes
+        spans = np.diff(times)
+        launched = np.argsort(compute["launched_ns"][own], kind="stable")
+        found[int(rank)] = _Clock(
+            first=first[int(rank)], times=times - first[int(rank)],
+            waited=np.concatenate([[0], np.cumsum(spans * waiting[:-1])]),
+            busy=np.concatenate([[0], np.cumsum(spans * computes[:-1])]),
+            launched=compute["launched_ns"][own][launched],
+            ended=np.maximum.accumulate(ends[launched]) if len(ends) else ends)
+    return found
+
+
+def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
+    """Steps that hold the same collectives, and the rows of them [steps, nodes], in the order in which they began."""
+    by_step = {int(step): np.flatnonzero(rows["step"] == step) for step in np.unique(rows["step"])}
+    looks = {step: tuple(zip(*(rows[name][at].tolist() for name in ("number", "rank", "name")), strict=True))
+             for step, at in by_step.items()}
+    most = Counter(looks.values()).most_common(1)[0][0]
+    steps = [step for step, look in looks.items() if look == most]
+    at = np.stack([by_step[step] for step in steps])
+    latest = rows["latest_ns"][at] - rows["ahead_ns"][at]
+    began = np.median(latest - latest.min(axis=1, keepdims=True), axis=0)
+    number = rows["number"][at[0]]
+    of_all = np.zeros(int(number.max()) + 1)
+    np.maximum.at(of_all, number, began)
+    return steps, at[:, np.lexsort((rows["rank"][at[0]], number, of_all[number]))]
+
+
+def _begins(rows: dict[str, Any], clock: _Clock, rank: int, steps: list[int]) -> NDArray[np.int64]:
+    """When a rank began each step, on its own clock: at the end of its collectives of the step before, in ns."""
+    own = rows["rank"] == rank
+    known, place = np.unique(rows["step"][own], return_inverse=True)
+    ends = np.zeros(len(known), np.int64)
+    np.maximum.at(ends, place, rows["end_ns"][own])
+    before = np.searchsorted(known, steps) - 1
+    return np.where(before >= 0, ends[before], clock.first)
