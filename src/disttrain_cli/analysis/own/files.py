@@ -45,6 +45,7 @@ class TraceFiles:
     samples: dict[Path, Footer] = field(default_factory=dict)
     open_segments: dict[str, pa.Table] = field(default_factory=dict)  # rows by the name of the fields above
     job: Job | None = None
+    name: str | None = None  # of the run, where a file tells it
     warnings: list[str] = field(default_factory=list)
 
     @property
