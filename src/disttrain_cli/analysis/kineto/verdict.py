@@ -41,27 +41,21 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     if "worker" in large and sure:
         costly = [one for one in losses.waited_for if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s]
         return _straggler(losses, [*(one for one in costly if one in sure), *sure][0], costly, database, evidence)
-    maybe = "".join(_another(losses, one) for one in losses.waited_for
-                    if losses.cost_s(one) >= LEAST_SHARE["worker"] * span_s)
     unknown_share = database.answer("totals")[0]["unclassified"] or 0.0
     if unknown_share > MOST_UNCLASSIFIED:
         return unclassified(unknown_share, database, evidence)
     if not large:
-        return _calm(losses, evidence, maybe)
+        return _calm(losses, evidence)
     cause = max(large, key=lambda name: large[name])
     if cause == "unexplained":
         return idle_without_reason(parts, of_step(lost_s[cause], span_s, losses.marked), evidence)
     by_rank = [by_key(losses.parts(row, 0.0)) for row in losses.ranks]
     agree = sum(max(LEAST_SHARE, key=lambda name: own[name]) == cause for own in by_rank) / len(by_rank)
-    finer = dict[tuple[str, str, str], float]()  # what is said of parts of the cause, the longest first
-    for part in sorted((part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: -parts[part]):
-        finer[_DETAILS[part]] = finer.get(_DETAILS[part], 0.0) + parts[part]
-    (told, advice, command), *others = finer
-    also = "".join(f" {other[0]}: {_cost(finer[other], span_s)}." for other in others
-                   if finer[other] >= LEAST_SHARE["worker"] * span_s)
+    largest = max((part for part in _DETAILS if KEY_OF[part] == cause), key=lambda part: parts[part])
+    told, advice, command = _DETAILS[largest]
     return Verdict(
         cause=cause,
-        headline=f"{told}: {of_step(finer[told, advice, command], span_s, losses.marked)}.{also}{maybe}",
+        headline=_figured(told, largest, parts, losses),
         place=Place(),
         lost_s=lost_s[cause],
         confidence=round(agree * losses.present, 3),
@@ -122,17 +116,13 @@ def _straggler(
 
 def _another(losses: Losses, one: Straggler) -> str:
     """A sentence on a further rank that is waited for."""
-    costs = _cost(losses.cost_s(one), losses.mean("span_ns"))
+    costs = f"{seconds(losses.cost_s(one))} ({100 * losses.cost_s(one) / losses.mean('span_ns'):.0f} %)"
     if one.chance < LEAST_SURE:
         return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
     return f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be chance."
 
 
-def _cost(value: float, span_s: float) -> str:
-    return f"{seconds(value)} ({100 * value / span_s:.0f} %)"
-
-
-def _calm(losses: Losses, evidence: list[Evidence], maybe: str) -> Verdict:
+def _calm(losses: Losses, evidence: list[Evidence]) -> Verdict:
     calm = 0
     for row in losses.ranks:
         own = by_key(losses.parts(row, 0.0))
@@ -140,7 +130,7 @@ def _calm(losses: Losses, evidence: list[Evidence], maybe: str) -> Verdict:
     return Verdict(
         cause="none",
         headline=f"No straggler: the devices compute {100 * losses.mean('compute_ns') / losses.mean('span_ns'):.0f} % "
-                 f"of the time, and nothing {'that is sure' if maybe else 'else'} costs much.{maybe}",
+                 "of the time, and nothing else costs much.",
         place=Place(),
         lost_s=0.0,
         confidence=round(calm / len(losses.ranks) * losses.present, 3),
@@ -164,9 +154,21 @@ def _not_one(losses: Losses) -> list[Evidence]:
     ]
 
 
+def _figured(told: str, largest: str, parts: dict[str, float], losses: Losses) -> str:
+    """What is told of the largest part of a cause, with its own seconds; then the cause's other parts with theirs."""
+    span_s, worded = losses.mean("span_ns"), dict[str, float]()
+    for part, (words, *_) in _DETAILS.items():
+        if KEY_OF[part] == KEY_OF[largest]:
+            worded[words] = worded.get(words, 0.0) + parts[part]
+    own_s = worded.pop(_DETAILS[largest][0])
+    others = sorted(worded.items(), key=lambda item: -item[1])
+    return " ".join(f"{words}: {of_step(lost_s, span_s, losses.marked)}." for words, lost_s in [(told, own_s), *others]
+                    if lost_s == own_s or lost_s >= LEAST_SHARE["worker"] * span_s)
+
+
 _WHAT = {
     "worker": "waiting for one rank",
-    "others": "waiting for whoever comes last, none more often than chance allows",
+    "others": "waiting for whoever comes last, now one, now another",
     "transfers": "transfers that nothing hides",
     "data": "idle while data is loaded",
     "host_works": "idle while the host runs operators and calls",
@@ -194,7 +196,7 @@ _DETAILS = {
         "ILIKE '%dataloader%' GROUP BY ALL ORDER BY ms DESC\"",
     ),
     "others": (
-        "Ranks wait for one another, for none more often than chance allows",
+        "Ranks wait for one another, now for one, now for another",
         "Level what ranks do between collectives (samples of equal length on all, balanced shards and experts). A "
         "pipeline that fills and drains waits less with more microbatches per step.",
         'disttrain analyze --sql "SELECT step, name, index, max(rank) FILTER (is_last) AS last, max(wait_ns) / 1e6 AS '
