@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shlex
 import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -67,6 +68,8 @@ def files_of(found: Format, paths: list[Path]) -> list[Path]:
 def _look(path: Path) -> Found:
     if path.is_dir():
         return _look_through(path)
+    if path.name.startswith("segment-") and path.parent.name.startswith("rank-"):
+        raise _one_rank(path, path.parent)
     if not path.exists():
         raise DataError(
             f"There is no trace folder or file at {path}",
@@ -86,6 +89,8 @@ def _look_through(folder: Path) -> Found:
     if any(any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
            for place in (folder, folder / "traces")):
         return Found("disttrain", [folder], [])
+    if folder.name.startswith("rank-") and any(folder.glob("segment-*")):
+        raise _one_rank(folder, folder)
     said: list[str] = []
     kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
     for file in _json_files(folder, said):
@@ -108,6 +113,11 @@ def _look_through(folder: Path) -> Found:
     if own:
         return Found("disttrain", own[:1], [*said, *_left_out(own[1:], f"{own[0].name} is analysed")])
     return Found("kineto", [], said) if said else Found("disttrain", [folder], [])
+
+
+def _one_rank(path: Path, folder: Path) -> DataError:
+    return DataError(f"{path} is one rank's part of a run's traces", "a step is understood from all of its ranks",
+                     f"Analyse the run: disttrain analyze {shlex.quote(str(folder.resolve().parent))}")
 
 
 def _left_out(files: list[Path], why: str) -> list[str]:

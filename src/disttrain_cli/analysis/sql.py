@@ -100,9 +100,8 @@ def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Tabl
         return Table([column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1))
 
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
         try:
-            return running.result()
+            return pool.submit(run).result()
         except KeyboardInterrupt:
             connection.interrupt()
             raise

@@ -112,7 +112,8 @@ def _read_job(folder: Path, found: TraceFiles) -> None:
     try:
         found.job = read_job(folder / "job.json")
     except SpecError as error:
-        found.warnings.append(f"{error.what}: no MFU, no prediction and no plan can be shown beside the trace")
+        why = error.why.splitlines()[0].strip() if error.why else ""
+        found.warnings.append(f"{error.what}{f' ({why})' if why else ''}: no MFU, no prediction and no plan can be shown beside the trace")
 
 
 def _readable(files: list[Path], folder: Path, columns: dict[str, str], connection: DuckDBPyConnection,
