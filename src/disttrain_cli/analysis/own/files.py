@@ -112,8 +112,8 @@ def _read_job(folder: Path, found: TraceFiles) -> None:
     try:
         found.job = read_job(folder / "job.json")
     except SpecError as error:
-        why = error.why.splitlines()[0].strip() if error.why else ""
-        found.warnings.append(f"{error.what}{f' ({why})' if why else ''}: no MFU, no prediction and no plan can be shown beside the trace")
+        why = f" ({error.why.splitlines()[0].strip()})" if error.why else ""
+        found.warnings.append(f"{error.what}{why}: no MFU, no prediction and no plan can be shown beside the trace")
 
 
 def _readable(files: list[Path], folder: Path, columns: dict[str, str], connection: DuckDBPyConnection,
