@@ -66,10 +66,11 @@ def files_of(found: Format, paths: list[Path]) -> list[Path]:
 
 
 def _look(path: Path) -> Found:
+    rank = path.parent if path.name.startswith("segment-") else path
+    if rank.name.startswith("rank-") and any(rank.glob("segment-*")):
+        raise _one_rank(path, rank)
     if path.is_dir():
         return _look_through(path)
-    if path.name.startswith("segment-") and path.parent.name.startswith("rank-"):
-        raise _one_rank(path, path.parent)
     if not path.exists():
         raise DataError(
             f"There is no trace folder or file at {path}",
@@ -89,8 +90,6 @@ def _look_through(folder: Path) -> Found:
     if any(any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
            for place in (folder, folder / "traces")):
         return Found("disttrain", [folder], [])
-    if folder.name.startswith("rank-") and any(folder.glob("segment-*")):
-        raise _one_rank(folder, folder)
     said: list[str] = []
     kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
     for file in _json_files(folder, said):

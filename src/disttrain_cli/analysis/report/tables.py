@@ -77,7 +77,8 @@ def hosts(analysis: Analysis) -> str:
         own = [rank for rank in analysis.ranks if rank.host == name]
         units = Counter(rank.unit for rank in own if rank.unit)
         rows.append([escape(name), str(len(own)), escape(", ".join(f"{unit} {count}" for unit, count in units.items())),
-                     percent(sum(rank.compute_us for rank in own) / 1e6 / len(own) / measured_s) if measured_s else "–",
+                     percent(sum(rank.compute_us or 0.0 for rank in own) / 1e6 / len(own) / measured_s)
+                     if measured_s else "–",
                      _clock(clocks.get(name))])
     return section("Hosts", "Shares of ranks × window of a step; the clock against that of rank 0’s host.",
                    table(["Host", "Ranks", "Of units", "Compute", "Clock"], rows, label="Hosts"),
