@@ -73,7 +73,8 @@ def traces() -> str:
              "`disttrain train --profile-steps A:B` adds torch's profile of those steps, `traces/kineto/`: a Kineto "
              "file per rank in which every operation is marked. `disttrain analyze` says what its time is made of.",
              "`disttrain analyze --sql QUERY` runs one SELECT over the views below. It is read-only, no other file can "
-             "be reached, and no extension loaded. The view `columns` holds what the tables below say."]
+             "be reached, and no extension loaded; an answer of more than 1,000,000 rows is refused. The view "
+             "`columns` holds what the tables below say."]
     parts += _views(documented_views("own"), "")
     parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
               "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",

@@ -21,6 +21,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,7 +182,7 @@ def _plain_value(value: Any) -> Any:
         return value.model_dump(mode="json")
     if hasattr(value, "item"):  # numpy scalars
         return value.item()
-    return str(value)
+    return float(value) if isinstance(value, Decimal) else str(value)
 
 
 def terminal_width() -> int | None:

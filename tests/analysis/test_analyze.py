@@ -182,6 +182,18 @@ def test_compare(tmp_path, analysis):
     assert rows["stragglers.lost_s.data"].after > 100 * rows["stragglers.lost_s.data"].before
 
 
+def test_compare_shows_neither_zeros_that_were_not_measured_nor_percentages_of_another_sign(analysis):
+    from msgspec.structs import replace
+
+    lost = analysis.stragglers.lost_s
+    other = replace(analysis, stragglers=replace(
+        analysis.stragglers, lost_s=lost | {"unit": 0.0, "host": -0.5}, not_told=["unit"]))
+    rows = {row.what: row for row in compare(other, replace(analysis, stragglers=replace(
+        analysis.stragglers, lost_s=lost | {"host": 1.0})))}
+    assert rows["stragglers.lost_s.unit"].before is None and rows["stragglers.lost_s.unit"].after == lost["unit"]
+    assert (rows["stragglers.lost_s.host"].before, rows["stragglers.lost_s.host"].change_pct) == (-0.5, None)
+
+
 def test_json_has_the_promised_keys(analysis):
     plain = analysis.to_json()
     assert {"ranks", "steps", "iteration_s", "mfu", "bubble_fraction", "exposed_communication_fraction"} <= set(

@@ -61,6 +61,14 @@ def test_files_and_folders_that_cannot_be_read_are_said_and_the_others_taken(tmp
     assert "gone.json cannot be read" in failed.value.why
 
 
+def test_one_ranks_part_of_own_traces_leads_to_the_run(tmp_path: Path) -> None:
+    segment = parquet(tmp_path / "a run" / "traces" / "rank-00003" / "segment-start-000-00000.parquet", "1 AS step")
+    for path in (segment, segment.parent):
+        with pytest.raises(DataError, match="one rank's part") as raised:
+            find_format([path])
+        assert f"disttrain analyze '{tmp_path}/a run/traces'" in raised.value.next_step
+
+
 def test_every_format_has_its_files(tmp_path: Path) -> None:
     own = touch(tmp_path / "run" / "traces" / "rank-00000" / "segment-0.parquet")
     profiles = [touch(tmp_path / "profiles" / "deep" / name) for name in ("rank1.json.gz", "rank2.json")]

@@ -80,8 +80,17 @@ def test_sql_answers_as_a_table_or_as_json(run_dir, capsys):
     assert call([run_dir, "--sql", query], capsys)[1].splitlines()[-1].split() == ["6", "a'b"]
     assert json.loads(call([run_dir, "--sql", query, "--json"], capsys)[1]) == {"columns": ["ranks", "text"],
                                                                                "rows": [[6, "a'b"]]}
+    answered = json.loads(call([run_dir, "--sql", "SELECT 0.5, sum(1.25), [1.5]", "--json"], capsys)[1])
+    assert answered["rows"] == [[0.5, 1.25, [1.5]]]  # DuckDB's decimals are numbers
     code, out, err = call([run_dir, "--sql", "DROP TABLE units"], capsys)
     assert code == 2 and out == "" and "SELECT" in err
+
+
+@pytest.mark.parametrize("other", ["--fail-if", "--compare", "--html", "--perfetto"])
+def test_what_an_option_would_leave_out_silently_is_refused(run_dir, tmp_path, capsys, other):
+    given = {"--fail-if": "job.mfu < 2", "--compare": run_dir}.get(other, tmp_path / "out")
+    code, out, err = call([run_dir, "--sql", "SELECT 1", other, given], capsys)
+    assert code == 2 and out == "" and f"--sql {other}" in err and not (tmp_path / "out").exists()
 
 
 def test_fail_if_is_exit_5_and_keeps_stdout_one_document(run_dir, capsys):

@@ -29,8 +29,9 @@ def test_a_time_of_a_step_has_the_unit_that_fits():
 def test_nothing_before_is_no_base_of_a_percentage(clean_analysis):
     from msgspec.structs import replace
 
-    before = replace(clean_analysis, stragglers=replace(clean_analysis.stragglers, lost_s={"host": 1e-14, "data": 0.1}))
-    after = replace(clean_analysis, stragglers=replace(clean_analysis.stragglers, lost_s={"host": 0.0015, "data": 0.2}))
+    told = replace(clean_analysis.stragglers, not_told=[])
+    before = replace(clean_analysis, stragglers=replace(told, lost_s={"host": 1e-14, "data": 0.1}))
+    after = replace(clean_analysis, stragglers=replace(told, lost_s={"host": 0.0015, "data": 0.2}))
     rows = {row.what: row.change_pct for row in compare(before, after)}
     assert rows["stragglers.lost_s.host"] is None and rows["stragglers.lost_s.data"] == pytest.approx(100)
 

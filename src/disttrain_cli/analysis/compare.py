@@ -11,7 +11,7 @@ MOST_CHANGE = 1e4
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One figure in both analyses; null where one of them lacks it, or there is no percentage."""
+    """One figure in both analyses; null where one of them lacks it. No percentage: from nothing, or of another sign."""
 
     what: str
     before: float | None
@@ -33,14 +33,8 @@ def compare(before: Analysis, after: Analysis) -> list[Change]:
         )
     ]
     rows.append(_change("stragglers.slowdown", before.stragglers.slowdown, after.stragglers.slowdown))
-    for cause in before.stragglers.lost_s or {}:
-        rows.append(
-            _change(
-                f"stragglers.lost_s.{cause}",
-                (before.stragglers.lost_s or {}).get(cause),
-                (after.stragglers.lost_s or {}).get(cause),
-            )
-        )
+    rows += [_change(f"stragglers.lost_s.{cause}", _lost_s(before, cause), _lost_s(after, cause))
+             for cause in before.stragglers.lost_s or after.stragglers.lost_s or {}]
     others = {unit.name: unit for unit in after.units}
     for unit in before.units:
         other = others.get(unit.name)
@@ -52,7 +46,14 @@ def compare(before: Analysis, after: Analysis) -> list[Change]:
     return rows
 
 
+def _lost_s(analysis: Analysis, cause: str) -> float | None:
+    """What a cause costs; null where the traces do not tell it."""
+    stragglers = analysis.stragglers
+    return None if cause in stragglers.not_told else (stragglers.lost_s or {}).get(cause)
+
+
 def _change(what: str, before: float | None, after: float | None) -> Change:
-    told = before is not None and after is not None and abs(before) > MOST_CHANGE**-1 * abs(after)
-    pct = 100 * (after - before) / abs(before) if told and before is not None and after is not None else None
+    pct = None
+    if before is not None and after is not None and before * after >= 0 and abs(before) > abs(after) / MOST_CHANGE:
+        pct = 100 * (after - before) / abs(before)
     return Change(what=what, before=before, after=after, change_pct=pct)

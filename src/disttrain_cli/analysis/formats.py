@@ -66,6 +66,9 @@ def files_of(found: Format, paths: list[Path]) -> list[Path]:
 
 
 def _look(path: Path) -> Found:
+    rank = path.parent if path.name.startswith("segment-") else path
+    if rank.name.startswith("rank-") and any(rank.glob("segment-*")):
+        raise _one_rank(path, rank)
     if path.is_dir():
         return _look_through(path)
     if not path.exists():
@@ -114,6 +117,11 @@ def _look_through(folder: Path) -> Found:
     if own:
         return Found("disttrain", own[:1], [*said, *_left_out(own[1:], f"{own[0].name} is analysed")])
     return Found("kineto", [], said) if said else Found("disttrain", [folder], [])
+
+
+def _one_rank(path: Path, folder: Path) -> DataError:
+    return DataError(f"{path} is one rank's part of a run's traces", "a step is understood from all of its ranks",
+                     f"Analyse the run: disttrain analyze {shlex.quote(str(folder.resolve().parent))}")
 
 
 def _left_out(files: list[Path], why: str) -> list[str]:

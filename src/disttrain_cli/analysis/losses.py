@@ -161,8 +161,8 @@ def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
     lost = {cause: seconds.tolist() for cause, seconds in losses.lost.items()}
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
     return Stragglers(
-        slowdown=measured_s / ideal_s, ideal_s=ideal_s,
-        lost_s={cause: float(seconds.mean()) for cause, seconds in losses.lost.items()}, not_told=list(not_told),
+        slowdown=measured_s / ideal_s, ideal_s=ideal_s, not_told=list(not_told),
+        lost_s={cause: round(float(seconds.mean()), 12) for cause, seconds in losses.lost.items()},
         by_step=[StepLosses(step=int(step), ideal_s=float(losses.ideal[place]), step_s=float(losses.measured[place]),
                             lost_s={cause: seconds[place] for cause, seconds in lost.items()})
                  for place, step in enumerate(losses.steps)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,10 @@ from disttrain_cli.analysis.cache import cached, forget
 from disttrain_cli.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from duckdb import DuckDBPyConnection
+    from duckdb import DuckDBPyConnection, Statement
+
+#: Rows of an answer to a stranger; more would fill the memory, and nobody reads them.
+MOST_ANSWERED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,29 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
         statements = connection.extract_statements(query)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise UsageError("--sql takes exactly one SELECT statement", f"given: {query}", _known(views()))
-        cursor = connection.execute(statements[0])
-        return Table([column[0] for column in cursor.description or []], cursor.fetchall())
+        table = _interruptible(connection, statements[0])
     except duckdb.Error as error:
         said = "\n".join(line for line in str(error).splitlines() if "internal." not in line)
         raise UsageError("The query failed", said, _known(views())) from None
+    if len(table.rows) > MOST_ANSWERED:
+        raise UsageError("The answer is too long", f"it has more than {MOST_ANSWERED:,} rows",
+                         "Ask for sums (GROUP BY ALL), or end the query with LIMIT.")
+    return table
+
+
+def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Table:
+    """The first rows that a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in every query."""
+
+    def run() -> Table:
+        cursor = connection.execute(statement)
+        return Table([column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1))
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(run).result()
+        except KeyboardInterrupt:
+            connection.interrupt()
+            raise
 
 
 def _known(views: Iterable[str]) -> str:

@@ -60,6 +60,7 @@ def run(
 ) -> None:
     """Explain a run from its traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
+    _only_one({"--sql": sql, "--perfetto": perfetto}, {"--html": html, "--compare": compare, "--fail-if": fail_if})
     folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
     not_over(html, *folders)
     not_over(perfetto, *folders)
@@ -105,6 +106,18 @@ def run(
         raise_if_holds(found, fail_if)
         console.note(sentence)
     console.hint(found.verdict.next_command)
+
+
+def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
+    """Refuse options beside one that does nothing else: what is asked must not be left out silently.
+
+    Raises:
+        UsageError: such a combination was given.
+    """
+    given = [name for name, value in (alone | others).items() if value is not None]
+    if len(given) > 1 and given[0] in alone:
+        raise UsageError(f"{given[0]} does nothing else, so {' and '.join(given[1:])} would have no effect",
+                         f"given: {' '.join(given)}", f"Run disttrain analyze twice: with {given[0]}, and without")
 
 
 def _samples(root: RunDir) -> list[Path]:

@@ -60,4 +60,5 @@ def figure(value: Any) -> str:
         return "–"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    text = f"{value:.4g}"
+    return f"{value:.0f}" if 1e4 <= abs(float(text)) < 1e15 else text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain_cli.analysis.analyze import analyze, ask
-from disttrain_cli.analysis.kineto.jobs import TraceFile, align
+from disttrain_cli.analysis.kineto.jobs import SINCE_1970_NS, TraceFile, align
 from disttrain_cli.analysis.kineto.ranks import label_in, numbers_of
 from tests.analysis.kineto import traces
 
@@ -72,8 +72,9 @@ def test_moments_keep_their_distances_to_the_nanosecond(tmp_path_factory, known)
              for number, (base_ns, first_ns) in enumerate(known)]
     assert align(files) == []
     moments = [base_ns + first_ns for base_ns, first_ns in known]
-    assert {moment - file.first_ns for moment, file in zip(moments, files, strict=True)} == {
-        min(base_ns for base_ns, _ in known)}
+    (zero,) = {moment - file.first_ns for moment, file in zip(moments, files, strict=True)}
+    whole = any(base_ns and first_ns >= SINCE_1970_NS for base_ns, first_ns in known)
+    assert zero == (min(base_ns for base_ns, _ in known) if whole else 0)
     assert all(file.last_ns - file.first_ns == 5 for file in files)
 
 
@@ -83,7 +84,21 @@ def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
                  "dur": 0.25}
         traces.write(tmp_path / f"rank{rank}.json", {"baseTimeNanoseconds": base_ns, "traceEvents": [event]})
     rows = ask([tmp_path], "SELECT rank, start_ns, duration_ns FROM events ORDER BY rank").rows
-    assert rows == [(0, 100_000_000_000_000_003, 250), (1, 100_000_000_000_000_500, 250)]
+    assert rows == [(0, 1_700_000_000_000_000_123, 250), (1, 1_700_000_000_000_000_620, 250)]
+
+
+@pytest.mark.parametrize("base_ns", [1_790_000_000_000_000_000, None])
+def test_times_count_from_1970_where_files_tell_from_when_theirs_do(tmp_path, base_ns):
+    """Also where all tell the same moment, as ranks of one host do."""
+    for path in traces.job(tmp_path, ARRIVALS):
+        def count(document):
+            relative(traces.BASE_US)(document)
+            document["baseTimeNanoseconds"] = base_ns
+        rewrite(path, count)
+    found = analyze([tmp_path])
+    first = ask([tmp_path], "SELECT min(start_ns) FROM events").rows[0][0]
+    assert (first >= 1_790_000_000_000_000_000) == (base_ns is not None)
+    assert found.job.recorded_at == ("2026-09-21 14:13:20 UTC" if base_ns else None)
 
 
 def test_files_without_a_base_among_others_count_from_1970(tmp_path, apart):

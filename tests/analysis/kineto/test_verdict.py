@@ -122,6 +122,18 @@ def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
     assert verdict.lost_s == pytest.approx(found.stragglers.lost_s["worker"])
 
 
+def test_every_part_of_a_cause_is_told_with_its_own_seconds(tmp_path):
+    """Transfers are the tile's exposed communication; waiting for one another is said beside them, not in them."""
+    arrivals = [[620 if rank == step % RANKS else 420 for step in range(STEPS)] for rank in range(RANKS)]
+    found = job(tmp_path, arrivals, compute=[400] * RANKS, moves=500)
+    verdict, exposed = found.verdict, found.job.exposed_communication_fraction
+    assert verdict.cause == "communication" and verdict.lost_s == pytest.approx(
+        found.stragglers.lost_s["communication"])
+    transfers, waits = verdict.headline.rstrip(".").split(". ")
+    assert transfers.startswith("Communication is not hidden") and transfers.endswith(f"({100 * exposed:.0f} %)")
+    assert waits.startswith("Ranks wait for one another") and ": 150 µs of the " in waits
+
+
 def test_a_job_that_computes_nothing_has_no_ideal_and_is_shown(tmp_path, capsys):
     from disttrain_cli.commands.analyze_tables import render
     from disttrain_cli.console import Console

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 import pytest
 
@@ -14,6 +16,21 @@ from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.errors import UsageError
 
 COUNT = "SELECT count(*) FROM trace"
+
+
+def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tmp_path):
+    with pytest.raises(UsageError, match="too long"):
+        run_sql([clean[0]], "SELECT * FROM range(1000000000)")
+    endless = "WITH RECURSIVE r AS (SELECT 1 AS i UNION ALL SELECT i + 1 FROM r) SELECT count(*) FROM r"
+    code = ("import os, sys, signal, threading\nfrom pathlib import Path\n"
+            "from disttrain_cli.analysis.own.asking import run_sql\n"
+            "run_sql([Path(sys.argv[1])], 'SELECT 1')\n"
+            "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
+            "try:\n    run_sql([Path(sys.argv[1])], sys.argv[2])\n"
+            "except KeyboardInterrupt:\n    print('ended')")
+    done = subprocess.run([sys.executable, "-c", code, str(clean[0]), endless], capture_output=True, text=True,
+                          timeout=60, check=True)
+    assert done.stdout == "ended\n"
 
 
 def test_views_answer_and_every_column_is_documented(clean):

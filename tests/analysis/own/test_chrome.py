@@ -33,6 +33,8 @@ def test_every_operation_of_the_measured_steps_is_there(written):
     ts = (row["start_ns"] - document["baseTimeNanoseconds"]) / 1e3
     event = next(e for e in drawn if (e["tid"], e["ts"], e["cat"]) == (3, pytest.approx(ts), "backward"))
     assert event["args"]["step"] == row["step"] and event["args"]["tokens"] == row["tokens"]
+    tracks = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert tracks == {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert names == ["encoder", "llm", "generator", "job"]
 
@@ -93,7 +95,7 @@ def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, monkey
     write_chrome_trace(open_database([clean[0]]), out)
     own, again = (json.dumps(analyze([path]).to_json()) for path in (clean[0], out))
     own, again = json.loads(own), json.loads(again.replace(str(out), str(clean[0].parent)))
-    assert (own["job"].pop("name"), again["job"].pop("name")) == (clean[0].parent.name, out.name)
+    assert (own["job"].pop("name"), again["job"].pop("name")) == (clean[0].parent.name,) * 2
     assert again == own
     question = "SELECT * FROM trace WHERE step > 1 ORDER BY rank, start_ns, end_ns, operation, module, slot"
     assert ask([out], question).rows == ask([clean[0]], question).rows

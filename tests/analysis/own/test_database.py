@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import duckdb
@@ -196,3 +197,11 @@ def test_a_question_asked_ahead_is_answered_once_and_then_again(clean):
     opened.ask_ahead("slots")
     with pytest.raises(duckdb.Error, match="operations"):
         opened.query("slots")
+
+
+def test_a_job_description_of_another_version_is_said(clean, tmp_path):
+    shutil.copytree(clean[0], tmp_path / "traces")
+    job = tmp_path / "traces" / "job.json"
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"version": 99}))
+    (said,) = [line for line in open_database([tmp_path]).warnings if "job.json" in line]
+    assert "version: input should be 1 (given: 99)" in said and "no MFU" in said

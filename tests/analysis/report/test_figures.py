@@ -146,6 +146,9 @@ def test_hosts_are_shown_with_their_clocks(tmp_path):
     hosts = part(text, "hosts")
     assert hosts.count("<tr>") == 3 and "encoder 1, llm 2, generator 1" in hosts and ">llm 2<" in hosts
     assert "the reference" in hosts and "µs" in hosts
+    for row, own in zip(hosts.split("<tr>")[2:], ({0, 1, 2, 5}, {3, 4}), strict=True):
+        busy = sum(rank.compute_us for rank in found.ranks if rank.rank in own) / 1e6 / len(own)
+        assert f"<td>{100 * busy / found.job.iteration_s / found.job.steps_measured:.1f} %</td>" in row
 
 
 def test_a_rehearsal_shows_no_losses(tmp_path):

@@ -57,15 +57,17 @@ def devices_in_header(header: dict[str, Any]) -> list[str]:
 def align(files: list[TraceFile]) -> list[str]:
     """Set the times of files that count from different moments on one clock; returns what must be said about it.
 
-    Whole ns are added, so nothing is rounded. Files without a base among others with one count from 1970 where their
+    Where files tell from when their times count, they count from 1970 afterwards. Whole ns are added, so nothing is
+    rounded. Files without a base among others with one count from 1970 where their
     times are that large; else nobody knows, and they are set to begin with the others (where collectives end then
     repairs their clocks).
     """
-    if len({file.base_ns for file in files}) < 2:
+    if all(file.base_ns is None for file in files):
         return []
     silent = [file for file in files if file.base_ns is None]
     lost = [file for file in silent if file.first_ns < SINCE_1970_NS]
-    zero = min(file.base_ns or 0 for file in files if file not in lost)
+    whole = any(file.base_ns and file.first_ns >= SINCE_1970_NS for file in files)  # they count from 1970 all the same
+    zero = min(file.base_ns or 0 for file in files if file not in lost) if whole else 0
     for file in files:
         if file not in lost:
             file.shift_ns = (file.base_ns or 0) - zero

@@ -63,7 +63,7 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     told, persists = (in_one_step(losses) if largest == "others" else None) or (told, 1.0)
     return Verdict(
         cause=cause,
-        headline=f"{told}: {of_step(lost_s[cause], span_s, losses.marked)}.",
+        headline=_figured(told, largest, parts, losses),
         place=Place(),
         lost_s=lost_s[cause],
         confidence=round(agree * losses.present * persists, 3),
@@ -104,6 +104,18 @@ def _not_one(losses: Losses) -> list[Evidence]:
         Evidence(what="waiting that is for it", value=found.share, unit="share"),
         Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
     ]
+
+
+def _figured(told: str, largest: str, parts: dict[str, float], losses: Losses) -> str:
+    """What is told of the largest part of a cause, with its own seconds; then the cause's other parts with theirs."""
+    span_s, worded = losses.mean("span_ns"), dict[str, float]()
+    for part, (words, *_) in _DETAILS.items():
+        if KEY_OF[part] == KEY_OF[largest]:
+            worded[words] = worded.get(words, 0.0) + parts[part]
+    own_s = worded.pop(_DETAILS[largest][0])
+    others = sorted(worded.items(), key=lambda item: -item[1])
+    return " ".join(f"{words}: {of_step(lost_s, span_s, losses.marked)}." for words, lost_s in [(told, own_s), *others]
+                    if lost_s == own_s or lost_s >= LEAST_SHARE["worker"] * span_s)
 
 
 _WHAT = {

@@ -42,7 +42,6 @@ from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.plan import Prediction
-from disttrain_cli.spec.rundir import run_folder
 from disttrain_cli.spec.trace import COMPUTE, Job
 
 
@@ -76,7 +75,7 @@ def analyze_database(database: Database) -> Analysis:
         database, shares, ranks, comparisons, operations, bool(moved))
     summary = JobSummary(
         run=database.run,
-        name=(run_folder(database.paths[0]) or database.paths[0]).resolve().name,
+        name=database.name,
         recorded_at=moment(times["first_ns"]),
         rehearsed=None if job is None else _rehearsed(job),
         layout=job.layout.describe()

@@ -50,7 +50,7 @@ def write_chrome_trace(database: Database, out: Path, progress: Progress = silen
     chosen = _fitting([step for step in steps if step["measured"]] or steps, most_events)
     events = 0
     with whole_file(out) as file, _packed(file) if out.name.endswith(".gz") else nullcontext(file) as lines:
-        origin = chosen[0]["start_ns"] if chosen else 0
+        origin = min((step["first_ns"] for step in chosen), default=0)
         lines.write(f'{{"displayTimeUnit": "ms", "disttrain": {_header(database, chosen)}, '
                     f'"baseTimeNanoseconds": {origin}, "traceEvents": [\n'.encode())
         for line in _lines(database, chosen, origin, progress):
@@ -100,6 +100,7 @@ def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
 
     return json.dumps({
         "version": VERSION,
+        "name": database.name,
         "job": None if database.job is None else database.job.model_dump(mode="json"),
         "ranks": rows(f"SELECT rank, {', '.join(f'any_value({name}) AS {name}' for name in PLACE)} FROM seen "
                       "WHERE list_contains($steps, step) GROUP BY rank ORDER BY rank"),
@@ -136,6 +137,7 @@ def _per_step(steps: list[dict[str, Any]], origin: int) -> Iterable[dict[str, An
     """A bar per step; loss and MFU as counters."""
     yield _meta("process_name", _JOB, 0, {"name": "job"})
     yield _meta("process_sort_index", _JOB, 0, {"sort_index": -1})
+    yield _meta("thread_name", _JOB, 0, {"name": "steps"})
     for step in steps:
         at = (step["start_ns"] - origin) / 1e3
         yield {"ph": "X", "name": f"step {step['step']}", "cat": "iteration", "pid": _JOB, "tid": 0, "ts": at,

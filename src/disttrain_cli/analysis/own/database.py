@@ -25,6 +25,7 @@ from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_t
 from disttrain_cli.analysis.views import ask_internal, inside, publish
 from disttrain_cli.costs.layout import Stage
 from disttrain_cli.errors import DataError
+from disttrain_cli.spec.rundir import RunDir, run_folder
 from disttrain_cli.spec.trace import LATER_COLUMNS, SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Database:
     asker: DuckDBPyConnection  # another one to the same database
     job: Job | None
     run: str
+    name: str  # of the run, or of its folder
     paths: list[Path]
     stages: list[Stage] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -116,7 +118,14 @@ def open_database(paths: list[Path], file: Path | None = None, strangers: bool =
         raise DataError(
             "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged segment."
         ) from None
-    return Database(connection, asker, files.job, run, paths, stages, files.warnings, clocks)
+    return Database(connection, asker, files.job, run, files.name or _name(paths[0]), paths, stages, files.warnings,
+                    clocks)
+
+
+def _name(path: Path) -> str:
+    """Of a rehearsal, the name of the run that it rehearses."""
+    folder = (run_folder(path) or path).resolve()
+    return folder.parent.name if RunDir(folder.parent).rehearsal.root == folder else folder.name
 
 
 def _make_sources(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:

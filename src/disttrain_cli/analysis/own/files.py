@@ -45,6 +45,7 @@ class TraceFiles:
     samples: dict[Path, Footer] = field(default_factory=dict)
     open_segments: dict[str, pa.Table] = field(default_factory=dict)  # rows by the name of the fields above
     job: Job | None = None
+    name: str | None = None  # of the run, where a file tells it
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -111,7 +112,8 @@ def _read_job(folder: Path, found: TraceFiles) -> None:
     try:
         found.job = read_job(folder / "job.json")
     except SpecError as error:
-        found.warnings.append(f"{error.what}: no MFU, no prediction and no plan can be shown beside the trace")
+        why = f" ({error.why.splitlines()[0].strip()})" if error.why else ""
+        found.warnings.append(f"{error.what}{why}: no MFU, no prediction and no plan can be shown beside the trace")
 
 
 def _readable(files: list[Path], folder: Path, columns: dict[str, str], connection: DuckDBPyConnection,

@@ -69,6 +69,7 @@ class _Header(msgspec.Struct):
     steps: list[dict[str, Any]]
     sizes: list[dict[str, Any]]
     samples: list[dict[str, Any]]
+    name: str | None = None
 
 
 _EVENTS = msgspec.json.Decoder(list[_Event])
@@ -106,7 +107,7 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
         job = None if header.job is None else Job.model_validate(header.job)
     except ValidationError:
         raise _damaged(file, "its job is of another version") from None
-    return TraceFiles(job=job)
+    return TraceFiles(job=job, name=header.name)
 
 
 def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:

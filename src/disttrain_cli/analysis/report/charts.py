@@ -83,46 +83,46 @@ def share_bar(shares: Sequence[tuple[str, str, float]]) -> str:
 
 def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
     """Bars of (class, name, seconds), each beginning where the one before ended; of class total: beginning at 0."""
-    left, width, row = 300.0, 350.0, 25  # names and figures first: a phone shows these
     reach, at = 1e-12, 0.0
     for kind, _, value in parts:
         at = value if kind == "total" else at + value
         reach = max(reach, at)
     at, drawn = 0.0, []
-    for index, (kind, name, value) in enumerate(parts):
+    for kind, name, value in parts:
         start, end = (0.0, value) if kind == "total" else (at, at + value)
-        low, high, y = max(0.0, min(start, end)), max(start, end), row * index
-        x, size = left + width * low / reach, max(1.0, width * (high - low) / reach)
+        low, high = max(0.0, min(start, end)), max(start, end)
         text = seconds(abs(value))
         sign = "" if kind == "total" or text == "0" else "−" if value < 0 else "+"
-        bar = f'<rect class="{escape(kind)}" x="{x:.1f}" y="{y + 4}" width="{size:.1f}" height="15" rx="2"/>' \
-            if text != "0" else f'<rect class="nothing" x="{x:.1f}" y="{y + 4}" width="1" height="15"/>'
-        drawn.append(f'<text x="0" y="{y + 16}">{escape(name)}</text><text class="soft" x="{left - 14:.0f}" '
-                     f'y="{y + 16}" text-anchor="end">{sign}{text}</text>{bar}')
+        drawn.append((name, sign + text, [(kind if text != "0" else "nothing", low / reach, (high - low) / reach)]))
         at = end
-    return _bars(drawn, row * len(parts), label)
+    return _bars(drawn, label)
 
 
 def stacked_rows(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label: str) -> str:
     """One stacked bar per row of (name, parts of (class, value)), all on one scale."""
     reach = max((sum(value for _, value in parts) for _, parts in rows), default=0.0) or 1.0
-    height = 22 if len(rows) <= 24 else 12
-    left, width, drawn = 150.0, 500.0, []
-    for index, (name, parts) in enumerate(rows):
-        x, y = left, height * index
-        small = ' class="small"' if height < 20 else ""
-        drawn.append(f'<text x="0" y="{y + height - (7 if height > 20 else 2.5)}"{small}>{escape(name)}</text>')
+    drawn = []
+    for name, parts in rows:
+        at, bars = 0.0, list[tuple[str, float, float]]()
         for kind, value in parts:
-            size = width * max(0.0, value) / reach
-            drawn.append(f'<rect class="k-{escape(kind)}" x="{x:.1f}" y="{y + 1}" width="{size:.2f}" '
-                         f'height="{height - (5 if height > 20 else 2)}"/>')
-            x += size
-    return _bars(drawn, height * len(rows), label)
+            bars.append((f"k-{kind}", at, max(0.0, value) / reach))
+            at += bars[-1][2]
+        drawn.append((name, "", bars))
+    return _bars(drawn, label, " dense" if len(rows) > 24 else "")
 
 
-def _bars(drawn: list[str], height: int, label: str) -> str:
-    return (f'<div class="scroll"><svg class="bars" width="660" height="{height}" viewBox="0 0 660 {height}" '
-            f'role="img" aria-label="{escape(label)}">{"".join(drawn)}</svg></div>')
+def _bars(rows: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]], label: str, more: str = "") -> str:
+    """Rows of (name, figure, bars of (class, where it begins, how long it is, both as shares of the whole width)).
+
+    Names and figures are text of the page; only the bars stretch with it, so that a phone shows all of them.
+    """
+    drawn = []
+    for name, value, bars in rows:
+        rects = "".join(f'<rect class="{escape(kind)}" x="{1000 * at:.2f}" y="0" width="{1000 * size:.2f}" '
+                        'height="10"/>' for kind, at, size in bars)
+        drawn.append(f'<span>{escape(name)}</span><span class="soft">{value}</span>'
+                     f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">{rects}</svg>')
+    return f'<div class="bars{more}" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
 
 
 def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:

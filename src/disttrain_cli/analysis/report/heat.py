@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from disttrain_cli.analysis.report.words import figure, folded, percent, table
+from disttrain_cli.analysis.report.words import figure, folded, percent, scrolled, table
 
 #: Rows and columns drawn; of more replicas those that are furthest from the mean.
 MOST_STAGES, MOST_REPLICAS = 48, 64
@@ -79,7 +79,7 @@ def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> st
     w, h = left + width * len(replicas), 24 + height * len(stages)
     count = len({cell["replica"] for cell in cells})
     more = f" The {len(replicas)} of {count} replicas furthest from the mean." if count > len(replicas) else ""
+    drawn = (f'<svg class="heat" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
+             f'aria-label="{title}, by stage and replica">{_STRIPES.format(name=name)}{"".join(parts)}</svg>')
     return (f'<figure class="map"><figcaption>{title}<span class="plain">rows: stages, columns: replicas.{more}</span>'
-            f'</figcaption><div class="scroll"><svg class="heat" width="{w}" height="{h}" viewBox="0 0 {w} {h}" '
-            f'role="img" aria-label="{title}, by stage and replica">{_STRIPES.format(name=name)}{"".join(parts)}</svg>'
-            "</div></figure>")
+            f"</figcaption>{scrolled(drawn, title)}</figure>")

@@ -71,17 +71,17 @@ def hosts(analysis: Analysis) -> str:
     """One row per host: what its ranks did, and its clock."""
     names = list(dict.fromkeys(rank.host for rank in analysis.ranks if rank.host is not None))
     clocks = {clock.host: clock for clock in analysis.clocks}
+    measured_s = (analysis.job.iteration_s or 0.0) * analysis.job.steps_measured
     rows = []
     for name in names:
         own = [rank for rank in analysis.ranks if rank.host == name]
-        span = sum(rank.span_us for rank in own) or 1.0
         units = Counter(rank.unit for rank in own if rank.unit)
         rows.append([escape(name), str(len(own)), escape(", ".join(f"{unit} {count}" for unit, count in units.items())),
-                     percent(sum(rank.compute_us or 0.0 for rank in own) / span),
-                     percent(sum(rank.idle_us for rank in own) / span),
+                     percent(sum(rank.compute_us or 0.0 for rank in own) / 1e6 / len(own) / measured_s)
+                     if measured_s else "–",
                      _clock(clocks.get(name))])
-    return section("Hosts", "Shares of the time of their ranks; the clock against that of rank 0’s host.",
-                   table(["Host", "Ranks", "Of units", "Compute", "Idle", "Clock"], rows, label="Hosts"),
+    return section("Hosts", "Shares of ranks × window of a step; the clock against that of rank 0’s host.",
+                   table(["Host", "Ranks", "Of units", "Compute", "Clock"], rows, label="Hosts"),
                    "hosts") if rows else ""
 
 

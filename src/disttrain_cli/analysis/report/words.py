@@ -52,15 +52,19 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = ""
     """An HTML table whose rows begin with their heads; heads and cells must be escaped already.
 
     Args:
-        label: what it shows, for whoever does not see the heading above it.
+        label: what it shows, for whoever does not see the heading above it; else its first columns do.
         narrow: no wider than its text.
     """
     top = "".join(f'<th scope="col">{name}</th>' for name in head)
     body = "".join(f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>"
                    for row in rows)
-    about = f' tabindex="0" role="region" aria-label="{escape(label)}"' if label else ""
-    return (f'<div class="scroll"{about}><table{" class=narrow" if narrow else ""}><thead><tr>{top}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div>")
+    return scrolled(f'<table{" class=narrow" if narrow else ""}><thead><tr>{top}</tr></thead><tbody>{body}</tbody>'
+                    "</table>", label or ", ".join(head[:2]))
+
+
+def scrolled(body: str, label: str) -> str:
+    """What may be wider than the page, and is then moved by finger, wheel or arrow keys."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label, quote=True)}">{body}</div>'
 
 
 def section(title: str, note: str, body: str, name: str = "") -> str:
