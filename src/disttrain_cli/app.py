@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Give streams that were closed (`disttrain plan >&-`) /dev/null: no file that is opened gets their numbers."""
+    """Give streams that were closed (`>&-`) /dev/null: no file that is opened gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
