@@ -219,6 +219,23 @@ def test_half_a_step_is_not_measured(tmp_path, job):
         analyze([tmp_path])
 
 
+def test_rows_that_contradict_each_other_are_not_judged(tmp_path, job):
+    simulated.write(tmp_path, *job, STEPS)
+    draws = np.random.default_rng(0)
+    for path in sorted(tmp_path.rglob("rank-*/*.parquet")):
+        table = pq.read_table(path)
+        starts, ends, steps = (table[name].to_numpy().copy() for name in ("start_ns", "end_ns", "step"))
+        long = ends - starts
+        for step in range(STEPS):
+            starts[steps == step] = draws.permutation(starts[steps == step])
+        for name, values in (("start_ns", starts), ("end_ns", starts + long)):
+            table = table.set_column(table.column_names.index(name), name, [values])
+        pq.write_table(table, path)
+    found = analyze([tmp_path])
+    assert found.verdict.cause == "unknown" and "does not add up" in found.verdict.headline
+    assert found.verdict.confidence == 0 and found.causes == []
+
+
 def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
     simulated.write(tmp_path, *job, 3)
     path = next(tmp_path.glob("rank-00003/*.parquet"))
@@ -250,6 +267,13 @@ def test_causes_that_hide_each_other_are_found_one_after_the_other():
     assert [(one.cause, one.gain_s.mean(), one.alone_s.mean()) for one in found] == [
         ("worker", 1.0, 1.0), ("data", 4.0, 0.0)]
     assert longest(state).mean() == 5.0
+
+
+def test_several_that_gain_more_together_come_before_a_single_one_of_another_kind():
+    times = np.array([[6.0], [5.0], [5.0], [5.0], [79.0]])
+    suspects = [suspect(0, 6.0), *(suspect(place, 5.0, "host") for place in (1, 2, 3))]
+    found, _ = find_causes(lambda state: state[0].sum(axis=0), (times,), suspects)
+    assert [(one.cause, float(one.gain_s[0])) for one in found] == [("host", 15.0), ("worker", 6.0)]
 
 
 def test_nothing_that_gains_is_no_cause():

@@ -118,9 +118,10 @@ def _pick(replay: Callable[[State], Floats], state: State, now: Floats, left: li
     best = int(np.argmax(gains))
     kinds = {one.cause: [other for other in left if other.cause == one.cause] for one in left}
     whole = {cause: gain(own) for cause, own in kinds.items() if len(own) > 1}
-    if gains[best] >= least and gains[best] >= ALONE_SHARE * whole.get(left[best].cause, 0.0):
-        return [left[best]]
     together = max(whole, key=lambda cause: whole[cause], default=None)
+    alone = gains[best] >= least and gains[best] >= ALONE_SHARE * whole.get(left[best].cause, 0.0)
+    if alone and (together in (None, left[best].cause) or gains[best] >= whole[together]):
+        return [left[best]]
     if together is not None and whole[together] >= least:
         return _fewest(gain, kinds[together], whole[together])
     if gains[best] < least and len(kinds) > 1 and (all_s := gain(left)) >= least:

@@ -21,6 +21,8 @@ TRUSTED_ERROR_PCT = 25.0
 _UPDATES = {"reduce": "gradient reduction", "step": "optimizer step"}
 #: Places that are named one by one.
 MOST_PLACES = 8
+#: Share of a step that a replay may miss it by.
+MOST_UNEXPLAINED = 0.2
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,17 @@ class Record:
     @property
     def known(self) -> float:
         """Of all evidence, how much is there."""
-        unexplained = float(self.losses.lost["unexplained"].mean()) / self.measured_s
-        return known(unexplained, len(self.losses.measured), self.present)
+        return known(self.unexplained, len(self.losses.measured), self.present)
+
+    @property
+    def unexplained(self) -> float:
+        """Share of the steps that no recorded operation or message explains; negative where they explain too much."""
+        return float(self.losses.lost["unexplained"].mean()) / self.measured_s
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether the traces are so far from what a replay of them gives that no cause can be told."""
+        return abs(self.unexplained) > MOST_UNEXPLAINED
 
 
 class Told(NamedTuple):

@@ -22,7 +22,7 @@ IN_RANKS = ("worker", "communication", "host")
 def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
     """The findings as rows, in their order; those that cost nearly nothing are left out."""
     rows = []
-    for finding in findings:
+    for finding in findings if not record.contradicts else [one for one in findings if one.cause == "unknown"]:
         gain_pct = 100 * float(finding.gain_s.mean()) / record.measured_s
         alone_s = float(finding.alone_s.mean())
         if max(gain_pct, 100 * alone_s / record.measured_s) < LEAST_GAIN_PCT:
@@ -43,6 +43,9 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
         findings: what slows the steps (`causes.find_causes`).
     """
     measured_s, losses = record.measured_s, record.losses
+    if record.contradicts and not any(one.cause == "unknown" for one in findings):
+        return unknown(f"what was recorded does not add up: replayed, its operations and messages miss the steps by "
+                       f"{100 * abs(record.unexplained):.0f} %, so rows are missing, or times of ranks disagree")
     evidence = [
         Evidence(what="step as recorded", value=measured_s, unit="s"),
         Evidence(what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s"),

@@ -161,6 +161,14 @@ def test_kernels_of_unknown_kinds_are_not_judged(tmp_path):
     assert r'"compute ^tpc_blob_\d+$"' in found.verdict.advice
 
 
+def test_communication_alone_is_not_judged(tmp_path):
+    for rank in range(2):
+        kernels = [one for step in range(4) for one in traces.kernel(traces.ALL_REDUCE, 1000.0 * step, 900, step)]
+        traces.write(tmp_path / f"rank{rank}.json", traces.document(kernels, rank, 2))
+    found = analyze([tmp_path])
+    assert found.verdict.cause == "unknown" and "only communication" in found.verdict.headline
+
+
 @pytest.mark.parametrize(("events", "said"), [
     ([span(None, 10 * at, 5) for at in range(3)], "longest: (no name)"),
     ([span('a(b)*+?{3}|^$\\ "q" #5', 10 * at, 5) for at in range(3)], '"compute ^a\\(b\\)\\*\\+\\?\\{\\d+\\}'),

@@ -80,6 +80,13 @@ def idle_without_reason(parts: dict[str, float], of_step: str, evidence: list[Ev
         f"{users_patterns()}.", _IDLE, evidence, parts["queued"] + parts["unrecorded"])
 
 
+def no_compute(evidence: list[Evidence]) -> Verdict:
+    """The devices only communicated: what that waited for, or was hidden by, nobody recorded."""
+    return _unknown("only communication of the devices was recorded, and no compute that could hide it or be waited "
+                    "for", f"Record all kernels of the devices, not only those of collectives. {_MEASURED}",
+                    _EVENTS, evidence)
+
+
 def _unknown(why: str, advice: str, command: str, evidence: list[Evidence], lost_s: float = 0.0) -> Verdict:
     return Verdict(cause="unknown", headline=f"No verdict: {why}.", place=Place(), lost_s=lost_s, confidence=0.0,
                    evidence=evidence, advice=advice, next_command=command)

@@ -14,7 +14,13 @@ from __future__ import annotations
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
 from disttrain_cli.analysis.kineto.losses import KEY_OF, LEAST_STRAGGLER, LEAST_SURE, Losses, by_key
 from disttrain_cli.analysis.kineto.stragglers import in_one_step, mended, unlikely, waited_for
-from disttrain_cli.analysis.kineto.unknown import MOST_UNCLASSIFIED, idle_without_reason, of_step, unclassified
+from disttrain_cli.analysis.kineto.unknown import (
+    MOST_UNCLASSIFIED,
+    idle_without_reason,
+    no_compute,
+    of_step,
+    unclassified,
+)
 from disttrain_cli.analysis.result import Evidence, Place, Verdict
 
 #: A cause that costs a smaller share of a step is none.
@@ -47,6 +53,8 @@ def judge(losses: Losses, database: KinetoDatabase) -> Verdict:
     unknown_share = database.answer("totals")[0]["unclassified"] or 0.0
     if unknown_share > MOST_UNCLASSIFIED:
         return unclassified(unknown_share, database, evidence)
+    if not losses.mean("compute_ns"):
+        return no_compute(evidence)
     if not large:
         return _calm(losses, evidence)
     cause = max(large, key=lambda name: large[name])
