@@ -275,7 +275,7 @@ def test_too_little_memory_names_what_binds_and_what_would_do(profiled, refused,
     profile["device"]["memory_gib"] = 0.004
     path.write_text(json.dumps(profile))
     said = refused("plan", profiled, "--strategy", strategy, code=3)
-    assert "memory binds: stage" in said and "of unit" in said and "0.004 GiB" in said
+    assert "memory is short: stage" in said and "of unit" in said and "0.004 GiB" in said
     enough = float(said.split("Devices with ")[1].split(" GiB")[0])
     profile["device"]["memory_gib"] = 1.01 * enough
     path.write_text(json.dumps(profile))

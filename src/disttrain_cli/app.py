@@ -33,7 +33,7 @@ Exit codes:
 0  success
 1  an error you can act on (what, why, and what to do next)
 2  wrong usage
-3  no feasible plan (with what binds)
+3  no feasible plan (with the limit in the way)
 4  a worker or rank failed (which, and where its log is)
 5  a --fail-if condition holds
 130  interrupted (Ctrl-C), 143  ended by SIGTERM or a stop file; training writes a checkpoint first

@@ -47,7 +47,7 @@ class DataError(DisttrainError):
 
 
 class InfeasibleError(DisttrainError):
-    """No plan fits; `why` names the constraint that binds (exit code 3)."""
+    """No plan fits; `why` names the limit in the way (exit code 3)."""
 
     exit_code = 3
 

@@ -30,7 +30,7 @@ def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, m
     for word in ("Units, in pipeline order", "peak / limit GiB", "megatron", "distmm", "paper", "Next best layouts",
                  "What if", "images doubled", "text only", f"{plan.predicted.iteration_s:.3f}"):
         assert word in out
-    for heading in ("Time ", "Binds ", "Memory ", "Waiting ", "Decoding "):
+    for heading in ("Time ", "Slowest ", "Memory ", "Waiting ", "Decoding "):
         assert f"\n{heading}" in out
     assert "One more device" in out
     assert len(plan.alternatives) <= 2
@@ -103,7 +103,7 @@ def test_gpus_bounds_the_devices(run_folder, capsys):
     assert code == 0 and layout["gpus_used"] == 1 and len(layout["units"]) == 1
 
 
-def test_no_room_in_memory_is_exit_3_and_names_what_binds(run_folder, capsys):
+def test_no_room_in_memory_is_exit_3_and_names_the_limit(run_folder, capsys):
     path = run_folder / "runs" / "tiny" / "profile.json"
     profile = json.loads(path.read_text())
     profile["device"]["memory_gib"] = 1e-4

@@ -1,4 +1,4 @@
-"""Explanations add up, name what binds, and say why others lose."""
+"""Explanations add up, name the bottleneck, and say why others lose."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_what_binds_is_named(made: Made) -> None:
     assert why.binding_unit == slowest.unit and slowest.of_slowest_fraction == 1.0
     assert all(0 < share.of_slowest_fraction <= 1 for share in why.units)
     assert why.memory_unit == fullest.unit
-    binds, memory = why.sentences[1], why.sentences[2]
-    assert f"stage {slowest.slowest_stage} of {slowest.unit}" in binds
+    slowest_line, memory = why.sentences[1], why.sentences[2]
+    assert f"stage {slowest.slowest_stage} of {slowest.unit}" in slowest_line
     assert f"stage {fullest.stage} of {fullest.unit}" in memory and "GiB left" in memory
     assert why.units[0].headroom_gib == pytest.approx(why.units[0].limit_gib - why.units[0].peak_gib)
 

@@ -43,7 +43,7 @@ $ disttrain plan --gpus 4 --top 5
 $ disttrain plan --strategy megatron --out monolithic.yaml
 $ disttrain plan --json --quiet | jq .predicted.iteration_s
 
-Exit code 3 means that no layout fits; the message names what binds.
+Exit code 3 means that no layout fits; the message names the limit in the way.
 """
 
 

@@ -1,4 +1,4 @@
-"""Why this plan: what its time and memory are made of, what binds, and why others lose.
+"""Why this plan: what its time and memory are made of, what its bottleneck is, and why others lose.
 
 Everything comes from the plan's own numbers, the formula (`objective`) and the simulator; the sentences are for
 rendering.
@@ -78,7 +78,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan's time is made of, what binds, and why others lose."""
+    """What a plan's time is made of, what its bottleneck is, and why others lose."""
 
     units: list[UnitShare]
     binding_unit: str
@@ -175,7 +175,7 @@ def _time_sentence(predicted: Prediction, parts: list[TimePart]) -> str:
 def _binding_sentence(shares: list[UnitShare], slowest: UnitShare) -> str:
     others = [f"{share.unit} {100 * (1 - share.of_slowest_fraction):.1f} %" for share in shares if share is not slowest]
     below = f"; the slowest stages of the others are shorter: {', '.join(others)}" if others else ""
-    return f"Binds     stage {slowest.slowest_stage} of {slowest.unit}, {slowest.stage_ms:.4g} ms per slot{below}."
+    return f"Slowest   stage {slowest.slowest_stage} of {slowest.unit}, {slowest.stage_ms:.4g} ms per slot{below}."
 
 
 def _memory_sentence(predicted: Prediction, fullest: UnitShare, layout: Layout) -> str:

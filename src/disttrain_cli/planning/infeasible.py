@@ -54,7 +54,7 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
         helps.append("activations recomputed (train.activation_checkpointing: auto)")
     return InfeasibleError(
         f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
-        f"memory binds: stage {binding.stage} of unit {binding.unit} needs {binding.peak_gib:.3g} GiB at least, "
+        f"memory is short: stage {binding.stage} of unit {binding.unit} needs {binding.peak_gib:.3g} GiB at least, "
         f"a device has {cluster.memory_gib:.3g} GiB", f"{', or '.join(helps)} would do.")
 
 

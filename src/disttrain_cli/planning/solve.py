@@ -81,7 +81,7 @@ def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: 
 
     Raises:
         MismatchError: the profile belongs to another model or cluster.
-        InfeasibleError: no layout fits; names the stage that binds and the smallest change that helps.
+        InfeasibleError: no layout fits; names the stage that does not fit and the smallest change that helps.
     """
     check_profile(run, profile)
     cluster = cluster_of(run, profile, gpus)
