@@ -144,9 +144,9 @@ def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) ->
     own = torch.from_numpy(tokens[:, place.replica])
 
     def fetch(slot: int) -> Batch:
-        return Batch([], token_ids=own[slot, :, :-1], labels=own[slot, :, 1:], documents=torch.zeros(
-            microbatch, length, dtype=torch.int64), positions=torch.arange(length).expand(microbatch, -1),
-            label_tokens=float(order.label_tokens))
+        return Batch([], token_ids=own[slot, :, :-1], labels=own[slot, :, 1:],
+                     sample_lengths=[length] * microbatch, positions=torch.arange(length).expand(microbatch, -1),
+                     label_tokens=float(order.label_tokens))
 
     def step(turn: int) -> float:
         set_rates(engine, turn)

@@ -193,7 +193,7 @@ def test_conditions_and_pages_elsewhere(chain, tmp_path):
 
 def test_resuming_refuses_to_go_nowhere(chain):
     code, out, err = disttrain(chain[0], "train", "--steps", STEPS, "--resume")
-    assert code == 1 and out == "" and "--steps" in err
+    assert code == 1 and out == "" and "train.steps" in err
 
 
 def copied(chain, tmp_path, *left_out):
