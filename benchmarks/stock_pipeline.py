@@ -2,7 +2,7 @@
 
 One unit of an LLM over two pipeline stages, once and with two replicas. Both engines live in the same ranks and take
 steps in turn (A B A B …); CPU seconds are summed over the ranks, wall seconds those of the slowest. The stock side is
-given its best case: every sequence is one document, so that its attention mask and rotary factors are made once and
+given its best case: every sequence is one document, so that its segments and rotary factors are made once and
 kept, where disttrain makes them for every slot; and its inputs are there already, as ours are.
 
     python -m benchmarks.stock_pipeline
@@ -164,13 +164,13 @@ def _stock(run: Any, payload: dict[str, Any], tokens: np.ndarray) -> Callable[[i
     from torch import Tensor, nn
     from torch.nn import functional
 
+    from disttrain_cli.models.attention import Segments
     from disttrain_cli.models.graph import build_layers, layer_table
 
     slots, dp, microbatch, length = *tokens.shape[:3], tokens.shape[3] - 1
     layers = build_layers(run, 0, len(layer_table(run)))
     train, bf16 = run.file.train, run.file.train.precision == "bf16"
-    places = torch.arange(length)
-    mask = (places[:, None] >= places[None, :]).expand(microbatch, 1, length, length)
+    samples = Segments([length] * microbatch, torch.device("cpu"))
 
     class Block(nn.Module):
         def __init__(self, ours: Any) -> None:
@@ -179,7 +179,7 @@ def _stock(run: Any, payload: dict[str, Any], tokens: np.ndarray) -> Callable[[i
             self.kept = [part.to(torch.bfloat16) if bf16 else part for part in _rotary(run, length, microbatch)]
 
         def forward(self, hidden: Tensor) -> Tensor:
-            return self.layer(hidden, attention_mask=mask, position_embeddings=(self.kept[0], self.kept[1]))
+            return self.layer(hidden, attention_mask=samples, position_embeddings=(self.kept[0], self.kept[1]))
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())

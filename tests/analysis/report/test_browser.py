@@ -108,7 +108,7 @@ def test_the_page_by_keyboard(browser, page):
     assert tab.locator("#said").inner_text() != said
     tab.keyboard.press("Escape")
     assert tab.locator("#tip").is_hidden()
-    assert tab.evaluate("[...document.querySelectorAll('svg')].every(s => s.getAttribute('aria-label') || s.ariaHidden)")
+    assert tab.evaluate("[...document.querySelectorAll('svg')].every(s => s.ariaLabel || s.ariaHidden)")
     assert tab.evaluate("[...document.querySelectorAll('th')].every(h => h.scope)")
     assert opened.problems == []
 
