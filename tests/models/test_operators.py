@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from disttrain_cli.costs.hardware import KernelWork
+from disttrain_cli.models.attention import Segments, attend
 from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
@@ -119,6 +120,23 @@ def test_attention_of_images_is_not_halved_and_masks_are_not_counted(make_run):
     batch = probe_batch(inputs, documents=[[32]], length=32, device="meta")
     counts = [layer_operators(layer, state_at(table, place, inputs, batch, "meta"), batch) for _ in range(2)]
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("causal", "window", "share"), [(False, None, 1), (True, None, 2), (True, 8, 2)])
+def test_flash_attention_skips_what_is_hidden(causal, window, share):
+    class Attention(PipelineLayer):
+        def is_empty(self, state, batch):
+            return False
+
+        def compute(self, state, batch):
+            return {"y": attend(state["x"], state["x"], state["x"], Segments([20, 12], torch.device("meta")),
+                                causal=causal, window=window)}
+
+    x = torch.empty(32, 4, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = layer_operators(Attention(), {"x": x}, Batch(image_grids=[]))
+    scores = 4 * 4 * 16 * (20**2 + 12**2)
+    assert found.forward.attention_flops == scores / share
+    assert found.backward.attention_flops == 2.5 * scores / share
 
 
 def test_the_head_keeps_its_logits(make_run):

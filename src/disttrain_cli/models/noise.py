@@ -8,7 +8,6 @@ x_t = (1 − σ)·x_0 + σ·ε with σ = t/T; predicted is ε − x_0. Schedules
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -79,7 +78,6 @@ class Noise:
         return DDIMScheduler(prediction_type=self.prediction, clip_sample=bounded, **_betas(self))
 
 
-@cache
 def _alphas(noise: Noise) -> Tensor:
     """ᾱ of every timestep, on the CPU."""
     from diffusers import DDPMScheduler

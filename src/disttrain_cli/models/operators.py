@@ -33,8 +33,8 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
-#: Attention by segments, and which of its arguments says whether it is causal.
-_VARLEN = {"torch_attn::_varlen_attn": 7, "torch_attn::_varlen_attn_backward": 10}
+#: Attention by segments, and which of its arguments is its window; one that looks at no later row is causal.
+_VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
 _CONVOLUTIONS = ("convolution", "convolution_backward")
 _READ_TWICE = ("native_group_norm", "native_group_norm_backward")
 _NOT_READING = ("zeros_like", "new_zeros", "ones_like", "full_like", "new_full", "new_ones")
@@ -152,7 +152,7 @@ def _counted(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple
         return "other", 0
     flops = counts(*args, **kwargs, out_val=result)
     if name in _VARLEN:
-        return "attention", flops // 2 if args[_VARLEN[name]] else flops
+        return "attention", flops // 2 if args[_VARLEN[name]][1] == 0 else flops
     return "convolution" if name in _CONVOLUTIONS else "product", flops
 
 

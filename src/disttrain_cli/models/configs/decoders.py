@@ -23,13 +23,6 @@ def head_width(config: Any) -> int:
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
-def window_of(config: Any, number: int) -> int | None:
-    """Tokens that a block's attention sees of its own sample, itself among them; None: all of them."""
-    if config.model_type == "llama" or (config.model_type != "mistral" and config.layer_types[number] != SLIDING):
-        return None
-    return config.sliding_window
-
-
 def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
     """LlamaConfig, MistralConfig, Qwen2Config and Qwen3Config."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
