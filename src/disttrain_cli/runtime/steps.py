@@ -27,6 +27,7 @@ from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_rates
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
+from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import sample_writer, size_writer, step_writer
 from disttrain_cli.runtime.watching.watch import REASONS, Watch
@@ -81,7 +82,7 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
         writer(task.dir.traces, task.name, task.say) for writer in (step_writer, size_writer, sample_writer)]
     step, stopped = task.first, ""
     with Saver(task.dir.checkpoints, made_from(run.file, profile.fingerprints.data), engine,
-               run.file.train.checkpoint.keep, task.average) as saver:
+               run.file.train.checkpoint.keep, task.average) as saver, told_at_once():
         while step < task.last and not stopped:
             tracer.step = step
             tracer.begin("order")

@@ -28,6 +28,7 @@ from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher
+from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.join import join
 from disttrain_cli.runtime.launching.meeting import check_groups
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
@@ -55,7 +56,7 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 def main(payload: dict[str, Any]) -> None:
     """Train until `payload["steps"]`."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         run, place, told = job.run, job.place, job.told
         rank0, reports = place.rank == 0, Path(told["steps_file"])
@@ -117,7 +118,7 @@ def main(payload: dict[str, Any]) -> None:
 
 def preflight(payload: dict[str, Any]) -> None:
     """Meet the other ranks, make the process groups, try them out, and end; rank 0 tells how long each took."""
-    with ExitStack() as stack:
+    with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
         took_s = check_groups(UnitGrid(job.topology, job.place), job.place, job.device,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime.launching import process
 from disttrain_cli.runtime.launching.begin import check_port
-from disttrain_cli.runtime.launching.meeting import check_groups, meet
+from disttrain_cli.runtime.launching.meeting import Guest, check_groups, meet
 from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
 from tests.runtime.watching.test_hang import topology
 
@@ -27,35 +30,84 @@ FACTS = {"program": "0.1.0", "plan": "aaaa"}
 ROOT = Path(__file__).parents[3]
 
 
-def meeting(facts: list[dict[str, str]], world_size: int, timeout_s: float = 30.0) -> list[Any]:
-    """What each of the ranks that came is told, or the error that it raises."""
-    store = dist.HashStore()
+def start(guests: list[Guest]) -> dict[str, Any]:
+    return {"name": "start-003", "hosts": len({guest.host for guest in guests})}
+
+
+def meeting(facts: list[dict[str, str]], world_size: int, timeout_s: float = 30.0, hosts: Sequence[str] = (),
+            decide: Callable[[list[Guest]], dict[str, Any]] = start) -> tuple[list[Any], list[str]]:
+    """What each of the ranks that join is told, or the error that it raises; and what rank 0 says meanwhile."""
+    store, said = dist.HashStore(), list[str]()
 
     def rank(number: int) -> Any:
         try:
-            told = {"name": "start-003"} if number == 0 else {}
-            return meet(store, number, world_size, facts[number], told, timeout_s)
+            own = Guest(facts[number])
+            return meet(store, number, world_size, own, decide, timeout_s, hosts=hosts, say=said.append)
         except DisttrainError as error:
             return error
 
     with ThreadPoolExecutor(len(facts)) as threads:
-        return list(threads.map(rank, range(len(facts))))
+        return list(threads.map(rank, range(len(facts)))), said
 
 
 def test_equal_ranks_are_told_the_start_by_rank_0() -> None:
-    assert meeting([FACTS] * 3, 3) == [{"name": "start-003"}] * 3
+    assert meeting([FACTS] * 3, 3) == ([{"name": "start-003", "hosts": 1}] * 3, [])
 
 
 def test_a_host_with_another_plan_is_named_on_every_rank() -> None:
-    for error in meeting([FACTS, FACTS, FACTS | {"plan": "bbbb"}], 3):
+    for error in meeting([FACTS, FACTS, FACTS | {"plan": "bbbb"}], 3)[0]:
         assert isinstance(error, MismatchError) and "not equal" in error.what
         assert error.why == f"plan: bbbb on {socket.gethostname()}, aaaa on most others"
 
 
-def test_missing_ranks_are_named() -> None:
-    for error in meeting([FACTS] * 2, 4, timeout_s=0.5):
-        assert "2 of 4 ranks did not come, the first of them rank 2" in error.what
+@pytest.mark.parametrize(("hosts", "named"), [
+    ([], "2-5"), (["a", "a", "a", "b", "b", "c"], "2 (a), 3-4 (b), 5 (c)")])
+def test_missing_ranks_are_named_while_they_are_waited_for_and_at_the_end(
+        monkeypatch: pytest.MonkeyPatch, hosts: list[str], named: str) -> None:
+    monkeypatch.setattr("disttrain_cli.runtime.launching.meeting.NEWS_S", 0.2)
+    errors, said = meeting([FACTS] * 2, 6, timeout_s=0.5, hosts=hosts)
+    for error in errors:
+        assert error.what == f"4 of 6 ranks did not join within 0.5 s: {named}"
         assert socket.gethostname() in error.why
+    assert set(said) == {f"waiting for 4 of 6 ranks: {named}"}
+
+
+def test_what_rank_0_cannot_decide_fails_on_every_rank() -> None:
+    def refuse(guests: list[Guest]) -> dict[str, Any]:
+        raise DisttrainError("Several ranks have the same CUDA device", "ranks 0, 1", "Set it.")
+
+    for error in meeting([FACTS] * 3, 3, decide=refuse)[0]:
+        assert (error.what, error.why, error.next_step) == (
+            "Several ranks have the same CUDA device", "ranks 0, 1", "Set it.")
+
+
+def test_1296_ranks_meet_with_a_number_of_operations_that_grows_as_they_do() -> None:
+    """Each rank makes a handful; rank 0 none per pair of ranks."""
+    counts = {}
+    for world_size in (81, 1296):
+        store = Counting(dist.HashStore())
+        for rank in range(1, world_size):
+            store.set(f"meet/{rank}", json.dumps(asdict(Guest(FACTS))))
+            store.add("meet/joined", 1)
+        store.operations = store.keys = 0
+        assert meet(store, 0, world_size, Guest(FACTS), start, 5.0) == {"name": "start-003", "hosts": 1}  # type: ignore
+        counts[world_size] = store.operations
+        assert store.keys <= world_size + 8
+    assert counts[81] == counts[1296] <= 8
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.operations, self.keys = store, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def asked(*given: Any) -> Any:
+            self.operations += 1
+            self.keys += len(given[0]) if isinstance(given[0], list) else 1
+            return getattr(self._store, name)(*given)
+        return asked
 
 
 def groups(replicas: object) -> Any:

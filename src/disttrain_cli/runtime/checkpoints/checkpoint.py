@@ -98,6 +98,7 @@ class Saver:
                 raise
         finally:
             self._thread.shutdown(wait=False)
+        if kind is None:  # else the others may not be here
             dist.destroy_process_group(self._group)
 
     def _copy(self) -> dict[str, Pieces]:

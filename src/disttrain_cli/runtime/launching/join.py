@@ -7,9 +7,10 @@ import os
 import platform
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import layer_table
+from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
+from disttrain_cli.runtime.launching.ending import follow
 from disttrain_cli.runtime.launching.launch import LISTENER
-from disttrain_cli.runtime.launching.meeting import meet
+from disttrain_cli.runtime.launching.meeting import MEETING_S, Guest, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.hang import HangWatch
@@ -33,6 +36,8 @@ from disttrain_cli.spec.runfile import Run, read_run
 
 #: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
 WORKERS = "DISTTRAIN_WORKERS"
+#: Environment variable: names of the job's hosts in order of ranks, with blanks between them.
+HOSTS = "DISTTRAIN_HOSTS"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Joined:
     place: Place
     device: torch.device
     pulse: Pulse
-    told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file
+    told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file; and the backend
 
 
 def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
@@ -60,19 +65,41 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
     place, train = topology.place(int(os.environ["RANK"])), run.file.train
-    pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s).beating())
+    pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s,
+                                        follow).beating())
     index = read_index(run, profile.inputs)
     facts = identity_of(run.file, plan.plan, index, profile) | {
         "run file": fingerprint(run.file), "torch": torch.__version__, "python": platform.python_version()}
     pulse.begin("joining")
-    store = rendezvous(timedelta(seconds=train.timeout_s))
-    told = meet(store, place.rank, topology.world_size, facts, _start_of(payload) if place.rank == 0 else {},
-                train.timeout_s)
+    limit_s = min(MEETING_S, train.timeout_s)
+    device = rank_device(profile.device.kind)
+    store = rendezvous(timedelta(seconds=limit_s))
+
+    def decide(guests: list[Guest]) -> dict[str, Any]:
+        backend = choose_backend([(guest.host, guest.device) for guest in guests], run.file.cluster.device == "cuda")
+        return _start_of(payload) | {"backend": backend}
+
+    told = meet(store, place.rank, topology.world_size, Guest(facts, identity(device)), decide, limit_s,
+                hosts=_hosts(payload), say=partial(_say, payload))
     if LISTENER not in os.environ and place.rank in (0, topology.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), topology)
-    device = stack.enter_context(joined(profile.device.kind, train.timeout_s, store=store,
-                                        share=run.file.cluster.device == "cuda"))
+    stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
     return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told)
+
+
+def _hosts(payload: dict[str, Any]) -> list[str]:
+    """The host of every rank, where the job's script tells their names."""
+    names, counts = os.environ.get(HOSTS, "").split(), payload.get("ranks_of_hosts", [])
+    return [name for name, count in zip(names, counts, strict=True) for _ in range(count)] \
+        if len(names) == len(counts) else []
+
+
+def _say(payload: dict[str, Any], text: str) -> None:
+    """Say something on the terminal or job log, where no launcher of ours has it, and in the rank's log."""
+    with suppress(OSError):
+        print(text, flush=True)
+        if "console" in payload:
+            os.write(payload["console"], f"{text}\n".encode())
 
 
 def _start_of(payload: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ POLL_S = 0.05
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 #: What a rank says when it fails only because another one went away.
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out",
+             "remote process exited", "NCCL communicator was aborted", "Watchdog caught collective operation timeout")
 
 
 def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path, *,
@@ -115,12 +116,14 @@ def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path)
 
     Args:
         codes: exit codes of the ranks that failed, in the order in which they ended.
-        errors: what some of them said: what, why, next step.
+        errors: what ranks said, in this order: what, why, next step; they may not have ended yet.
     """
-    killed = [rank for rank, code in codes.items() if code < 0]
-    by_itself = [rank for rank in codes if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
-    cause = [*killed, *(rank for rank in by_itself if rank in errors), *by_itself, *codes][0]
-    log, code = rank_log(log_dir, cause), codes[cause]
+    def alone(ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
+
+    killed = [rank for rank, code in codes.items() if code < 0 and rank not in errors]
+    cause = [*killed, *alone(errors), *alone(codes), *codes][0]
+    log, code = rank_log(log_dir, cause), codes.get(cause, RankFailedError.exit_code)
     what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]
     if code == RankFailedError.exit_code and cause in errors:
         return RankFailedError(f"Rank {cause} stopped: {what}", f"{why}\nlog: {log}".strip(), next_step or _read(log))

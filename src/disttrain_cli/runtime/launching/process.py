@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,56 +14,60 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.runtime.launching.devices import Backend
 from disttrain_cli.runtime.launching.launch import LISTENER
+
+ABORT_S = 5.0
 
 
 @contextmanager
-def joined(device_kind: str, timeout_s: float, *, store: dist.Store | None = None,
-           share: bool = False) -> Iterator[torch.device]:
-    """Join the process group that the environment describes; leave it at the end, failure or not.
+def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | None = None,
+           backend: Backend = "gloo") -> Iterator[torch.device]:
+    """Join the process group that the environment describes; leave it at the end, after a failure by `abort_groups`.
 
-    `store`: where the ranks have met already. `share`: more ranks than CUDA devices on this host divide them, and talk
-    over gloo. On a CPU nothing is compiled: DeepSpeed's shared-memory operation is declared incompatible first.
+    `store`: where the ranks have met already, which they must have before NCCL: making its communicator knows no time
+    limit. That of the world is made here, and every later group is split from it: all ranks make the same groups in
+    the same order, and a group of gloo, which is not split, holds all ranks. On a CPU nothing is compiled: DeepSpeed's
+    shared-memory operation is declared incompatible first.
 
     Raises:
-        DisttrainError: there are more ranks than devices, without `share`; or the rendezvous fails.
+        DisttrainError: the rendezvous fails.
     """
     import deepspeed
     import deepspeed.ops
 
     _import_muon()
-    if device_kind == "cpu":
+    device = torch.device(device)
+    if device.type == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        device, backend = torch.device("cpu"), "gloo"
-    else:
-        device, backend = _cuda(share)
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store or rendezvous(timeout), rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout)
-    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
+                            world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout,
+                            device_id=device if backend == "nccl" else None)
     try:
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
         yield device
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        abort_groups()
+        raise
+    dist.destroy_process_group()
 
 
-def _cuda(share: bool) -> tuple[torch.device, str]:
-    """This rank's CUDA device, and the backend that its ranks can use: NCCL wants a device for each."""
-    devices, ranks = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not devices:
-        raise DisttrainError(f"There is no CUDA device on {socket.gethostname()}", "the profile was measured on one",
-                             "Start the ranks where the devices are, or profile again: disttrain profile")
-    if ranks > devices and not share:
-        raise DisttrainError(f"{ranks} ranks on {socket.gethostname()}, which has {devices} CUDA device(s)", "",
-                             "Set cluster.gpus_per_node and plan again; or set cluster.device: cuda, so that ranks "
-                             "share devices (over gloo, slowly).")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % devices)
-    torch.cuda.set_device(device)
-    return device, "nccl" if ranks <= devices else "gloo"
+#: Groups that were aborted. They stay: to delete one waits for what it has under way.
+_aborted: list[Any] = []
+
+
+def abort_groups() -> None:
+    """Leave all process groups without waiting for their other ranks, which may wait for this one."""
+    _aborted.extend(distributed_c10d._world.pg_map)
+    thread = threading.Thread(target=distributed_c10d._abort_process_group, name="abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_S)
 
 
 def _import_muon() -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from disttrain_cli.errors import DisttrainError, RankFailedError, SpecError
+from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.runtime.launching.ending import Ending, begin_ending
 from disttrain_cli.spec.files import Strict, parse_json, validate
-from disttrain_cli.spec.rundir import rank_log
+from disttrain_cli.spec.rundir import pulses, rank_log
 
 Target = Callable[[dict[str, Any]], None]
 #: What torchrun calls a place, and what srun does.
@@ -54,7 +54,7 @@ def live(rank: int, function: Target, payload: dict[str, Any], log: Path,
 
     `tell`, where there is a launcher, takes what went wrong: a log on a full disk may not.
     """
-    said, code = os.dup(2), 1
+    ending = begin_ending(Ending(rank, log, pulses(log.parent), tell))
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(descriptor, 1)
@@ -62,22 +62,10 @@ def live(rank: int, function: Target, payload: dict[str, Any], log: Path,
         with suppress(OSError):  # a full disk
             print(f"rank {rank} of {os.environ['WORLD_SIZE']}, process {os.getpid()}")
         function(payload)
-        code = 0
-    except DisttrainError as error:
-        code = RankFailedError.exit_code
-        tell(error)
-        os.write(said, f"rank {rank}: {error.what}\n{error.why}\n{error.next_step}\nlog: {log}\n".encode())
-        traceback.print_exc()
     except BaseException as error:
-        tell(DisttrainError(f"{type(error).__name__}: {error}"))
-        os.write(said, f"rank {rank}: {type(error).__name__}: {error}\nlog: {log}\n".encode())
-        traceback.print_exc()
+        ending.tell(error)
     finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+        ending.leave()
 
 
 def place_in_job(job: JobFile) -> int:

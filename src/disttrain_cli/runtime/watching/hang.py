@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.runtime.units.topology import Stage
-from disttrain_cli.runtime.watching.pulse import VERDICT, State, interval_s, read_state
+from disttrain_cli.runtime.watching.pulse import State, interval_s, read_state
+from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict
 from disttrain_cli.spec.rundir import rank_log
 from disttrain_cli.spec.trace import COMPUTE
-from disttrain_cli.spec.whole import write_whole
 
 MISSED_BEATS = 5  # after so many a rank counts as one that does not answer
 MOST_NAMED = 4
@@ -114,7 +114,7 @@ class HangWatch:
         if len(self._states) < len(self._ranks) or now_s - self._moved_s < self._hang_s:
             return
         error = self._error(diagnose(self._states, self._stages, silent), silent)
-        write_whole(self._folder / VERDICT, str(error))
+        publish_verdict(self._folder, Verdict(text=f"{error}\n", told_on=None))
         time.sleep(2 * interval_s(self._hang_s))  # the ranks look for it as often
         raise error
 

@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
+from disttrain_cli.errors import RankFailedError
+from disttrain_cli.runtime.watching.verdict import Verdict, read_verdict
+
 RECORD_BYTES = 512
-#: File beside those of the ranks; when it appears, every rank writes its stacks to its log and ends.
-VERDICT = "verdict"
 
 
 class State(BaseModel):
@@ -53,8 +54,11 @@ def interval_s(hang_s: float) -> float:
 class Pulse:
     """The state of this rank; `begin` is called whenever it turns to something else."""
 
-    def __init__(self, folder: Path, rank: int, hang_s: float) -> None:
-        self._path, self._verdict, self._hang_s = state_file(folder, rank), folder / VERDICT, hang_s
+    def __init__(self, folder: Path, rank: int, hang_s: float,
+                 end: Callable[[Verdict], NoReturn] = lambda verdict: os._exit(RankFailedError.exit_code)) -> None:
+        """`end`: what ends the process when there is a verdict; its stacks have been written to its log."""
+        self._path, self._folder, self._hang_s = state_file(folder, rank), folder, hang_s
+        self._end = end
         self._own: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "process": os.getpid()}
         self._now = (-1, "starting", -1, "")
         self._ahead: deque[tuple[tuple[int, str, int, str], Callable[[], bool]]] = deque()
@@ -90,9 +94,9 @@ class Pulse:
         while True:
             self._tell()
             faulthandler.dump_traceback_later(self._hang_s, file=sys.__stderr__ or 2)
-            if self._verdict.exists():
+            if (verdict := read_verdict(self._folder)) is not None:
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
-                os._exit(4)
+                self._end(verdict)
             if self._ended.wait(interval_s(self._hang_s)):
                 self._ahead.clear()  # what the device has not reached by now it may never reach
                 self.begin("ended")

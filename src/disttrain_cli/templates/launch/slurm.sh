@@ -13,7 +13,7 @@ again="${SLURM_RESTART_COUNT:-0}"
 @{follow.sh}
 
 mapfile -t hosts < <(scontrol show hostnames "$@{nodelist}")
-export MASTER_ADDR="${hosts[0]}" MASTER_PORT=@{port}
+export MASTER_ADDR="${hosts[0]}" MASTER_PORT=@{port} DISTTRAIN_HOSTS="${hosts[*]}"
 @{serve}
 @{uneven}
 @{python} disttrain_cli.runtime.launching.begin "$job" --again "$again"

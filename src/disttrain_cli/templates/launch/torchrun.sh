@@ -4,6 +4,7 @@ set -euo pipefail
 
 @{setup}
 @{exports}
+export DISTTRAIN_HOSTS=@{hosts}
 job=@{job}
 stop=@{stop}
 child=''

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from disttrain_cli.errors import SpecError
+from disttrain_cli.runtime.launching.emit.hosts import Node
 from disttrain_cli.runtime.launching.rank import JobFile
 from disttrain_cli.runtime.train import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.spec.plan import Plan
@@ -40,13 +41,15 @@ class _Template(Template):
     delimiter = "@"
 
 
-def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, steps: int, resume: bool, preflight: bool,
-              profile_steps: range | None = None, restart: bool = False, origin: Path | None = None) -> Path:
+def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, nodes: Sequence[Node], steps: int, resume: bool,
+              preflight: bool, profile_steps: range | None = None, restart: bool = False,
+              origin: Path | None = None) -> Path:
     """Write the job file from which every rank starts."""
     root = run.dir.preflight if preflight else run.dir
     payload = payload_of(run, plan, profile, profile_steps, origin) | {
         "steps": 0 if preflight else steps, "resume": resume or preflight, "restart": restart,
-        "logs": str(root.logs.resolve()), "start_file": str((folder / "start.json").resolve())}
+        "logs": str(root.logs.resolve()), "start_file": str((folder / "start.json").resolve()),
+        "ranks_of_hosts": [len(node.ranks) for node in nodes]}
     job = JobFile(target=PREFLIGHT if preflight else TRAIN, payload=payload, logs=str(root.logs.resolve()),
                   ranks=plan.plan.gpus_used)
     return write_whole(folder / "job.json", job.model_dump_json(indent=1))

@@ -32,7 +32,7 @@ def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_fil
     serving = cluster.cpu_nodes > 0 and not preflight
     if serving:
         _check_protected(run)
-    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, restart, origin)
+    job = write_job(run, plan, profile, folder, nodes, steps, resume, preflight, profile_steps, restart, origin)
     logs = (run.dir.preflight if preflight else run.dir).logs.resolve()
     values = common(run, job, logs, 0 if preflight else run.file.train.restarts)
     counts = [len(node.ranks) for node in nodes]

@@ -29,7 +29,7 @@ def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps
                         "cluster.hostfile: none", "Write a hostfile with lines such as 'worker-1 slots=8', and name it "
                         "in cluster.hostfile.")
     nodes = place_ranks(topology_of(plan, profile), hosts_of(run))
-    job = write_job(run, plan, profile, folder, steps, resume, preflight, profile_steps, restart, origin)
+    job = write_job(run, plan, profile, folder, nodes, steps, resume, preflight, profile_steps, restart, origin)
     logs = (run.dir.preflight if preflight else run.dir).logs
     texts = _scripts(run, nodes, job, logs.resolve(), 0 if preflight else run.file.train.restarts)
     paths = [write_whole(_script(folder, number), text) for number, text in enumerate(texts)]
@@ -37,7 +37,8 @@ def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps
 
 
 def _scripts(run: Run, nodes: list[Node], job: Path, logs: Path, restarts: int) -> list[str]:
-    values = common(run, job, logs, restarts) | {"nodes": str(len(nodes)), "master": master(nodes)}
+    values = common(run, job, logs, restarts) | {
+        "nodes": str(len(nodes)), "master": master(nodes), "hosts": shlex.quote(" ".join(node.host for node in nodes))}
     if len(nodes) == 1 and run.file.cluster.interface is None:
         values["exports"] = "export GLOO_SOCKET_IFNAME=lo"
     begin = f'{values["python"]} disttrain_cli.runtime.launching.begin "$job" --again "$attempt" --port "$port"'
