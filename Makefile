@@ -1,5 +1,6 @@
 # make run      the whole chain on a small real dataset: profile, plan, train, analyze
 # make test     the test suite (under 10 minutes on 2 cores)
+# make test-oldest  what touches torch, against the oldest version of it that serves, in an environment of its own
 # make test-all everything: also the full matrices, the chain as a user runs it, and the fault tests
 # make bench    the quick benchmarks (about 5 minutes; see benchmarks/README.md)
 # make check    ruff, mypy, import rules, docs completeness
@@ -9,10 +10,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.11.0
 PYTEST := $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-slow test-all bench check docs clean
+.PHONY: run test test-slow test-oldest test-all bench check docs clean
 
 run: $(VENV)/.demo
 	$(BIN)/disttrain init demo --preset tiny --sample-data
@@ -23,6 +26,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -q -m slow
+
+test-oldest: $(OLDEST)/.dev
+	$(OLDEST)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests/models tests/runtime tests/profiling
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -q
@@ -44,7 +50,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) $(OLDEST) demo
 
 # A stamp says that the environment holds what these two files ask for.
 $(VENV)/.demo: $(VENV)/.created pyproject.toml constraints.txt
@@ -59,4 +65,10 @@ $(VENV)/.created:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "disttrain needs Python 3.11 or newer. Install it, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+$(OLDEST)/.dev: pyproject.toml constraints.txt
+	"$(PYTHON)" -m venv $(OLDEST)
+	sed 's/^torch==.*/torch==$(OLDEST_TORCH)/' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --no-input --disable-pip-version-check -c $(OLDEST)/constraints.txt -e '.[demo,dev]'
 	@touch $@

@@ -44,6 +44,11 @@ def test_constraints_suit_cuda_builds_too():
     assert not [name for name in pins() if name.lower().startswith(("nvidia", "triton", "cuda"))]
 
 
+def test_the_oldest_torch_that_is_tested_is_the_oldest_that_serves():
+    tested = re.search(r"^OLDEST_TORCH := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert tested and f"torch>={tested[1].removesuffix('.0')},<2.14" in PROJECT["dependencies"]
+
+
 def test_data_files_are_part_of_the_package():
     package = files("disttrain_cli")
     assert (package / "templates" / "presets" / "tiny.yaml").is_file() and (package / "py.typed").is_file()
@@ -51,4 +56,4 @@ def test_data_files_are_part_of_the_package():
 
 def test_the_makefile_has_the_promised_targets():
     text = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{target}:", text, re.M) for target in ("run", "test", "test-all", "check", "docs"))
+    assert all(re.search(rf"^{target}:", text, re.M) for target in ("run", "test", "test-oldest", "test-all", "check", "docs"))

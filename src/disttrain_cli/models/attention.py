@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from disttrain_cli.models.host import to_device
+from disttrain_cli.models.torch_versions import varlen_attn
 
 if TYPE_CHECKING:
     from disttrain_cli.models.layer import Batch

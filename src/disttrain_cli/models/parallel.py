@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from disttrain_cli.models.division import own_rows, parts, shard_of
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
 
 #: Numbers that are summed in one message, at least.
 BUCKET = 1 << 24
@@ -204,14 +205,14 @@ def _join_whole(layer: PipelineLayer, group: Group) -> None:
 def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:
     most, wire = -(-rows // group.size), group.wire(own)
     whole = own.new_empty(group.size * most, *own.shape[1:], device=wire)
-    dist.all_gather_single(whole, _padded(own, most).to(wire), group=group.ranks)
+    all_gather(whole, _padded(own, most).to(wire), group.ranks)
     return whole[:rows].to(own.device)
 
 
 def _reduce_scattered(partial: Tensor, group: Group) -> Tensor:
     rows, wire = len(partial), group.wire(partial)
     own = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
-    dist.reduce_scatter_single(own, _padded(partial, len(own) * group.size).to(wire), group=group.ranks)
+    reduce_scatter(own, _padded(partial, len(own) * group.size).to(wire), group.ranks)
     mine = group.own(rows)
     return own[: mine.stop - mine.start].to(partial.device)
 
