@@ -149,7 +149,7 @@ def _padded(length: int, works: list[Work], values: dict[str, Floats]) -> tuple[
 
 def _described(device: Device, precision: Precision, cluster: ClusterSpec) -> DeviceProfile:
     return DeviceProfile(name=device.name, kind="analytic", count=cluster.gpus, memory_gib=device.memory_gib,
-                         peak_tflops=device.peak_of(precision),
+                         peak_tflops=device.peak_of(precision), **catalogue().memory.reserves,
                          optimizer_ns_per_parameter=1e9 * memory_s(device, OPTIMIZER_BYTES[precision]))
 
 

@@ -109,6 +109,10 @@ class DeviceProfile(Strict):
     kind: Literal["cpu", "cuda", "analytic"]
     count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
     memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
+    context_gib: float = Field(0.0, ge=0, description="Of that, the context and libraries; stated, not measured.")
+    communicator_mib: float = Field(0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured.")
+    fragmentation: float = Field(
+        0.0, ge=0, description="Share of the activations that the allocator needs beside them; stated, not measured.")
     peak_tflops: float = Field(
         gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate.")
     shared_by: int = Field(1, ge=1, description="Processes that shared the device while it was measured.")
