@@ -7,7 +7,7 @@ gives them. What layers and DeepSpeed say to a TP group or to the replicas of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,29 +16,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from disttrain_cli.data.slots import StepOrder
-from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.graph import LayerInfo, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.runtime.engine.assemble import brokers, live_at, message_dtype
 from disttrain_cli.runtime.engine.engine import StageModule, UnitEngine
 from disttrain_cli.runtime.engine.gradients import gradient_flow
-from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
+from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
 from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import local_rows
 from disttrain_cli.runtime.units.topology import Place, Topology
-from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile import Run, TrainSpec
 
 #: Where tensors have a shape and nothing else.
 NOWHERE = torch.device("meta")
 
 
-def record_step(run: Run, topology: Topology, place: Place, order: StepOrder) -> Record:
-    """What the rank at `place` sends, receives and joins in the step of `order`, over NCCL."""
-    with alone(place.rank, topology.world_size), Recorder(place.rank) as recorder:
-        HollowEngine(run, topology, place).run_step(order, lambda slot: Batch([]))
-    return recorder.record
+def record_steps(run: Run, topology: Topology, order: StepOrder, ranks: Iterable[int] | None = None) -> Iterator[Record]:
+    """What ranks (all of them if not given) send, receive and join in the step of `order`, over NCCL."""
+    table = layer_table(run)
+    carrying = gradient_flow(table, run.file.model.trained).carrying
+    for rank in range(topology.world_size) if ranks is None else ranks:
+        with alone(rank, topology.world_size), Recorder(rank) as recorder:
+            HollowEngine(run.file.train, table, carrying, topology, topology.place(rank)).run_step(
+                order, lambda slot: Batch([]))
+        yield recorder.record
 
 
 @contextmanager
@@ -56,12 +60,9 @@ def alone(rank: int, world_size: int) -> Iterator[None]:
 class HollowRunner(StageRunner):
     """A stage whose layers leave empty tensors."""
 
-    def __init__(self, run: Run, place: Place, order: Callable[[], StepOrder], grid: UnitGrid,
+    def __init__(self, segments: list[Segment], place: Place, order: Callable[[], StepOrder], grid: UnitGrid,
                  links: tuple[Sequence[Broker], Sequence[Broker]]) -> None:
-        table, own = layer_table(run), place.stage.layers
-        carrying = gradient_flow(table, run.file.model.trained).carrying.__getitem__
-        layers = cast(Sequence[PipelineLayer], table[own.start:own.stop])
-        super().__init__(build_segments(layers, own.start, lambda cut: live_at(table, place.stage, cut), carrying))
+        super().__init__(segments)
         self._place, self._order, self._grid, self._links = place, order, grid, links
 
     def forward(self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any) -> dict[str, Tensor]:
@@ -88,17 +89,19 @@ class HollowRunner(StageRunner):
 class HollowEngine(UnitEngine):
     """The engine around a hollow stage; DeepSpeed's own constructor, which wants weights, is left out."""
 
-    def __init__(self, run: Run, topology: Topology, place: Place) -> None:
+    def __init__(self, train: TrainSpec, table: list[LayerInfo], carrying: Sequence[frozenset[str]],
+                 topology: Topology, place: Place) -> None:
         nn.Module.__init__(self)
         self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
-        self.place, self.tracer, self.train_spec = place, _Silence(), run.file.train
-        self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
-        table, grid = layer_table(run), UnitGrid(topology, place)
-        links = brokers(topology, place, table, message_dtype(run.file.train), NOWHERE,
-                        gradient_flow(table, run.file.model.trained).carrying.__getitem__, grid.tp, grid.ways)
+        self.place, self.tracer, self.train_spec = place, _Silence(), train
+        self.device, self.skipped_in_a_row, self.updates, self.loss_modules = torch.device("cpu"), 0, {}, {}
+        grid, own = UnitGrid(topology, place), place.stage.layers
+        links = brokers(topology, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)
         self.upstream, self.downstream = map(together, links)
         self.module = StageModule([], grid, place)
-        self.runner = HollowRunner(run, place, lambda: self.order, grid, links)
+        segments = build_segments(cast(Sequence[PipelineLayer], table[own.start:own.stop]), own.start,
+                                  lambda cut: live_at(table, place.stage, cut), carrying.__getitem__)
+        self.runner = HollowRunner(segments, place, lambda: self.order, grid, links)
 
     def _sum_partial_gradients(self) -> None:
         grid = self.module.mpu()
