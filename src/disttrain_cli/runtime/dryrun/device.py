@@ -10,9 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.runtime.dryrun.syncs import pin_memory
 
 
 class _Event:
@@ -81,9 +83,11 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
         "reset_max_memory_cached": lambda *_: None, "reset_max_memory_reserved": lambda *_: None,
         "Stream": _Stream, "Event": _Event, "stream": lambda _: stream, "current_stream": lambda *_: stream,
         "default_stream": lambda *_: stream, "set_stream": lambda _: None, "manual_seed": lambda _: None,
-        "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False}
+        "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False,
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None}
     with (patch.multiple(torch.cuda, create=True, **given),
-          patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
+          patch.object(torch.Tensor, "pin_memory", pin_memory),
           patch.object(torch.Tensor, "record_stream", lambda *_: None),
+          patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # values would be copied to the device for real
           FakeTensorMode(allow_non_fake_inputs=True) as mode):
         yield mode
