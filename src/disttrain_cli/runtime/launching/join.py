@@ -20,11 +20,12 @@ from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import layer_table
+from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
 from disttrain_cli.runtime.launching.launch import LISTENER
 from disttrain_cli.runtime.launching.meeting import MEETING_S, Guest, meet
-from disttrain_cli.runtime.launching.process import joined, rendezvous
+from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
@@ -73,6 +74,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     pulse.begin("joining")
     limit_s = min(MEETING_S, train.timeout_s)
     device = rank_device(profile.device.kind)
+    raise_limit(needed(topology.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
+                       first=place.rank == 0, serves=serves_rendezvous()))
     store = rendezvous(timedelta(seconds=limit_s))
 
     def decide(guests: list[Guest]) -> dict[str, Any]:

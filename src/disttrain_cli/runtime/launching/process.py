@@ -45,6 +45,8 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if backend == "nccl":  # its groups of gloo, which checkpoints use, connect only ranks that talk (`descriptors`)
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store or rendezvous(timeout), rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout,
@@ -103,12 +105,21 @@ def rendezvous(timeout: timedelta) -> dist.Store:
         listener = int(os.environ[LISTENER])
         if rank:
             os.close(listener)
-    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    elif _agent_serves():
         store = _store(where, timeout, None)
         return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     elif rank == 0:
         listener = _listen(*where)
     return _store(where, timeout, None if rank else listener)
+
+
+def serves_rendezvous() -> bool:
+    """Whether this process is the one that serves it."""
+    return os.environ["RANK"] == "0" and not _agent_serves()
+
+
+def _agent_serves() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(where: tuple[str, int], timeout: timedelta, listener: int | None) -> dist.TCPStore:

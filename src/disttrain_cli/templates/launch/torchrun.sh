@@ -5,6 +5,7 @@ set -euo pipefail
 @{setup}
 @{exports}
 export DISTTRAIN_HOSTS=@{hosts}
+ulimit -n "$(ulimit -Hn)" || true # torchrun on the first host holds a connection to every rank
 job=@{job}
 stop=@{stop}
 child=''

@@ -1,0 +1,34 @@
+"""Ranks whose clean-up never returns, for the tests of how ranks end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.runtime.launching import ending
+from disttrain_cli.runtime.launching.ending import follow, told_at_once
+from disttrain_cli.runtime.watching.pulse import Pulse
+from disttrain_cli.spec.rundir import pulses
+
+
+def stuck(payload: dict[str, Any]) -> None:
+    """Rank 0 fails, and what it leaves open never closes. Rank 1 hears of it by the verdict only."""
+    ending.CLOSING_S, ending.STUCK_S = 0.5, 1
+    rank = int(os.environ["RANK"])
+    with ExitStack() as stack, told_at_once():
+        stack.enter_context(Pulse(pulses(Path(payload["logs"])), rank, 1.0, follow).beating())
+        stack.callback(wait_for_ever, payload["lock"] == "held")
+        if rank == 0:
+            raise ValueError("mine\nand more of it")
+        threading.Event().wait()
+
+
+def wait_for_ever(holding_the_lock: bool) -> None:
+    """As a call into a device does that waits for a kernel which never ends."""
+    if holding_the_lock:
+        ctypes.PyDLL(None).sleep(600)
+    threading.Event().wait()

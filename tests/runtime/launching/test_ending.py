@@ -1,0 +1,160 @@
+"""A rank that fails tells why before it closes anything, and ends whatever else waits for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from disttrain_cli.data.sample_data import write_sample_data
+from disttrain_cli.errors import RankFailedError
+from disttrain_cli.runtime.launching import process
+from disttrain_cli.runtime.launching.begin import begin
+from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
+from disttrain_cli.runtime.launching.ending import Ending
+from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.runtime.launching.process import abort_groups, joined
+from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
+from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict, read_verdict
+from disttrain_cli.spec.rundir import rank_log
+from tests.runtime.factory import make_job
+from tests.runtime.launching.fault_worker import TEXT
+
+ROOT = Path(__file__).parents[3]
+ENDING, FAULT = "tests.runtime.launching.ending_worker", "tests.runtime.launching.fault_worker"
+
+
+# ---- one process -------------------------------------------------------------------------------------------------
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_failure_aborts_the_groups_and_destroys_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[str]()
+    for owner, name in ((dist, "destroy_process_group"), (distributed_c10d, "_abort_process_group")):
+        def real(*given: Any, function: Callable[..., None] = getattr(owner, name), said: str = name) -> None:
+            called.append(said)
+            function(*given)
+        monkeypatch.setattr(owner, name, real)
+    with pytest.raises(ValueError, match="mine"), joined("cpu", 60.0, store=dist.HashStore()):
+        raise ValueError("mine")
+    assert called == ["_abort_process_group"] and not dist.is_initialized()
+    with joined("cpu", 60.0, store=dist.HashStore()):
+        pass
+    assert called == ["_abort_process_group", "destroy_process_group"] and not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_abort_that_hangs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "ABORT_S", 0.05)
+    done = list[str]()
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: (time.sleep(0.5), done.append("late")))
+    abort_groups()
+    assert not done
+
+
+def test_of_several_verdicts_the_first_stays_and_half_of_one_is_none(tmp_path: Path) -> None:
+    assert read_verdict(tmp_path) is None  # a file is there now, and empty
+    publish_verdict(tmp_path, Verdict(text="rank 3: its text\n", told_on="a"))
+    publish_verdict(tmp_path, Verdict(text="rank 4: Connection closed by peer\n", told_on="b"))
+    assert read_verdict(tmp_path) == Verdict(text="rank 3: its text\n", told_on="a")
+    (tmp_path / "verdict").write_text('{"text": "ra')
+    assert read_verdict(tmp_path) is None
+    publish_verdict(tmp_path / "none", Verdict(text="", told_on=None))  # jobs without states have no such folder
+    assert read_verdict(tmp_path / "none") is None and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("told_on", "environment", "told"), [
+    (socket.gethostname(), {"RANK": "0"}, False),  # stands in the job log
+    ("elsewhere", {"RANK": "0"}, False), (None, {"RANK": "0"}, True), (None, {"RANK": "8", "LOCAL_RANK": "0"}, False),
+    ("elsewhere", {"TORCHELASTIC_RUN_ID": "none", "RANK": "8", "LOCAL_RANK": "0"}, True),
+    ("elsewhere", {"TORCHELASTIC_RUN_ID": "none", "RANK": "9", "LOCAL_RANK": "1"}, False),
+    (socket.gethostname(), {"TORCHELASTIC_RUN_ID": "none", "RANK": "8", "LOCAL_RANK": "0"}, False)])
+def test_a_verdict_is_told_once_per_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_on: str | None,
+                                             environment: dict[str, str], told: bool) -> None:
+    def ended(code: int) -> None:
+        raise SystemExit(code)
+
+    written = list[bytes]()
+    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(os, "write", lambda descriptor, text: written.append(text))
+    with pytest.raises(SystemExit, match="4"):
+        Ending(1, tmp_path / "log", tmp_path, lambda error: None).follow(Verdict(text="why\n", told_on=told_on))
+    assert written == [b"why\n"] * told
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("lock", ["free", "held"])
+def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(2, f"{ENDING}:stuck", {"logs": str(tmp_path), "lock": lock}, tmp_path)
+    assert caught.value.what.startswith("Rank 0 ") and "ValueError: mine\nand more of it" in caught.value.why
+
+
+@contextmanager
+def ranks_alone(job: Path, count: int, **more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """A job's ranks as srun starts them, without anybody who would end one when another one fails."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    told = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "SLURM_NTASKS": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [subprocess.Popen(
+        [sys.executable, "-m", "disttrain_cli.runtime.launching.rank", str(job)], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=os.environ | told | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+        for rank in range(count)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def job_file(folder: Path, target: str, payload: dict[str, Any], ranks: int) -> Path:
+    (folder / "job.json").write_text(JobFile(target=target, payload=payload, logs=payload["logs"],
+                                             ranks=ranks).model_dump_json())
+    return folder / "job.json"
+
+
+def test_ranks_that_nobody_ends_end_by_themselves(tmp_path: Path) -> None:
+    job = job_file(tmp_path, f"{ENDING}:stuck", {"logs": str(tmp_path / "logs"), "lock": "free"}, 2)
+    with ranks_alone(job, 2) as ranks:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 4]
+    assert said == [f"rank 0 ({socket.gethostname()}): ValueError: mine\nand more of it\n"
+                    f"log: {tmp_path / 'logs' / 'rank-00000.log'}\n", ""]
+    assert "in wait" in (tmp_path / "logs" / "rank-00001.log").read_text()  # its stacks
+
+
+@pytest.mark.slow
+def test_an_error_of_a_training_rank_ends_all_of_them_with_its_text(tmp_path: Path) -> None:
+    """Rank 1 fails in a step while the others wait for it in a receive; it is told once, and nobody ends them."""
+    write_sample_data(tmp_path / "data")
+    run, plan, profile = make_job(tmp_path, tmp_path / "data")
+    job = read_job_file(Path(emit_torchrun(run, plan, profile, tmp_path / "out", steps=3).job))
+    begin(job)
+    (run.dir.root / "fault.json").write_text(json.dumps({"rank": 1, "where": "step", "how": "raise"}))
+    with ranks_alone(job_file(tmp_path, f"{FAULT}:main", job.payload, 3), 3) as ranks:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    log = rank_log(run.dir.logs, 1)
+    assert ranks[1].returncode == 1 and {ranks[0].returncode, ranks[2].returncode} <= {1, 4}
+    assert f"rank 1 ({socket.gethostname()}): RuntimeError: {TEXT}\nlog: {log}\n" in said[1]
+    assert "RuntimeError" in log.read_text() and "Error" not in said[0] + said[2]
