@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.models.host import use_cuda
 from disttrain_cli.runtime.launching.launch import LISTENER
 
 
@@ -60,9 +61,7 @@ def _cuda(share: bool) -> tuple[torch.device, str]:
         raise DisttrainError(f"{ranks} ranks on {socket.gethostname()}, which has {devices} CUDA device(s)", "",
                              "Set cluster.gpus_per_node and plan again; or set cluster.device: cuda, so that ranks "
                              "share devices (over gloo, slowly).")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % devices)
-    torch.cuda.set_device(device)
-    return device, "nccl" if ranks <= devices else "gloo"
+    return use_cuda(int(os.environ["LOCAL_RANK"]) % devices), "nccl" if ranks <= devices else "gloo"
 
 
 def _import_muon() -> None:
