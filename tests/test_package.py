@@ -56,4 +56,5 @@ def test_data_files_are_part_of_the_package():
 
 def test_the_makefile_has_the_promised_targets():
     text = (ROOT / "Makefile").read_text()
-    assert all(re.search(rf"^{target}:", text, re.M) for target in ("run", "test", "test-oldest", "test-all", "check", "docs"))
+    targets = ("run", "test", "test-oldest", "test-all", "check", "docs")
+    assert all(re.search(rf"^{target}:", text, re.M) for target in targets)

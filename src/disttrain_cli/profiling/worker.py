@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.host import use_cuda
 from disttrain_cli.profiling.compute import Slowdown
 from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
@@ -88,8 +89,7 @@ def main(payload: dict[str, Any]) -> None:
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if payload["device"] == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = use_cuda(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.models.host import use_cuda
 
 Backend = Literal["nccl", "gloo"]
 MOST_NAMED = 4
@@ -59,9 +60,7 @@ def rank_device(kind: str) -> torch.device:
     """
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", device_index(os.environ, torch.cuda.device_count()))
-    torch.cuda.set_device(device)
-    return device
+    return use_cuda(device_index(os.environ, torch.cuda.device_count()))
 
 
 def identity(device: torch.device) -> str:

@@ -14,6 +14,7 @@ from disttrain_cli.data.decoding import decode_image
 from disttrain_cli.data.digits import check_judge
 from disttrain_cli.errors import DataError, DisttrainError, MismatchError, SpecError, UsageError
 from disttrain_cli.models.graph import describe
+from disttrain_cli.models.host import use_cuda
 from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, latest
 from disttrain_cli.runtime.checkpoints.folder import describe as describe_checkpoint
 from disttrain_cli.runtime.checkpoints.origin import EXPORT
@@ -157,7 +158,7 @@ def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
 
 
 def _device(run: Run) -> torch.device:
-    return torch.device("cuda" if run.file.cluster.device != "cpu" and torch.cuda.is_available() else "cpu")
+    return use_cuda(0) if run.file.cluster.device != "cpu" and torch.cuda.is_available() else torch.device("cpu")
 
 
 def _new_folder(beside: Path) -> Path:
