@@ -32,7 +32,7 @@ def test_drawn_plans_run_to_their_end(plans: dict[str, list[Record]]) -> None:
     assert {name: found for name, records in plans.items() if (found := faults(records))} == {}
     operations = [one for records in plans.values() for record in records for one in record.operations]
     assert {one.kind for one in operations} == {SEND, RECEIVE, "allreduce", "allgather_base"}
-    assert max(map(len, plans.values())) > 48 and sum(one.is_message for one in operations) > 5000
+    assert max(map(len, plans.values())) > 32 and sum(one.is_message for one in operations) > 1500
 
 
 @pytest.mark.parametrize("number", range(FAULTS))
@@ -71,8 +71,8 @@ def both(*operations: list[Operation], over: tuple[str, ...] = ("pair",)) -> lis
 
 def test_a_fault_is_named() -> None:
     (stuck,) = faults(both([send(1, batch=1), receive(1, batch=2)], [send(0, batch=1), receive(0, batch=2)]))
-    assert stuck == ('Ranks wait for each other: rank 0 in operation 0, send of float32 [4] to rank 1, over "pair", for '
-                     'rank 1; rank 1 in operation 0, send of float32 [4] to rank 0, over "pair", for rank 0, '
+    assert stuck == ('Ranks wait for each other: rank 0 in operation 0, send of float32 [4] to rank 1, over "pair", '
+                     'for rank 1; rank 1 in operation 0, send of float32 [4] to rank 0, over "pair", for rank 0, '
                      "which waits in turn")
     unlike, *_ = faults(both([send(1, (4, 2))], [receive(0, (2, 4))]))
     assert unlike == ('Over "pair", operation 0 of rank 0, send of float32 [4, 2] to rank 1, meets operation 0 of '
