@@ -27,7 +27,7 @@ from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import sum_over
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
-from disttrain_cli.runtime.engine.optimizer import drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
+from disttrain_cli.runtime.engine.optimizer import add_at_once, drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
@@ -88,6 +88,7 @@ class UnitEngine(PipelineEngine):
             nothing = torch.zeros(1, device=self.device)
             self.optimizer.get_grads_for_norm = lambda for_clipping=False: ([nothing], {})
             self.optimizer.mpu = None
+            add_at_once(self.optimizer)
 
     # ---- DeepSpeed's questions -------------------------------------------------------------------------------
     def is_first_stage(self) -> bool:
@@ -205,14 +206,10 @@ class UnitEngine(PipelineEngine):
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads(set_to_none=True)
         self._running_engine_backward = True  # trap 28
         with self._memory("backward", slot):
             gradients = self.runner.backward(slot, self._state.pop(slot, {}), self._timed("backward", slot))
         self._running_engine_backward = False
-        if self.using_bf16_optimizer:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
 
@@ -252,7 +249,12 @@ class UnitEngine(PipelineEngine):
             sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        if self.optimizer is not None and self.place.unit.dp > 1:  # stock DeepSpeed copies its gradients even alone
+        if self.optimizer is None or self.place.unit.dp == 1:  # stock DeepSpeed copies its gradients even alone
+            return
+        if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
+            for gradients in self.optimizer.fp32_groups_gradients_flat:
+                dist.all_reduce(gradients, group=self.module.mpu().get_data_parallel_group())
+        else:
             super()._exec_reduce_grads()
 
     def _update(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,6 +127,21 @@ def sum_of_squares(gradients: Iterable[tuple[str, list[Tensor], float]], device:
         if tensors:
             total += weight * torch.stack(torch._foreach_norm(tensors)).double().square().sum()
     return total
+
+
+def add_at_once(optimizer: Any) -> None:
+    """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
+
+    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept too.
+    """
+    def add(weight: Tensor, total: Tensor) -> None:
+        assert weight.grad is not None
+        total.view_as(weight).add_(weight.grad)
+        weight.grad = None
+
+    for weights, sums in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+        for weight, total in zip(weights, sums, strict=True):
+            weight.register_post_accumulate_grad_hook(partial(add, total=total))
 
 
 def drop_gradients(optimizer: Any) -> None:

@@ -1,0 +1,89 @@
+"""`torch.cuda` of a process into which the shim is loaded: one kind of GPU, on which nothing takes time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from disttrain_cli.errors import DisttrainError
+
+
+class _Event:
+    """An event of the device's, all of which happen at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+class _Stream(_Event):
+    """A stream of the device's, on which nothing ever waits."""
+
+    device = torch.device("cuda", 0)
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int, int] = (9, 0),
+            synchronized: Callable[[], None] = lambda: None) -> Iterator[FakeTensorMode]:
+    """Have `torch.cuda` describe such a device, and every tensor that is made be fake.
+
+    `synchronized` is called where the host would wait for the device as a whole. A process that ran a backward should
+    end by `os._exit`: at a usual exit autograd's threads of the devices may abort it.
+
+    Raises:
+        DisttrainError: the process was not started with `shim.environment`.
+    """
+    if "fake_cuda" not in os.environ.get("LD_PRELOAD", ""):
+        raise DisttrainError("This process has no fake CUDA devices", "the library is not preloaded", "")
+    total = round(memory_gib * 2**30)
+    properties = SimpleNamespace(name=name, total_memory=total, major=capability[0], minor=capability[1],
+                                 multi_processor_count=132, warp_size=32, gcnArchName="", uuid="fake")
+    stream = _Stream()
+    given: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
+        "set_device": lambda _: None, "init": lambda: None, "_lazy_init": lambda: None, "is_initialized": lambda: True,
+        "synchronize": lambda *_: synchronized(), "empty_cache": lambda: None, "ipc_collect": lambda: None,
+        "get_device_properties": lambda *_: properties, "get_device_name": lambda *_: name,
+        "get_device_capability": lambda *_: capability, "is_bf16_supported": lambda *_, **__: True,
+        "mem_get_info": lambda *_: (total, total), "memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0, "memory_cached": lambda *_: 0, "max_memory_allocated": lambda *_: 0,
+        "max_memory_reserved": lambda *_: 0, "max_memory_cached": lambda *_: 0, "memory_stats": lambda *_: {},
+        "reset_peak_memory_stats": lambda *_: None, "reset_max_memory_allocated": lambda *_: None,
+        "reset_max_memory_cached": lambda *_: None, "reset_max_memory_reserved": lambda *_: None,
+        "Stream": _Stream, "Event": _Event, "stream": lambda _: stream, "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream, "set_stream": lambda _: None, "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False}
+    with (patch.multiple(torch.cuda, create=True, **given),
+          patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
+          patch.object(torch.Tensor, "record_stream", lambda *_: None),
+          FakeTensorMode(allow_non_fake_inputs=True) as mode):
+        yield mode

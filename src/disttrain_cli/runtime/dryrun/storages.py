@@ -1,0 +1,58 @@
+"""Following the storages of tensors on a device: what is alive, and the most that ever was."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: CUDA's caching allocator hands out multiples of this many bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+BLOCK_BYTES = 512
+
+
+class Storages(TorchDispatchMode):
+    """Bytes alive on a kind of device, of all tensors made or touched while the mode is active.
+
+    It knows nothing of layers or autograd: a storage counts from the operator that made it until it is freed.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}  # bytes by storage
+        self.alive_bytes = self.peak_bytes = 0
+        self._device = device
+
+    def follow(self, tensor: Tensor) -> None:
+        """Count a tensor's storage from now on, if it is not yet."""
+        if tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if place in self.alive:
+            return
+        size = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        self.alive[place] = size
+        self.alive_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        weakref.finalize(storage, self._freed, place)
+
+    def _freed(self, place: int) -> None:
+        self.alive_bytes -= self.alive.pop(place)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, Tensor):
+                self.follow(value)
+        return result
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """Bytes of all storages of some tensors, each once."""
+    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes.values())
+
+

@@ -1,0 +1,27 @@
+"""Storages followed on a fake CUDA device, against sums by hand."""
+
+from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
+
+
+def block() -> list[float]:
+    import torch
+
+    from disttrain_cli.runtime.dryrun.storages import Storages
+
+    with Storages() as storages:
+        layer = torch.nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
+        rows = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+        before = storages.alive_bytes
+        made = torch.nn.functional.gelu(layer(rows))
+        kept = storages.alive_bytes - before
+        made.sum().backward()
+        del made, rows
+        return [amount / 2**20 for amount in (before, kept, storages.alive_bytes, storages.peak_bytes)]
+
+
+def test_alive_and_peak_bytes_are_those_of_a_small_block() -> None:
+    before, kept, after, peak = on_fake_cuda(block)
+    assert before == 2 + 8  # the weight and the input
+    assert kept == 8 + 8  # the product's result, kept for gelu, and the result
+    assert after == 2 + 2  # the weight and its gradient
+    assert 2 + 3 * 8 + 8 <= peak < 2 + 3 * 8 + 8 + 0.1  # in gelu's backward its own gradient joins them
