@@ -56,7 +56,8 @@ class Broker:
     leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
     coming: dist.ProcessGroup | None = None  # over which they come
     pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=deque)  # sends, the oldest first
-    known: dict[tuple[int, str, str], list[Route]] = field(default_factory=dict)  # routes of this step
+    #: Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id meanwhile.
+    known: dict[tuple[int, str, str], tuple[Slot, list[Route]]] = field(default_factory=dict)
     expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
     arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id
 
@@ -166,12 +167,12 @@ class Broker:
 
     def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
         """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way back."""
-        key = (id(slot), spec.item, spec.rows)  # the engine holds the slots of a step until it drains
+        key = (id(slot), spec.item, spec.rows)
         if key not in self.known:
             here = End(self.place.unit.name, self.place.unit.tp, self.place.replica, self.place.tp_rank)
             there = End(self.neighbour.unit.name, self.neighbour.tp)
-            self.known[key] = routes(slot, spec.item, spec.rows, here, there)
-        return self.known[key]
+            self.known[key] = slot, routes(slot, spec.item, spec.rows, here, there)
+        return self.known[key][1]
 
 
 class Brokers:
