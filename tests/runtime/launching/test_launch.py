@@ -10,6 +10,7 @@ import pytest
 
 from disttrain_cli.errors import RankFailedError
 from disttrain_cli.runtime.launching.launch import launch
+from tests.runtime.factory import write_run
 
 
 def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
@@ -69,3 +70,11 @@ def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
            timeout_s=120)
     for rank in ("0", "1"):
         assert set((tmp_path / rank).read_text().split()) == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_no_device_is_touched_before_the_ranks_are_forked(tmp_path: Path) -> None:
+    run = write_run(tmp_path, tmp_path / "data")
+    launch(2, "tests.runtime.launching.fork_worker:main", {"run": str(run.path), "folder": str(tmp_path)}, tmp_path,
+           timeout_s=300)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["untouched"] * 2

@@ -63,6 +63,7 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
     environment = os.environ | {
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK,
         "PYTHONUNBUFFERED": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to count devices by the CUDA runtime spoils it for forked processes
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
     }
