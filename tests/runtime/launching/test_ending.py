@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from torch.distributed import distributed_c10d
 
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import RankFailedError
-from disttrain_cli.runtime.launching import process
+from disttrain_cli.runtime.engine.faults import NotFiniteError
+from disttrain_cli.runtime.launching import ending, process
 from disttrain_cli.runtime.launching.begin import begin
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.ending import Ending
@@ -99,6 +101,21 @@ def test_a_verdict_is_told_once_per_terminal(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SystemExit, match="4"):
         Ending(1, tmp_path / "log", tmp_path, lambda error: None).follow(Verdict(text="why\n", told_on=told_on))
     assert written == [b"why\n"] * told
+
+
+def test_what_all_ranks_raise_is_told_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(ending.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(ending.threading, "Timer", lambda seconds, function: threading.Thread())
+    written = list[bytes]()
+    monkeypatch.setattr(os, "write", lambda descriptor, text: written.append(text))
+    for rank in ("3", "0"):
+        monkeypatch.setenv("RANK", rank)
+        one = Ending(int(rank), tmp_path / "log", tmp_path / "none", lambda error: None)
+        one.tell(NotFiniteError("Step 3 is not finite", "text loss inf"))
+        one.tell(ValueError("which follows"))
+    assert written == [f"rank 0 ({socket.gethostname()}): Step 3 is not finite\ntext loss inf\n"
+                       f"log: {tmp_path / 'log'}\n".encode()]
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------

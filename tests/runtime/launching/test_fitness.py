@@ -31,7 +31,7 @@ def turing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_too_old_is_refused_unless_it_was_profiled_itself(tmp_path: Path) -> None:
     run = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1)
     for other in (profiled("analytic", "H200"), profiled("cuda", "NVIDIA H200")):
-        with pytest.raises(DisttrainError, match="The Tesla T4 on .* is too old") as caught:
+        with pytest.raises(DisttrainError, match=r"The Tesla T4 on .* is too old") as caught:
             check_fit(run, other, CUDA)
         assert "compute capability 7.5; flash attention needs 8.0" in caught.value.why
         assert other.name in caught.value.why

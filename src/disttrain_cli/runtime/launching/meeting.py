@@ -70,7 +70,9 @@ def meet(store: dist.Store, rank: int, world_size: int, own: Guest, decide: Call
         raise DisttrainError("Rank 0 does not answer", f"waited {limit_s + ANSWER_S:g} s", "See its log.") from None
     verdict = json.loads(store.get("meet/verdict"))
     if "error" in verdict:
-        raise (MismatchError if verdict["unequal"] else DisttrainError)(*verdict["error"])
+        error = (MismatchError if verdict["unequal"] else DisttrainError)(*verdict["error"])
+        error.on_every_rank = True
+        raise error
     return dict(verdict["told"])
 
 
