@@ -117,3 +117,20 @@ def told_at_once() -> Iterator[None]:
         if _own is not None:
             _own.tell(error)
         raise
+
+
+@contextmanager
+def within(limit_s: float, late: Callable[[], DisttrainError]) -> Iterator[None]:
+    """What has no time limit of its own gets one: after it, the process tells an error and ends."""
+    def end() -> None:
+        if _own is not None:
+            _own.tell(late())
+            _own.leave()
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
