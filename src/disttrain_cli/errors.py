@@ -15,6 +15,7 @@ class DisttrainError(Exception):
 
     exit_code = 1
     usual_step = ""
+    on_every_rank = False  # whether all ranks of a job raise it together, so that it is told once
 
     def __init__(self, what: str, why: str = "", next_step: str = "") -> None:
         super().__init__(what)

@@ -29,6 +29,7 @@ from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
 from disttrain_cli.profiling.optimizer import adamw_ns_per_parameter
 from disttrain_cli.profiling.trial import Bench
+from disttrain_cli.runtime.launching.devices import rank_device
 from disttrain_cli.runtime.launching.process import rendezvous
 from disttrain_cli.spec.runfile import read_run
 from disttrain_cli.spec.whole import write_whole
@@ -87,13 +88,12 @@ def main(payload: dict[str, Any]) -> None:
     left), passes (over the draws, at most), budget_s (for the passes after the first), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if payload["device"] == "cuda":
-        device = use_cuda(int(os.environ["LOCAL_RANK"]))
-    else:
+    device = rank_device(payload["device"])
+    if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     store = rendezvous(RENDEZVOUS_TIMEOUT)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, device_id=own)
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
     session = Session(payload, rank, result)

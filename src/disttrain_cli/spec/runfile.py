@@ -17,7 +17,7 @@ PROJECTORS = "projectors"
 #: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take apart.
 SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
 #: Fields of `cluster` that say how ranks are started, and not what they run on.
-LAUNCHING = frozenset({"cpu_nodes", "hostfile", "port", "interface", "slurm"})
+LAUNCHING = frozenset({"cpu_nodes", "node_cores", "hostfile", "port", "interface", "slurm"})
 #: Bounds: what follows from any number within them takes a machine's memory and seconds, not more.
 MOST_GPUS = 65_536
 MOST_SEQUENCES = 16_384  # of a step
@@ -274,6 +274,9 @@ class ClusterSpec(Strict):
     peak_tflops: float | None = Field(
         None, ge=1e-3, le=1e6, description="Dense peak of one device; needed when the device is not in the catalogue.")
     links: LinkSpec = Field(default_factory=LinkSpec)
+    node_cores: int | None = Field(
+        None, ge=1, le=MOST_GPUS, description="Cores of one GPU node; a rank of --emit slurm gets its device's share "
+        "of them, or as many as it needs if not given.")
     cpu_node_cores: int = Field(64, ge=1, le=MOST_GPUS, description="Cores of one preprocessing node.")
     cpu_nodes: int = Field(0, ge=0, le=MOST_GPUS, description="Preprocessing nodes that --emit slurm asks for.")
     hostfile: str | None = Field(

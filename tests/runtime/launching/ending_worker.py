@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching import ending
 from disttrain_cli.runtime.launching.ending import follow, told_at_once
 from disttrain_cli.runtime.watching.pulse import Pulse
@@ -24,6 +25,14 @@ def stuck(payload: dict[str, Any]) -> None:
         stack.callback(wait_for_ever, payload["lock"] == "held")
         if rank == 0:
             raise ValueError("mine\nand more of it")
+        threading.Event().wait()
+
+
+def late(payload: dict[str, Any]) -> None:
+    """A wait that knows no limit, behind one that ended in time."""
+    with ending.within(60.0, lambda: DisttrainError("not this one")):
+        pass
+    with ending.within(0.2, lambda: DisttrainError("nccl did not connect all 2 ranks", "a host", "Look there.")):
         threading.Event().wait()
 
 

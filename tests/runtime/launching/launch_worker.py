@@ -96,7 +96,8 @@ def hanging(payload: dict[str, Any]) -> None:
 def emitted(payload: dict[str, Any]) -> None:
     """A rank that others start: write what it was told, and stop, fail or end as the payload's file says."""
     rank, folder = os.environ["RANK"], Path(payload["logs"])
-    names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DISTTRAIN_WORKERS", "GLOO_SOCKET_IFNAME")
+    names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DISTTRAIN_HOSTS", "DISTTRAIN_WORKERS",
+             "GLOO_SOCKET_IFNAME")
     told = {name: os.environ.get(name) for name in names}
     told["start"] = json.loads(Path(payload["start_file"]).read_text())
     (folder / f"told-{rank}.json").write_text(json.dumps(told))

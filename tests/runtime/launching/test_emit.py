@@ -151,11 +151,35 @@ def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
         assert f"#SBATCH {option}\n" in gpus
     for option in ("--partition=cpu", "--account=me", "--nodes=4", "--cpus-per-task=32"):
         assert f"#SBATCH {option}\n" in cpus
-    assert "#SBATCH --cpus-per-task=3\n" in gpus  # of a rank with one decoding thread
+    assert "#SBATCH --cpus-per-task=5\n" in gpus
     assert "--het-group=0 --ntasks=6 --distribution=block --ntasks-per-node=3" in text
     assert written.commands == [f"sbatch {(tmp_path / 'out' / 'job.sbatch').resolve()}"]
     job = JobFile.model_validate_json(Path(written.job).read_text())
     assert job.ranks == 6 and job.payload["steps"] == 3 and job.payload["resume"] is False
+
+
+@pytest.mark.parametrize(("cluster", "preprocess", "cores"), [
+    ({"device": "cpu"}, {"workers": 1}, 3), ({"device": "cpu"}, {"workers": 6}, 8),
+    ({"device": "auto"}, {"workers": 6}, 10), ({"device": "auto", "node_cores": 96}, {"workers": 6}, 12),
+    ({"device": "auto", "node_cores": 80}, {"workers": 6}, 10),
+    ({"device": "auto", "cpu_nodes": 1}, PROTECTED | {"workers": 6}, 5),  # other nodes decode
+    ({"device": "auto"}, {"addresses": ["grpc://127.0.0.1:8815"], "workers": 6}, 5)])
+def test_a_rank_gets_the_cores_that_it_needs_or_its_share(tmp_path: Path, cluster: dict[str, Any],
+                                                          preprocess: dict[str, Any], cores: int) -> None:
+    run, plan, profile = make_run(tmp_path, {"gpus_per_node": 8} | cluster, preprocess=preprocess)
+    written = emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3)
+    text = Path(written.scripts[0]).read_text()
+    assert f"#SBATCH --cpus-per-task={cores}\n" in text and f"${{SLURM_CPUS_PER_TASK:-{cores}}}" in text
+    shellcheck(*written.scripts)
+
+
+@pytest.mark.parametrize(("cores", "remedy"), [(72, "preprocess.workers: 5"), (32, "cluster.cpu_nodes")])
+def test_a_node_with_too_few_cores_is_refused_with_what_helps(tmp_path: Path, cores: int, remedy: str) -> None:
+    run, plan, profile = make_run(tmp_path, {"gpus_per_node": 8, "device": "auto", "node_cores": cores},
+                                  preprocess={"workers": 6})
+    with pytest.raises(SpecError, match=f"10 cores busy, and its share of a node is {cores // 8}") as caught:
+        emit_slurm(run, plan, profile, tmp_path, plan_file=run.dir.plan, steps=1)
+    assert remedy in caught.value.next_step
 
 
 def test_preprocessing_nodes_without_protection_are_refused(tmp_path: Path) -> None:
@@ -266,6 +290,7 @@ def test_the_slurm_script_starts_ranks_and_queues_itself_again(
     assert start("end").wait(timeout=300) == 0
     ranks = told(logs)
     assert sorted(ranks) == list(range(6)) and ranks[4]["LOCAL_RANK"] == "1" and ranks[4]["WORLD_SIZE"] == "6"
+    assert ranks[5]["DISTTRAIN_HOSTS"] == "127.0.0.1 127.0.0.2"
     assert ranks[5]["MASTER_ADDR"] == "127.0.0.1" and ranks[5]["MASTER_PORT"] == str(run.file.cluster.port)
     assert ranks[0]["DISTTRAIN_WORKERS"].split(",") == [
         f"grpc+tls://cpu-{node}:{port}" for node in (1, 2) for port in (8815, 8816)]
@@ -320,6 +345,7 @@ def test_the_torchrun_scripts_start_ranks_on_every_host(
     ranks = told(logs)
     assert {rank: ranks[rank]["LOCAL_RANK"] for rank in ranks} == {rank: str(rank % 3) for rank in range(6)}
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks.values()} == {"lo"}
+    assert {one["DISTTRAIN_HOSTS"] for one in ranks.values()} == {"127.0.0.1 127.0.0.2"}
     assert start("fail") == [1, 1]  # also the second time
     said = [log.read_text() for log in logs.glob("rank-*.log")]  # torchrun ends slower ranks before they have a log
     assert any("ValueError: this rank is broken" in text for text in said)

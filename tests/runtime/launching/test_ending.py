@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from disttrain_cli.data.sample_data import write_sample_data
-from disttrain_cli.errors import RankFailedError
-from disttrain_cli.runtime.launching import process
+from disttrain_cli.errors import DisttrainError, RankFailedError
+from disttrain_cli.runtime.engine.faults import NotFiniteError
+from disttrain_cli.runtime.launching import agent, ending, process
 from disttrain_cli.runtime.launching.begin import begin
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.ending import Ending
@@ -101,12 +105,77 @@ def test_a_verdict_is_told_once_per_terminal(tmp_path: Path, monkeypatch: pytest
     assert written == [b"why\n"] * told
 
 
+def test_what_all_ranks_raise_is_told_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(ending.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(ending.threading, "Timer", lambda seconds, function: threading.Thread())
+    written = list[bytes]()
+    monkeypatch.setattr(os, "write", lambda descriptor, text: written.append(text))
+    for rank in ("3", "0"):
+        monkeypatch.setenv("RANK", rank)
+        one = Ending(int(rank), tmp_path / "log", tmp_path / "none", lambda error: None)
+        one.tell(NotFiniteError("Step 3 is not finite", "text loss inf"))
+        one.tell(ValueError("which follows"))
+    assert written == [f"rank 0 ({socket.gethostname()}): Step 3 is not finite\ntext loss inf\n"
+                       f"log: {tmp_path / 'log'}\n".encode()]
+
+
 # ---- ranks -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("lock", ["free", "held"])
 def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
     with pytest.raises(RankFailedError) as caught:
         launch(2, f"{ENDING}:stuck", {"logs": str(tmp_path), "lock": lock}, tmp_path)
     assert caught.value.what.startswith("Rank 0 ") and "ValueError: mine\nand more of it" in caught.value.why
+
+
+def test_a_wait_that_knows_no_limit_gets_one(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        launch(1, f"{ENDING}:late", {}, tmp_path)
+    assert caught.value.what == "Rank 0 stopped: nccl did not connect all 2 ranks"
+    assert caught.value.why.startswith("a host\n") and caught.value.next_step == "Look there."
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_communicator_of_nccl_is_made_at_once_and_within_a_limit(monkeypatch: pytest.MonkeyPatch,
+                                                                   backend: str) -> None:
+    asked, limits = dict[str, Any](), list[float]()
+
+    @contextmanager
+    def limited(limit_s: float, late: Callable[[], DisttrainError]) -> Iterator[None]:
+        limits.append(limit_s)
+        assert late().what == f"{backend} did not connect all 1 ranks within 60 s"
+        yield
+
+    def init(name: str, *, device_id: torch.device | None, **more: Any) -> None:
+        asked.update(backend=name, device=device_id)
+        raise InterruptedError
+
+    for name in ("TORCH_GLOO_LAZY_INIT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
+        monkeypatch.setenv(name, "")  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(process, "within", limited)
+    monkeypatch.setattr(dist, "init_process_group", init)
+    device = torch.device("cuda", 3)
+    with pytest.raises(InterruptedError), joined(device, 60.0, store=dist.HashStore(), backend=backend):
+        pass
+    assert asked == {"backend": backend, "device": device if backend == "nccl" else None} and len(limits) == 1
+    assert ("TORCH_GLOO_LAZY_INIT" in os.environ) == (backend == "nccl")
+
+
+@pytest.mark.parametrize(("exits", "code", "told"), [
+    ({2: 4}, 4, ""), ({1: -9, 3: -15}, 137, "rank 1 (HOST) was killed by SIGKILL\n")])
+def test_the_agent_of_a_host_says_only_what_no_rank_can(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], exits: dict[int, int], code: int,
+        told: str) -> None:
+    def failed() -> None:
+        raise ChildFailedError("rank", {rank: ProcessFailure(rank, 1, exit_code, "<N/A>")
+                                        for rank, exit_code in exits.items()})
+
+    monkeypatch.setattr(agent, "torchrun", failed)
+    with pytest.raises(SystemExit) as caught:
+        agent.main()
+    assert caught.value.code == code and capsys.readouterr().err == told.replace("HOST", socket.gethostname())
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from disttrain_cli.errors import RankFailedError
-from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.runtime.launching.launch import _failure, launch
+from tests.runtime.factory import write_run
 
 
 def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
@@ -69,3 +70,27 @@ def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
            timeout_s=120)
     for rank in ("0", "1"):
         assert set((tmp_path / rank).read_text().split()) == {"127.0.0.1"}
+
+
+@pytest.mark.slow
+def test_no_device_is_touched_before_the_ranks_are_forked(tmp_path: Path) -> None:
+    run = write_run(tmp_path, tmp_path / "data")
+    launch(2, "tests.runtime.launching.fork_worker:main", {"run": str(run.path), "folder": str(tmp_path)}, tmp_path,
+           timeout_s=300)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["untouched"] * 2
+
+
+LOST = "RuntimeError: [pair.cc] Connection closed by peer"
+
+
+@pytest.mark.parametrize(("codes", "errors", "cause"), [
+    ({1: -6, 0: 4}, {2: "mine"}, 2),  # NCCL has aborted rank 1, and rank 2 still closes what it has open
+    ({1: 1, 0: 1, 2: -9}, {1: LOST, 0: LOST}, 2), ({2: -9, 1: 4}, {1: "follows from it"}, 2),
+    ({0: 1, 1: 1}, {0: LOST, 1: "mine"}, 1), ({0: 1}, {0: LOST}, 0), ({3: -6}, {}, 3),
+    ({2: -14, 1: 4}, {2: "mine"}, 2)])  # it was stuck while it closed
+def test_the_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, codes: dict[int, int], errors: dict[int, str],
+                                                     cause: int) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank-{rank:05d}.log").write_text(f"{errors.get(rank, '')}\n")
+    error = _failure(codes, {rank: [text, "", ""] for rank, text in errors.items()}, tmp_path)
+    assert error.what.startswith(f"Rank {cause} ") and errors.get(cause, "") in str(error)

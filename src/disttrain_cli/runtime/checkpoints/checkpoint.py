@@ -133,10 +133,12 @@ class Saver:
                 ranks.setdefault(str(failure[0]), []).append(number)
             reasons = [f"{reason} (rank {', '.join(_shown(numbers))})" for reason, numbers in ranks.items()]
             newest = latest(self._checkpoints)
-            raise DisttrainError(
+            failed = DisttrainError(
                 f"The checkpoint of step {step} could not be written", "\n".join(_shown(reasons)),
                 f"See that there is room in {self._checkpoints}; then "
-                + (f"go on from {newest.name} with --resume." if newest else "start again.")) from None
+                + (f"go on from {newest.name} with --resume." if newest else "start again."))
+            failed.on_every_rank = True
+            raise failed from None
         if rank == 0:
             for old in superseded(self._checkpoints, self._keep):
                 shutil.rmtree(old, ignore_errors=True)

@@ -29,6 +29,8 @@ _BASE = 1 << 15  # of the digits (phase, slot, place, name) of a place in a step
 class NotFiniteError(DisttrainError):
     """A loss or the gradient norm is not finite, and `train.on_bad_loss` says to stop (exit code 1)."""
 
+    on_every_rank = True
+
 
 class OutOfMemoryError(DisttrainError):
     """A device has no memory left for what the plan puts on it (exit code 1)."""

@@ -71,8 +71,9 @@ def identity(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     known = torch.cuda.get_device_properties(device)
-    place = [getattr(known, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return f"GPU-{known.uuid}" if None in place else "{:04x}:{:02x}:{:02x}".format(*place)
+    if not hasattr(known, "pci_domain_id"):
+        return f"GPU-{known.uuid}"
+    return f"{known.pci_domain_id:04x}:{known.pci_bus_id:02x}:{known.pci_device_id:02x}"
 
 
 def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:

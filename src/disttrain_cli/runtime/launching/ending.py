@@ -32,7 +32,7 @@ class Ending:
     def __init__(self, rank: int, log: Path, folder: Path, launcher: Callable[[DisttrainError], None]) -> None:
         """`folder`: where ranks look for a verdict. `launcher`: takes the error, where there is one of ours."""
         self._rank, self._log, self._folder, self._launcher = rank, log, folder, launcher
-        self._console, self._text, self.code = os.dup(2), "", 0
+        self._console, self._text, self._told, self.code = os.dup(2), "", False, 0
 
     def tell(self, error: BaseException) -> None:
         """Tell an error, and limit the time of closing. Of several the first is told: the others follow from it."""
@@ -45,7 +45,7 @@ class Ending:
         timer.daemon = True
         timer.start()
         signal.alarm(int(CLOSING_S) + STUCK_S)
-        for way in (self._launcher, lambda _: self._say(), lambda _: traceback.print_exception(error)):
+        for way in (self._launcher, self._say, lambda _: traceback.print_exception(error)):
             with suppress(OSError):  # a full disk, or a terminal that is gone
                 way(known)
 
@@ -53,7 +53,8 @@ class Ending:
         """Tell the other ranks, if there is something to tell, and exit; no destructor runs."""
         try:
             if self._text:
-                publish_verdict(self._folder, Verdict(text=self._text, told_on=socket.gethostname()))
+                publish_verdict(self._folder, Verdict(text=self._text,
+                                                       told_on=socket.gethostname() if self._told else None))
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
@@ -62,17 +63,32 @@ class Ending:
     def follow(self, verdict: Verdict) -> NoReturn:
         """Exit because the job is over; the verdict is told once wherever nobody has seen it."""
         try:
-            agent = "TORCHELASTIC_RUN_ID" in os.environ  # torchrun's hosts each have a terminal
-            speaks = os.environ.get("LOCAL_RANK" if agent else "RANK") == "0"
-            if speaks and (verdict.told_on is None or (agent and verdict.told_on != socket.gethostname())):
-                os.write(self._console, verdict.text.encode())
+            self._pass_on(verdict)
         finally:
             os._exit(RankFailedError.exit_code)
 
-    def _say(self) -> None:
-        """Write the error to the terminal or job log, unless it follows from that of another rank."""
-        if read_verdict(self._folder) is None:
+    def _say(self, error: DisttrainError) -> None:
+        """Write the error to the terminal or job log, unless another rank has said or will say why."""
+        verdict = read_verdict(self._folder)
+        if verdict is not None:
+            self._pass_on(verdict)
+        elif _speaks() or not error.on_every_rank:
+            self._told = True
             os.write(self._console, self._text.encode())
+
+    def _pass_on(self, verdict: Verdict) -> None:
+        if _speaks() and (verdict.told_on is None or (_agent() and verdict.told_on != socket.gethostname())):
+            os.write(self._console, verdict.text.encode())
+
+
+def _agent() -> bool:
+    """Whether torchrun has started this process: each of its hosts has a terminal; other jobs have one log."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _speaks() -> bool:
+    """Whether this rank tells what all know, on its terminal."""
+    return os.environ.get("LOCAL_RANK" if _agent() else "RANK") == "0"
 
 
 _own: Ending | None = None
@@ -101,3 +117,20 @@ def told_at_once() -> Iterator[None]:
         if _own is not None:
             _own.tell(error)
         raise
+
+
+@contextmanager
+def within(limit_s: float, late: Callable[[], DisttrainError]) -> Iterator[None]:
+    """What has no time limit of its own gets one: after it, the process tells an error and ends."""
+    def end() -> None:
+        if _own is not None:
+            _own.tell(late())
+            _own.leave()
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -63,6 +63,7 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
     environment = os.environ | {
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK,
         "PYTHONUNBUFFERED": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to count devices by the CUDA runtime spoils it for forked processes
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
     }
@@ -122,7 +123,8 @@ def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path)
         return [rank for rank in ranks if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
 
     killed = [rank for rank, code in codes.items() if code < 0 and rank not in errors]
-    cause = [*killed, *alone(errors), *alone(codes), *codes][0]
+    first = [rank for rank in killed if codes[rank] != -signal.SIGABRT]  # NCCL aborts a rank that has lost a peer
+    cause = [*first, *alone(errors), *killed, *alone(codes), *codes][0]
     log, code = rank_log(log_dir, cause), codes.get(cause, RankFailedError.exit_code)
     what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]
     if code == RankFailedError.exit_code and cause in errors:

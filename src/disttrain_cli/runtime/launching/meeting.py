@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError, MismatchError
+from disttrain_cli.runtime.launching.process import REMEDIES
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
 
@@ -27,11 +28,6 @@ MOST_NAMED, MOST_HOSTS = 4, 8
 #: Longest wait for the ranks that come last, and seconds between two words about who is missing.
 MEETING_S, NEWS_S = 300.0, 15.0
 ANSWER_S = 60.0  # more than `MEETING_S`, until rank 0 has answered
-REMEDIES = {
-    "nccl": "Name the network interface in cluster.interface; look for firewalls between the hosts; NCCL_DEBUG=INFO "
-            "says in the logs what it tries.",
-    "gloo": "Name the network interface in cluster.interface; look for firewalls between the hosts.",
-}
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,9 @@ def meet(store: dist.Store, rank: int, world_size: int, own: Guest, decide: Call
         raise DisttrainError("Rank 0 does not answer", f"waited {limit_s + ANSWER_S:g} s", "See its log.") from None
     verdict = json.loads(store.get("meet/verdict"))
     if "error" in verdict:
-        raise (MismatchError if verdict["unequal"] else DisttrainError)(*verdict["error"])
+        error = (MismatchError if verdict["unequal"] else DisttrainError)(*verdict["error"])
+        error.on_every_rank = True
+        raise error
     return dict(verdict["told"])
 
 

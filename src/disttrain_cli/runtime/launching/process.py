@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import math
 import os
 import socket
 import threading
@@ -18,9 +19,17 @@ from torch.distributed import distributed_c10d
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching.devices import Backend
+from disttrain_cli.runtime.launching.ending import within
 from disttrain_cli.runtime.launching.launch import LISTENER
 
 ABORT_S = 5.0
+LATE_S = 5.0  # beyond a limit, for what knows the limit itself and fails with a better reason
+#: What helps where ranks have met and cannot connect.
+REMEDIES = {
+    "nccl": "Name the network interface in cluster.interface; look for firewalls between the hosts; NCCL_DEBUG=INFO "
+            "says in the logs what it tries.",
+    "gloo": "Name the network interface in cluster.interface; look for firewalls between the hosts.",
+}
 
 
 @contextmanager
@@ -45,12 +54,17 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if backend == "nccl":  # its groups of gloo, which checkpoints use, connect only ranks that talk (`descriptors`)
+    if backend == "nccl":
+        # Its groups of gloo, which checkpoints use, connect only ranks that talk (`descriptors`).
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+        # Its monitor kills a process silently; that is for the hang watch to do, with a reason.
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(math.ceil(timeout_s)))
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store or rendezvous(timeout), rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout,
-                            device_id=device if backend == "nccl" else None)
+    store = store or rendezvous(timeout)
+    with within(timeout_s + LATE_S, lambda: _not_connected(backend, timeout_s)):
+        dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]),
+                                world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout,
+                                device_id=device if backend == "nccl" else None)
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
         yield device
@@ -58,6 +72,11 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
         abort_groups()
         raise
     dist.destroy_process_group()
+
+
+def _not_connected(backend: str, limit_s: float) -> DisttrainError:
+    return DisttrainError(f"{backend} did not connect all {os.environ['WORLD_SIZE']} ranks within {limit_s:g} s",
+                          f"all of them have met; host {socket.gethostname()}", REMEDIES[backend])
 
 
 #: Groups that were aborted. They stay: to delete one waits for what it has under way.

@@ -16,7 +16,7 @@ attempt=0
 while true; do
   port=$((@{port} + attempt))
   @{begin}
-  @{python} torch.distributed.run --nnodes=@{nodes} --node-rank=@{node} --nproc-per-node=@{ranks} \
+  @{python} disttrain_cli.runtime.launching.agent --nnodes=@{nodes} --node-rank=@{node} --nproc-per-node=@{ranks} \
     --master-addr=@{master} --master-port="$port" --max-restarts=0 --shutdown-timeout=20 \
     -m disttrain_cli.runtime.launching.rank "$job" &
   child=$!

@@ -40,7 +40,7 @@ def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_fil
     values |= {"options": "\n".join(_options(run, nodes, folder, serving)), "tasks": str(sum(counts)),
                "distribution": f"block --ntasks-per-node={counts[0]}" if even else "arbitrary",
                "uneven": ":" if even else filled("uneven.sh", values | {"counts": " ".join(map(str, counts))}).rstrip(),
-               "cpus": str(_cpus_per_rank(run)), "group": "--het-group=0 " if serving else "",
+               "cpus": str(cpus_per_rank(run, serving)), "group": "--het-group=0 " if serving else "",
                "nodelist": "SLURM_JOB_NODELIST_HET_GROUP_0" if serving else "SLURM_JOB_NODELIST",
                "serve": _serve(run, plan_file) if serving else ":"}
     path = write_whole(_script(folder), filled("slurm.sh", values))
@@ -66,7 +66,7 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
         *([f"--time={slurm.time}"] if slurm.time else []),
         *([f"--partition={slurm.partition}"] if slurm.partition else []), *_paid(run),
         f"--nodes={len(nodes)}", f"--ntasks-per-node={max(len(node.ranks) for node in nodes)}",
-        f"--cpus-per-task={_cpus_per_rank(run)}",
+        f"--cpus-per-task={cpus_per_rank(run, serving)}",
         *([] if cluster.device == "cpu" else [f"--gpus-per-node={cluster.gpus_per_node}"]), *slurm.options]
     lines = [f"#SBATCH {option}" for option in options]
     if serving:
@@ -77,9 +77,28 @@ def _options(run: Run, nodes: list[Node], folder: Path, serving: bool) -> list[s
     return lines
 
 
-def _cpus_per_rank(run: Run) -> int:
-    """Cores of a rank: for its steps, its checkpoints, and every thread that decodes."""
-    return 2 + run.file.preprocess.workers
+def cpus_per_rank(run: Run, serving: bool) -> int:
+    """Cores of a rank: its device's share of the node's, where these are known, or what its threads keep busy.
+
+    These are its steps, its checkpoints and every thread that decodes, or takes what other nodes have decoded; beside
+    a GPU also the thread that runs the backward, and NCCL's.
+
+    Raises:
+        SpecError: the share is smaller than that.
+    """
+    cluster, spec = run.file.cluster, run.file.preprocess
+    busy = (2 if cluster.device == "cpu" else 4) + (1 if serving or spec.addresses else spec.workers)
+    if cluster.node_cores is None:
+        return busy
+    share = cluster.node_cores // cluster.gpus_per_node
+    if share < busy:
+        raise SpecError(
+            f"A rank keeps {busy} cores busy, and its share of a node is {share}",
+            f"cluster.node_cores: {cluster.node_cores}, cluster.gpus_per_node: {cluster.gpus_per_node}, "
+            f"preprocess.workers: {spec.workers}",
+            f"Set preprocess.workers: {share - busy + spec.workers}." if share - busy + spec.workers > 0 else
+            "Let other nodes prepare the data (cluster.cpu_nodes), or leave cluster.node_cores out.")
+    return share
 
 
 def _paid(run: Run) -> list[str]:

@@ -1,0 +1,45 @@
+"""Whether a rank's device has the kernels that its plan prices: asked before the ranks meet.
+
+A kernel that is missing is not replaced silently: the plan's times and memory would be those of another one.
+"""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.models.architectures import read_configs
+from disttrain_cli.models.attention import CAPABILITY, HEAD_STEP, WIDEST_HEAD
+from disttrain_cli.models.configs.decoders import head_width
+from disttrain_cli.spec.profile import DeviceProfile
+from disttrain_cli.spec.runfile import Run
+
+
+def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
+    """Compare a device with what was profiled; a CPU, and fp32 anywhere, run the kernels that are priced for them.
+
+    Raises:
+        DisttrainError: the device is too old for flash attention, and the profile is not one of such a device.
+        SpecError: a module has heads for which every kernel needs memory that grows with the square of the length.
+    """
+    if device.type != "cuda" or run.file.train.precision != "bf16":
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY and (profiled.kind, profiled.name) != ("cuda", name):
+        raise DisttrainError(
+            f"The {name} on {socket.gethostname()} is too old for the attention that the plan prices",
+            f"compute capability {_dotted(capability)}; flash attention needs {_dotted(CAPABILITY)}. The plan was made "
+            f"for: {profiled.name}",
+            "Use such devices, or profile this one and plan again: disttrain profile --device cuda && disttrain plan")
+    for module, config in read_configs(run).items():
+        width = head_width(config.config) if hasattr(config.config, "num_attention_heads") else 0
+        if width > WIDEST_HEAD and width % HEAD_STEP:
+            raise SpecError(f"No kernel attends with heads as wide as those of {module}",
+                            f"{width}; allowed: up to {WIDEST_HEAD}, or multiples of {HEAD_STEP}",
+                            f"Change head_dim or num_attention_heads of {module}, or train with train.precision: fp32.")
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,0 +1,57 @@
+"""A device without the kernels that a plan prices is refused before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.runtime.launching import fitness
+from disttrain_cli.runtime.launching.fitness import check_fit
+from disttrain_cli.spec.profile import DeviceProfile
+from tests.runtime.factory import write_run
+
+CUDA = torch.device("cuda", 1)
+
+
+def profiled(kind: str, name: str) -> DeviceProfile:
+    return DeviceProfile(name=name, kind=kind, count=8, memory_gib=80, peak_tflops=312)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def turing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+
+
+@pytest.mark.usefixtures("turing")
+def test_a_device_that_is_too_old_is_refused_unless_it_was_profiled_itself(tmp_path: Path) -> None:
+    run = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1)
+    for other in (profiled("analytic", "H200"), profiled("cuda", "NVIDIA H200")):
+        with pytest.raises(DisttrainError, match=r"The Tesla T4 on .* is too old") as caught:
+            check_fit(run, other, CUDA)
+        assert "compute capability 7.5; flash attention needs 8.0" in caught.value.why
+        assert other.name in caught.value.why
+        assert "disttrain profile --device cuda" in caught.value.next_step
+    check_fit(run, profiled("cuda", "Tesla T4"), CUDA)
+    check_fit(run, profiled("cpu", "a CPU"), torch.device("cpu"))
+    check_fit(write_run(tmp_path, tmp_path), profiled("analytic", "H200"), CUDA)  # fp32 attends elsewise everywhere
+
+
+@pytest.mark.usefixtures("turing")
+@pytest.mark.parametrize(("width", "refused"), [(64, False), (100, False), (256, False), (264, False), (260, True)])
+def test_heads_that_no_kernel_takes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int,
+                                                refused: bool) -> None:
+    configs = {"eye": SimpleNamespace(config={"attention_head_dim": 8}),
+               "llm": SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, hidden_size=4 * width))}
+    monkeypatch.setattr(fitness, "read_configs", lambda run: configs)
+    run, device = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1), profiled("cuda", "Tesla T4")
+    if not refused:
+        check_fit(run, device, CUDA)
+        return
+    with pytest.raises(SpecError, match="heads as wide as those of llm") as caught:
+        check_fit(run, device, CUDA)
+    assert caught.value.why == "260; allowed: up to 256, or multiples of 8"
