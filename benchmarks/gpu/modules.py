@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -167,11 +167,3 @@ def kernels(setting: Setting, layers: Layers, most: int = 12) -> list[Figures]:
 def attention_kernel(setting: Setting, head_width: int) -> str:
     """What the one predicate says for these heads here."""
     return kernel_for(setting.device, setting.dtype, head_width)
-
-
-def channels_last(layers: Sequence[PipelineLayer]) -> None:
-    """Lay out the weights of convolutions with their channels last; convolutions then give such outputs."""
-    for layer in layers:
-        for parameter in layer.parameters():
-            if parameter.ndim == 4:
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

@@ -1,13 +1,15 @@
-"""The parts, in the order in which they run, and the seconds that each may take."""
+"""What each part does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from benchmarks.gpu import jobs, modules
+from benchmarks.gpu.formats import channels_last
 from benchmarks.gpu.setting import Figures, Setting
 from disttrain_cli.models.host import use_cuda
 
@@ -45,14 +47,14 @@ def vit(setting: Setting) -> None:
 
 
 def unet(setting: Setting) -> None:
-    """The image generator, its VAE among it, on eight images: channels first, then last."""
+    """The image generator and its VAE on eight images: channels first, last, and last with norms that stay so."""
     run = setting.run_of("mllm-9b")
-    layers = modules.layers_of(setting, run, "image_generator", {"targets": 2 if setting.small else 8})
-    modules.measured(setting, "channels_first", layers)
-    setting.tell("kernels_channels_first", modules.kernels(setting, layers))
-    modules.channels_last(layers.built)
-    modules.measured(setting, "channels_last", layers)
-    setting.tell("kernels_channels_last", modules.kernels(setting, layers))
+    for name, change in (("channels_first", lambda built: None), ("channels_last", partial(channels_last, norms=False)),
+                         ("norms_too", partial(channels_last, norms=True))):
+        layers = modules.layers_of(setting, run, "image_generator", {"targets": 2 if setting.small else 8})
+        change(layers.built)
+        modules.measured(setting, name, layers)
+        setting.tell(f"kernels_{name}", modules.kernels(setting, layers))
 
 
 def curve(setting: Setting) -> None:
@@ -65,30 +67,15 @@ def curve(setting: Setting) -> None:
     setting.tell("proposed", efficiency.entry(known.curve, found).splitlines())
 
 
-class Part(NamedTuple):
-    """What to run, and for how many seconds at most."""
-
-    run: Callable[[Setting], None]
-    limit_s: float
-
-
-PARTS: dict[str, Part] = {
-    "tests": Part(jobs.pytest, 40.0),
-    "block_7b": Part(lambda setting: block(setting, "mllm-9b"), 45.0),
-    "head": Part(head, 25.0),
-    "vit": Part(vit, 30.0),
-    "unet": Part(unet, 60.0),
-    "chain": Part(jobs.chain, 100.0),
-    "shared": Part(jobs.shared, 50.0),
-    "large": Part(jobs.large, 130.0),
-    "block_70b": Part(lambda setting: block(setting, "mllm-72b"), 45.0),
-    "curve": Part(curve, 25.0),
-}
+PARTS: dict[str, Callable[[Setting], None]] = {
+    "tests": jobs.pytest, "block_7b": partial(block, preset="mllm-9b"), "head": head, "vit": vit, "unet": unet,
+    "chain": jobs.chain, "shared": jobs.shared, "large": jobs.large, "block_70b": partial(block, preset="mllm-72b"),
+    "curve": curve}
 
 
 def run_part(name: str, setting: Setting) -> Figures:
     """Run one part in this process."""
     if setting.kind == "cuda":
         use_cuda(0)
-    PARTS[name].run(setting)
+    PARTS[name](setting)
     return setting.figures

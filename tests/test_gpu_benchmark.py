@@ -1,0 +1,138 @@
+"""What will be run on a GPU runs here, tiny: every part, its limits, and what is kept of a part that fails."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import jobs, modules
+from benchmarks.gpu.formats import ChannelsLastNorm, channels_last
+from benchmarks.gpu.parts import PARTS, run_part
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.wheels import needed
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def setting(tmp_path):
+    (tmp_path / "work").mkdir()
+    return Setting("cpu", tmp_path / "work", tmp_path / "figures.json")
+
+
+def test_the_limits_fit_into_the_time_of_all():
+    assert sum(runner.LIMITS_S.values()) <= 60 * runner.MINUTES == 9 * 60
+    assert list(runner.LIMITS_S) == list(PARTS)
+
+
+def test_a_block_of_the_llm(setting):
+    figures = run_part("block_7b", setting)
+    assert json.loads(setting.out.read_text()) == figures
+    for name in ("packed", "one_document"):
+        found = figures[name]
+        assert found["kept_mib"] == pytest.approx(found["priced_kept_mib"], rel=0.01)
+        assert min(found[key] for key in ("first_call_ms", "second_call_ms", "forward_ms", "backward_ms")) > 0
+        assert found["model_tflops"] > 0 < found["tflops_that_run"]
+    assert figures["attention"] == "grouped" and figures["kernels"][0]["ms"] > 0
+
+
+def test_the_head(setting):
+    assert run_part("head", setting)["head"]["kept_mib"] > 0
+
+
+def test_images_of_two_shapes(setting):
+    figures = run_part("vit", setting)
+    assert figures["square"]["kept_mib"] == pytest.approx(figures["wide"]["kept_mib"], rel=0.01)
+
+
+def test_the_generator_in_both_formats(setting):
+    figures = run_part("unet", setting)
+    assert all(figures[name]["backward_ms"] > 0 for name in ("channels_first", "channels_last", "norms_too"))
+
+
+def test_the_curve_is_proposed_as_the_catalogue_writes_it(setting):
+    assert run_part("curve", setting)["proposed"][1].startswith("    product: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_norm_that_leaves_channels_last_is_the_same_norm(dtype):
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(4, 12).to(dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 12, 5, 7, dtype=dtype, requires_grad=True)
+    expected, made = norm(x), ChannelsLastNorm(norm)(x)
+    assert made.is_contiguous(memory_format=torch.channels_last) and made.dtype == dtype
+    seed = torch.randn_like(expected)
+    inputs = [x, norm.weight, norm.bias]
+    far = 1e-12 if dtype == torch.float64 else 0.05
+    for one, other in zip([expected, *torch.autograd.grad(expected, inputs, seed)],
+                          [made, *torch.autograd.grad(made, inputs, seed)], strict=True):
+        torch.testing.assert_close(one, other, rtol=far, atol=far)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_generator_computes_the_same_with_its_channels_last(setting, norms):
+    run = setting.run_of("tiny")
+    results = []
+    for change in (False, True):
+        layers = modules.layers_of(setting, run, "image_generator", {"targets": 2})
+        if change:
+            channels_last(layers.built, norms)
+            assert not next(p for p in layers.built[2].parameters() if p.ndim == 4).is_contiguous()
+        state = {name: tensor.detach().requires_grad_() for name, tensor in layers.state.items()}
+        known = dict(state)
+        for layer in layers.built:
+            known |= layer(known, layers.batch)
+        loss = known["loss/image"]
+        results.append([loss, *torch.autograd.grad(loss, [*state.values(), *(
+            parameter for layer in layers.built for parameter in layer.parameters() if parameter.requires_grad)])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_part_that_takes_too_long_loses_only_itself(tmp_path, monkeypatch):
+    """What would start too late is not started; the file is whole after each."""
+    monkeypatch.setitem(runner.LIMITS_S, "head", 1.2 / runner.ON_A_CPU)
+    for minutes, said in ((9.0, "not finished after 1 s"), (0.0, "no time was left")):
+        results = runner.measure(["head"], "cpu", tmp_path / "gpu.json", minutes)
+        assert json.loads((tmp_path / "gpu.json").read_text()) == results
+        assert results["parts"]["head"]["error"].startswith(said)
+
+
+@pytest.mark.slow
+def test_what_a_part_said_before_it_failed_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setitem(runner.LIMITS_S, "nothing", 60.0)
+    found = runner.measure(["nothing"], "cpu", tmp_path / "gpu.json")["parts"]["nothing"]
+    assert found["error"] == "exit code 1: KeyError: 'nothing'" and "Traceback" in found["output"]
+
+
+def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--parts", "head,nothing"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown parts: nothing; there are tests, block_7b" in done.stderr
+
+
+def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_of_torch():
+    names = needed()
+    assert {"deepspeed", "transformers", "diffusers", "pyarrow", "numpy", "pytest"} <= set(names)
+    assert not {"torch", "sympy", "jinja2", "fsspec", "disttrain", "hf-xet", "ruff", "playwright"} & set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["chain", "shared", "large"])
+def test_whole_commands(part, setting, monkeypatch):
+    """On texts alone, as without OpenCV; ranks are watched for synchronisations, of which a CPU knows none."""
+    monkeypatch.setattr(jobs, "find_spec", lambda name: None)
+    figures = run_part(part, setting)
+    assert figures["train"]["code"] == 0 and figures["train"]["memory_gib"] > 0
+    assert figures["planned"]["gpus"] == (2 if part == "shared" else 1)
+    if part == "chain":
+        assert figures["analyze"]["verdict"]["headline"] and figures["train"]["synchronisations"] == []
+    if part == "large":
+        assert figures["resume"]["from"] == 4 and figures["resume"]["steps"] == 2
