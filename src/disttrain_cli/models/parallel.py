@@ -30,9 +30,9 @@ BUCKET = 1 << 24
 
 @dataclass(frozen=True)
 class Group:
-    """A TP group as one of its ranks sees it."""
+    """A TP group as one of its ranks sees it; without `ranks` for the meta device only, on which nothing is sent."""
 
-    ranks: dist.ProcessGroup
+    ranks: dist.ProcessGroup | None
     size: int
     rank: int  # in the group
 
@@ -47,6 +47,8 @@ class Group:
 
 def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
     """From where a device's tensors are sent: gloo reads a host's memory only."""
+    if device.type == "meta":
+        return device
     return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
 
 
@@ -134,7 +136,8 @@ def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
 def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or maximum) of a tensor over the group, as a new tensor."""
     total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)  # autograd keeps what it gave
-    dist.all_reduce(total, op=op, group=group.ranks)
+    if not total.is_meta:
+        dist.all_reduce(total, op=op, group=group.ranks)
     return total.to(tensor.device)
 
 
@@ -164,10 +167,10 @@ def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
-    place, rows, packed, again = whole.untyped_storage().data_ptr(), len(whole), [0], list[Tensor]()
+    place, rows, packed, again = whole.untyped_storage()._cdata, len(whole), [0], list[Tensor]()
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != place:
+        if tensor.untyped_storage()._cdata != place:
             return tensor.detach()  # an output that its own node keeps would never be freed
         packed[0] += 1
         return tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -204,14 +207,18 @@ def _join_whole(layer: PipelineLayer, group: Group) -> None:
 def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:
     most, wire = -(-rows // group.size), group.wire(own)
     whole = own.new_empty(group.size * most, *own.shape[1:], device=wire)
-    dist.all_gather_single(whole, _padded(own, most).to(wire), group=group.ranks)
+    sent = _padded(own, most).to(wire)
+    if not own.is_meta:
+        dist.all_gather_single(whole, sent, group=group.ranks)
     return whole[:rows].to(own.device)
 
 
 def _reduce_scattered(partial: Tensor, group: Group) -> Tensor:
     rows, wire = len(partial), group.wire(partial)
     own = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
-    dist.reduce_scatter_single(own, _padded(partial, len(own) * group.size).to(wire), group=group.ranks)
+    sent = _padded(partial, len(own) * group.size).to(wire)
+    if not partial.is_meta:
+        dist.reduce_scatter_single(own, sent, group=group.ranks)
     mine = group.own(rows)
     return own[: mine.stop - mine.start].to(partial.device)
 
