@@ -62,24 +62,7 @@ def executed(cases: list[Case]) -> list[int]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    whole_kernels()
     return [_peak(*case) for case in cases]
-
-
-def whole_kernels() -> None:
-    """Have operators that are one kernel in CUDA's build be one here too: the CPU's takes them to pieces."""
-    import torch
-
-    def attend(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-
-    torch.nn.functional.scaled_dot_product_attention = attend
-    library = torch.library.Library("aten", "IMPL", "CUDA")
-    library.impl("silu_backward", lambda gradient, x: torch.empty_like(x))
-    _KEPT.append(library)
-
-
-_KEPT: list[Any] = []
 
 
 def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: bool) -> int:
@@ -107,6 +90,9 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
     def forget(weight: torch.Tensor) -> None:
         weight.grad = None
 
+    def moved(value: Any) -> Any:
+        return torch.empty(value.shape, device="cuda", dtype=value.dtype) if torch.is_tensor(value) else value
+
     def entering(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: torch.empty((group.own(len(tensor)).stop if group and name in split else len(tensor),
                                    *tensor.shape[1:]), device="cuda", dtype=torch.bfloat16)
@@ -128,10 +114,9 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
             spec for spec in live_tensors(table, cut) if cut > start or spec.name in read]), recompute=recompute)
         with unset_fake_temporarily():
             batch = probe_batch(inputs, **SIZES[module])
-            whole = state_at(table, start, inputs, probe_batch(inputs, device="meta", **SIZES[module]), "meta")
-        batch = Batch(**{name: value if name.endswith("_seeds") else tree_map(
-            lambda one: torch.empty(one.shape, device="cuda", dtype=one.dtype) if isinstance(one, torch.Tensor) else one,
-            value) for name, value in vars(batch).items()})
+            whole = state_at(table, start, inputs, batch, "meta")
+        batch = Batch(**{name: value if name.endswith("_seeds") else tree_map(moved, value)
+                         for name, value in vars(batch).items()})
         before = storages.peak_bytes = storages.alive_bytes
         for slot in range(flight):
             made = {name: tensor.shape for name, tensor in

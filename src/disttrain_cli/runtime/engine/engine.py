@@ -27,7 +27,13 @@ from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import sum_over
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
-from disttrain_cli.runtime.engine.optimizer import add_at_once, drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
+from disttrain_cli.runtime.engine.optimizer import (
+    add_at_once,
+    drop_gradients,
+    partial_gradients,
+    reduced_gradients,
+    sum_of_squares,
+)
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units.broker import Broker, Brokers
 from disttrain_cli.runtime.units.grid import UnitGrid
