@@ -150,7 +150,6 @@ def _rounded(tensor: Any) -> int:
 def _counter() -> Any:
     import math
 
-    import torch
     from torch import Tensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

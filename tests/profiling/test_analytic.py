@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from disttrain_cli.costs.hardware import analytic_device, kernels_ms, lookup
-from disttrain_cli.costs.links import all_reduce_s
+from disttrain_cli.costs.links import COLLECTIVES, ring_bytes
 from disttrain_cli.errors import SpecError
+from disttrain_cli.models.footprint import Noted, footprint
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.operators import layer_operators
-from disttrain_cli.models.parallel import Group, join
+from disttrain_cli.models.parallel import join
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.profiling.measure import measure
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.work import Work
 
@@ -85,17 +86,24 @@ def test_costs_are_those_of_the_operators_at_any_size(run: Run, profile: Profile
         for tp in [1, 2] if "2" in cost.tp else [1]:
             shard = cost.tp[str(tp)]
             layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp)[0]
-            join(layer, None if tp == 1 else Group(None, tp, 0))
+            join(layer, None if tp == 1 else Noted(None, tp, 0))
             batch = probe_batch(inputs, device="meta", **sizes)
             state = state_at(table, place, inputs, batch, "meta", torch.bfloat16, tp=tp)
-            count = {"eye.block.0": 2, "llm.block.1": 2, "brush.down.0": 3}.get(name, 1)
-            each = all_reduce_s(profile.links, cost.all_reduce_bytes(work) / max(1, count), tp)
+            own = {key: tensor for key, tensor in state.items() if key in info.reads}
+            sent = footprint(layer, own, batch)
             trained = layer_operators(layer, state, batch)
             frozen = layer_operators(layer.requires_grad_(False), state, batch)
-            for time_ms, kernels in ((shard.forward_ms, trained.forward), (shard.backward_ms, trained.backward),
-                                     (shard.backward_input_ms, frozen.backward)):
-                expected = kernels_ms(device, "bf16", kernels) + 1e3 * count * each
+            less = footprint(layer, own, batch)
+            for time_ms, kernels, messages in (
+                    (shard.forward_ms, trained.forward, sent.forward),
+                    (shard.backward_ms, trained.backward, sent.backward),
+                    (shard.backward_input_ms, frozen.backward, less.backward)):
+                expected = kernels_ms(device, "bf16", kernels) + 1e3 * sum(
+                    COLLECTIVES[one.operation](profile.links, one.bytes, tp) for one in messages)
                 assert time_ms(work) == pytest.approx(expected if sum(kernels) else 0.0), name
+            for name_of_pass, messages in (("forward", sent.forward), ("backward", sent.backward)):
+                moved = sum(ring_bytes(one.operation, one.bytes, tp) for one in messages)
+                assert shard.sent_bytes.get(name_of_pass, Polynomial())(work) == pytest.approx(moved)
             assert shard.activation_bytes(work) == pytest.approx(trained.saved_bytes)
             assert shard.frozen_activation_bytes(work) == pytest.approx(frozen.saved_bytes)
             assert shard.parameters == sum(weight.numel() for weight in layer.parameters())
