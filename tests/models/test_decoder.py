@@ -92,7 +92,6 @@ def test_costs_are_counted_and_a_group_divides_it(make_run, name):
     flops = count_flops(run)["llm"]
     assert set(flops) == {"embed", "block", "head"}
     assert flops["block"].forward.per_length_sq > 0
-    assert all_reduce_values(run, "llm")["block"].per_item > 0
     table, inputs = layer_table(run), describe(run)
     place = next(i for i, info in enumerate(table) if info.name == "llm.block.1")
     batch = probe_batch(inputs, documents=[[48]], device="meta")

@@ -76,7 +76,6 @@ def test_published_models_are_described_and_counted(tmp_path, llama, image_size,
     assert forward == pytest.approx(image_tflop, abs=1e-3)
     degrees = {module: tp_degrees(run, module, 8) for module in run.file.model.order}
     assert degrees == {"image_encoder": [1, 2, 4, 8], "llm": [1, 2, 4, 8], "image_generator": [1]}
-    assert all_reduce_values(run, "llm")["block"].per_item == 2 * 8192 * llama[0]
 
 
 def test_a_shard_is_built_without_the_whole_layer(tmp_path, monkeypatch):

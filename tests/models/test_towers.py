@@ -156,7 +156,6 @@ def test_costs_are_counted(tower, architecture):
     run = tower(architecture)
     table, inputs, flops = layer_table(run), describe(run), count_flops(run)["eye"]
     grids = [(4, 4), (8, 4), (8, 12)]
-    reduced = all_reduce_values(run, "eye")
     for index, info in enumerate(table):
         if info.module != "eye":
             continue
@@ -169,7 +168,6 @@ def test_costs_are_counted(tower, architecture):
         assert (costs.forward(work), costs.backward(work), costs.backward_input(work)) == counts
         operators = layer_operators(layer, state, batch)
         assert operators.forward.kernels > 0 and (operators.saved_bytes > 0 or info.kind == "embed")
-        assert (reduced[info.kind].per_token > 0) == (info.kind != "embed")
 
 
 @pytest.mark.parametrize("architecture", TOWERS)

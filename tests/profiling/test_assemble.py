@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.links import all_reduce_s
-from disttrain_cli.profiling.assemble import NOTHING, message_ms
+from disttrain_cli.costs.links import all_gather_s, all_reduce_s
+from disttrain_cli.profiling.assemble import NOTHING, message_ms, sent_bytes
 from disttrain_cli.profiling.fitting import combine, fit
+from disttrain_cli.profiling.footprints import Messages
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.work import Work
 from tests.profiles import links
@@ -17,12 +18,14 @@ from tests.profiles import links
 def test_messages_take_what_the_links_say(tp: int) -> None:
     link, work = links(), Work(items=3, tokens=500)
     size = Polynomial(per_item=1e5, per_token=1e3)
-    expected_s = 2 * all_reduce_s(link, size(work) / 2, tp)
-    assert message_ms(link, 2, size, tp)(work) == pytest.approx(1e3 * expected_s)
+    sent = Messages({"all_reduce": 2, "all_gather": 1}, {"all_reduce": size, "all_gather": Polynomial(per_item=3e5)})
+    expected_s = 2 * all_reduce_s(link, size(work) / 2, tp) + all_gather_s(link, 9e5, tp)
+    assert message_ms(link, sent, tp)(work) == pytest.approx(1e3 * expected_s)
+    assert sent_bytes(sent, tp)(work) == pytest.approx((2 * size(work) + 9e5) * (tp - 1) / tp)
 
 
 def test_a_layer_that_is_whole_on_every_rank_sends_nothing() -> None:
-    assert message_ms(links(), 0, NOTHING, 4) == NOTHING
+    assert message_ms(links(), Messages(), 4) == NOTHING
 
 
 def test_polynomials_add_up() -> None:

@@ -99,11 +99,13 @@ class TestThreeModules:
             assert list(module.tp) == ["1", "2"]
             for cost in module.costs.values():
                 assert list(cost.tp) == ["1", "2"]
-                if cost.all_reduce_bytes(module.work_per_sequence):
+                if cost.tp["2"].sent_bytes:
                     assert cost.tp["2"].parameters < cost.parameters
                     assert cost.tp["2"].forward_ms.base >= 1e-3 * profile.links.all_reduce_us
         block = profile.modules["llm"].costs["block"]
-        assert block.all_reduce_bytes(Work(items=1)) == 2 * 256 * 32 * 4  # two sums of [256 rows, 32] in fp32
+        rows = 256 * 32 * 4 / 2  # that move over a link for [256 rows, 32] in fp32
+        sent = {name: size(Work(items=1)) / rows for name, size in block.tp["2"].sent_bytes.items()}
+        assert sent == pytest.approx({"forward": 4, "backward": 6, "backward_input": 4, "recomputing": 7})
 
     def test_says_which_layers_join_the_modules(self, measured: tuple[Run, Profile]) -> None:
         _, profile = measured

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from disttrain_cli.models.graph import layer_table
-from disttrain_cli.models.host import use_cuda
 from disttrain_cli.profiling.compute import Slowdown
 from disttrain_cli.profiling.kept import Record, Records, record_name
 from disttrain_cli.profiling.links import measure_links
