@@ -32,7 +32,7 @@ def joined(device_kind: str, timeout_s: float, *, store: dist.Store | None = Non
     import deepspeed
     import deepspeed.ops
 
-    _import_muon()
+    import_muon()
     if device_kind == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -65,7 +65,7 @@ def _cuda(share: bool) -> tuple[torch.device, str]:
     return device, "nccl" if ranks <= devices else "gloo"
 
 
-def _import_muon() -> None:
+def import_muon() -> None:
     """Import DeepSpeed's Muon optimizer, which it asks every other one about, without compiling it.
 
     Its functions are decorated to be compiled, and to decorate them takes torch's compiler: seconds of a core, on
