@@ -164,10 +164,10 @@ def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
-    place, rows, packed, again = whole.untyped_storage().data_ptr(), len(whole), [0], list[Tensor]()
+    place, rows, packed, again = whole.untyped_storage()._cdata, len(whole), [0], list[Tensor]()
 
     def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != place:
+        if tensor.untyped_storage()._cdata != place:
             return tensor.detach()  # an output that its own node keeps would never be freed
         packed[0] += 1
         return tensor.size(), tensor.stride(), tensor.storage_offset()
