@@ -58,15 +58,16 @@ def test_missing_ranks_are_named() -> None:
         assert socket.gethostname() in error.why
 
 
-def groups(data: object) -> Any:
-    return SimpleNamespace(get_data_parallel_group=lambda: data, get_slice_parallel_group=lambda: None)
+def groups(replicas: object) -> Any:
+    return SimpleNamespace(groups={"world": dist.group.WORLD, "replicas of llm stage 0, TP rank 0": replicas})
 
 
 def test_groups_that_work_are_timed_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     place, device = topology().place(1), torch.device("cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert set(check_groups(groups(dist.group.WORLD), place, device, 5.0)) == {"world", "data parallel"}
+        assert set(check_groups(groups(dist.group.WORLD), place, device, 5.0)) == {
+            "world", "replicas of llm stage 0, TP rank 0"}
 
         def broken(*given: Any, group: object = None, **more: Any) -> None:
             raise RuntimeError("Connection refused\nmore")
@@ -76,7 +77,7 @@ def test_groups_that_work_are_timed_and_a_broken_one_is_named(monkeypatch: pytes
             check_groups(groups(dist.group.WORLD), place, device, 5.0)
     finally:
         dist.destroy_process_group()
-    assert "Rank 1 cannot reach its world group (1 ranks) over gloo" in caught.value.what
+    assert 'Rank 1 cannot reach its group "world" (1 ranks) over gloo' in caught.value.what
     assert "unit llm, stage 0" in caught.value.why and "Connection refused" in caught.value.why
     assert "cluster.interface" in caught.value.next_step
 

@@ -19,6 +19,7 @@ from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import make_optimizer
 from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
 from disttrain_cli.runtime.units.broker import Broker, together
+from disttrain_cli.runtime.units.communicators import Ways
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place, Stage, Topology
 from disttrain_cli.runtime.watching.tracing import Tracer
@@ -52,7 +53,7 @@ def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
     upstream, downstream = brokers(topology, place, table, message_dtype(run.file.train), device,
-                                   flow.carrying.__getitem__, grid.tp)
+                                   flow.carrying.__getitem__, grid.tp, grid.ways)
     runner = StageRunner(
         build_segments(layers, stage.layers.start, lambda cut: live_at(table, stage, cut), flow.carrying.__getitem__),
         recompute=place.unit.checkpointing, sums=Sums([*run.file.model.order, PROJECTORS]))
@@ -70,25 +71,31 @@ def message_dtype(train: TrainSpec) -> torch.dtype:
 
 def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: torch.dtype, device: torch.device,
             carrying: Callable[[int], frozenset[str]] | None = None,
-            group: Group | None = None) -> tuple[list[Broker], list[Broker]]:
+            group: Group | None = None, ways: Ways | None = None) -> tuple[list[Broker], list[Broker]]:
     """Brokers to the stages before and after a rank's own.
 
-    `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not given).
+    `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not given); messages that
+    have no group in `ways` take the world's.
     """
-    stage = place.stage
+    stage, ways = place.stage, ways or {}
 
     def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
         cut = after.layers.start
         specs = _live(table, before.beside | after.beside, cut)
         return specs, [spec for spec in specs if carrying is None or spec.name in carrying(cut)]
 
+    def between(neighbour: Stage, sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
+        here, there = stage.number, neighbour.number
+        return Broker(place, neighbour, sends, receives, dtype, device, group,
+                      leaving=ways.get((here, there)), coming=ways.get((there, here)))
+
     upstream, downstream = list[Broker](), list[Broker]()
     for neighbour in (topology.stages[number] for number in stage.before):
         activations, gradients = crossing(neighbour, stage)
-        upstream.append(Broker(place, neighbour, gradients, activations, dtype, device, group))
+        upstream.append(between(neighbour, gradients, activations))
     for neighbour in (topology.stages[number] for number in stage.after):
         activations, gradients = crossing(stage, neighbour)
-        downstream.append(Broker(place, neighbour, activations, gradients, dtype, device, group))
+        downstream.append(between(neighbour, activations, gradients))
     return upstream, downstream
 
 

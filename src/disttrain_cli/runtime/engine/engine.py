@@ -29,6 +29,7 @@ from disttrain_cli.models.parallel import sum_over
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
 from disttrain_cli.runtime.engine.stage import StageRunner
+from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
@@ -170,7 +171,7 @@ class UnitEngine(PipelineEngine):
 
     def _late(self, command: schedule.PipeInstruction) -> bool:
         """Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs both sides."""
-        return self.device.type == "cpu" and type(command) not in (schedule.SendActivation, schedule.SendGrad)
+        return not communicators.in_order() and type(command) not in (schedule.SendActivation, schedule.SendGrad)
 
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None

@@ -94,10 +94,7 @@ def check_groups(grid: UnitGrid, place: Place, device: torch.device, limit_s: fl
         DisttrainError: a group does not work within the limit; it and the usual remedies are named.
     """
     took_s = {}
-    for name, group in (("world", dist.group.WORLD), ("data parallel", grid.get_data_parallel_group()),
-                        ("tensor parallel", grid.get_slice_parallel_group())):
-        if group is None:
-            continue
+    for name, group in grid.groups.items():
         size, backend, begun = dist.get_world_size(group), dist.get_backend(group), time.monotonic()
         try:
             ones = torch.ones(1, device=device)
@@ -105,11 +102,11 @@ def check_groups(grid: UnitGrid, place: Place, device: torch.device, limit_s: fl
             total = float(ones)
         except (dist.DistError, RuntimeError) as error:
             raise DisttrainError(
-                f"Rank {place.rank} cannot reach its {name} group ({size} ranks) over {backend}",
+                f'Rank {place.rank} cannot reach its group "{name}" ({size} ranks) over {backend}',
                 f"unit {place.unit.name}, stage {place.stage.index}, host {socket.gethostname()}: "
                 f"{str(error).splitlines()[0]}", REMEDIES.get(backend, REMEDIES["gloo"])) from None
         if total != size:
-            raise DisttrainError(f"The {name} group of rank {place.rank} sums wrongly over {backend}",
+            raise DisttrainError(f'The group "{name}" of rank {place.rank} sums wrongly over {backend}',
                                  f"{size} ranks each gave 1; the sum is {total:g}", REMEDIES.get(backend, ""))
         took_s[name] = time.monotonic() - begun
     return took_s

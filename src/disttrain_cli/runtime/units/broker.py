@@ -1,8 +1,10 @@
 """The broker: moves activations and gradients between neighbouring stages, whatever their DP and TP sizes.
 
-It knows nothing of the engine. Sends are asynchronous (their buffers are kept until they have left). Receives are
+It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left. Receives are
 posted ahead where that cannot block (gloo), so that the rows of a slot travel while the slot before is computed;
-`receive` returns when they have arrived. Rows travel in canonical item order (`routes`). Of a replica's rows each TP
+`receive` returns when they have arrived. Each direction of a cut has a communicator of its own (`communicators`), and
+what travels between two stages in a slot is one batch at both ends: NCCL pairs messages by their order, and leaves
+undefined what is grouped at one end only. Rows travel in canonical item order (`routes`). Of a replica's rows each TP
 rank moves its own part; tensors that its layers need whole are gathered over the group on arrival.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from disttrain_cli.data.slots import Slot
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.models.parallel import Group, gather, wire
+from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
 from disttrain_cli.runtime.units.topology import Place, Stage
 
@@ -48,7 +51,9 @@ class Broker:
     dtype: torch.dtype
     device: torch.device
     group: Group | None = None  # the rank's TP group
-    pending: list[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=list)
+    leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
+    coming: dist.ProcessGroup | None = None  # over which they come
+    pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=deque)  # sends, the oldest first
     known: dict[tuple[int, str, str], list[Route]] = field(default_factory=dict)  # routes of this step
     expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
     arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id
@@ -61,12 +66,13 @@ class Broker:
 
         NCCL's are not posted: the device's streams would wait for rows that have yet to be computed.
         """
-        if self.receives and self.wire.type == "cpu":
+        if self.receives and not communicators.in_order():
             self.expected = deque(slots)
             self._post_ahead()
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
         """Start sending the rows of `sends`; returns (bytes, the peer's rank, or -1 for several or none)."""
+        self._let_go()
         operations, buffers, peers = [], [], set()
         for spec in self.sends:
             tensor = tensors[spec.name].detach()
@@ -75,7 +81,7 @@ class Broker:
             for route in self._routes(slot, spec):
                 buffer = _gather(tensor, route).to(self.wire)
                 peer = self.neighbour.rank(route.replica, route.tp_rank)
-                operations.append(dist.P2POp(dist.isend, buffer, peer))
+                operations.append(dist.P2POp(dist.isend, buffer, peer, self.leaving))
                 buffers.append(buffer)
                 peers.add(peer)
         if operations:
@@ -84,6 +90,7 @@ class Broker:
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
         """Wait for the rows of `receives`; returns (tensors in this replica's order, bytes received, peer)."""
+        self._let_go()
         arriving = self.arriving.pop(id(slot), None) or self._post(slot)
         self._post_ahead()
         for work in arriving.works:
@@ -104,6 +111,18 @@ class Broker:
         self.pending.clear()
         self.known.clear()
         return waited
+
+    def _let_go(self) -> None:
+        """Drop the buffers of sends that have finished; nobody waits.
+
+        An NCCL work says without waiting whether the device has done it, and holds on to its tensors, in place of
+        `record_stream`, until it is waited for (torch's ProcessGroupNCCL, `stashed_for_allocator_safety_`); once it
+        has finished, waiting costs nothing, and the memory may be used again on any stream. Gloo's works learn that
+        they have finished only by being waited for: there buffers, which lie on the host, stay until `drain`.
+        """
+        while self.pending and all(work.is_completed() for work in self.pending[0][0]):
+            for work in self.pending.popleft()[0]:
+                work.wait()
 
     def _post_ahead(self) -> None:
         while self.expected and len(self.arriving) < AHEAD:
@@ -129,7 +148,7 @@ class Broker:
                 else:
                     buffer = torch.empty((route.rows, *spec.shape), dtype=self.dtype, device=self.wire)
                     scattered.append((tensor, route, buffer))
-                operations.append(dist.P2POp(dist.irecv, buffer, peer))
+                operations.append(dist.P2POp(dist.irecv, buffer, peer, self.coming))
                 peers.add(peer)
             if covered < rows:  # rows that nobody on the other side works on carry no gradient
                 tensor.zero_()

@@ -1,8 +1,8 @@
 """DeepSpeed's view of the ranks: a ragged topology and grid in which every unit has its own DP and TP sizes.
 
 DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit. Every rank
-creates every group in the same order. The model-parallel group is the world, whose ranks are counted by stage and TP
-rank so that no two kinds of weights have the same; of TP itself DeepSpeed knows nothing (trap 13).
+creates every group in the same order (`communicators`). The model-parallel group is the world, whose ranks are counted
+by stage and TP rank so that no two kinds of weights have the same; of TP itself DeepSpeed knows nothing (trap 13).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 
 from disttrain_cli.models.parallel import Group
+from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.topology import Place, Topology
 
 
@@ -28,6 +29,8 @@ class UnitGrid(PipelineParallelGrid):
     """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
 
     tp: Group | None = None  # the TP group, where there is more than one rank in it
+    groups: dict[str, dist.ProcessGroup]  # all that this rank is in, by name, in the order in which they are made
+    ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
 
     def __init__(self, topology: Topology, place: Place) -> None:
         self._topo = RaggedTopology(topology, place)
@@ -44,17 +47,21 @@ class UnitGrid(PipelineParallelGrid):
         self.ds_model_rank = sum(stage.tp for stage in topology.stages[:place.stage.number]) + place.tp_rank
         self.dp_groups: list[list[int]] = []
         self.p2p_groups: list[list[int]] = []
-        for stage in topology.stages:
-            for tp_rank in range(stage.tp):
-                ranks = stage.dp_group(tp_rank)
-                self.dp_groups.append(ranks)
-                group = dist.new_group(ranks)
-                if place.rank in ranks:
-                    self.dp_group, self.dp_proc_group = ranks, group
-            for replica in range(stage.unit.dp if stage.tp > 1 else 0):
-                ranks = stage.tp_group(replica)
-                group = dist.new_group(ranks)
-                if place.rank in ranks:
-                    self.tp = Group(group, stage.tp, place.tp_rank)
+        self.groups, self.ways = {"world": dist.group.WORLD}, {}
+        for one in communicators.communicators(topology, messages=communicators.in_order()):
+            group = dist.new_group(list(one.ranks), group_desc=one.name)
+            if one.kind == "data parallel":
+                self.dp_groups.append(list(one.ranks))
+            if place.rank in one.ranks:
+                self.groups[one.name] = group
+                self._join(one, group, place)
         self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
         self.slice_group, self.slice_proc_group = [place.rank], None
+
+    def _join(self, one: communicators.Communicator, group: dist.ProcessGroup, place: Place) -> None:
+        if one.kind == "data parallel":
+            self.dp_group, self.dp_proc_group = list(one.ranks), group
+        elif one.kind == "tensor parallel":
+            self.tp = Group(group, place.unit.tp, place.tp_rank)
+        elif one.way is not None:
+            self.ways[one.way] = group

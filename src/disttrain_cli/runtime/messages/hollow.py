@@ -1,0 +1,131 @@
+"""A step of one rank without weights, data or other ranks: its instructions and messages are the real ones.
+
+The engine's instruction loop, the process groups of its grid and its brokers run as in training, over torch's fake
+backend, which stands for NCCL. Tensors have shapes and no memory, and layers leave tensors of the rows that a slot
+gives them. What layers and DeepSpeed say to a TP group or to the replicas of a stage is one message each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.models.graph import LayerInfo, layer_table
+from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
+from disttrain_cli.runtime.engine.assemble import brokers, live_at, message_dtype
+from disttrain_cli.runtime.engine.engine import StageModule, UnitEngine
+from disttrain_cli.runtime.engine.gradients import gradient_flow
+from disttrain_cli.runtime.engine.stage import Segment, StageRunner, build_segments
+from disttrain_cli.runtime.messages.recorder import Recorder
+from disttrain_cli.runtime.messages.records import Record
+from disttrain_cli.runtime.units.broker import Broker, together
+from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.routes import local_rows
+from disttrain_cli.runtime.units.topology import Place, Topology
+from disttrain_cli.spec.runfile import Run, TrainSpec
+
+#: Where tensors have a shape and nothing else.
+NOWHERE = torch.device("meta")
+
+
+def record_steps(run: Run, topology: Topology, order: StepOrder, ranks: Iterable[int] | None = None) -> Iterator[Record]:
+    """What ranks (all of them if not given) send, receive and join in the step of `order`, over NCCL."""
+    table = layer_table(run)
+    carrying = gradient_flow(table, run.file.model.trained).carrying
+    for rank in range(topology.world_size) if ranks is None else ranks:
+        with alone(rank, topology.world_size), Recorder(rank) as recorder:
+            HollowEngine(run.file.train, table, carrying, topology, topology.place(rank)).run_step(
+                order, lambda slot: Batch([]))
+        yield recorder.record
+
+
+@contextmanager
+def alone(rank: int, world_size: int) -> Iterator[None]:
+    """One rank of a world in which nobody else is."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class HollowRunner(StageRunner):
+    """A stage whose layers leave empty tensors."""
+
+    def __init__(self, segments: list[Segment], place: Place, order: Callable[[], StepOrder], grid: UnitGrid,
+                 links: tuple[Sequence[Broker], Sequence[Broker]]) -> None:
+        super().__init__(segments)
+        self._place, self._order, self._grid, self._links = place, order, grid, links
+
+    def forward(self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any) -> dict[str, Tensor]:
+        self.in_flight[slot] = []
+        return self._leave(slot, self._links[1])
+
+    def backward(self, slot: int, gradients: dict[str, Tensor], timed: Any) -> dict[str, Tensor]:
+        del self.in_flight[slot]
+        return self._leave(slot, self._links[0])
+
+    def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
+        join(self._grid.tp and self._grid.tp.ranks)
+        return {spec.name: self._empty(slot, spec, link.dtype) for link in links for spec in link.sends}
+
+    def _empty(self, slot: int, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
+        unit, tp = self._place.unit, self._grid.tp
+        rows = local_rows(self._order().slots[slot], spec.item, spec.rows, unit.name, self._place.replica)
+        if spec.split and tp is not None:
+            mine = tp.own(rows)
+            rows = mine.stop - mine.start
+        return torch.empty((rows, *spec.shape), dtype=dtype, device=NOWHERE)
+
+
+class HollowEngine(UnitEngine):
+    """The engine around a hollow stage; DeepSpeed's own constructor, which wants weights, is left out."""
+
+    def __init__(self, train: TrainSpec, table: list[LayerInfo], carrying: Sequence[frozenset[str]],
+                 topology: Topology, place: Place) -> None:
+        nn.Module.__init__(self)
+        self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
+        self.place, self.tracer, self.train_spec = place, _Silence(), train
+        self.device, self.skipped_in_a_row, self.updates, self.loss_modules = torch.device("cpu"), 0, {}, {}
+        grid, own = UnitGrid(topology, place), place.stage.layers
+        links = brokers(topology, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)
+        self.upstream, self.downstream = map(together, links)
+        self.module = StageModule([], grid, place)
+        segments = build_segments(cast(Sequence[PipelineLayer], table[own.start:own.stop]), own.start,
+                                  lambda cut: live_at(table, place.stage, cut), carrying.__getitem__)
+        self.runner = HollowRunner(segments, place, lambda: self.order, grid, links)
+
+    def _sum_partial_gradients(self) -> None:
+        grid = self.module.mpu()
+        join(grid.tp and grid.tp.ranks)
+
+    def _reduce_gradients(self) -> None:
+        if self.place.unit.dp > 1:
+            join(self.module.mpu().dp_proc_group)
+
+    def _memory(self, operation: str, slot: int) -> Any:
+        return _Silence()
+
+
+def join(group: dist.ProcessGroup | None) -> None:
+    """One message that all of a group join, if there is one."""
+    if group is not None:
+        dist.all_reduce(torch.empty(1, device=NOWHERE), group=group)
+
+
+class _Silence:
+    """In the place of a tracer: answers everything with 0."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *given, **named: 0
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...

@@ -1,0 +1,198 @@
+"""Whether recorded ranks would run to their end where messages pair by order alone, and every operation blocks.
+
+NCCL has no tags: on one communicator the n-th send from a rank to another meets the n-th receive there, a group of
+messages ends when all of them have met theirs, and what is grouped at one end only is undefined (NCCL user guide,
+"Group calls" and "Point-to-point communication"). A rank is taken to begin an operation only when the one before has
+ended, whatever the communicator. That is stricter than NCCL, whose communicators run side by side: if every rank
+gets to its end this way, the ranks' orders agree with one order of the whole, and no number of streams, however
+few of them a device runs at a time, can wait in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
+
+from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
+
+#: A place in a rank's operations.
+Step = tuple[int, Operation]
+#: Communicator, sending rank, receiving rank.
+Line = tuple[str, int, int]
+
+
+def faults(records: Iterable[Record]) -> list[str]:
+    """What is wrong with the order of all ranks' operations; empty if they run to their end.
+
+    Each sentence names the ranks, the communicator and the two operations that do not go together.
+    """
+    by_rank = {record.rank: record for record in records}
+    found = list(_strangers(by_rank))
+    if found:  # nothing more can be said of ranks that do not know each other
+        return found
+    found = [*_unlike_messages(by_rank), *_unlike_batches(by_rank), *_unlike_collectives(by_rank)]
+    return found + ([] if (stuck := _deadlock(by_rank)) is None else [stuck])
+
+
+def _strangers(records: Mapping[int, Record]) -> Iterator[str]:
+    """Communicators on whose members ranks do not agree, and operations with ranks that are not in them."""
+    known: dict[str, tuple[tuple[int, ...], int]] = {}
+    for rank, record in records.items():
+        for name, ranks in record.members.items():
+            others, first = known.setdefault(name, (ranks, rank))
+            if ranks != others:
+                yield f'Ranks {first} and {rank} disagree on who is in "{name}": {list(others)} and {list(ranks)}'
+            for missing in sorted(set(ranks) - set(records)):
+                yield f'Rank {missing}, which is in "{name}" with rank {rank}, has no record'
+        for place, one in enumerate(record.operations):
+            ranks = record.members.get(one.communicator, ())
+            if rank not in ranks or (one.is_message and one.peer not in ranks) or one.peer == rank:
+                yield (f'Rank {rank} begins operation {place}, {one}, over "{one.communicator}", '
+                       f"which joins the ranks {list(ranks)}")
+        for steps in _batches(record):
+            first_name = steps[0][1].communicator
+            for place, one in steps:
+                if one.communicator != first_name or (len(steps) > 1 and not one.is_message):
+                    yield (f'Rank {rank} groups operation {steps[0][0]}, {steps[0][1]} over "{first_name}", with '
+                           f'operation {place}, {one} over "{one.communicator}"')
+
+
+def _batches(record: Record) -> Iterator[list[Step]]:
+    for _, steps in groupby(enumerate(record.operations), key=lambda step: step[1].batch):
+        yield list(steps)
+
+
+def _lines(records: Mapping[int, Record]) -> dict[Line, tuple[list[Step], list[Step]]]:
+    """By line, its sends and its receives, each in its rank's order."""
+    found: dict[Line, tuple[list[Step], list[Step]]] = defaultdict(lambda: ([], []))
+    for rank, record in records.items():
+        for step in enumerate(record.operations):
+            one = step[1]
+            if one.kind == SEND:
+                found[one.communicator, rank, one.peer][0].append(step)
+            elif one.kind == RECEIVE:
+                found[one.communicator, one.peer, rank][1].append(step)
+    return found
+
+
+def _unlike_messages(records: Mapping[int, Record]) -> Iterator[str]:
+    """The first message of each line that does not meet its like."""
+    for (name, sender, taker), (sends, receives) in _lines(records).items():
+        for sent, taken in zip_longest(sends, receives):
+            if sent is None or taken is None or (sent[1].shape, sent[1].dtype) != (taken[1].shape, taken[1].dtype):
+                yield (f'Over "{name}", {_told(sender, sent, "send")} meets {_told(taker, taken, "receive")}')
+                break
+
+
+def _unlike_batches(records: Mapping[int, Record]) -> Iterator[str]:
+    """The first message of each pair of ranks that is grouped at one end with another than at the other end."""
+    pairs: dict[tuple[str, int, int], tuple[dict[int, Step], dict[int, Step]]] = defaultdict(lambda: ({}, {}))
+    told = set()
+    for (name, sender, taker), (sends, receives) in _lines(records).items():
+        low, high = sorted((sender, taker))
+        for sent, taken in zip(sends, receives, strict=False):
+            ends = (sent, taken) if sender == low else (taken, sent)
+            firsts = pairs[name, low, high]
+            partners = [firsts[side].setdefault(ends[side][1].batch, ends[1 - side]) for side in (0, 1)]
+            for side in (0, 1):
+                if partners[side][1].batch != ends[1 - side][1].batch and (name, low, high) not in told:
+                    told.add((name, low, high))
+                    grouping, parting = ((low, high), (high, low))[side]
+                    yield (f'Over "{name}", rank {grouping} groups what is apart on rank {parting}: '
+                           f"{_told(parting, partners[side])} and {_told(parting, ends[1 - side])}")
+
+
+def _unlike_collectives(records: Mapping[int, Record]) -> Iterator[str]:
+    """The first collective of each communicator that is not the same on all its ranks."""
+    members = {name: ranks for record in records.values() for name, ranks in record.members.items()}
+    joined: dict[tuple[str, int], list[Step]] = defaultdict(list)
+    for rank, record in records.items():
+        for step in enumerate(record.operations):
+            if not step[1].is_message:
+                joined[step[1].communicator, rank].append(step)
+    for name, ranks in members.items():
+        for rank in ranks[1:]:
+            for first, other in zip_longest(joined[name, ranks[0]], joined[name, rank]):
+                if first is None or other is None or _alike(first[1]) != _alike(other[1]):
+                    yield f'Over "{name}", {_told(ranks[0], first)} meets {_told(rank, other)}'
+                    break
+
+
+def _alike(one: Operation) -> tuple[object, ...]:
+    return one.kind, one.shape, one.dtype, one.peer
+
+
+def _told(rank: int, step: Step | None, what: str = "collective") -> str:
+    return f"rank {rank} with no {what}" if step is None else f"operation {step[0]} of rank {rank}, {step[1]},"
+
+
+class _Rank:
+    """How far one rank has got."""
+
+    def __init__(self, record: Record) -> None:
+        self.rank = record.rank
+        self.left = deque(_batches(record))
+        self.waits: list[Step] = []  # operations of the batch under way that have not met theirs
+
+    def begin(self) -> list[Step]:
+        """The operations of the next batch, which is under way from now on."""
+        self.waits = self.left.popleft() if self.left else []
+        return list(self.waits)
+
+
+def _deadlock(records: Mapping[int, Record]) -> str | None:
+    """Let all ranks run; says who waits for whom if they do not get to their end."""
+    members = {name: ranks for record in records.values() for name, ranks in record.members.items()}
+    ranks = {rank: _Rank(record) for rank, record in records.items()}
+    posted: dict[tuple[str, Line], deque[tuple[_Rank, Step]]] = defaultdict(deque)
+    gathered: dict[str, list[tuple[_Rank, Step]]] = defaultdict(list)
+    free = deque(ranks.values())
+
+    def met(pairs: Sequence[tuple[_Rank, Step]]) -> None:
+        for rank, step in pairs:
+            rank.waits.remove(step)
+            if not rank.waits:
+                free.append(rank)
+
+    while free:
+        rank = free.popleft()
+        for step in rank.begin():
+            one, own = step[1], (rank, step)
+            if not one.is_message:
+                gathered[one.communicator].append(own)
+                if len(gathered[one.communicator]) == len(members[one.communicator]):
+                    met(gathered.pop(one.communicator))
+                continue
+            line = (one.communicator, rank.rank, one.peer) if one.kind == SEND else \
+                (one.communicator, one.peer, rank.rank)
+            others = posted[RECEIVE if one.kind == SEND else SEND, line]
+            if others:
+                met([others.popleft(), own])
+            else:
+                posted[one.kind, line].append(own)
+    waiting = {rank.rank: rank for rank in ranks.values() if rank.waits}
+    return _circle(waiting, members) if waiting else None
+
+
+def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]) -> str:
+    """Who waits for whom, from one rank on until one comes again or has nothing left to do."""
+    told, rank = list[str](), min(waiting)
+    seen: list[int] = []
+    while rank in waiting and rank not in seen:
+        seen.append(rank)
+        place, one = waiting[rank].waits[0]
+        rank, own = _awaited(rank, one, waiting, members), rank
+        told.append(f'rank {own} in operation {place}, {one}, over "{one.communicator}", for rank {rank}')
+    end = "which waits in turn" if rank in waiting else f"and rank {rank} has nothing left to do"
+    first = seen.index(rank) if rank in seen else 0
+    return f"Ranks wait for each other: {'; '.join(told[first:])}, {end}"
+
+
+def _awaited(rank: int, one: Operation, waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]) -> int:
+    """The rank that an operation waits for: of a collective, the first that is elsewhere."""
+    if one.is_message:
+        return one.peer
+    elsewhere = [other for other in members[one.communicator] if other not in waiting or not any(
+        step[1].communicator == one.communicator and not step[1].is_message for step in waiting[other].waits)]
+    return elsewhere[0] if elsewhere else rank

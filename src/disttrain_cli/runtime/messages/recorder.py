@@ -1,0 +1,92 @@
+"""Recording what a running rank sends, receives and joins, over whatever backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
+
+#: Dispatched names of messages.
+MESSAGES = {"send": SEND, "recv_": RECEIVE}
+#: Dispatched names of collectives with a root, and which argument it is.
+ROOTED = {"broadcast_": 2, "reduce_": 3, "scatter_": 3, "gather_": 3}
+
+
+class Recorder(TorchDispatchMode):
+    """While active, notes every operation of torch.distributed that this rank begins, DeepSpeed's too.
+
+    They run as ever. What is sent over torch's fake backend has left at once, so that its buffers are let go of.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.record = Record(rank)
+        self._number = 0  # of the batch
+        self._together = False
+        self._names: dict[Any, str] = {}
+
+    def __enter__(self) -> Recorder:
+        self._stock, dist.batch_isend_irecv = dist.batch_isend_irecv, self._batch
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        dist.batch_isend_irecv = self._stock
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self._note(function._schema.name.removeprefix("c10d::"), args)
+        return function(*args, **(kwargs or {}))
+
+    def _batch(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        self._number += 1
+        self._together = True
+        try:
+            if dist.get_backend(operations[0].group) != "fake":
+                return self._stock(operations)
+            for one in operations:
+                one.op(one.tensor, one.peer, group=one.group)
+            return []
+        finally:
+            self._together = False
+
+    def _note(self, name: str, args: Sequence[Any]) -> None:
+        group = next((found for value in args if (found := _group(value)) is not None), None)
+        if group is None:
+            return
+        ranks = self._known(group)
+        tensor = next((found for value in args if (found := _tensor(value)) is not None), None)
+        peer = args[2] if name in MESSAGES else args[ROOTED[name]] if name in ROOTED else -1
+        self._number += not self._together
+        barrier = tensor is None or name == "barrier"
+        self.record.operations.append(Operation(
+            MESSAGES.get(name, name.strip("_")), self._names[group], () if barrier else tuple(tensor.shape),
+            "" if barrier else str(tensor.dtype).removeprefix("torch."), ranks[peer] if peer >= 0 else -1,
+            self._number))
+
+    def _known(self, group: dist.ProcessGroup) -> tuple[int, ...]:
+        """The ranks of a group, which is named from now on."""
+        if group not in self._names:
+            described = group.group_desc if group.group_desc not in ("", "undefined", "default_pg") else "world"
+            self._names[group] = f"{described} ({group.group_name})"
+            self.record.members[self._names[group]] = tuple(dist.get_process_group_ranks(group))
+        return self.record.members[self._names[group]]
+
+
+def _group(value: Any) -> dist.ProcessGroup | None:
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def _tensor(value: Any) -> Tensor | None:
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) else None

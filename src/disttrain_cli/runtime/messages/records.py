@@ -1,0 +1,48 @@
+"""What one rank sends, receives and joins, in the order in which it begins it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SEND, RECEIVE = "send", "receive"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A message or a collective, as one rank begins it."""
+
+    kind: str  # SEND, RECEIVE, or the collective's name
+    communicator: str
+    shape: tuple[int, ...]
+    dtype: str
+    peer: int = -1  # of a message the other rank, of a collective its root, if it has one
+    batch: int = 0  # operations with one number are begun together
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in (SEND, RECEIVE)
+
+    def __str__(self) -> str:
+        whom = {SEND: f" to rank {self.peer}", RECEIVE: f" from rank {self.peer}"}.get(self.kind, "")
+        return f"{self.kind} of {self.dtype} {list(self.shape)}{whom}"
+
+
+@dataclass
+class Record:
+    """One rank's operations."""
+
+    rank: int
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each communicator that is used
+    operations: list[Operation] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, known: Mapping[str, Any]) -> Record:
+        """The inverse of `to_json`, after it was written and read."""
+        return cls(known["rank"], {name: tuple(ranks) for name, ranks in known["members"].items()},
+                   [Operation(**one | {"shape": tuple(one["shape"])}) for one in known["operations"]])

@@ -1,0 +1,154 @@
+"""Plans of up to 64 ranks, and the steps that their ranks work on, drawn from a seed."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import yaml
+
+from disttrain_cli.data.index import Index
+from disttrain_cli.data.ordering.assigning import order_step
+from disttrain_cli.data.packing import Packing
+from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepOrder
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.messages.hollow import record_steps
+from disttrain_cli.runtime.messages.records import Record
+from disttrain_cli.runtime.units.topology import Topology, build_topology
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.runfile import Run, read_run
+from tests.runtime.factory import MODEL, REFINER, unit
+from tests.runtime.test_audio import WHISPER
+from tests.runtime.test_several_of_a_kind import SIGLIP
+
+MOST_RANKS = 64
+EYE, OTHER_EYE, EAR, LLM = "image_encoder", "other_encoder", "audio_encoder", "llm"
+FIRST, SECOND = "image_generator", "refiner"
+#: Modules of a model, and what of it is trained; None = all.
+MODELS: list[tuple[tuple[str, ...], list[str] | None]] = [
+    ((EYE, LLM, FIRST), None), ((EYE, LLM, FIRST), [LLM, "projectors"]), ((EYE, LLM, FIRST), ["projectors"]),
+    ((EYE, LLM, FIRST), [FIRST]), ((EYE, LLM), None), ((LLM, FIRST), None), ((EYE, LLM, FIRST, SECOND), None),
+    ((EYE, LLM, FIRST, SECOND), [SECOND]), ((EYE, OTHER_EYE, LLM, FIRST), None), ((EYE, EAR, LLM, FIRST), None),
+    ((EYE, OTHER_EYE, LLM, FIRST, SECOND), [EYE, LLM, SECOND])]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plan and one of its steps."""
+
+    name: str
+    run: Run
+    layout: Layout
+    topology: Topology
+    order: StepOrder
+
+    def records(self) -> list[Record]:
+        """Of all ranks."""
+        return list(record_steps(self.run, self.topology, self.order))
+
+
+def topology_of(run: Run, layout: Layout) -> Topology:
+    """Who is who in a plan of a run."""
+    return build_topology(layout, [info.module for info in layer_table(run)], describe(run).llm)
+
+
+def write_models(folder: Path) -> list[Run]:
+    """A run of each of MODELS, with more layers than the tests' own; there are no data."""
+    known = copy.deepcopy(MODEL["modules"] | {SECOND: REFINER, OTHER_EYE: SIGLIP, EAR: WHISPER})
+    known[EYE]["config"]["num_hidden_layers"] = 6
+    known[LLM]["config"]["num_hidden_layers"] = 10
+    runs = []
+    for number, (modules, trained) in enumerate(MODELS):
+        (folder / str(number)).mkdir()
+        path = folder / str(number) / "disttrain.yaml"
+        path.write_text(yaml.safe_dump({
+            "name": "drawn", "model": {"modules": {name: known[name] for name in modules}, "trained": trained},
+            "data": {"sources": [{"path": "nowhere"}], "sequence_length": 256, "max_image_pixels": 4096},
+            "cluster": {"gpus_per_node": 8, "device": "cpu"},
+            "train": {"global_batch_size": 8, "steps": 1, "precision": random.Random(number).choice(["fp32", "bf16"]),
+                      "zero_stage": 1, "ordering": "none"}}, sort_keys=False))
+        runs.append(read_run(path))
+    return runs
+
+
+def draw(runs: list[Run], seed: int) -> Drawn:
+    """A plan of one of the runs."""
+    generator = random.Random(seed)
+    run = generator.choice(runs)
+    layers = [info.module for info in layer_table(run)]
+    modules, most = list(dict.fromkeys(layers)), MOST_RANKS / 2 ** generator.uniform(0, 3)
+    while True:
+        units = [_unit(generator, group, layers) for group in _grouped(generator, modules)]
+        if most / 2 < sum(one.gpus for one in units) <= most:
+            break
+    dp = next(one.dp for one in units if LLM in one.modules)
+    microbatches, size = generator.randint(1, 8), generator.choice([1, 1, 2])
+    layout = Layout(global_batch_size=dp * microbatches * size, microbatch_size=size, microbatches=microbatches,
+                    gpus_used=sum(one.gpus for one in units), units=units)
+    shapes = " ".join(f"{one.name}:tp{one.tp}dp{one.dp}pp{one.pp}" for one in units)
+    return Drawn(f"{seed}: {shapes}, {microbatches} slots", run, layout, topology_of(run, layout),
+                 _order(generator, describe(run), layout))
+
+
+def _grouped(generator: random.Random, modules: list[str]) -> list[list[str]]:
+    groups = [[modules[0]]]
+    for module in modules[1:]:
+        if generator.random() < 0.7:
+            groups.append([])
+        groups[-1].append(module)
+    return groups
+
+
+def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> UnitPlan:
+    count = sum(name in modules for name in layers)
+    ends = sorted(generator.sample(range(1, count), min(count, generator.choice([1, 1, 2, 3, 4, 6])) - 1))
+    stages = [stop - start for start, stop in zip([0, *ends], [*ends, count], strict=True)]
+    return unit("+".join(modules), modules, stages, generator.choice([1, 1, 2, 3, 4, 5, 6]),
+                generator.choice([1, 1, 2, 4, 8]))
+
+
+def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> StepOrder:
+    """Sequences with any number of images, clips and targets; some slots have none of a kind."""
+    numbers = np.random.default_rng(generator.getrandbits(32))
+    n = layout.global_batch_size
+
+    def members(present: bool) -> tuple[Ints, Ints]:
+        counts = numbers.choice([0, 0, 1, 2, 5], n) * present
+        return np.concatenate(([0], np.cumsum(counts))), np.zeros(counts.sum(), dtype=np.int64)
+
+    (image_start, images), (target_start, targets), (clip_start, clips) = (
+        members(bool(present)) for present in (inputs.images, inputs.targets, inputs.audio is not None))
+    batch = Packing(
+        index=cast(Index, SimpleNamespace(inputs=inputs)), ids=np.arange(n), sample_start=np.arange(n + 1),
+        samples=np.arange(n), tokens=numbers.integers(1, 257, n), length_sq=numbers.integers(1, 257, n) ** 2,
+        label_tokens=np.ones(n, dtype=np.int64), image_start=image_start, image_segment=images,
+        image_grid=2 * numbers.integers(1, 5, (len(images), 2)), target_start=target_start, target_segment=targets,
+        clip_start=clip_start, clip_segment=clips)
+    dp = layout.unit_of(inputs.llm).dp
+    places = numbers.permutation(n).reshape(layout.microbatches, dp, layout.microbatch_size)
+    order = order_step(batch, layout, 0, Assignment(places, carry=generator.random() < 0.3))
+    if generator.random() < 0.5:
+        return order
+    return replace(order, slots=[_scattered(numbers, inputs, slot, layout) for slot in order.slots])
+
+
+def _scattered(numbers: np.random.Generator, inputs: ModelInputs, slot: Slot, layout: Layout) -> Slot:
+    """The slot with the items of units without the LLM on any replica, in any order."""
+    def shuffled(own: list[ReplicaItems], name: str) -> list[Ints]:
+        items = numbers.permutation(np.concatenate([getattr(one, name) for one in own]))
+        owners = numbers.integers(0, len(own), len(items))
+        return [items[owners == replica] for replica in range(len(own))]
+
+    replicas: dict[str, Any] = {}
+    for one in layout.units:
+        own = slot.replicas[one.name]
+        replicas[one.name] = own if inputs.llm in one.modules else [
+            ReplicaItems(*items) for items in zip(*(shuffled(own, name) for name in (
+                "sequences", "images", "targets", "clips")), strict=True)]
+    return replace(slot, replicas=replicas)

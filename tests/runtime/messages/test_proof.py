@@ -1,0 +1,115 @@
+"""The proof finds every fault of order that is put into good records, names it, and finds none in good ones."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.messages.proof import faults
+from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
+from tests.runtime.messages.drawing import Drawn, draw, write_models
+from tests.runtime.messages.faulting import KINDS, inject
+
+PLANS, FAULTS = 16, 50
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> list[Drawn]:
+    runs = write_models(tmp_path_factory.mktemp("models"))
+    return [draw(runs, seed) for seed in range(PLANS)]
+
+
+@pytest.fixture(scope="module")
+def plans(drawn: list[Drawn]) -> dict[str, list[Record]]:
+    """By name, the records of all ranks of drawn plans."""
+    return {one.name: one.records() for one in drawn}
+
+
+def test_drawn_plans_run_to_their_end(plans: dict[str, list[Record]]) -> None:
+    assert {name: found for name, records in plans.items() if (found := faults(records))} == {}
+    operations = [one for records in plans.values() for record in records for one in record.operations]
+    assert {one.kind for one in operations} == {SEND, RECEIVE, "allreduce", "allgather_base"}
+    assert max(map(len, plans.values())) > 48 and sum(one.is_message for one in operations) > 5000
+
+
+@pytest.mark.parametrize("number", range(FAULTS))
+def test_every_fault_is_found(plans: dict[str, list[Record]], number: int) -> None:
+    kind, generator = list(KINDS)[number % len(KINDS)], random.Random(number)
+    places = list(plans.values())
+    generator.shuffle(places)
+    altered = next(found for records in places if (found := inject(kind, records, generator)) is not None)
+    found = faults(altered)
+    assert found, kind
+    assert all("ank" in sentence for sentence in found)
+
+
+def test_the_order_of_gloo_would_hang(drawn: list[Drawn], plans: dict[str, list[Record]],
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends first, which gloo allows: what two stages send each other at a time never meets its receive."""
+    both_ways = [one for one in drawn if inject("send and receive turned around", plans[one.name], random.Random(0))]
+    monkeypatch.setattr(UnitEngine, "_late", lambda self, command: "Send" not in type(command).__name__)
+    stuck = [any("wait for each other" in sentence for sentence in faults(one.records())) for one in both_ways[:6]]
+    assert sum(stuck) > 3  # the others have slots without rows, or one stage that waits for nothing
+
+
+def send(to: int, shape: tuple[int, ...] = (4,), over: str = "pair", batch: int = 0) -> Operation:
+    return Operation(SEND, over, shape, "float32", to, batch)
+
+
+def receive(of: int, shape: tuple[int, ...] = (4,), over: str = "pair", batch: int = 0) -> Operation:
+    return Operation(RECEIVE, over, shape, "float32", of, batch)
+
+
+def both(*operations: list[Operation], over: tuple[str, ...] = ("pair",)) -> list[Record]:
+    """Ranks 0, 1, … that share all communicators."""
+    ranks = tuple(range(len(operations)))
+    return [Record(rank, dict.fromkeys(over, ranks), own) for rank, own in enumerate(operations)]
+
+
+def test_a_fault_is_named() -> None:
+    (stuck,) = faults(both([send(1, batch=1), receive(1, batch=2)], [send(0, batch=1), receive(0, batch=2)]))
+    assert stuck == ('Ranks wait for each other: rank 0 in operation 0, send of float32 [4] to rank 1, over "pair", for '
+                     'rank 1; rank 1 in operation 0, send of float32 [4] to rank 0, over "pair", for rank 0, '
+                     "which waits in turn")
+    unlike, *_ = faults(both([send(1, (4, 2))], [receive(0, (2, 4))]))
+    assert unlike == ('Over "pair", operation 0 of rank 0, send of float32 [4, 2] to rank 1, meets operation 0 of '
+                      "rank 1, receive of float32 [2, 4] from rank 0,")
+    missing, stuck = faults(both([send(1)], []))
+    assert missing.endswith("meets rank 1 with no receive") and stuck.endswith("and rank 1 has nothing left to do")
+    (apart,) = faults(both([send(1, batch=1), send(1, batch=1)], [receive(0, batch=1), receive(0, batch=2)]))[:1]
+    assert apart.startswith('Over "pair", rank 0 groups what is apart on rank 1: operation 0 of rank 1')
+
+
+def test_grouping_saves_what_would_hang_apart() -> None:
+    assert faults(both([send(1, batch=1), receive(1, batch=1)], [send(0, batch=1), receive(0, batch=1)])) == []
+
+
+def test_a_circle_over_several_communicators_is_found() -> None:
+    """Each pair of ranks is right by itself."""
+    def ring(rank: int) -> list[Operation]:
+        after, before = (rank + 1) % 3, (rank - 1) % 3
+        return [send(after, over=f"{rank}", batch=1), receive(before, over=f"{before}", batch=2)]
+
+    (stuck,) = faults(both(*map(ring, range(3)), over=("0", "1", "2")))
+    assert "rank 2 in operation 0" in stuck
+    turned = ring(2)[::-1]
+    assert faults(both(ring(0), ring(1), turned, over=("0", "1", "2"))) == []
+
+
+def test_strangers_are_named() -> None:
+    alone = Record(0, {"pair": (0, 1)}, [send(1)])
+    assert faults([alone]) == ['Rank 1, which is in "pair" with rank 0, has no record']
+    other = Record(1, {"pair": (1, 2)}, [])
+    assert any("disagree" in sentence for sentence in faults([alone, other]))
+    outside = both([send(7)], [])
+    assert any("which joins the ranks [0, 1]" in sentence for sentence in faults(outside))
+    mixed = both([send(1, over="a", batch=1), send(1, over="b", batch=1)], [], over=("a", "b"))
+    assert any("groups operation 0" in sentence for sentence in faults(mixed))
+
+
+def test_records_are_written_and_read() -> None:
+    record = both([send(1), receive(1)], [])[0]
+    assert Record.of_json(json.loads(json.dumps(record.to_json()))) == record

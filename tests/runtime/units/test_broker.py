@@ -1,0 +1,158 @@
+"""Buffers of what was sent are held until it has left, and no longer; each direction has its own communicator."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from disttrain_cli.costs.communicators import communicators_per_rank
+from disttrain_cli.data.slots import ReplicaItems, Slot
+from disttrain_cli.models.layer import TensorSpec
+from disttrain_cli.runtime.messages.hollow import alone
+from disttrain_cli.runtime.units import communicators
+from disttrain_cli.runtime.units.broker import Broker
+from disttrain_cli.runtime.units.grid import UnitGrid
+from disttrain_cli.runtime.units.topology import Topology, build_topology
+from disttrain_cli.spec.inputs import ImageInput, ModelInputs
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from tests.runtime.factory import unit
+
+INPUTS = ModelInputs(llm="llm", vocabulary=272, sequence_length=16,
+                     image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096))
+ROWS = TensorSpec("rows", "image", "patches", (3,))
+
+
+def topology(*units: UnitPlan) -> Topology:
+    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in units),
+                    units=list(units))
+    return build_topology(layout, [name for u in units for name in u.modules for _ in u.layers_per_stage])
+
+
+def slot(images: int = 4) -> Slot:
+    none = np.zeros(0, dtype=np.int64)
+    own = [ReplicaItems(none, np.arange(images), none)]
+    return Slot(inputs=INPUTS, sequences=none, sequence_tokens=none, sequence_length_sq=none,
+                image_sequence=np.zeros(images, dtype=np.int64), image_grid=np.ones((images, 2), dtype=np.int64),
+                target_sequence=none, replicas={"all": own})
+
+
+class Work:
+    """A message that leaves when it is told to."""
+
+    def __init__(self) -> None:
+        self.left, self.waited = False, False
+
+    def is_completed(self) -> bool:
+        return self.left
+
+    def wait(self) -> bool:
+        self.waited = True
+        return True
+
+
+@pytest.fixture
+def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Of every batch that is sent over the fake backend, its work and weak references to its buffers."""
+    sent: list[Any] = []
+
+    def batch(operations: list[dist.P2POp]) -> list[Work]:
+        sent.append((Work(), [weakref.ref(one.tensor) for one in operations], operations[0].group))
+        return [sent[-1][0]]
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    with alone(0, 2):
+        yield sent
+
+
+def broker(sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
+    places = topology(unit("all", ["m"], [1, 1]))
+    return Broker(places.place(0), places.stages[1], sends, receives, torch.float32, torch.device("cpu"))
+
+
+def held(sent: list[Any]) -> list[bool]:
+    """Of every batch, whether any buffer of it is still there."""
+    gc.collect()
+    return [any(buffer() is not None for buffer in buffers) for _, buffers, _ in sent]
+
+
+def test_sent_buffers_are_let_go_of_in_turn(works: list[Any]) -> None:
+    link = broker([ROWS], [])
+    for _ in range(3):
+        link.send(slot(), {"rows": torch.ones(4, 3)})
+    assert held(works) == [True] * 3
+    works[1][0].left = True  # the first has not: what leaves, leaves in order
+    link.send(slot(), {"rows": torch.ones(4, 3)})
+    assert held(works) == [True] * 4 and not any(work.waited for work, *_ in works)
+    works[0][0].left = True
+    link.send(slot(), {"rows": torch.ones(4, 3)})
+    assert held(works) == [False, False, True, True, True]
+    assert [work.waited for work, *_ in works] == [True, True, False, False, False]
+    assert link.drain() and held(works) == [False] * 5 and all(work.waited for work, *_ in works)
+    assert not link.drain()
+
+
+def test_receives_let_go_of_sent_buffers_too(works: list[Any]) -> None:
+    link = broker([ROWS], [ROWS])
+    now = slot()
+    link.send(now, {"rows": torch.ones(4, 3)})
+    works[0][0].left = True
+    link.receive(now)
+    assert held(works)[0] is False
+
+
+def test_a_slot_without_rows_sends_nothing(works: list[Any]) -> None:
+    link = broker([ROWS], [])
+    assert link.send(slot(0), {"rows": torch.ones(0, 3)}) == (0, -1) and works == [] and not link.pending
+
+
+UNITS = (unit("eye", ["eye"], [1, 1], 3), unit("ear", ["ear"], [1], 2), unit("llm", ["llm"], [2, 2], 2, tp=4),
+         unit("draw", ["draw"], [1]))
+
+
+def branched() -> Topology:
+    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in UNITS),
+                    units=list(UNITS))
+    return build_topology(layout, [name for u in UNITS for name in u.modules for _ in range(sum(u.layers_per_stage))],
+                          "llm")
+
+
+def test_communicators_are_as_many_as_counted() -> None:
+    places = branched()
+    assert [communicators_per_rank(stage) for stage in places.stages] == [4, 6, 4, 3 + 2 * 3, 3 + 2 * 2, 3]
+    for rank in range(places.world_size):
+        place = places.place(rank)
+        with alone(rank, places.world_size):
+            grid = UnitGrid(places, place)
+            sizes = [dist.get_world_size(group) for group in grid.groups.values()]
+            assert sum(size > 1 for size in sizes) == communicators_per_rank(place.stage)
+            here, stage = place.stage.number, place.stage
+            assert set(grid.ways) == {way for other in (*stage.before, *stage.after)
+                                      for way in ((here, other), (other, here))}
+            for (sender, taker), group in grid.ways.items():
+                assert set(dist.get_process_group_ranks(group)) == {
+                    *places.stages[sender].ranks, *places.stages[taker].ranks}
+    assert len({*grid.groups.values()}) == len(grid.groups)
+
+
+def test_gloo_sends_over_the_world() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        grid = UnitGrid(topology(unit("all", ["m"], [1])), topology(unit("all", ["m"], [1])).place(0))
+        assert not communicators.in_order() and not grid.ways and list(grid.groups) == [
+            "world", "replicas of all stage 0, TP rank 0"]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_neighbours_along_a_line_do_not_wait_for_a_chain() -> None:
+    """A stage makes the communicators of one cut while its other neighbour makes those of the next but one."""
+    line = topology(unit("all", ["m"], [1] * 8))
+    ways = [one.way for one in communicators.communicators(line, messages=True) if one.way is not None]
+    assert ways[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)] and ways[8:10] == [(1, 2), (2, 1)] and len(ways) == 14
