@@ -73,10 +73,7 @@ def ranks(payload: dict[str, Any]) -> None:
                     order = loader.order(step)
                     set_rates(engine, step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order))
-                    own = engine.runner.take_losses()
-                    sums = torch.tensor([own.get(name, 0.0) for name in engine.loss_modules], dtype=torch.float64)
-                    torch.distributed.all_reduce(sums)
-                    history.append([*sums.tolist(), engine.grad_norm()])
+                    history.append([*engine.losses.values(), engine.grad_norm()])
             checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)
             engine.tracer.close()
             if place.rank == 0:

@@ -36,9 +36,9 @@ class CountingTracer(Tracer):
         super().__init__(*arguments)
         self.counts: Counter[str] = Counter()
 
-    def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
+    def record(self, operation: str, start: Any, end: Any = None, **amounts: Any) -> None:
         self.counts[operation] += 1
-        return super().record(operation, start_ns, end_ns, **amounts)
+        super().record(operation, start, end, **amounts)
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -74,10 +74,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
             except NotFiniteError as error:
                 stopped = str(error)
                 break
-            losses = engine.runner.take_losses()
-            sums = torch.tensor([losses.get(name, 0.0) for name in engine.loss_modules], dtype=torch.float64)
-            torch.distributed.all_reduce(sums)
-            history.append([*sums.tolist(), engine.grad_norm()])
+            history.append([*engine.losses.values(), engine.grad_norm()])
     out.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
         (out / "history.json").write_text(json.dumps(history))

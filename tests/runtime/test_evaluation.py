@@ -34,20 +34,16 @@ class OneProcess:
     def __init__(self, run: Run) -> None:
         self.layers = build_layers(run, 0, len(layer_table(run)))
         self.loss_modules = {layer.loss: layer.module for layer in self.layers if layer.loss is not None}
-        self.losses: dict[str, float] = {}
         self.rows: list[str] = []
-        self.tracer = SimpleNamespace(now=lambda: 0, begin=lambda *_: None,
+        self.tracer = SimpleNamespace(mark=lambda: 0, begin=lambda *_: None,
                                       record=lambda operation, *_: self.rows.append(operation))
-        self.runner = SimpleNamespace(take_losses=self._take)
 
-    def evaluate(self, order: Any, fetch: Any) -> None:
+    def evaluate(self, order: Any, fetch: Any) -> dict[str, float]:
+        losses = dict.fromkeys(self.loss_modules, 0.0)
         for slot in range(len(order.slots)):
             for name, value in losses_of(self.layers, fetch(slot)).items():
-                self.losses[name] = self.losses.get(name, 0.0) + value
-
-    def _take(self) -> dict[str, float]:
-        taken, self.losses = self.losses, {}
-        return taken
+                losses[name] += value
+        return losses
 
 
 def losses_of(layers: list[Any], batch: Any) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """What the host knows, on the device, without making the host wait: a copy from pageable memory stops it.
 
 Numbers of a batch are copied from page-locked memory (`to_device`); what never changes is copied once (`constant`).
+What the host has to know of a device makes it wait: `read`, once in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -25,4 +27,24 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device,
              dtype: torch.dtype | None = None) -> Tensor:
     """What a function makes of these arguments on the host, kept on a device."""
     with torch.device("cpu"):
-        return make(*arguments).to(device, dtype)
+        return to_device(make(*arguments).to(dtype), device)
+
+
+def read(numbers: Tensor) -> list[float]:
+    """Numbers of a device on the host, which waits for all that the device was asked for before."""
+    with waiting(numbers.device):
+        return numbers.tolist()
+
+
+@contextmanager
+def waiting(device: torch.device) -> Iterator[None]:
+    """Where the host may wait for a device even if it is told of every wait (`torch.cuda.set_sync_debug_mode`)."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

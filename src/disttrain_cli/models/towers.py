@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from disttrain_cli.models.attention import Segments, segments_of
 from disttrain_cli.models.division import Division
+from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, split
 
@@ -95,7 +96,7 @@ def taps(side: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
             torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False)
     weights = each[0, :, :, 0].T  # [length, side]
     places = weights.abs().topk(min(4, side)).indices
-    return places.to(device), weights.gather(1, places).to(device)
+    return to_device(places, device), to_device(weights.gather(1, places), device)
 
 
 class ImageLayer(PipelineLayer):

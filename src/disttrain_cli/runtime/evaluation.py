@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
@@ -52,7 +51,7 @@ class Evaluation:
 
         Every rank calls this. It leaves one `evaluation` row in the trace, and the time of no step longer.
         """
-        tracer, begun = engine.tracer, engine.tracer.now()
+        tracer, begun = engine.tracer, engine.tracer.mark()
         tracer.begin("evaluation")
         weights = self._run.file.model.loss_weights
         totals, counts = dict.fromkeys(engine.loss_modules, 0.0), dict.fromkeys(engine.loss_modules, 0)
@@ -62,8 +61,7 @@ class Evaluation:
             fetch_of = fetcher(loader, engine.device, self._dtype)
             for number in range(self._batches):
                 order = loader.order(number)
-                engine.evaluate(order, fetch_of(order))
-                for name, loss in _summed(engine).items():
+                for name, loss in engine.evaluate(order, fetch_of(order)).items():
                     count = order.label_tokens if name == TEXT else order.targets
                     totals[name], counts[name] = totals[name] + loss * count, counts[name] + count
         tracer.record("evaluation", begun)
@@ -72,8 +70,8 @@ class Evaluation:
 
 
 def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
-    """Losses of the global batch since the last call, as `told`."""
-    return told(engine.loss_modules, _summed(engine), weights)
+    """Losses of the last step's global batch, as `told`."""
+    return told(engine.loss_modules, engine.losses, weights)
 
 
 def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights) -> dict[str, Any]:
@@ -90,11 +88,3 @@ def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights
     found = {"loss": sum(losses.values()), "loss_text": plain.get(TEXT, 0.0),
              "loss_image": sum(images.values()) / max(1, len(images))}
     return found if len(images) < 2 else found | {"generator_losses": images}
-
-
-def _summed(engine: UnitEngine) -> dict[str, float]:
-    """The world's losses since the last call, weighted, by name."""
-    own = engine.runner.take_losses()
-    sums = torch.tensor([own.get(name, 0.0) for name in engine.loss_modules], dtype=torch.float64, device=engine.device)
-    dist.all_reduce(sums)
-    return dict(zip(engine.loss_modules, sums.tolist(), strict=True))

@@ -7,7 +7,6 @@ copied.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from disttrain_cli.data.slots import Ints, SlotBatch, StepOrder
+from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.spec.inputs import Affine, ImageInput, TargetInput
 
@@ -97,15 +97,8 @@ def normalised(planes: Tensor, affine: Affine, dtype: torch.dtype) -> Tensor:
     """Bytes [N, C, H, W] as a model reads them: computed in single precision, whatever the model's."""
     if not len(planes):  # of an encoder or generator that is not asked for
         return planes.to(dtype)
-    scale, shift = _on_device(affine, planes.device)
+    scale, shift = constant(torch.tensor, affine, device=planes.device, dtype=torch.float32).T[..., None, None]
     return planes.to(torch.float32).mul_(scale).sub_(shift).to(dtype)
-
-
-@functools.cache
-def _on_device(affine: Affine, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scales and shifts [C, 1, 1]."""
-    scale, shift = torch.tensor(affine, dtype=torch.float32, device=device).T[..., None, None]
-    return scale, shift
 
 
 class PinnedAhead:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from disttrain_cli.costs.flops import mfu
 from disttrain_cli.costs.layout import amount, stages_of
@@ -93,14 +92,13 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
             start_ns = tracer.now()
             set_rates(engine, step)
             skipped = engine.skipped_steps
-            engine.run_step(order, fetch_of(order))
+            engine.run_step(order, fetch_of(order), lambda: _told(engine, task.watch))
             if task.average is not None and engine.skipped_steps == skipped:
                 task.average.update()
             if task.idle_gib is not None:
-                now, held = tracer.now(), peak_gib(engine.device) - task.idle_gib
+                now, held = tracer.mark(), peak_gib(engine.device) - task.idle_gib
                 tracer.record("memory", now, now, bytes=round(max(0.0, held) * 2**30))
-            tracer.begin("losses")
-            losses, stopped = _agreed(run, engine, task.watch)
+            losses, stopped = _agreed(run, engine)
             end_ns = tracer.now()
             if task.profiler is not None:
                 task.profiler.end(step)
@@ -122,9 +120,10 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
             step += 1
             saver.check()
             if stopped or step == task.last or (every and step % every == 0):
-                begun = tracer.now()
+                begun = tracer.mark()
                 tracer.begin("checkpoint")
                 saver.save(step, sound=engine.skipped_steps == skipped)
+                tracer.anchor()
                 tracer.record("checkpoint", begun)
                 for writer in writers:
                     writer.flush()
@@ -132,13 +131,15 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
     return stopped if step < task.last else ""
 
 
-def _agreed(run: Run, engine: UnitEngine, watch: Watch | None) -> tuple[dict[str, Any], str]:
+def _told(engine: UnitEngine, watch: Watch | None) -> list[float]:
+    """What a rank tells in a step: how long it waited for data, its memory, what asked it to stop."""
+    reason = watch.stop_reason() if watch is not None else ""
+    return [engine.data_wait_ns / 1e9, peak_gib(engine.device), REASONS.index(reason)]
+
+
+def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], str]:
     """What all ranks say of a step: `world_losses`, the longest data wait, the most memory; what asked one to stop."""
-    reason = REASONS.index(watch.stop_reason() if watch is not None else "")
-    most = torch.tensor([engine.data_wait_ns / 1e9, peak_gib(engine.device), reason], dtype=torch.float64,
-                        device=engine.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    data_wait_s, memory_gib, reason = most.tolist()
+    data_wait_s, memory_gib, reason = engine.largest
     losses = world_losses(engine, run.file.model.loss_weights)
     return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, REASONS[int(reason)]
 

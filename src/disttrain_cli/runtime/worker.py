@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from disttrain_cli.data.index import Index
@@ -34,6 +33,7 @@ from disttrain_cli.runtime.launching.meeting import check_groups
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
@@ -75,8 +75,9 @@ def main(payload: dict[str, Any]) -> None:
         watch = Watch(trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
                       stop_file(Path(payload["logs"])) if rank0 else None, narration if rank0 else None)
         stack.callback(watch.close)
-        tracer = Tracer(run.dir.traces, told["name"], place,
-                        wall_clock(torch.cuda.synchronize if job.device.type == "cuda" else None), say)
+        now = wall_clock()
+        tracer = Tracer(run.dir.traces, told["name"], place, now, say,
+                        DeviceClock(now) if job.device.type == "cuda" else None)
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
         start = None if told["resume"] or "from" not in payload else origin.where(Path(payload["from"]), run.dir.root)

@@ -78,7 +78,9 @@ def _train(runner: StageRunner, given: Tensor) -> float:
     batch = Batch(image_grids=[], cache={"input": given})
     outputs = runner.forward(0, {}, batch, _untimed)
     runner.backward(0, {name: torch.ones_like(tensor) for name, tensor in outputs.items()}, _untimed)
-    return runner.take_losses()["text"]
+    loss = float(runner.losses["text"])
+    runner.losses.clear()
+    return loss
 
 
 def _plain(layers: list[PipelineLayer], given: Tensor) -> None:

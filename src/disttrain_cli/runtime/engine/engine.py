@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,17 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
+from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import sum_over
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
-from disttrain_cli.runtime.engine.optimizer import drop_gradients, partial_gradients, reduced_gradients, sum_of_squares
+from disttrain_cli.runtime.engine.optimizer import (
+    drop_gradients,
+    partial_gradients,
+    reduced_gradients,
+    step_unchecked,
+    sum_of_squares,
+)
 from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
@@ -84,10 +92,10 @@ class UnitEngine(PipelineEngine):
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
         self._norm = math.nan
-        if self.using_bf16_optimizer:  # its own norm asks other ranks than ours; trap 8 forbids a subclass
-            nothing = torch.zeros(1, device=self.device)
-            self.optimizer.get_grads_for_norm = lambda for_clipping=False: ([nothing], {})
-            self.optimizer.mpu = None
+        self.losses: dict[str, float] = {}  # of the last step's global batch, weighted, by name
+        self.largest: list[float] = []  # over the ranks, of what each told in the last step
+        if self.using_bf16_optimizer:  # trap 8 forbids a subclass
+            self.optimizer.step = partial(step_unchecked, self.optimizer)
 
     # ---- DeepSpeed's questions -------------------------------------------------------------------------------
     def is_first_stage(self) -> bool:
@@ -101,14 +109,18 @@ class UnitEngine(PipelineEngine):
     def get_ready(self) -> None:
         """Called before the clock of a step starts: a rank begins as soon as it can."""
 
-    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
+    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch],
+                 told: Callable[[], Sequence[float]] = tuple) -> None:
         """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot.
+
+        The host waits for its device once, for the norm, and goes on while the device takes the optimizer step. With
+        the norm come `losses`, and `largest` of the numbers that `told` gives on each rank.
 
         Raises:
             NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` says to stop.
             OutOfMemoryError: the device has no memory left.
         """
-        self.order, self.fetch, self.data_wait_ns, self._amounts = order, fetch, 0, {}
+        self.order, self.fetch, self.data_wait_ns, self._amounts, self._told = order, fetch, 0, {}, told
         self.runner.losses.clear()
         if self.runner.sums is not None:
             self.runner.sums.clear()
@@ -119,13 +131,14 @@ class UnitEngine(PipelineEngine):
         self._exec_schedule(schedule.TrainSchedule(micro_batches=len(order.slots), stages=self.place.stage.line,
                                                    stage_id=self.place.stage.position))
 
-    def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
-        """The forward half of a step, of which only the losses stay (`runner.take_losses`); no row tells of it.
+    def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> dict[str, float]:
+        """The forward half of a step: the world's losses, weighted, by name; no row tells of it.
 
         DeepSpeed's schedule for inference loads before it receives (deepspeed trap 17). At most one slot is under way
         to the next stage, so that a fast stage does not fill the memory of a slow one.
         """
         self.order, self.fetch, self._state = order, fetch, {}
+        self.runner.losses.clear()
         self.module.eval()
         self.tracer.silent = True
         try:
@@ -140,6 +153,9 @@ class UnitEngine(PipelineEngine):
                         self._send_activation(slot)
             if self.downstream is not None:
                 self.downstream.drain()
+            sums = torch.stack(self.runner.sum_losses(self.loss_modules, self.device))
+            dist.all_reduce(sums)
+            return dict(zip(self.loss_modules, read(sums), strict=True))
         finally:
             self.tracer.silent = False
 
@@ -175,16 +191,17 @@ class UnitEngine(PipelineEngine):
 
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None
-        start = self.tracer.now()
+        start = self.tracer.mark()
         tensors, size, peer = self.upstream.receive(self.order.slots[slot])
         self._state[slot] = tensors
         self.tracer.record("receive_activation", start, slot=slot, bytes=size, peer=peer)
 
     def _forward(self, slot: int) -> None:
-        start = self.tracer.now()
+        start, asked_ns = self.tracer.mark(), self.tracer.now()
         self.tracer.begin("load", slot)
         batch = self.fetch(slot)
-        self.data_wait_ns += self.tracer.record("load", start, slot=slot)
+        self.data_wait_ns += self.tracer.now() - asked_ns
+        self.tracer.record("load", start, slot=slot)
         with self._memory("forward", slot):
             self._state[slot] = self.runner.forward(slot, self._state.pop(slot, {}), batch,
                                                     self._timed("forward", slot))
@@ -192,14 +209,14 @@ class UnitEngine(PipelineEngine):
     def _send_activation(self, slot: int) -> None:
         if self.downstream is None:  # the end of a shorter line: others have stages where it has none
             return
-        start = self.tracer.now()
+        start = self.tracer.mark()
         size, peer = self.downstream.send(self.order.slots[slot], self._state.pop(slot))
         self.tracer.record("send_activation", start, slot=slot, bytes=size, peer=peer)
 
     def _receive_gradient(self, slot: int) -> None:
         if self.downstream is None or not self.runner.segments[-1].returning:
             return
-        start = self.tracer.now()
+        start = self.tracer.mark()
         gradients, size, peer = self.downstream.receive(self.order.slots[slot])
         self._state[slot] = gradients
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
@@ -220,16 +237,16 @@ class UnitEngine(PipelineEngine):
         assert self.upstream is not None
         if not self.runner.segments[0].carrying:
             return
-        start = self.tracer.now()
+        start = self.tracer.mark()
         size, peer = self.upstream.send(self.order.slots[slot], self._state.pop(slot))
         self.tracer.record("send_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _reduce(self, slot: int) -> None:
-        start = self.tracer.now()
+        start = self.tracer.mark()
         waited = [broker.drain() for broker in (self.upstream, self.downstream) if broker is not None]
         if any(waited):
             self.tracer.record("wait", start)
-        start = self.tracer.now()
+        start = self.tracer.mark()
         if not self.using_bf16_optimizer:
             for parameter in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
                 if parameter.requires_grad and parameter.grad is None:
@@ -240,7 +257,7 @@ class UnitEngine(PipelineEngine):
         self.tracer.record("reduce", start, bytes=reduced if self.place.unit.dp > 1 else 0)
 
     def _step(self, slot: int) -> None:
-        start = self.tracer.now()
+        start = self.tracer.mark()
         with self._memory("optimizer step", slot):
             self._update()
         self.tracer.record("step", start)
@@ -258,13 +275,10 @@ class UnitEngine(PipelineEngine):
     def _update(self) -> None:
         """Take the world's gradient norm, clip to it and step; leave everything as it was where it is not finite."""
         gradients = reduced_gradients(self.optimizer, self.place.unit.dp, self.place.unit.tp)
-        losses = [torch.isfinite(loss).double() for loss in self.runner.losses.values()]
-        world = torch.stack([sum_of_squares(gradients, self.device),
-                             sum((1.0 - finite for finite in losses), torch.zeros((), device=self.device)).double()])
-        dist.all_reduce(world)
-        squared, bad_losses = world.tolist()
+        squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
-        if bad_losses or not math.isfinite(squared):
+        self.losses = dict(zip(self.loss_modules, losses, strict=True))
+        if not all(map(math.isfinite, (squared, *losses))):
             self._refuse_step(gradients)
             return
         self.skipped_in_a_row = 0
@@ -278,6 +292,18 @@ class UnitEngine(PipelineEngine):
         self._take_model_step(None)
         self._force_grad_boundary = False
 
+    def _sums_and_largest(self, squared: Tensor) -> list[float]:
+        """The world's sum of squares and its losses; `largest` is found on the way. The host waits here, once."""
+        sums = torch.stack([squared, *self.runner.sum_losses(self.loss_modules, self.device)])
+        dist.all_reduce(sums)
+        largest = to_device(self._told(), self.device, torch.float64)
+        if len(largest):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found = read(torch.cat([sums, largest]))
+        self.tracer.anchor()
+        self.largest = found[len(sums):]
+        return found[:len(sums)]
+
     def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
         """Drop the gradients of a step that is not finite, and stop if that is what the run asks for."""
         sums = self.runner.sums
@@ -285,15 +311,10 @@ class UnitEngine(PipelineEngine):
         for module, tensors, _ in gradients:
             sums.note("gradients", 0, 0, module, tensors)
         where = sums.first(self.device)
-        own = {name: float(loss) for name, loss in self.runner.losses.items()}
-        losses = torch.tensor([own.get(name, 0.0) for name in self.loss_modules], dtype=torch.float64,
-                              device=self.device)
-        dist.all_reduce(losses)
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         skipping = self.train_spec.on_bad_loss == "skip"
-        error = not_finite(self.order.step, dict(zip(self.loss_modules, losses.tolist(), strict=True)), self._norm,
-                           where, self.skipped_in_a_row if skipping else 0)
+        error = not_finite(self.order.step, self.losses, self._norm, where, self.skipped_in_a_row if skipping else 0)
         if not skipping or self.skipped_in_a_row >= MOST_SKIPPED:
             raise error
         print(f"skipped: {error.what} ({error.why})", flush=True)
@@ -306,7 +327,7 @@ class UnitEngine(PipelineEngine):
         """Record one trace row per module, with the work that the slot brings to it."""
         def before(module: str) -> Callable[[], None]:
             self.tracer.begin(operation, slot, module)
-            start = self.tracer.now()
+            start = self.tracer.mark()
 
             def after() -> None:
                 if (slot, module) not in self._amounts:  # the backward's are those of the forward

@@ -128,6 +128,18 @@ def sum_of_squares(gradients: Iterable[tuple[str, list[Tensor], float]], device:
     return total
 
 
+def step_unchecked(optimizer: Any) -> None:
+    """`BF16_Optimizer.step` without its norm, for which the host would wait: ours has been taken and is finite."""
+    with torch.no_grad():
+        for partition, gradient in zip(optimizer.fp32_groups_flat_partition,
+                                       optimizer.fp32_groups_gradient_flat_partition, strict=True):
+            partition.grad = gradient
+        optimizer.optimizer.step()
+        optimizer._lazy_init_hp_params_optimizer_state()
+        optimizer.update_lp_params()
+        optimizer.clear_hp_grads()
+
+
 def drop_gradients(optimizer: Any) -> None:
     """Forget the gradients of a step that is not taken; weights and moments stay as they are."""
     if optimizer is None:

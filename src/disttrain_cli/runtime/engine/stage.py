@@ -12,7 +12,7 @@ non-reentrant checkpoints (deepspeed traps 20, 21, 32). Dropout draws from no ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -59,7 +59,7 @@ class StageRunner:
     recompute: bool = False
     sums: Sums | None = None  # where numbers are watched
     in_flight: dict[int, list[_Saved]] = field(default_factory=dict)
-    losses: dict[str, Tensor] = field(default_factory=dict)  # summed since the last `take_losses`
+    losses: dict[str, Tensor] = field(default_factory=dict)  # summed since they were last cleared
 
     @property
     def still(self) -> bool:
@@ -119,11 +119,10 @@ class StageRunner:
             done()
         return gradients
 
-    def take_losses(self) -> dict[str, float]:
-        """Losses added since the last call, by name."""
-        taken = {name: float(value) for name, value in self.losses.items()}
-        self.losses.clear()
-        return taken
+    def sum_losses(self, names: Iterable[str], device: torch.device) -> list[Tensor]:
+        """This rank's sums of the losses of these names, float64 on its device: zero where it has none."""
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        return [self.losses[name].double() if name in self.losses else nothing for name in names]
 
     def _compute(self, layer: PipelineLayer, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         if not layer.trained and not layer.passes:

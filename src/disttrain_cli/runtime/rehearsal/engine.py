@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,14 +40,13 @@ class NodeTracer(Tracer):
         for tracer in self.tracers:
             tracer.step = number
 
-    def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
-        """Add a row to every replica's trace; returns its duration in ns."""
-        end_ns = self.now() if end_ns is None else end_ns
+    def record(self, operation: str, start: Any, end: Any = None, **amounts: Any) -> None:
+        """Add a row to every replica's trace."""
+        end = self.mark() if end is None else end
         if "peer" in amounts:
             amounts["peer"] = self.ranks.get(amounts["peer"], -1)
         for tracer in self.tracers:
-            tracer.record(operation, start_ns, end_ns, **amounts)
-        return end_ns - start_ns
+            tracer.record(operation, start, end, **amounts)
 
     def end_step(self) -> None:
         for tracer in self.tracers:
@@ -72,9 +71,10 @@ class EmulatedEngine(UnitEngine):
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         self.clock.begin(float(latest) + MARGIN_S)
 
-    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch]) -> None:
+    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch],
+                 told: Callable[[], Sequence[float]] = tuple) -> None:
         """One optimizer step."""
-        super().run_step(order, fetch)
+        super().run_step(order, fetch, told)
         self.clock.end()
 
     def _reduce_gradients(self) -> None:

@@ -1,7 +1,9 @@
 """`train --profile-steps A:B`: torch's profile of some steps of a rank, as one Kineto JSON file.
 
 Every operation that the rank's own trace has a row for is marked in the profile (`spec.trace.mark`), so that the
-analysis can say what its time is made of. Profiling never ends a training: what fails is told, and the file left out.
+analysis can say what its time is made of. In these steps alone the host waits for its GPU at every mark, so that what
+ran between two marks is what was asked for there. Profiling never ends a training: what fails is told, and the file
+left out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from disttrain_cli.spec.trace import mark, profile_file
 class Marks:
     """The operation under way, as an annotation of the profile; a new one ends the one before."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
         self._step = record_function(f"ProfilerStep#{step}")
         self._open: record_function | None = None
         self._number = step
@@ -29,12 +32,14 @@ class Marks:
 
     def begin(self, operation: str, slot: int, module: str) -> None:
         self.end()
+        self._wait()
         self._open = record_function(mark(operation, self._number, slot, module))
         self._open.__enter__()
 
     def end(self) -> None:
         """End the operation under way, if there is one."""
         if self._open is not None:
+            self._wait()
             self._open.__exit__(None, None, None)
             self._open = None
 
@@ -43,6 +48,10 @@ class Marks:
         self.end()
         self._step.__exit__(None, None, None)
 
+    def _wait(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
 
 class StepProfiler:
     """Profiles the steps of one range: `begin` and `end` are called around every step."""
@@ -50,6 +59,7 @@ class StepProfiler:
     def __init__(self, steps: range, traces: Path, start: str, tracer: Tracer, rank: int, device: torch.device,
                  say: Callable[[str], None]) -> None:
         self._steps, self._file, self._tracer, self._say = steps, profile_file(traces, rank, start), tracer, say
+        self._device = device
         self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         self._profile: profile | None = None
         self._failed = False
@@ -63,7 +73,7 @@ class StepProfiler:
                 self._tracer.begin("profile")
                 self._profile = profile(activities=self._activities)
                 self._profile.start()
-            self._tracer.marks = Marks(step)
+            self._tracer.marks = Marks(step, self._device)
         except Exception as error:  # noqa: BLE001: whatever the profiler cannot do here, the training can
             self._give_up(error)
 

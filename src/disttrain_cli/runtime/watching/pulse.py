@@ -1,7 +1,8 @@
 """What each rank is doing, in a small file beside its log, for whoever looks for a job that hangs (`hang`).
 
 To say it costs a tuple: a thread writes the file now and then. The files are all that is needed, so that the ranks of
-several hosts are watched over a shared folder just as those of one machine.
+several hosts are watched over a shared folder just as those of one machine. What counts is what a rank's device does,
+which may be far behind what its host has asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,13 +57,21 @@ class Pulse:
         self._path, self._verdict, self._hang_s = state_file(folder, rank), folder / VERDICT, hang_s
         self._own: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "process": os.getpid()}
         self._now = (-1, "starting", -1, "")
+        self._ahead: deque[tuple[tuple[int, str, int, str], Callable[[], bool]]] = deque()
         self._moves = self._beat = 0
         self._ended = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, operation: str, step: int = -1, slot: int = -1, module: str = "") -> None:
-        """Say what the rank does from now on."""
-        self._now = (step, operation, slot, module)
+    def begin(self, operation: str, step: int = -1, slot: int = -1, module: str = "",
+              reached: Callable[[], bool] | None = None) -> None:
+        """Say what the rank does from now on; where `reached` is given, from when it says that the device is there."""
+        if reached is None and not self._ahead:
+            self._turn((step, operation, slot, module))
+        else:
+            self._ahead.append(((step, operation, slot, module), reached or (lambda: True)))
+
+    def _turn(self, state: tuple[int, str, int, str]) -> None:
+        self._now = state
         self._moves += 1
 
     @contextmanager
@@ -84,11 +94,14 @@ class Pulse:
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
                 os._exit(4)
             if self._ended.wait(interval_s(self._hang_s)):
+                self._ahead.clear()  # what the device has not reached by now it may never reach
                 self.begin("ended")
                 self._tell()
                 return
 
     def _tell(self) -> None:
+        while self._ahead and self._ahead[0][1]():
+            self._turn(self._ahead.popleft()[0])
         self._beat += 1
         step, operation, slot, module = self._now
         told = self._own | {"beat": self._beat, "moves": self._moves, "step": step, "operation": operation,

@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from disttrain_cli.spec.trace import OPEN_SEGMENT, SAMPLE_COLUMNS, SIZE_COLUMNS,
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
+    from disttrain_cli.runtime.watching.device_clock import DeviceClock, Mark
     from disttrain_cli.runtime.watching.profiles import Marks
 
 SEGMENT_ROWS = 20_000
@@ -106,16 +108,23 @@ class SegmentWriter:
 
 
 class Tracer:
-    """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic counter."""
+    """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic counter.
+
+    Args:
+        clock: the host's (`wall_clock`).
+        device_clock: where the host runs ahead of its device; then rows have the device's times.
+    """
 
     pulse: Pulse | None = None
     marks: Marks | None = None  # in torch's profile, while there is one
     silent = False  # rows are dropped
+    _device: DeviceClock | None = None
 
     def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int],
-                 say: Callable[[str], None] = print) -> None:
+                 say: Callable[[str], None] = print, device_clock: DeviceClock | None = None) -> None:
         self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run, say)
-        self.now = clock
+        self.now, self._device = clock, device_clock
+        self._ahead: list[tuple[dict[str, Any], Mark, Mark]] = []  # rows whose times are not known yet
         self.step = 0
         self._place: dict[str, Any] = {"run": run, "unit": place.unit.name, "stage": place.stage.index,
                                        "replica": place.replica, "tp_rank": place.tp_rank, "rank": place.rank,
@@ -124,39 +133,58 @@ class Tracer:
     def begin(self, operation: str, slot: int = -1, module: str = "") -> None:
         """Say what the rank turns to, for whoever looks for a job that hangs, and in torch's profile."""
         if self.pulse is not None:
-            self.pulse.begin(operation, self.step, slot, module)
+            reached = None if self._device is None else self._device.mark().passed
+            self.pulse.begin(operation, self.step, slot, module, reached)
         if self.marks is not None:
             self.marks.begin(operation, slot, module)
 
-    def record(self, operation: str, start_ns: int, end_ns: int | None = None, **amounts: Any) -> int:
-        """Add a row, which ends now unless told otherwise; returns its duration in ns."""
-        end_ns = self.now() if end_ns is None else end_ns
+    def mark(self) -> int | Mark:
+        """This place in the rank's work, where a row begins or ends: the time, or what the device will have passed."""
+        return self.now() if self._device is None else self._device.mark()
+
+    def anchor(self) -> None:
+        """Say that the host has just waited for all of the device's work."""
+        if self._device is not None:
+            self._device.anchor()
+
+    def record(self, operation: str, start: int | Mark, end: int | Mark | None = None, **amounts: Any) -> None:
+        """Add a row from one mark to another, or to this place."""
+        end = self.mark() if end is None else end
         if self.marks is not None:
             self.marks.end()
         if self.silent:
-            return end_ns - start_ns
-        self._writer.rows.append(self._place | _NOTHING | amounts | {
-            "step": self.step, "operation": operation, "start_ns": start_ns, "end_ns": end_ns})
-        return end_ns - start_ns
+            return
+        row = self._place | _NOTHING | amounts | {
+            "step": self.step, "operation": operation, "start_ns": start, "end_ns": end}
+        if isinstance(start, int):
+            self._writer.rows.append(row)
+        else:
+            assert not isinstance(end, int)
+            self._ahead.append((row, start, end))
 
     def end_step(self) -> None:
-        """Keep the step's rows."""
+        """Keep the step's rows; those that the device has yet to do come with the next step's."""
+        self._learn()
         self._writer.keep()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is left, without waiting for the device, which may never come."""
+        self._learn()
         self._writer.flush()
 
+    def _learn(self) -> None:
+        if self._device is None:
+            return
+        self._device.read()
+        known = list(takewhile(lambda row: row[2].ns is not None, self._ahead))
+        self._writer.rows += [row | {"start_ns": start.ns, "end_ns": end.ns} for row, start, end in known]
+        del self._ahead[:len(known)]
 
-def wall_clock(synchronize: Callable[[], None] | None = None) -> Callable[[], int]:
-    """A clock that gives the time after the device has finished what it was given."""
+
+def wall_clock() -> Callable[[], int]:
+    """The host's clock: ns since 1970, by a counter that never goes backwards."""
     offset = time.time_ns() - time.perf_counter_ns()
-
-    def now() -> int:
-        if synchronize is not None:
-            synchronize()
-        return time.perf_counter_ns() + offset
-    return now
+    return lambda: time.perf_counter_ns() + offset
 
 
 def step_writer(folder: Path, run: str, say: Callable[[str], None] = print) -> SegmentWriter:
