@@ -110,7 +110,8 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
         "reset_max_memory_cached": lambda *_: None, "reset_max_memory_reserved": lambda *_: None,
         "Stream": _Stream, "Event": _Event, "stream": lambda _: stream, "current_stream": lambda *_: stream,
         "default_stream": lambda *_: stream, "set_stream": lambda _: None, "manual_seed": lambda _: None,
-        "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False}
+        "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False,
+        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None}
     with (patch.multiple(torch.cuda, create=True, **given),
           patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
           patch.object(torch.Tensor, "record_stream", lambda *_: None),

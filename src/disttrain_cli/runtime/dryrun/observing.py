@@ -25,7 +25,7 @@ _SELF = str(Path(__file__).parent)
 class Observer(Storages):
     """Counts what passes while it is active.
 
-    A number that the host reads of the device is a wait and has no value: 0 stands for it.
+    A number that the host reads of the device is a wait and has no value: 1 stands for it.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Observer(Storages):
         if func is torch.ops.aten._local_scalar_dense.default:
             if args[0].device.type == self._device:
                 self.waited()
-            return 0.0 if args[0].is_floating_point() else 0
+            return 1.0 if args[0].is_floating_point() else 1
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self._count_message(func._schema.name.removeprefix("c10d::"), args)

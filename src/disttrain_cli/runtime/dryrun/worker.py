@@ -22,7 +22,6 @@ from typing import Any
 import deepspeed
 import deepspeed.ops
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from disttrain_cli.data.slots import StepOrder
@@ -38,7 +37,9 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_rates
 from disttrain_cli.runtime.feeding import to_batch
 from disttrain_cli.runtime.launching.process import import_muon
+from disttrain_cli.runtime.messages.hollow import alone
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
+from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
@@ -81,6 +82,7 @@ def _seen(payload: dict[str, Any], stages: list[int]) -> StageSeen:
     with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"]), observer.waited):
         try:
             with alone(place.rank, topology.world_size), observer:
+                deepspeed.init_distributed(dist_backend="fake", verbose=False)
                 _take_steps(run, plan, profile, topology, place, observer, seen)
         except Exception as error:
             traceback.print_exc()
@@ -90,23 +92,11 @@ def _seen(payload: dict[str, Any], stages: list[int]) -> StageSeen:
     return seen
 
 
-@contextmanager
-def alone(rank: int, world_size: int) -> Iterator[None]:
-    """One rank of a world in which nobody else is; what it sends is lost, what it receives is anything."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    deepspeed.init_distributed(dist_backend="fake", verbose=False)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, place: Place, observer: Observer,
                 seen: StageSeen) -> None:
     """Build the engine, take a short step, in which optimizers make their states, and the one that is looked at."""
-    tracer = Tracer(Path(os.devnull), "dry-run", place, wall_clock(torch.cuda.synchronize))
+    now = wall_clock()
+    tracer = Tracer(Path(os.devnull), "dry-run", place, now, device_clock=DeviceClock(now))
     table, stage = layer_table(run), place.stage
     engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
     seen.built_gib = observer.peak_bytes / GIB
