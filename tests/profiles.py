@@ -34,7 +34,7 @@ def cost(forward_ms: Polynomial, parameters: int = 1, activation_bytes: Polynomi
         return LayerShard(parameters=parameters // tp, forward_ms=forward, backward_ms=scaled(forward, 2),
                           backward_input_ms=forward, activation_bytes=scaled(kept, 1 / tp),
                           frozen_activation_bytes=scaled(kept, 0.5 / tp), input_bytes=scaled(kept, 0.1 / tp),
-                          fit_error_pct=2.0)
+                          transient_bytes=scaled(kept, 0.4 / tp), fit_error_pct=2.0)
     return LayerCost(parameters=parameters, tp={str(tp): shard(tp) for tp in tps},
                      forward_flops=counted, backward_flops=scaled(counted, 2), backward_input_flops=counted)
 

@@ -9,7 +9,7 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.published import published_class
-from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.models.sharding import tp_degrees
 
 
 def llm(run):

@@ -5,7 +5,7 @@ import yaml
 
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
-from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.spec.runfile import Run, RunFile
 from disttrain_cli.spec.work import Work
 

@@ -8,7 +8,7 @@ from disttrain_cli.models.division import Shard, own_rows, parts, piece, shard, 
 from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, state_at
-from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.models.sharding import tp_degrees
 
 TP = 2
 DIVISIBLE = {"llm": {"config": {"vocab_size": 264}}}

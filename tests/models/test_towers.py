@@ -14,7 +14,7 @@ from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.qwen_vision import layout
-from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.towers import positions
 
 SQUARE = {

@@ -96,8 +96,7 @@ def check_figures(profile: Profile, plan: Layout, found: Prediction) -> None:
     assert found.orchestration_efficiency == pytest.approx(found.mfu_used / ideal)
     assert found.orchestration_efficiency == pytest.approx(1 - found.bubble_fraction)
     for memory in found.memory:
-        assert memory.peak_gib == pytest.approx(memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
-                                                + memory.activations_gib)
+        assert memory.peak_gib == pytest.approx(sum(memory.parts.values()))
     fullest = max(found.memory, key=lambda stage: stage.peak_gib)
     assert found.memory_binds == f"{fullest.unit} stage {fullest.stage}"
 

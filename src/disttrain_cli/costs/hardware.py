@@ -75,12 +75,27 @@ class Links(Strict):
     source: str
 
 
+class Memory(Strict):
+    """What a device's memory is also needed for, as no operator shows it; stated, not measured."""
+
+    context_gib: float = Field(ge=0)
+    communicator_mib: float = Field(ge=0)
+    fragmentation: float = Field(ge=0)
+    source: str
+
+    @property
+    def reserves(self) -> dict[str, float]:
+        """The fields of a `DeviceProfile` that say so."""
+        return self.model_dump(exclude={"source"})
+
+
 class Catalogue(Strict):
     """The whole of `templates/hardware.yaml`."""
 
     devices: dict[str, Device]
     curves: dict[str, Curve]
     links: Links
+    memory: Memory
     generic_flops_per_byte: float = Field(gt=0)
 
 

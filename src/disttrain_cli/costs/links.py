@@ -14,15 +14,28 @@ def p2p_s(link: LinkTimes, size_bytes: float) -> float:
 
 def all_reduce_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """All-reduce of `size_bytes` on every rank."""
-    return _ring_s(link.all_reduce_us, link.all_reduce_gbps, 2.0 * size_bytes, ranks)
+    return _ring_s(link.all_reduce_us, link.all_reduce_gbps, ring_bytes("all_reduce", size_bytes, ranks), ranks)
 
 
 def all_gather_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """All-gather after which every rank has `size_bytes`."""
-    return _ring_s(link.all_gather_us, link.all_gather_gbps, size_bytes, ranks)
+    return _ring_s(link.all_gather_us, link.all_gather_gbps, ring_bytes("all_gather", size_bytes, ranks), ranks)
 
 
-def _ring_s(latency_us: float, gbps: float, size_bytes: float, ranks: int) -> float:
-    if ranks < 2:
-        return 0.0
-    return latency_us * 1e-6 + size_bytes * (ranks - 1) / ranks / (gbps * GIGABIT_BYTES)
+def reduce_scatter_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
+    """Reduce-scatter of `size_bytes` that every rank has."""
+    return _ring_s(link.reduce_scatter_us, link.reduce_scatter_gbps,
+                   ring_bytes("reduce_scatter", size_bytes, ranks), ranks)
+
+
+#: By operation, its time as a function of links, bytes of the whole, and ranks.
+COLLECTIVES = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}
+
+
+def ring_bytes(operation: str, size_bytes: float, ranks: int) -> float:
+    """Bytes that a collective moves over the link of one rank, in a ring."""
+    return (2.0 if operation == "all_reduce" else 1.0) * size_bytes * (ranks - 1) / ranks
+
+
+def _ring_s(latency_us: float, gbps: float, moved_bytes: float, ranks: int) -> float:
+    return latency_us * 1e-6 + moved_bytes / (gbps * GIGABIT_BYTES) if ranks > 1 else 0.0

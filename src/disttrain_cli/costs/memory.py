@@ -1,35 +1,41 @@
-"""Peak memory of a stage: weights, gradients, optimizer states, and activations of the slots in flight.
+"""Peak memory of a stage: what it holds in the moment of a step in which it holds most.
 
-Bytes per parameter follow DeepSpeed's engines (bf16 with ZeRO-1 keeps an unsharded fp32 gradient buffer).
-Activations are counted at the worst work a replica can meet, not at the mean.
+The moment is in the backward of the first slot that leaves, or the forward before it: then all slots in flight are
+kept, and one layer holds what it works with beside that. Gradients are reduced and weights updated in place, when all
+activations are gone, so that neither ever holds more. Bytes per parameter follow DeepSpeed's engines as they are driven
+here. Activations are counted at the worst work a replica can meet, not at the mean.
+
+What no operator shows is stated, not measured (`templates/hardware.yaml`): the device's context, each communicator's
+buffers, and what the allocator cannot use of the memory that comes and goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
-from disttrain_cli.spec.plan import Layout, StageMemory, to_end
+from disttrain_cli.spec.plan import Layout, StageMemory, neighbours, to_end
 from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
 GIB = float(2**30)
 WEIGHT_BYTES = {"bf16": 2.0, "fp32": 4.0}
+SENT_SLOTS = 2  # whose rows may not have left yet, each way over a cut
 
 
 def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
     """Bytes of one parameter that every replica keeps, and those its replicas share (divided by DP).
 
-    bf16, ZeRO-1: 2 weight + 2 transient gradient + 4 fp32 gradient, and 12 shared (fp32 weight, two moments).
-    fp32: 4 weight + 4 gradient, and 8 of Adam's moments, shared with ZeRO-1.
+    bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and 12 shared (fp32
+    weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments, shared with ZeRO-1.
     """
     if precision == "bf16":
-        return 8.0, 12.0
+        return 6.0, 12.0
     return (8.0, 8.0) if zero_stage == 1 else (16.0, 0.0)
 
 
@@ -52,14 +58,26 @@ def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained:
     A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward; under
     activation checkpointing a layer keeps its input.
     """
-    rows: list[tuple[float, float, float, float]] = []
+    return _terms(profile, modules, trained, lambda cost, does: [_kept(cost, tp, does, checkpointing)])
+
+
+def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None) -> Floats:
+    """The most bytes of a slot that a layer holds while it runs, what it then keeps among them; terms as above."""
+    return _terms(profile, modules, trained, lambda cost, does: [
+        _kept(cost, tp, does, False), cost.tp[str(tp)].transient_bytes])
+
+
+def _terms(profile: Profile, modules: Sequence[str], trained: Sequence[str] | None,
+           amounts: Callable[[LayerCost, Backward], list[Polynomial]]) -> Floats:
+    rows: list[list[float]] = []
     for name in modules:
         module = profile.modules[name]
         mean, worst = module.work_per_sequence, module.max_work_per_sequence
         item = mean.scaled(1.0 / mean.items) if mean.items else Work()
         for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
-            amount = _kept(module.costs[kind], tp, does, checkpointing)
-            rows.append((amount.base, slope(amount, worst), slope(amount, mean), slope(amount, item)))
+            parts = amounts(module.costs[kind], does)
+            rows.append([sum(part.base for part in parts),
+                         *(sum(slope(part, work) for part in parts) for work in (worst, mean, item))])
     return np.array(rows).T
 
 
@@ -73,9 +91,41 @@ def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Poly
     return shard.activation_bytes if does == "trained" else shard.frozen_activation_bytes
 
 
-def recomputed_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None) -> Floats:
-    """Bytes [4] of the largest layer, which exist beside what is kept while checkpointing recomputes it."""
-    return activation_terms(profile, modules, tp, trained).max(axis=1)
+def communicators(tp: int, dp: int, cuts: int) -> int:
+    """NCCL communicators of a rank: the world's, its TP and DP groups', and one for each way over each of its cuts."""
+    return 1 + (tp > 1) + (dp > 1) + 2 * cuts
+
+
+def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
+    """The most cuts to neighbours that a stage of a unit with these modules may have."""
+    inside = [(before in modules, after in modules) for before, after in _pairs(profile)]
+    entering, leaving = inside.count((False, True)), inside.count((True, False))
+    return max(entering + leaving, entering + 1, leaving + 1)
+
+
+def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats) -> Floats:
+    """What a rank of a unit has to leave free for the device's context and for communicators, by DP."""
+    device = profile.device
+    count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1)
+    return device.context_gib * GIB + count * device.communicator_mib * 2**20
+
+
+def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> Floats:
+    """Buffers of a rank with rows that have not left yet, by DP: of `SENT_SLOTS` slots, each way over both of its cuts.
+
+    All stages of a unit are given those of its widest cut; a rank of a TP group sends its part of the rows.
+    """
+    known = profile.modules
+    senders = {before for before, after in _pairs(profile) if after in modules and before not in modules}
+    entering = sum(known[name].output_bytes_per_sequence for name in senders)
+    widest = max(entering, *(size for name in modules for size in known[name].cut_bytes_per_sequence))
+    return 2 * SENT_SLOTS * widest * slot_sequences / (tp * dp)
+
+
+def _pairs(profile: Profile) -> list[tuple[str, str]]:
+    """Neighbouring modules: (sender, taker)."""
+    names = list(profile.modules)
+    return [(names[before], names[after]) for before, after in neighbours(len(names), names.index(profile.inputs.llm))]
 
 
 def state_bytes(profile: Profile, modules: Sequence[str], tp: int, zero_stage: int,
@@ -110,26 +160,36 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of units, at most n.
     """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
+    waste = profile.device.fragmentation
     result: list[StageMemory] = []
     for unit, left in zip(layout.units, stages_to_end(layout, profile.inputs.llm), strict=True):
-        mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, np.array([float(unit.dp)])))[:, 0]
+        dp = np.array([float(unit.dp)])
+        mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, dp))[:, 0]
         weights = np.array([1.0, *mix])
         kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, layout.trained)
         activations = weights @ activation_terms(profile, unit.modules, unit.tp, layout.trained, unit.checkpointing)
-        again = 0.0
-        if unit.checkpointing:
-            again = float(weights @ recomputed_terms(profile, unit.modules, unit.tp, layout.trained))
+        working = np.maximum(activations, weights @ working_terms(profile, unit.modules, unit.tp, layout.trained))
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
         states = (weight, unsharded - weight, kept + shared / unit.dp - unsharded)
+        reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp)[0])
+        messages = float(message_bytes(profile, unit.modules, unit.tp, dp, slot)[0])
         start = 0
         for stage, layers in enumerate(unit.layers_per_stage):
             flight = min(layout.microbatches, left[stage])
             span = slice(start, start + layers)
-            parts = [*(float(values[span].sum()) for values in states), flight * activations[span].sum() + again]
-            weights_gib, gradients_gib, optimizer_gib, activations_gib = (part / GIB for part in parts)
+            own, held = activations[span], np.cumsum(activations[span]) - activations[span] + working[span]
+            fullest = int(held.argmax())  # the layer that runs in the fullest moment
+            keeps = (flight - 1) * own.sum() + own[:fullest + 1].sum()
+            transient = held[fullest] - own[:fullest + 1].sum()
+            moving = float(keeps + transient) + messages
+            parts = {
+                **{name: float(values[span].sum())
+                   for name, values in zip(("weights", "gradients", "optimizer"), states, strict=True)},
+                "activations": float(keeps), "transient": float(transient), "messages": messages,
+                "fragmentation": waste * moving, "reserve": reserved}
             result.append(StageMemory(
-                unit=unit.name, stage=stage, peak_gib=sum(parts) / GIB, limit_gib=limit_gib, weights_gib=weights_gib,
-                gradients_gib=gradients_gib, optimizer_gib=optimizer_gib, activations_gib=activations_gib))
+                unit=unit.name, stage=stage, peak_gib=sum(parts.values()) / GIB, limit_gib=limit_gib,
+                **{f"{name}_gib": size / GIB for name, size in parts.items()}))
             start += layers
     return result

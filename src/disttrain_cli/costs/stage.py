@@ -77,5 +77,6 @@ def backward_parts(shard: LayerShard, does: Backward, checkpointing: bool = Fals
     """The times in ms that add up to a layer's backward."""
     if does == "still":
         return []
-    again = [shard.forward_ms] if checkpointing else []
-    return [*again, shard.backward_ms if does == "trained" else shard.backward_input_ms]
+    if does == "passes":
+        return [shard.backward_input_ms, *([shard.forward_ms] if checkpointing else [])]
+    return [shard.backward_ms, *([shard.forward_ms, shard.recomputing_ms] if checkpointing else [])]

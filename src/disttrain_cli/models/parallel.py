@@ -44,6 +44,18 @@ class Group:
         """Where a tensor has to be to be sent."""
         return wire(tensor.device, self.ranks)
 
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        """Fill `whole` with the equal parts of all ranks."""
+        dist.all_gather_single(whole, own, group=self.ranks)
+
+    def reduce_scatter(self, own: Tensor, partial: Tensor) -> None:
+        """Fill `own` with this rank's part of the sum of what all ranks have."""
+        dist.reduce_scatter_single(own, partial, group=self.ranks)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """Replace a tensor by its sum (or maximum) over the ranks."""
+        dist.all_reduce(tensor, op=op, group=self.ranks)
+
 
 def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
     """From where a device's tensors are sent: gloo reads a host's memory only."""
@@ -134,7 +146,7 @@ def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
 def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or maximum) of a tensor over the group, as a new tensor."""
     total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)  # autograd keeps what it gave
-    dist.all_reduce(total, op=op, group=group.ranks)
+    group.all_reduce(total, op)
     return total.to(tensor.device)
 
 
@@ -204,14 +216,14 @@ def _join_whole(layer: PipelineLayer, group: Group) -> None:
 def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:
     most, wire = -(-rows // group.size), group.wire(own)
     whole = own.new_empty(group.size * most, *own.shape[1:], device=wire)
-    dist.all_gather_single(whole, _padded(own, most).to(wire), group=group.ranks)
+    group.all_gather(whole, _padded(own, most).to(wire))
     return whole[:rows].to(own.device)
 
 
 def _reduce_scattered(partial: Tensor, group: Group) -> Tensor:
     rows, wire = len(partial), group.wire(partial)
     own = partial.new_empty(-(-rows // group.size), *partial.shape[1:], device=wire)
-    dist.reduce_scatter_single(own, _padded(partial, len(own) * group.size).to(wire), group=group.ranks)
+    group.reduce_scatter(own, _padded(partial, len(own) * group.size).to(wire))
     mine = group.own(rows)
     return own[: mine.stop - mine.start].to(partial.device)
 

@@ -230,8 +230,8 @@ def _least_gpus(unit: Unit, size: int, slots: int, later_units: int) -> dict[int
     kinds = unit.kinds
     dps = [size] if unit.holds_llm else divisors(size)
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
-    states, activations, room = kind_gib(unit, variant, dp, size)
-    stages = fewest_stages(np.zeros((len(dp), unit.layers)), states[:, kinds.of], activations[:, kinds.of], room, slots,
-                           later_units, np.zeros(len(dp)), unit.allowed)
+    *memory, room = kind_gib(unit, variant, dp, size)
+    layers = np.zeros((len(dp), unit.layers)), *(values[:, kinds.of] for values in memory)
+    stages = fewest_stages(*layers, room, slots, later_units, np.zeros(len(dp)), unit.allowed)
     gpus = np.where(stages <= unit.layers, kinds.tp[variant] * dp * stages, np.inf)
     return {int(tp): float(gpus[kinds.tp[variant] == tp].min()) for tp in unit.tps}

@@ -180,9 +180,7 @@ def _binding_sentence(shares: list[UnitShare], slowest: UnitShare) -> str:
 
 def _memory_sentence(predicted: Prediction, fullest: UnitShare, layout: Layout) -> str:
     stage = next(m for m in predicted.memory if (m.unit, m.stage) == (fullest.unit, fullest.fullest_stage))
-    parts = [("weights", stage.weights_gib), ("gradients", stage.gradients_gib), ("optimizer", stage.optimizer_gib),
-             ("activations", stage.activations_gib)]
-    made_of = " + ".join(f"{name} {_gib(size)}" for name, size in parts if size)
+    made_of = " + ".join(f"{name} {_gib(size)}" for name, size in stage.parts.items() if size)
     recomputed = [unit.name for unit in layout.units if unit.checkpointing]
     return (f"Memory    stage {fullest.fullest_stage} of {fullest.unit} is fullest: {_gib(fullest.peak_gib)} of "
             f"{_gib(fullest.limit_gib)} GiB{f' ({made_of})' if made_of else ''}, {_gib(fullest.headroom_gib)} GiB left"

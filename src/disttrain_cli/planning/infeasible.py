@@ -126,8 +126,8 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     variant, dp = variant[small], dp[small]
     if not len(dp):
         return []
-    states, activations, room = kind_gib(unit, variant, dp, size)
-    layers = np.zeros((len(dp), unit.layers)), states[:, kinds.of], activations[:, kinds.of]
+    *memory, room = kind_gib(unit, variant, dp, size)
+    layers = np.zeros((len(dp), unit.layers)), *(values[:, kinds.of] for values in memory)
     found: list[Fit] = []
     for after in partial:
         pp = fewest_stages(*layers, room, slots, after.stages, np.zeros(len(dp)), unit.allowed)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.memory import worst_mix
+from disttrain_cli.costs.memory import GIB, message_bytes, reserved_bytes, worst_mix
 from disttrain_cli.planning.objective import busiest_load
-from disttrain_cli.planning.partition import fewest_stages, slowest_stage, split
+from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
 from disttrain_cli.planning.units import Unit
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Rows:
     least_stages: Ints  # PP is at least this: fenced modules, and memory spread evenly
     state_gib: Floats  # static memory of the whole unit, memory per slot in flight, and what a device has for both
     active_gib: Floats
+    slot_gib: Floats  # the most of one slot while it is computed, were all layers on one stage
     room_gib: Floats
     fixed_ms: Floats  # longest of the stages that are given (fenced modules)
     fixed_stages: Ints  # how many these are
@@ -137,7 +138,7 @@ def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later
     choices = [divides[:np.searchsorted(divides, most_gpus // tp, side="right")] for tp in kinds.tp]
     variant, dp = np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]), np.concatenate(choices)
     times = kind_ms(unit, variant, dp, slot_sequences)
-    states, activations, room = kind_gib(unit, variant, dp, slot_sequences)
+    states, activations, working, room = kind_gib(unit, variant, dp, slot_sequences)
     flight = min(slots, later_units + 1)
     fixed_ms, free = np.zeros(len(dp)), np.ones(unit.layers, dtype=bool)
     for fence in unit.fences:
@@ -147,10 +148,11 @@ def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later
     bulk, bulk_ms = _bulk(times, count)
     tp, none = kinds.tp[variant], np.zeros_like(dp)
     rows = Rows(tp, dp, kinds.checkpointing[variant], tp * dp, times @ kinds.count,
-                none + max(1, fixed + bool(free.any())), states @ kinds.count, activations @ kinds.count, room,
+                none + max(1, fixed + bool(free.any())), states @ kinds.count, activations @ kinds.count,
+                most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]), room,
                 fixed_ms, none + fixed, times @ count, times[:, count > 0].max(axis=1, initial=0.0), bulk_ms,
                 none + bulk, none + unit.layers)
-    fits = ((states + activations * flight).max(axis=1) * SAFE <= room) & (room > 0)
+    fits = ((states + activations * (flight - 1) + working).max(axis=1) * SAFE <= room) & (room > 0)
     rows = (rows if fits.all() else take(rows, fits)).behind(flight)
     fits = rows.stage_gpus * rows.least_stages <= most_gpus
     return rows if fits.all() else take(rows, fits)
@@ -164,7 +166,7 @@ def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: i
     """
     load = busiest_load(False, slot_sequences, unit.items_per_sequence, rows.dp.astype(float))
     least = busiest_load(False, slot_sequences, unit.items_per_sequence, np.full(1, 1e18))
-    enough = (load == least) & (rows.state_gib + rows.active_gib * slots <= rows.room_gib * SAFE)
+    enough = (load == least) & (rows.state_gib + rows.active_gib * (slots - 1) + rows.slot_gib <= rows.room_gib * SAFE)
     place = np.flatnonzero(enough)
     variant, behind = _variants(unit, take(rows, place)), np.zeros(len(rows), dtype=bool)
     for number in np.unique(variant):
@@ -195,14 +197,23 @@ def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
     return np.maximum(0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None])
 
 
-def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats]:
-    """Static memory [B, K] and memory per slot in flight [B, K] of a layer; [B] what a device has for them."""
-    kinds, replicas = unit.kinds, dp.astype(float)
+def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Of every kind of layer [B, K] static memory, that per slot in flight, and the most of one slot while it runs.
+
+    And [B] what a device has for them.
+    """
+    kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     mix = np.stack([np.ones_like(replicas), *worst_mix(unit.holds_llm, slot_sequences, replicas)], axis=1)
     states = kinds.kept_gib[variant] + kinds.shared_gib[variant] / replicas[:, None]
-    activations = sum(mix[:, [term]] * kinds.activation_gib[variant, term] for term in range(4))
-    again = (mix * kinds.again_gib[variant]).sum(axis=1)
-    return states, np.asarray(activations), unit.cluster.memory_gib - again
+    moving = 1.0 + profile.device.fragmentation
+    activations, working = (np.asarray(moving * sum(mix[:, [term]] * terms[variant, term] for term in range(4)))
+                            for terms in (kinds.activation_gib, kinds.working_gib))
+    room = np.full(len(dp), unit.cluster.memory_gib)
+    for tp in unit.tps:
+        own = kinds.tp[variant] == tp
+        room[own] -= reserved_bytes(profile, unit.modules, tp, replicas[own]) / GIB
+        room[own] -= moving * message_bytes(profile, unit.modules, tp, replicas[own], slot_sequences) / GIB
+    return states, activations, np.maximum(activations, working), room
 
 
 def price(unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats) -> Options:
@@ -226,9 +237,9 @@ def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) 
     if not len(options) or (unit.allowed is not None and not unit.allowed[0, -1]):
         return take(options, np.zeros(len(options), dtype=bool))
     kinds = unit.kinds
-    states, activations, room = kind_gib(unit, _variants(unit, options), options.dp, slot_sequences)
-    left = room - states @ kinds.count
-    flight = np.floor(left / np.maximum(activations @ kinds.count, 1e-300) + 1e-12)
+    states, activations, working, room = kind_gib(unit, _variants(unit, options), options.dp, slot_sequences)
+    left = room - states @ kinds.count - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of])
+    flight = 1 + np.floor(left / np.maximum(activations @ kinds.count, 1e-300) + 1e-12)
     until = np.where(flight >= slots, EVERY_AFTER, np.clip(flight, 0, EVERY_AFTER)).astype(np.int64)
     priced = replace(options, stage_ms=options.unit_ms, after_to=until)
     return take(priced, (left >= 0) & (flight >= 1))
@@ -243,11 +254,11 @@ def _price_split(unit: Unit, variant: int, options: Options, slot_sequences: int
     if not len(options):
         return []
     dps, row = np.unique(options.dp, return_inverse=True)
-    times, states, activations, room = _layers(unit, np.full(len(dps), variant), dps, slot_sequences)
+    layers = _layers(unit, np.full(len(dps), variant), dps, slot_sequences)
     flights = np.unique(np.minimum(afters, slots))
 
     def slowest(after: int) -> Floats:
-        table = slowest_stage(times, states, activations, room, slots, after, int(options.pp.max()), unit.allowed)
+        table = slowest_stage(*layers, slots, after, int(options.pp.max()), unit.allowed)
         return table[row, options.pp]
     least, most = slowest(int(flights[0])), slowest(int(flights[-1]))
     steady = least == most  # memory only grows with what comes after
@@ -275,11 +286,11 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
     return same.argmax(axis=1)
 
 
-def _layers(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """[B, L] time, static memory and memory per slot in flight of every layer; [B] what a device has for them."""
-    states, activations, room = kind_gib(unit, variant, dp, slot_sequences)
-    of = unit.kinds.of
-    return kind_ms(unit, variant, dp, slot_sequences)[:, of], states[:, of], activations[:, of], room
+def _layers(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """[B, L] time, static memory, memory per slot in flight and while it runs of every layer; [B] what there is."""
+    *memory, room = kind_gib(unit, variant, dp, slot_sequences)
+    states, activations, working = (values[:, unit.kinds.of] for values in memory)
+    return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], states, activations, working, room
 
 
 def slowest_by_stages(unit: Unit, tp: int, dp: int, checkpointing: bool, slot_sequences: int, slots: int,
@@ -294,5 +305,5 @@ def layers_per_stage(unit: Unit, tp: int, dp: int, pp: int, slot_sequences: int,
                      after: int, checkpointing: bool = False) -> list[int] | None:
     """The split behind a priced option; None where none fits."""
     variant = np.array([unit.kinds.variant(tp, checkpointing)])
-    times, states, activations, room = _layers(unit, variant, np.array([dp]), slot_sequences)
-    return split(times[0], states[0], activations[0], float(room[0]), slots, after, pp, unit.allowed)
+    times, states, activations, working, room = _layers(unit, variant, np.array([dp]), slot_sequences)
+    return split(times[0], states[0], activations[0], working[0], float(room[0]), slots, after, pp, unit.allowed)

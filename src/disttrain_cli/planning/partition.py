@@ -22,12 +22,31 @@ def _ranges(values: Floats) -> Floats:
     return prefix[:, None, :] - prefix[:, :, None]
 
 
-def slowest_stage(times: Floats, states: Floats, activations: Floats, limit: Floats, slots: int, after: int,
-                  most: int, allowed: NDArray[np.bool_] | None = None) -> Floats:
+def _slot_ranges(activations: Floats, working: Floats) -> Floats:
+    """[B, L+1, L+1] `most_of_a_slot` of a stage of layers i..j-1; no number below 0 where there is no such stage."""
+    options, layers = activations.shape
+    before = np.cumsum(activations, axis=1) - activations
+    inside = np.where(np.triu(np.ones((layers, layers), dtype=bool)), (before + working)[:, None, :], 0.0)
+    result = np.zeros((options, layers + 1, layers + 1))
+    result[:, :-1, 1:] = np.maximum.accumulate(inside, axis=2) - before[:, :, None]
+    return np.maximum(result, 0.0)
+
+
+def most_of_a_slot(activations: Floats, working: Floats) -> Floats:
+    """[B] the most memory of one slot while a stage of all these layers computes it.
+
+    While a layer runs it holds what it works with, and the layers before it what they keep [B, L].
+    """
+    return (np.cumsum(activations, axis=1) - activations + working).max(axis=1)
+
+
+def slowest_stage(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats, slots: int,
+                  after: int, most: int, allowed: NDArray[np.bool_] | None = None) -> Floats:
     """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where nothing fits.
 
     Args:
-        times, states, activations: [B, L] per layer: time, static memory, memory per slot in flight.
+        times, states, activations: [B, L] per layer: time, static memory, memory per slot in flight,
+        working: [B, L] and the most that it holds of a slot while it runs, no less than what it keeps.
         limit: [B] memory that a device has for them, in the unit of the two others.
         slots: slots per step, which bounds the slots in flight.
         after: stages of the units after this one.
@@ -39,34 +58,37 @@ def slowest_stage(times: Floats, states: Floats, activations: Floats, limit: Flo
     chunk = max(1, CHUNK_BYTES // (8 * (layers + 1) ** 2))
     for first in range(0, options, chunk):
         part = slice(first, first + chunk)
-        result[part] = _slowest(times[part], states[part], activations[part], limit[part], slots, after, most, allowed)
+        result[part] = _slowest(times[part], states[part], activations[part], working[part], limit[part], slots, after,
+                                most, allowed)
     return result
 
 
-def _slowest(times: Floats, states: Floats, activations: Floats, limit: Floats, slots: int, after: int,
-             most: int, allowed: NDArray[np.bool_] | None) -> Floats:
+def _slowest(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats, slots: int,
+             after: int, most: int, allowed: NDArray[np.bool_] | None) -> Floats:
     options, layers = times.shape
     shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
     if allowed is not None:
         shape &= allowed
     span = np.where(shape, _ranges(times), np.inf)
     room = limit[:, None, None]
-    fits_always = bool((states.sum(axis=1) + activations.sum(axis=1) * slots <= limit).all())
-    static, dynamic = (span, span) if fits_always else (_ranges(states), _ranges(activations))
+    whole = states.sum(axis=1) + activations.sum(axis=1) * (slots - 1) + most_of_a_slot(activations, working)
+    fits_always = bool((whole <= limit).all())
+    static, dynamic = (span, span) if fits_always else (
+        _ranges(states) + _slot_ranges(activations, working), _ranges(activations))
     result = np.full((options, most + 1), np.inf)
     best = np.full((options, layers + 1), np.inf)
     best[:, layers] = 0.0
     for stages in range(1, most + 1):
         cost = span
         if not fits_always:
-            cost = np.where(static + dynamic * min(slots, stages + after) <= room, span, np.inf)
+            cost = np.where(static + dynamic * (min(slots, stages + after) - 1) <= room, span, np.inf)
         best = np.maximum(cost, best[:, None, :]).min(axis=2)
         result[:, stages] = best[:, 0]
     return result
 
 
-def fewest_stages(times: Floats, states: Floats, activations: Floats, limit: Floats, slots: int | Ints,
-                  after: int | Ints, within: Floats, allowed: NDArray[np.bool_] | None = None) -> Ints:
+def fewest_stages(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats,
+                  slots: int | Ints, after: int | Ints, within: Floats, allowed: NDArray[np.bool_] | None = None) -> Ints:
     """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where there is none.
 
     Other arguments as in `slowest_stage`; `slots` and `after` may differ by row. Every stage, from the last, takes as
@@ -75,14 +97,17 @@ def fewest_stages(times: Floats, states: Floats, activations: Floats, limit: Flo
     options, layers = times.shape
     sums = [np.concatenate([np.zeros((options, 1)), np.cumsum(values, axis=1)], axis=1)
             for values in (times, states, activations)]
+    held = sums[2][:, :-1] + working  # while a layer runs, from the first layer on
     slots_, after_ = np.broadcast_to(slots, options), np.broadcast_to(after, options)
     result = np.full(options, layers + 1)
     open_, end = np.arange(options), np.full(options, layers)  # rows not yet done; end of their next stage
     for stages in range(1, layers + 1):
         here = np.arange(len(open_))
         time, static, dynamic = (values[here, end][:, None] - values[:, :-1] for values in sums)
-        flight = np.minimum(slots_, stages + after_)[:, None]
-        fits = (time <= within[:, None]) & (static + dynamic * flight <= limit[:, None])
+        before = np.minimum(slots_, stages + after_)[:, None] - 1
+        inside = np.where(np.arange(layers) < end[:, None], held, -np.inf)
+        slot = np.maximum.accumulate(inside[:, ::-1], axis=1)[:, ::-1] - sums[2][:, :-1]
+        fits = (time <= within[:, None]) & (static + dynamic * before + slot <= limit[:, None])
         fits &= np.arange(layers) < end[:, None]
         if allowed is not None:
             fits &= allowed[:-1, end].T
@@ -93,23 +118,24 @@ def fewest_stages(times: Floats, states: Floats, activations: Floats, limit: Flo
         if not more.any():
             break
         open_, end, sums = open_[more], begin[more], [values[more] for values in sums]
-        slots_, after_, within, limit = slots_[more], after_[more], within[more], limit[more]
+        slots_, after_, within, limit, held = slots_[more], after_[more], within[more], limit[more], held[more]
     return result
 
 
-def split(times: Floats, states: Floats, activations: Floats, limit: float, slots: int, after: int,
-          stages: int, allowed: NDArray[np.bool_] | None = None) -> list[int] | None:
+def split(times: Floats, states: Floats, activations: Floats, working: Floats, limit: float, slots: int,
+          after: int, stages: int, allowed: NDArray[np.bool_] | None = None) -> list[int] | None:
     """Layers of each stage of the best split of one unit; of equally fast ones, the most even.
 
     Arguments as in `slowest_stage`, for one unit: [L] per layer. None where nothing fits.
     """
-    one = times[None], states[None], activations[None], np.array([limit])
+    one = times[None], states[None], activations[None], working[None], np.array([limit])
     table = slowest_stage(*one, slots, after, stages, allowed)
     slowest = table[0, stages]
     if not np.isfinite(slowest):
         return None
     layers = len(times)
     span, static, dynamic = (_ranges(values[None])[0] for values in (times, states, activations))
+    static = static + _slot_ranges(activations[None], working[None])[0]
     shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
     if allowed is not None:
         shape &= allowed
@@ -118,7 +144,7 @@ def split(times: Floats, states: Floats, activations: Floats, limit: float, slot
     best[layers] = 0.0
     choices = []
     for left in range(1, stages + 1):
-        fits = shape & (static + dynamic * min(slots, left + after) <= limit)
+        fits = shape & (static + dynamic * (min(slots, left + after) - 1) <= limit)
         cost = np.where(fits, span**2 + best[None, :], np.inf)
         choices.append(cost.argmin(axis=1))
         best = cost.min(axis=1)

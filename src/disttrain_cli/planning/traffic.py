@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from disttrain_cli.costs.freezing import backwards
+from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.layout import GRADIENT_BYTES, Stage, crossings, in_one_node
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.spec.plan import Layout, PreprocessNeed, Traffic, UnitPlan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import Pass, Profile
 from disttrain_cli.spec.work import Work
 
 
@@ -61,29 +61,31 @@ def _over_replicas(profile: Profile, layout: Layout, own: list[Stage], gpus_per_
 
 
 def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[Traffic]:
-    """Reductions inside the TP groups of a unit (their time is part of the layers' own)."""
+    """Messages inside the TP groups of a unit (their time is part of the layers' own)."""
     if unit.tp == 1:
         return []
     does = backwards(profile, layout.trained)
-    per_layer = [_reduced_bytes(profile, layout, unit, name, place, does[name][place])
+    per_layer = [_sent_bytes(profile, layout, unit, name, place, does[name][place])
                  for name in unit.modules for place in range(len(profile.modules[name].layers))]
-    ring = 2 * (unit.tp - 1) / unit.tp
     ends = [sum(unit.layers_per_stage[:index + 1]) for index in range(unit.pp)]
     most = max(sum(per_layer[end - count:end]) for end, count in zip(ends, unit.layers_per_stage, strict=True))
-    rank_bytes = ring * most / unit.dp
+    rank_bytes = most / unit.dp
     return [Traffic(kind="tensor_parallel", unit=unit.name, inside_a_node=True,
-                    job_gib=ring * unit.tp * sum(per_layer) / GIB, rank_gib=rank_bytes / GIB,
+                    job_gib=unit.tp * sum(per_layer) / GIB, rank_gib=rank_bytes / GIB,
                     rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES))]
 
 
-def _reduced_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, place: int, does: str) -> float:
-    """Bytes that a layer's TP groups reduce for a global batch: in the forward, the backward, and recomputing."""
+def _sent_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, place: int, does: Backward) -> float:
+    """Bytes that a layer's TP groups move over the link of one rank each for a global batch, all replicas' together."""
     module = profile.modules[name]
-    passes = 1 + (does != "still") * (1 + unit.checkpointing)
     if module.work_per_sequence == Work():
         return 0.0
-    amount = module.costs[module.layers[place]].all_reduce_bytes
-    return passes * amount(module.work_per_sequence) * layout.global_batch_size
+    sent = module.costs[module.layers[place]].tp[str(unit.tp)].sent_bytes
+    passes: dict[Backward, list[Pass]] = {
+        "still": ["forward"], "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],
+        "passes": ["forward", "backward_input", *(["forward"] if unit.checkpointing else [])]}
+    return layout.global_batch_size * sum(
+        sent[one](module.work_per_sequence) for one in passes[does] if one in sent)
 
 
 def preprocess_need(profile: Profile, sequences_per_s: float, cores_per_host: int) -> PreprocessNeed | None:

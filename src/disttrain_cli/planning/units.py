@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.memory import GIB, activation_terms, recomputed_terms, state_bytes
+from disttrain_cli.costs.memory import GIB, activation_terms, state_bytes, working_terms
 from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout, in_line, neighbours
@@ -49,7 +49,7 @@ class Kinds:
     kept_gib: Floats  # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
     shared_gib: Floats
     activation_gib: Floats  # [V, 4, K] of one slot on one rank, terms of `costs.memory.worst_mix`
-    again_gib: Floats  # [V, 4] of what a stage recomputes at a time
+    working_gib: Floats  # [V, 4, K] the most of one slot that a layer holds while it runs, what it keeps among it
 
     def variant(self, tp: int, checkpointing: bool) -> int:
         """Number of a variant."""
@@ -122,20 +122,21 @@ class Unit:
         """Time and memory of the unit's layers at every TP degree, equal ones counted once."""
         choices = {"none": [False], "full": [True], "auto": [False, True]}[self.cluster.checkpointing]
         variants = [(tp, checkpointing) for tp in self.tps for checkpointing in choices]
-        rows, again = [], []
+        rows = []
         for tp, checkpointing in variants:
             known, trained = (self.profile, self.modules, tp), self.cluster.trained
             kept, shared = state_bytes(*known, self.cluster.zero_stage, trained)
             terms = activation_terms(*known, trained, checkpointing)
-            rows.append(np.vstack([*self.layer_ms(tp, checkpointing), kept / GIB, shared / GIB, terms / GIB]))
-            again.append(recomputed_terms(*known, trained) / GIB if checkpointing else np.zeros(4))
-        columns = np.stack(rows)  # [V, 8, L]
+            working = working_terms(*known, trained)
+            rows.append(np.vstack([*self.layer_ms(tp, checkpointing), kept / GIB, shared / GIB, terms / GIB,
+                                   working / GIB]))
+        columns = np.stack(rows)  # [V, 12, L]
         places: dict[bytes, int] = {}
         of = np.array([places.setdefault(columns[:, :, layer].tobytes(), len(places)) for layer in range(self.layers)])
         one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(places))]]
         tps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
-        return Kinds(of, np.bincount(of), tps, recomputing, one[:, 0], one[:, 1], one[:, 2], one[:, 3], one[:, 4:],
-                     np.array(again))
+        return Kinds(of, np.bincount(of), tps, recomputing, one[:, 0], one[:, 1], one[:, 2], one[:, 3], one[:, 4:8],
+                     one[:, 8:])
 
     @cached_property
     def fences(self) -> list[slice]:

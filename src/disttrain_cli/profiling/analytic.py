@@ -30,10 +30,11 @@ from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
-from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
 from disttrain_cli.profiling.dataset import read_dataset
 from disttrain_cli.profiling.fitting import Floats
+from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.measure import library_versions
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.inputs import Item, ModelInputs
@@ -69,6 +70,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     degrees = {module: tp_degrees(run, module, file.cluster.gpus_per_node) for module in file.model.order}
     modules = {}
     for module, tps in degrees.items():
+        progress(f"record what {module} holds and sends", 0, 0)
         kind = file.model.modules[module].kind
         shards = {tp: _shards(run, table, module, tp) for tp in tps}
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
@@ -82,7 +84,7 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
                 found[tp] = own if tp == 1 else replace(own, times=found[1].times | own.times,
                                                         kept_bytes=found[1].kept_bytes | own.kept_bytes)
         kinds = {tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()}
-        known = known_parts(kinds, flops[module], all_reduce_values(run, module), setting.value_bytes)
+        known = known_parts(kinds, flops[module], running(run, module, tps))
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
     return Profile(
         precision=precision,
@@ -147,7 +149,7 @@ def _padded(length: int, works: list[Work], values: dict[str, Floats]) -> tuple[
 
 def _described(device: Device, precision: Precision, cluster: ClusterSpec) -> DeviceProfile:
     return DeviceProfile(name=device.name, kind="analytic", count=cluster.gpus, memory_gib=device.memory_gib,
-                         peak_tflops=device.peak_of(precision),
+                         peak_tflops=device.peak_of(precision), **catalogue().memory.reserves,
                          optimizer_ns_per_parameter=1e9 * memory_s(device, OPTIMIZER_BYTES[precision]))
 
 

@@ -6,16 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from disttrain_cli.costs.links import all_reduce_s
-from disttrain_cli.models.division import parts
+from disttrain_cli.costs.links import COLLECTIVES, ring_bytes
 from disttrain_cli.models.flops import LayerFlops
 from disttrain_cli.models.graph import LayerInfo
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.profiling.dataset import Dataset
 from disttrain_cli.profiling.fitting import Floats, combine, fit, held_out_error_pct
+from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import LayerCost, LayerShard, LinkTimes, ModuleProfile, ModuleTime, Polynomial
+from disttrain_cli.spec.profile import LayerCost, LayerShard, LinkTimes, ModuleProfile, ModuleTime, Pass, Polynomial
 from disttrain_cli.spec.runfile import Kind
 from disttrain_cli.spec.work import Work
 
@@ -38,8 +38,7 @@ class Part:
 
     flops: LayerFlops
     shard_parameters: dict[int, int]  # by TP size
-    all_reduces: int  # of a TP group in one forward
-    all_reduce_bytes: Polynomial
+    running: dict[int, Running]  # by TP size
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,17 @@ class Setting:
 
 
 def known_parts(shards: Mapping[int, Mapping[str, PipelineLayer]], flops: Mapping[str, LayerFlops],
-                reduced: Mapping[str, Polynomial], value_bytes: int) -> dict[str, Part]:
+                running: Mapping[int, Mapping[str, Running]]) -> dict[str, Part]:
     """What counts say of every kind of layer of a module.
 
     Args:
         shards: by TP size (1 among them) and kind, one rank's part of a layer.
-        reduced: by kind, the numbers that a TP group reduces in a forward (`models.sharding.all_reduce_values`).
+        running: by TP size and kind, what a rank holds and sends (`footprints.running`).
     """
     return {kind: Part(
         flops[kind], {tp: sum(weight.numel() for weight in layers[kind].parameters()) for tp, layers in shards.items()},
-        all_reduces=sum(1 for _ in parts(layer, (*layer.division.row, *layer.division.vocabulary))),
-        all_reduce_bytes=combine((float(value_bytes), reduced[kind])))
-        for kind, layer in shards[1].items()}
+        {tp: kinds[kind] for tp, kinds in running.items()})
+        for kind in shards[1]}
 
 
 def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, Part],
@@ -84,7 +82,6 @@ def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, 
             tp={str(tp): _shard(part, counts, tp, trained, frozen, setting.links, input_bytes(
                 next(layer for layer in layers if layer.kind == part), setting.table, setting.inputs, data.mean,
                 value_bytes), kind != "generator") for tp in trained},
-            all_reduce_bytes=counts.all_reduce_bytes,
             forward_flops=counts.flops.forward, backward_flops=counts.flops.backward,
             backward_input_flops=counts.flops.backward_input)
         for part, counts in known.items()}
@@ -99,11 +96,19 @@ def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, 
         frozen=[place for place, layer in enumerate(layers) if layer.frozen])
 
 
-def message_ms(links: LinkTimes, all_reduces: int, size_bytes: Polynomial, tp: int) -> Polynomial:
-    """Time of a layer's all-reduces in one forward of a TP group: latencies, and bytes over the bandwidth."""
-    latency_s = all_reduce_s(links, 0.0, tp)
-    byte_s = all_reduce_s(links, 1.0, tp) - latency_s
-    return combine((1e3 * byte_s, size_bytes), (1e3 * latency_s * all_reduces, Polynomial(base=1.0)))
+def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:
+    """Time of a layer's collectives in one pass: latencies, and bytes over the bandwidth."""
+    terms = []
+    for operation, count in messages.counts.items():
+        latency_s = COLLECTIVES[operation](links, 0.0, tp)
+        byte_s = COLLECTIVES[operation](links, 1.0, tp) - latency_s
+        terms += [(1e3 * byte_s, messages.bytes[operation]), (1e3 * latency_s * count, Polynomial(base=1.0))]
+    return combine(*terms)
+
+
+def sent_bytes(messages: Messages, tp: int) -> Polynomial:
+    """Bytes of a layer's collectives in one pass over the link of one rank, in rings."""
+    return combine(*((ring_bytes(operation, 1.0, tp), size) for operation, size in messages.bytes.items()))
 
 
 def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], frozen: Mapping[int, Series],
@@ -116,7 +121,11 @@ def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], froze
             divides all that it keeps, inside attention and MLP by heads and width, between them by rows. Not in a
             U-Net, whose convolutions are whole on every rank.
     """
-    messages = message_ms(links, known.all_reduces, known.all_reduce_bytes, tp)
+    running = known.running[tp]
+    passes: dict[Pass, Messages] = {
+        "forward": running.forward, "backward": running.backward, "backward_input": running.backward_input,
+        "recomputing": running.recomputing}
+    messages = {name: message_ms(links, own, tp) for name, own in passes.items()}
     forward_ms, backward_ms = trained[tp].times[part]
     _, input_ms = frozen[tp].times[part]
     works, input_works = trained[tp].works, frozen[tp].works
@@ -124,8 +133,13 @@ def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], froze
     share, measured = (1.0 / tp, 1) if divided else (1.0, tp)
     return LayerShard(
         parameters=known.shard_parameters[tp],
-        forward_ms=_time(works, forward_ms, messages), backward_ms=_time(works, backward_ms, messages),
-        backward_input_ms=_time(input_works, input_ms, messages),
+        forward_ms=_time(works, forward_ms, messages["forward"]),
+        backward_ms=_time(works, backward_ms, messages["backward"]),
+        backward_input_ms=_time(input_works, input_ms, messages["backward_input"]),
+        recomputing_ms=combine((1.0, messages["recomputing"]), (-1.0, messages["forward"]),
+                               (-1.0, messages["backward"])),
+        sent_bytes={name: sent_bytes(own, tp) for name, own in passes.items() if own.counts},
+        transient_bytes=running.transient_bytes,
         activation_bytes=combine((share, _kept(trained[measured], part))),
         frozen_activation_bytes=combine((share, _kept(frozen[measured], part))),
         input_bytes=combine((share, input_size)),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from disttrain_cli.costs.hardware import Precision, lookup
+from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile import ClusterSpec
@@ -60,7 +60,7 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
             name=properties.name, kind="cuda", count=cluster.nodes * processes,
             memory_gib=cluster.memory_gib or properties.total_memory / GIB,
             peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_of(precision),
-            shared_by=1, cores=machine_cores())
+            shared_by=1, cores=machine_cores(), **catalogue().memory.reserves)
     return DeviceProfile(
         name=cpu_name(), kind="cpu", count=cluster.gpus,
         memory_gib=cluster.memory_gib or machine_memory_gib() / processes,

@@ -16,10 +16,11 @@ from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.probe import probe_work
-from disttrain_cli.models.sharding import all_reduce_values, tp_degrees
+from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
 from disttrain_cli.profiling.dataset import Dataset, read_dataset
 from disttrain_cli.profiling.device import choose_kind, cpu_name, describe_device, local_processes
+from disttrain_cli.profiling.footprints import running
 from disttrain_cli.profiling.kept import kept_path, record_name
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
 from disttrain_cli.profiling.sizes import draw_sizes, fewer, packed_sizes, with_work
@@ -75,8 +76,8 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
         trained, frozen = ({tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
                            for still in (False, True))
         modules[name] = module_profile(name, file.model.modules[name].kind, setting,
-                                       known_parts(_shards(run, name, tps), flops[name], all_reduce_values(run, name),
-                                                   setting.value_bytes), trained, frozen)
+                                       known_parts(_shards(run, name, tps), flops[name], running(run, name, tps)),
+                                       trained, frozen)
     profile = Profile(
         precision=file.train.precision,
         fingerprints=Fingerprints(model=file.model_fingerprint(), data=data.profile.fingerprint,

@@ -120,6 +120,10 @@ class Layout(Strict):
         return " → ".join(f"{u.name} (TP {u.tp} DP {u.dp} PP {u.pp})" for u in self.units)
 
 
+#: What the peak memory of a stage is made of; "NAME_gib" each.
+PARTS = ("weights", "gradients", "optimizer", "activations", "transient", "messages", "fragmentation", "reserve")
+
+
 class StageMemory(Strict):
     """Peak memory of a rank of one stage and what it is made of."""
 
@@ -130,7 +134,24 @@ class StageMemory(Strict):
     weights_gib: float = 0.0
     gradients_gib: float = 0.0
     optimizer_gib: float = 0.0
-    activations_gib: float = Field(0.0, description="Of the slots in flight, and of one layer that is recomputed.")
+    activations_gib: float = Field(0.0, description="Kept of the slots in flight, in the fullest moment.")
+    transient_gib: float = Field(0.0, description="What the layer that runs then holds beyond what it keeps.")
+    messages_gib: float = Field(0.0, description="Sent rows that have not left yet.")
+    fragmentation_gib: float = Field(
+        0.0, description="What the allocator cannot use, a share of the three before it; stated, not measured.")
+    reserve_gib: float = Field(
+        0.0, description="The device's context, libraries and communicators; stated, not measured.")
+
+
+    @property
+    def moving_gib(self) -> float:
+        """What grows with the work of a slot."""
+        return self.activations_gib + self.transient_gib + self.messages_gib + self.fragmentation_gib
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the peak is made of, by name."""
+        return {name: getattr(self, f"{name}_gib") for name in PARTS}
 
 
 class StageTime(Strict):

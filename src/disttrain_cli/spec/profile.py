@@ -25,6 +25,9 @@ class Polynomial(Strict):
                 + self.per_length_sq * work.sum_length_sq)
 
 
+Pass = Literal["forward", "backward", "backward_input", "recomputing"]
+
+
 class LayerShard(Strict):
     """One rank's part of a layer at one TP size; times include the TP group's messages. No work costs nothing."""
 
@@ -36,6 +39,14 @@ class LayerShard(Strict):
         description="Bytes kept from forward to backward.")
     frozen_activation_bytes: Polynomial = Field(description="The same where the weights are frozen.")
     input_bytes: Polynomial = Field(description="Bytes of its input: all it keeps under activation checkpointing.")
+    transient_bytes: Polynomial = Field(
+        default_factory=Polynomial, description="The most bytes that a pass holds beyond those at a time.")
+    recomputing_ms: Polynomial = Field(
+        default_factory=Polynomial, description="What a backward takes that runs the forward again, beyond the two: "
+        "below zero, as a TP group gathers no rows twice then.")
+    sent_bytes: dict[Pass, Polynomial] = Field(
+        default_factory=dict, description="Bytes that the TP group's messages move over the link of one rank, by pass; "
+        "'recomputing' is a backward that runs the forward again.")
     fit_error_pct: float = Field(description="Mean absolute error on held-out sizes, forward plus backward.")
     frozen_fit_error_pct: float = Field(0.0, description="The same of the gradients of inputs only.")
 
@@ -45,8 +56,6 @@ class LayerCost(Strict):
 
     parameters: int = Field(description="Of the whole layer.")
     tp: dict[str, LayerShard] = Field(description="By TP size.")
-    all_reduce_bytes: Polynomial = Field(
-        default_factory=Polynomial, description="Bytes a TP group reduces in a forward; the backward as many.")
     forward_flops: Polynomial = Field(description="Of the whole layer, counted from the operators.")
     backward_flops: Polynomial
     backward_input_flops: Polynomial = Field(description="Gradients of inputs only.")
@@ -100,6 +109,10 @@ class DeviceProfile(Strict):
     kind: Literal["cpu", "cuda", "analytic"]
     count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
     memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
+    context_gib: float = Field(0.0, ge=0, description="Of that, the context and libraries; stated, not measured.")
+    communicator_mib: float = Field(0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured.")
+    fragmentation: float = Field(
+        0.0, ge=0, description="Share of the activations that the allocator needs beside them; stated, not measured.")
     peak_tflops: float = Field(
         gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate.")
     shared_by: int = Field(1, ge=1, description="Processes that shared the device while it was measured.")

@@ -126,8 +126,8 @@ class Best:
             even_s = np.stack([pipeline.forward_s[0, own, 0], pipeline.backward_s[0, own, 0]])
             ascending = starts_of(np.sort(_total(costs, unit)))
             parts = len(sizes) * np.arange(1, n + 1) / n
-            room = min((ROOM * kept.limit_gib - kept.peak_gib + kept.activations_gib) / max(kept.activations_gib, 1e-9)
-                       for kept in memory[own])
+            room = min((ROOM * stage.limit_gib - stage.peak_gib) / max(stage.moving_gib, 1e-9) + 1.0
+                       for stage in memory[own])
             lightest = np.interp(parts, np.arange(len(ascending)), ascending) * (n / ascending[-1])
             units.append(Shaped(own, base_s, even_s - base_s, lightest, int(pipeline.to_end[own.start]),
                                 min(MOST_WORK, room)))

@@ -30,6 +30,7 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import sum_over
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import (
+    add_at_once,
     drop_gradients,
     partial_gradients,
     reduced_gradients,
@@ -96,6 +97,7 @@ class UnitEngine(PipelineEngine):
         self.largest: list[float] = []  # over the ranks, of what each told in the last step
         if self.using_bf16_optimizer:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_unchecked, self.optimizer)
+            add_at_once(self.optimizer)
 
     # ---- DeepSpeed's questions -------------------------------------------------------------------------------
     def is_first_stage(self) -> bool:
@@ -222,14 +224,10 @@ class UnitEngine(PipelineEngine):
         self.tracer.record("receive_gradient", start, slot=slot, bytes=size, peer=peer)
 
     def _backward(self, slot: int) -> None:
-        if self.using_bf16_optimizer:
-            self.optimizer.clear_lp_grads(set_to_none=True)
         self._running_engine_backward = True  # trap 28
         with self._memory("backward", slot):
             gradients = self.runner.backward(slot, self._state.pop(slot, {}), self._timed("backward", slot))
         self._running_engine_backward = False
-        if self.using_bf16_optimizer:
-            self.optimizer.update_hp_grads(clear_lp_grads=False)
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
 
@@ -269,7 +267,12 @@ class UnitEngine(PipelineEngine):
             sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        if self.optimizer is not None and self.place.unit.dp > 1:  # stock DeepSpeed copies its gradients even alone
+        if self.optimizer is None or self.place.unit.dp == 1:  # stock DeepSpeed copies its gradients even alone
+            return
+        if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
+            for gradients in self.optimizer.fp32_groups_gradients_flat:
+                dist.all_reduce(gradients, group=self.module.mpu().get_data_parallel_group())
+        else:
             super()._exec_reduce_grads()
 
     def _update(self) -> None:

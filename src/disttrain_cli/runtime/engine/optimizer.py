@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,6 +139,21 @@ def step_unchecked(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
         optimizer.update_lp_params()
         optimizer.clear_hp_grads()
+
+
+def add_at_once(optimizer: Any) -> None:
+    """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
+
+    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept too.
+    """
+    def add(weight: Tensor, total: Tensor) -> None:
+        assert weight.grad is not None
+        total.view_as(weight).add_(weight.grad)
+        weight.grad = None
+
+    for weights, sums in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+        for weight, total in zip(weights, sums, strict=True):
+            weight.register_post_accumulate_grad_hook(partial(add, total=total))
 
 
 def drop_gradients(optimizer: Any) -> None:

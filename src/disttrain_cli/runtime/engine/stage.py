@@ -18,6 +18,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
@@ -47,7 +48,7 @@ class _Saved:
     """What one slot keeps of one segment from forward to backward."""
 
     inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
+    outputs: dict[str, tuple[GradientEdge, torch.dtype]]  # where their gradients go in, without the tensors
     losses: list[Tensor]
 
 
@@ -88,7 +89,8 @@ class StageRunner:
                 state.update(written)
             state = {name: state[name] for name in segment.exit}
             if not segment.still:
-                outputs = {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+                outputs = {name: (get_gradient_edge(tensor), tensor.dtype)
+                           for name, tensor in state.items() if tensor.requires_grad}
                 saved.append(_Saved(carrying, outputs, [loss for loss in losses if loss.requires_grad]))
             if self.sums is not None:
                 self.sums.note("forward", slot, segment.place, segment.module, [*state.values(), *losses])
@@ -106,12 +108,13 @@ class StageRunner:
                 continue
             kept = saved.pop()
             done = timed(segment.module)
-            tensors, seeds = list(kept.losses), [torch.ones_like(loss) for loss in kept.losses]
-            for name, tensor in kept.outputs.items():
-                tensors.append(tensor)
-                seeds.append(gradients[name].to(tensor.dtype))
-            if tensors:
-                torch.autograd.backward(tensors, seeds)
+            roots: list[Tensor | GradientEdge] = [*kept.losses]
+            seeds = [torch.ones_like(loss) for loss in kept.losses]
+            for name, (edge, dtype) in kept.outputs.items():
+                roots.append(edge)
+                seeds.append(gradients[name].to(dtype))
+            if roots:
+                torch.autograd.backward(roots, seeds)
             gradients = {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                          for name, tensor in kept.inputs.items()}
             if self.sums is not None:

@@ -1,0 +1,166 @@
+"""What one rank's part of a layer holds and sends while it runs, recorded on the meta device at any size.
+
+The layer's own code runs forward and backward, as a stage runs it between other layers: what a layer before it made is
+there until nothing needs it, the gradient of its output comes from behind, and gradients of weights are gone as soon
+as they are added to their sums. Storages are followed from their making to their end, and a TP group that sends nothing
+notes what it was asked to send. Kernels hold nothing of their own here: cuDNN's and cuBLAS's workspaces do not show.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.parallel import Group
+
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+class Message(NamedTuple):
+    """One collective of a TP group; of a gather and a scatter the bytes of the whole."""
+
+    operation: Operation
+    bytes: int
+
+
+class Footprint(NamedTuple):
+    """One forward and one backward of a layer."""
+
+    kept_bytes: int  # from the forward to the backward, the input a part of it if it is kept
+    transient_bytes: int  # the most that the forward or the backward holds beyond that at a time
+    forward: list[Message]
+    backward: list[Message]  # where it recomputes, those of the second forward first
+
+
+@dataclass(frozen=True)
+class Noted(Group):
+    """A TP group as its first rank sees it, on the meta device: what it is asked to send is noted, nothing is sent."""
+
+    ranks: Any = None
+    size: int = 1
+    rank: int = 0
+    sent: list[Message] = field(default_factory=list)
+
+    def wire(self, tensor: Tensor) -> torch.device:
+        return tensor.device
+
+    def all_gather(self, whole: Tensor, own: Tensor) -> None:
+        self.sent.append(Message("all_gather", whole.numel() * whole.element_size()))
+
+    def reduce_scatter(self, own: Tensor, partial: Tensor) -> None:
+        self.sent.append(Message("reduce_scatter", partial.numel() * partial.element_size()))
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        self.sent.append(Message("all_reduce", tensor.numel() * tensor.element_size()))
+
+
+def footprint(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, recompute: bool = False) -> Footprint:
+    """Run a layer on the meta device, in the TP group that it has joined, if any.
+
+    Args:
+        state: what it reads, of this rank; gradients are asked for where its tensors ask for them.
+        recompute: keep its inputs only and run the forward again in the backward.
+    """
+    prepared, group = len(batch.tensors()), layer.group
+    sent = group.sent if isinstance(group, Noted) else []
+    sent.clear()
+    follow = _Follow([*layer.parameters(), *layer.buffers(), *batch.tensors(), *state.values()])
+    with ExitStack() as stack:
+        for weight in layer.parameters():
+            if weight.requires_grad:
+                stack.callback(weight.register_post_accumulate_grad_hook(_forget).remove)
+        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _flash_attention))
+        stack.enter_context(follow)
+        entering = {name: _enter(tensor) for name, tensor in state.items()}
+        if recompute:
+            made = checkpoint(layer, entering, batch, use_reentrant=False, preserve_rng_state=False)
+        else:
+            made = layer(entering, batch)
+        del entering
+        roots = [_Leave.apply(tensor) for tensor in made.values() if tensor.requires_grad]
+        del made
+        kept, forward = follow.alive, list(sent)
+        sent.clear()
+        if roots:
+            torch.autograd.backward(roots)
+        del roots
+    if len(batch.tensors()) > prepared:  # what a stage makes of the batch, once for all layers, does not count
+        return footprint(layer, state, batch, recompute)
+    return Footprint(kept, follow.most - kept, forward, list(sent))
+
+
+def _forget(weight: Tensor) -> None:
+    weight.grad = None
+
+
+def _enter(tensor: Tensor) -> Tensor:
+    """A tensor like this one, as if a layer before had made it: nobody holds it but who reads it."""
+    if not tensor.requires_grad:
+        return torch.empty_like(tensor)
+    return _Enter.apply(torch.empty((), device=tensor.device, requires_grad=True), tensor.detach())
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None
+
+
+class _Leave(torch.autograd.Function):
+    """Hands a layer's output on: nobody holds it any more, and its gradient is made when it is needed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = tensor.shape, tensor.dtype
+        return tensor.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.new_empty(ctx.shape, dtype=ctx.dtype)
+
+
+class _Follow(TorchDispatchMode):
+    """Bytes of the storages made while it is active: those alive, and the most that ever were."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+        self._known = known  # and held, so that their storages' addresses are not given out again
+        self._sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.is_meta:
+                storage = value.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    self.alive += storage.nbytes()
+                    self.most = max(self.most, self.alive)
+                    weakref.finalize(storage, self._gone, storage._cdata)
+        return result
+
+    def _gone(self, place: int) -> None:
+        self.alive -= self._sizes.pop(place)
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+                     is_causal: bool = False, **_: Any) -> Tensor:
+    """scaled_dot_product_attention that keeps what its kernels on a GPU keep, instead of all scores."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]

@@ -1,0 +1,143 @@
+"""What one rank of a TP group holds and sends in every kind of layer, as polynomials of the work.
+
+Recorded on the meta device at the sizes that training has: a loss by chunks and a VAE by groups of images hold no more
+for more of them, which small probes would not show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from disttrain_cli.models.division import own_rows, pieces
+from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation, footprint
+from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table, live_tensors
+from disttrain_cli.models.layer import Batch, PipelineLayer
+from disttrain_cli.models.parallel import join
+from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.profiling.fitting import fit
+from disttrain_cli.profiling.trial import first_of_kinds
+from disttrain_cli.spec.inputs import ModelInputs
+from disttrain_cli.spec.profile import Polynomial
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.work import Work
+
+Sizes = dict[str, Any]
+#: Pixels of an image at which memory is recorded, at most.
+LARGE_IMAGE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Collectives of a TP group in one pass of a layer: how many of each operation, and their bytes together."""
+
+    counts: Mapping[Operation, int] = field(default_factory=dict)
+    bytes: Mapping[Operation, Polynomial] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Running:
+    """One rank's part of a kind of layer, as it runs."""
+
+    transient_bytes: Polynomial = field(default_factory=Polynomial)  # beyond what it keeps, in either pass
+    forward: Messages = field(default_factory=Messages)
+    backward: Messages = field(default_factory=Messages)
+    backward_input: Messages = field(default_factory=Messages)  # the weights are frozen
+    recomputing: Messages = field(default_factory=Messages)  # a backward that runs the forward again first
+
+
+@dataclass(frozen=True)
+class _Probes:
+    """A module's layers at a few sizes."""
+
+    table: list[LayerInfo]
+    inputs: ModelInputs
+    batches: list[Batch]
+    works: list[Work]
+
+
+def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Running]]:
+    """By TP size (1 among them) and kind of layer.
+
+    Raises:
+        SpecError: the model's configuration is wrong.
+    """
+    table, inputs = layer_table(run), describe(run)
+    dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
+    sizes = _sizes(inputs, module, math.lcm(8, *tps))
+    probes = _Probes(table, inputs, [probe_batch(inputs, device="meta", **size) for size in sizes],
+                     [_rows_alone(inputs, module, size) for size in sizes])
+    found: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
+    places = [place for start, stop in first_of_kinds(table, module, 1) for place in range(start, stop)]
+    for place in places:
+        whole = build_layers(run, place, place + 1, "meta", dtype)[0]
+        found[1][whole.kind] = _running(whole, place, probes, 1)
+        for tp in list(found)[1:]:
+            layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
+            join(layer, Noted(size=tp))
+            found[tp][whole.kind] = (_running(layer, place, probes, tp) if pieces(whole) or layer.by_rows
+                                     else found[1][whole.kind])
+    return found
+
+
+def _running(layer: PipelineLayer, place: int, probes: _Probes, tp: int) -> Running:
+    def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
+        layer.requires_grad_(not frozen and not layer.frozen)
+        return [footprint(layer, _own_state(layer, place, probes, batch, tp), batch, recompute)
+                for batch in probes.batches]
+
+    trained = runs()
+    transient = fit(probes.works, [float(one.transient_bytes) for one in trained])
+    if tp == 1:
+        return Running(transient)
+    forward = _messages(probes.works, [one.forward for one in trained])
+    backward = _messages(probes.works, [one.backward for one in trained])
+    if not layer.by_rows:  # its sums are the same whatever is trained or kept
+        both = _messages(probes.works, [one.forward + one.backward for one in trained])
+        return Running(transient, forward, backward, backward, both)
+    return Running(transient, forward, backward, *(
+        _messages(probes.works, [one.backward for one in made]) for made in (runs(frozen=True), runs(recompute=True))))
+
+
+def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messages:
+    """What was sent at each of these works."""
+    counts = Counter(message.operation for message in sent[-1])
+    return Messages(dict(counts), {
+        operation: fit(works, [float(sum(m.bytes for m in own if m.operation == operation)) for own in sent])
+        for operation in counts})
+
+
+def _own_state(layer: PipelineLayer, place: int, probes: _Probes, batch: Batch, tp: int) -> dict[str, Tensor]:
+    """What the group's first rank has of what a layer reads."""
+    split = {spec.name for spec in live_tensors(probes.table, place) if spec.split}
+    dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
+    state = state_at(probes.table, place, probes.inputs, batch, "meta", dtype)
+    own = {name: tensor for name, tensor in state.items() if name in layer.reads}
+    for name in own.keys() & split:
+        own[name] = torch.empty_like(own[name][:own_rows(len(own[name]), tp, 0)[1]], requires_grad=True)
+    return own
+
+
+def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:
+    """As many sizes as there are amounts that a layer's rows depend on; `items` of whatever divide evenly."""
+    item = inputs.item(module)
+    if item == "image":
+        assert inputs.image is not None
+        side, patch = inputs.probe_step, inputs.image.patch_px
+        most = max(side, math.isqrt(min(inputs.image.max_pixels, LARGE_IMAGE)) // patch // side * side)
+        return [{"grids": [(rows, most)] * count} for rows, count in ((most, items), (side, items), (most, 2 * items))]
+    if item == "sequence":
+        return [{"documents": [[inputs.sequence_length]] * sequences} for sequences in (1, 2)]
+    return [{"clips" if item == "audio" else "targets": count} for count in (items, 2 * items)]
+
+
+def _rows_alone(inputs: ModelInputs, module: str, size: Sizes) -> Work:
+    """The work of a size that rows depend on: a sequence's padding is rows too, and lengths make none."""
+    work = probe_work(inputs, module, **size)
+    return Work(work.items, work.tokens) if inputs.item(module) == "image" else Work(work.items)
