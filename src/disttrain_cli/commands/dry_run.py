@@ -34,12 +34,14 @@ def _render(console: Console, result: DryRun) -> None:
                 f"(compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the plan's worst work.")
     done = [stage for stage in result.stages if stage.seen.failure is None]
     console.table(
-        "Memory in GiB, as executed and as priced: of a slot from forward to backward, and the peak of a step",
-        ["unit", "stage", "layers", "slots in flight", "kept", "priced", "peak", "priced", "plan", "of the limit"],
+        "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced; reserves that nothing here "
+        "shows",
+        ["unit", "stage", "layers", "in flight", "kept", "priced", "peak", "priced", "reserves", "together", "plan",
+         "of the limit"],
         [[stage.unit, _stages(stage), span(stage.layers), stage.seen.slots_in_flight, f"{stage.seen.kept_gib:.3f}",
-          "–" if stage.priced_kept_gib is None else f"{stage.priced_kept_gib:.3f}", f"{stage.seen.peak_gib:.3f}",
-          f"{stage.priced_gib:.3f}", f"{stage.planned_gib:.3f}", percent(stage.seen.peak_gib / stage.limit_gib)]
-         for stage in done])
+          f"{stage.priced_kept_gib:.3f}", f"{stage.seen.peak_gib:.3f}", f"{stage.priced_gib:.3f}",
+          f"{stage.unseen_gib:.3f}", f"{stage.needed_gib:.3f}", f"{stage.planned_gib:.3f}",
+          percent(stage.needed_gib / stage.limit_gib)] for stage in done])
     console.table(
         "A slot of one rank, forward and backward",
         ["unit", "stage", "rank", "weights on", "kernels", "on the host", "sends", "MiB", "receives", "MiB", "collectives",
@@ -55,8 +57,9 @@ def _render(console: Console, result: DryRun) -> None:
           one.dtype] for stage in done for one in stage.seen.messages])
     console.table(
         "Where the host waits for the device",
-        ["unit", "stage", "during", "source line", "times in a step"],
-        [[stage.unit, _stages(stage), wait.instruction.replace("_", " ") or "end of the step", wait.where, wait.times]
+        ["unit", "stage", "during", "what", "where", "times in a step"],
+        [[stage.unit, _stages(stage), wait.instruction.replace("_", " ") or "end of the step", wait.what, wait.where,
+          wait.times]
          for stage in done for wait in stage.seen.waits])
     for problem in result.problems:
         console.note(problem)

@@ -23,6 +23,7 @@ from disttrain_cli.models.configs.decoders import FAMILIES
 from disttrain_cli.models.cross_entropy import cross_entropy
 from disttrain_cli.models.division import Division
 from disttrain_cli.models.fused import RmsNorm, gated_mlp, with_own_norms
+from disttrain_cli.models.host import to_device
 from disttrain_cli.models.layer import LOSS_PREFIX, Batch, PipelineLayer, TensorSpec
 from disttrain_cli.models.parallel import across, embed, gather, once, scatter, share
 
@@ -35,7 +36,7 @@ def library(config: Any, part: str) -> Any:
 
 def _rotary(config: Any, device: torch.device) -> Any:
     with torch.device("cpu"):
-        return library(config, "RotaryEmbedding")(config).to(device)
+        return library(config, "RotaryEmbedding")(config)._apply(partial(to_device, device=device))
 
 
 class DecoderLayer(PipelineLayer):

@@ -33,7 +33,7 @@ def constant(make: Callable[..., Tensor], *arguments: Any, device: torch.device,
 def read(numbers: Tensor) -> list[float]:
     """Numbers of a device on the host, which waits for all that the device was asked for before."""
     with waiting(numbers.device):
-        return numbers.tolist()
+        return numbers.cpu().tolist()
 
 
 @contextmanager

@@ -202,4 +202,5 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
             return [move(item) for item in value]
         return value.to(device) if isinstance(value, Tensor) else value
 
-    return Batch(**{name: move(value) for name, value in vars(batch).items()})
+    host = {"noise_seeds"} if device.type != "meta" else set()  # what layers read there (`noise`)
+    return Batch(**{name: value if name in host else move(value) for name, value in vars(batch).items()})

@@ -15,7 +15,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from disttrain_cli.errors import DisttrainError
-
+from disttrain_cli.runtime.dryrun.syncs import pin_memory
 
 _REAL_TENSOR = torch.tensor
 
@@ -113,7 +113,7 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
         "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False,
         "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None}
     with (patch.multiple(torch.cuda, create=True, **given),
-          patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
+          patch.object(torch.Tensor, "pin_memory", pin_memory),
           patch.object(torch.Tensor, "record_stream", lambda *_: None),
           patch.object(torch.nn.Module, "_apply", _apply), patch.object(torch, "tensor", _tensor),
           patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # constants would be kept as real tensors

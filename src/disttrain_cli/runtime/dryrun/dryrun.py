@@ -7,15 +7,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel
 
 from disttrain_cli.costs.hardware import lookup
-from disttrain_cli.costs.memory import layout_memory
+from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.dryrun.shim import environment
 from disttrain_cli.runtime.dryrun.stages import StageSeen, distinct
-from disttrain_cli.runtime.dryrun.worst import at_work, worst_slot
+from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.train import payload_of
 from disttrain_cli.runtime.units.topology import Topology, build_topology
@@ -36,15 +37,16 @@ class StageReport(BaseModel):
     unit_stages: list[int]  # numbers inside the unit of the stages that are alike
     layers: list[int]  # first and last of the model
     seen: StageSeen
-    priced_kept_gib: float | None  # of the same work; None where the price does not tell it apart
-    priced_gib: float  # peak of the same work
-    planned_gib: float  # peak of the plan, whose worst work need not be whole items
+    priced_kept_gib: float  # of the same work
+    priced_gib: float  # peak of the same work, without what no fake device shows:
+    unseen_gib: float  # rows on their way, fragmentation, the device's context and communicators, as the plan states them
+    planned_gib: float  # peak of the plan, with these; its worst work need not be whole items
     limit_gib: float
 
     @property
-    def fits(self) -> bool:
-        """Whether the step ended within the device's memory."""
-        return self.seen.failure is None and max(self.seen.peak_gib, self.seen.built_gib) <= self.limit_gib
+    def needed_gib(self) -> float:
+        """Memory that a device must have for the stage."""
+        return max(self.seen.peak_gib, self.seen.built_gib) + self.unseen_gib
 
 
 class DryRun(BaseModel):
@@ -109,18 +111,19 @@ def reports(profile: Profile, plan: Plan, topology: Topology, seen: Sequence[Sta
     found = []
     for one in seen:
         stages = [topology.stages[number] for number in one.stages]
-        key = stages[0].unit.name, stages[0].index
-        fewer = layout.model_copy(update={"microbatches": one.slots_in_flight - 1})
-        kept = priced[key].activations_gib
-        if one.slots_in_flight > 1:
-            kept -= next(own.activations_gib for own in layout_memory(exact, fewer, limit_gib)
-                         if (own.unit, own.stage) == key)
-        unknown = one.slots_in_flight == 1 and stages[0].unit.checkpointing
+        unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
+        kept = np.array([1.0, *(part[0] for part in worst_mix(
+            profile.inputs.llm in unit.modules, slot_sequences(profile, layout), np.array([float(unit.dp)])))]) @ \
+            activation_terms(exact, unit.modules, unit.tp, layout.trained, unit.checkpointing)
+        first = sum(unit.layers_per_stage[:index])
+        price = priced[key]
+        unseen_gib = price.messages_gib + price.fragmentation_gib + price.reserve_gib
         found.append(StageReport(
-            unit=key[0], unit_stages=[stage.index for stage in stages],
+            unit=unit.name, unit_stages=[stage.index for stage in stages],
             layers=[stages[0].layers.start, stages[0].layers.stop - 1], seen=one,
-            priced_kept_gib=None if unknown else kept, priced_gib=priced[key].peak_gib,
-            planned_gib=of_plan[key].peak_gib, limit_gib=limit_gib))
+            priced_kept_gib=float(kept[first:first + unit.layers_per_stage[index]].sum()) / GIB,
+            priced_gib=price.peak_gib - unseen_gib, unseen_gib=unseen_gib, planned_gib=of_plan[key].peak_gib,
+            limit_gib=limit_gib))
     return found
 
 
@@ -130,8 +133,8 @@ def problems(stage: StageReport) -> list[str]:
     if seen.failure is not None:
         return [f"{where}: {seen.failure.what} ({seen.failure.where})"]
     found = [f"{where}: the host waits for the device in a slot, {wait.times} times in {seen.slots} slots: "
-             f"{wait.instruction} ({wait.where})" for wait in seen.waits if wait.instruction]
-    if not stage.fits:
-        most = max(seen.peak_gib, seen.built_gib)
-        found.append(f"{where}: {most:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
+             f"{wait.instruction.replace('_', ' ')}, {wait.what} ({wait.where})" for wait in seen.waits
+             if wait.instruction]
+    if stage.needed_gib > stage.limit_gib:
+        found.append(f"{where}: {stage.needed_gib:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
     return found

@@ -23,6 +23,7 @@ class Wait(BaseModel):
     """Where the host waited for the device."""
 
     instruction: str  # "" = at the end of the step
+    what: str  # an operator, or a copy
     where: str  # source line
     times: int  # in a step
 

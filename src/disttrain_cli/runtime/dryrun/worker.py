@@ -22,20 +22,21 @@ from typing import Any
 import deepspeed
 import deepspeed.ops
 import torch
-from torch import Tensor
 
-from disttrain_cli.data.slots import StepOrder
+from disttrain_cli.data.slots import SlotBatch, StepOrder
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
-from disttrain_cli.runtime.dryrun.observing import Observer, short
+from disttrain_cli.runtime.dryrun.observing import Observer
 from disttrain_cli.runtime.dryrun.stages import Failure, Message, StageSeen, Wait, slots_in_flight
+from disttrain_cli.runtime.dryrun.storages import bytes_of
+from disttrain_cli.runtime.dryrun.syncs import Waits
 from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_step
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_rates
-from disttrain_cli.runtime.feeding import to_batch
+from disttrain_cli.runtime.feeding import pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
@@ -49,6 +50,7 @@ from disttrain_cli.spec.whole import write_whole
 GIB = 2**30
 #: Instructions of a slot; the rest ends the step.
 OF_SLOT = ("_receive_activation", "_forward", "_send_activation", "_receive_gradient", "_backward", "_send_gradient")
+_LONGEST = 300  # letters of an error's first line
 DEVICE = torch.device("cuda", 0)
 
 
@@ -78,12 +80,11 @@ def _seen(payload: dict[str, Any], stages: list[int]) -> StageSeen:
     flight = slots_in_flight(place.stage, plan.plan.microbatches)
     seen = StageSeen(stages=stages, rank=place.rank, slots_in_flight=flight,
                      slots=min(plan.plan.microbatches, flight + 1))
-    observer = Observer()
-    with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"]), observer.waited):
+    with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
         try:
-            with alone(place.rank, topology.world_size), observer:
+            with alone(place.rank, topology.world_size):
                 deepspeed.init_distributed(dist_backend="fake", verbose=False)
-                _take_steps(run, plan, profile, topology, place, observer, seen)
+                _take_steps(run, plan, profile, topology, place, seen)
         except Exception as error:
             traceback.print_exc()
             seen.failure = _failure(error)
@@ -92,54 +93,52 @@ def _seen(payload: dict[str, Any], stages: list[int]) -> StageSeen:
     return seen
 
 
-def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, place: Place, observer: Observer,
-                seen: StageSeen) -> None:
+def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, place: Place, seen: StageSeen) -> None:
     """Build the engine, take a short step, in which optimizers make their states, and the one that is looked at."""
-    now = wall_clock()
+    now, table, own = wall_clock(), layer_table(run), place.stage.layers
     tracer = Tracer(Path(os.devnull), "dry-run", place, now, device_clock=DeviceClock(now))
-    table, stage = layer_table(run), place.stage
-    engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
-    seen.built_gib = observer.peak_bytes / GIB
-    fields = {field for info in table[stage.layers.start:stage.layers.stop] for field in info.needs}
+    fields = {field for info in table[own.start:own.stop] for field in info.needs}
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
-    for slots in (1, seen.slots):
-        order = worst_step(profile, plan.plan, slots)
-        arrays = empty_inputs(order.slots[0], lengths, place.unit.name, fields)
-        set_rates(engine, 0)
-        observer.peak_bytes = observer.alive_bytes
-        observer.waits.clear()
-        with watched(engine, observer, order, seen):
-            engine.run_step(order, partial(_fetch, arrays, order, dtype))
-    seen.peak_gib = observer.peak_bytes / GIB
-    seen.waits = [Wait(instruction=instruction, where=where, times=times)
-                  for (instruction, where), times in observer.waits.items()]
+    with Observer() as observer:
+        engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
+        seen.built_gib = observer.peak_bytes / GIB
+        for slots in (1, seen.slots):
+            order = worst_step(profile, plan.plan, slots)
+            arrays = empty_inputs(order.slots[0], lengths, place.unit.name, fields)
+            set_rates(engine, 0)
+            observer.peak_bytes = observer.alive_bytes
+            with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
+                engine.run_step(order, partial(_fetch, arrays, order, dtype))
+        seen.peak_gib = observer.peak_bytes / GIB
+    seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})
 
 
-def _fetch(arrays: Any, order: StepOrder, dtype: torch.dtype, slot: int) -> Batch:
-    return to_batch(arrays, order, DEVICE, dtype)
+def _fetch(arrays: SlotBatch, order: StepOrder, dtype: torch.dtype, slot: int) -> Batch:
+    return to_batch(pinned(arrays, dtype), order, DEVICE, dtype)
 
 
 @contextmanager
-def watched(engine: UnitEngine, observer: Observer, order: StepOrder, seen: StageSeen) -> Iterator[None]:
-    """Note what the last slot of a step does, instruction by instruction."""
-    counts, messages = Counter[str](), list[Message]()
-    last = len(order.slots) - 1
+def watched(engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSeen, last: int) -> Iterator[None]:
+    """Note what slot `last` of a step does, instruction by instruction, and the waits of the whole step."""
+    counts, found, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
 
     def wrapped(name: str, stock: Callable[[int], None]) -> Callable[[int], None]:
+        instruction = name.removeprefix("_")
+
         def call(slot: int) -> None:
-            before, alive = Counter(observer.counts), observer.alive_bytes
+            before, waited, alive = Counter(observer.counts), Counter(waits.found), observer.alive_bytes
             state = dict(engine._state.get(slot, {}))
-            received = storage_bytes(state)
-            observer.instruction = name.removeprefix("_")
+            received = bytes_of(list(state.values()))
             stock(slot)
-            observer.instruction = ""
+            for (what, where), times in (waits.found - waited).items():
+                found[instruction, what, where] += times
             if slot != last:
                 return
             counts.update(observer.counts - before)
             if name == "_forward":
                 seen.kept_gib = (observer.alive_bytes - alive + received) / GIB
             moved = state if "send" in name else engine._state.get(slot, {}) if "receive" in name else {}
-            messages.extend(Message(instruction=name.removeprefix("_"), tensor=tensor, shape=list(value.shape),
+            messages.extend(Message(instruction=instruction, tensor=tensor, shape=list(value.shape),
                                     dtype=str(value.dtype).removeprefix("torch.")) for tensor, value in moved.items())
         return call
 
@@ -150,18 +149,15 @@ def watched(engine: UnitEngine, observer: Observer, order: StepOrder, seen: Stag
     finally:
         for name in OF_SLOT:
             del engine.__dict__[name]
+    for (what, where), times in waits.found.items():
+        inside = sum(count for (_, *known), count in found.items() if known == [what, where])
+        found["", what, where] += times - inside
+    seen.waits = [Wait(instruction=instruction, what=what, where=where, times=times)
+                  for (instruction, what, where), times in found.items() if times]
     seen.kernels, seen.host_operators, seen.messages = counts["kernels"], counts["host_operators"], messages
     seen.sends, seen.receives, seen.collectives = counts["sends"], counts["receives"], counts["collectives"]
     seen.send_gib, seen.receive_gib, seen.collective_gib = (
         counts[f"{kind}_bytes"] / GIB for kind in ("sends", "receives", "collectives"))
-    seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})
-
-
-def storage_bytes(state: dict[str, Tensor]) -> int:
-    """Bytes of the storages of some tensors, each counted once."""
-    from disttrain_cli.runtime.dryrun.storages import bytes_of
-
-    return bytes_of(list(state.values()))
 
 
 def _failure(error: Exception) -> Failure:
@@ -169,5 +165,5 @@ def _failure(error: Exception) -> Failure:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/runtime/dryrun/" not in frame.filename]
     ours = [frame for frame in frames if "/disttrain_cli/" in frame.filename] or frames
     what = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return Failure(what=f"{type(error).__name__}: {what}",
-                   where=f"{short(ours[-1].filename)}:{ours[-1].lineno}" if ours else "")
+    where = "/".join(Path(ours[-1].filename).parts[-2:]) + f":{ours[-1].lineno}" if ours else ""
+    return Failure(what=f"{type(error).__name__}: {what}"[:_LONGEST], where=where)

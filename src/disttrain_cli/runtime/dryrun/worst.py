@@ -28,7 +28,7 @@ def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
 
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
     """A slot in which the first replica of every unit has the worst work."""
-    inputs, sequences = profile.inputs, _sequences(profile, layout)
+    inputs, sequences = profile.inputs, slot_sequences(profile, layout)
     heads = {"image": inputs.images[:1], "audio": [inputs.audio] * (inputs.audio is not None),
              "target": inputs.targets[:1]}
     of_item = {item: _Items(profile, layout, heads[item][0].module) if heads[item] else None
@@ -59,7 +59,7 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
 
     What `costs.memory` prices by it is that of this slot, whose items are whole ones.
     """
-    sequences, modules = _sequences(profile, layout), dict(profile.modules)
+    sequences, modules = slot_sequences(profile, layout), dict(profile.modules)
     for unit in layout.units:
         for name in unit.modules:
             module = profile.modules[name]
@@ -88,7 +88,7 @@ class _Items:
         self._llm, self._unit = layout.unit_of(profile.inputs.llm), layout.unit_of(module)
         of = profile.modules[module]
         self._mean, self._worst = of.work_per_sequence, of.max_work_per_sequence
-        self._sequences = _sequences(profile, layout)
+        self._sequences = slot_sequences(profile, layout)
         self.inside = module in self._llm.modules
         worst = np.minimum(np.arange(self._sequences) + 1, layout.microbatch_size if self.inside else 1)
         until = np.ceil(worst * self._worst.items + (np.arange(self._sequences) + 1 - worst) * self._mean.items - 1e-6)
@@ -123,7 +123,8 @@ class _Items:
         return self._worst.scaled(worst) + self._mean.scaled(mean) + one
 
 
-def _sequences(profile: Profile, layout: Layout) -> int:
+def slot_sequences(profile: Profile, layout: Layout) -> int:
+    """Sequences of a slot, over all replicas of the LLM."""
     return layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
 
 

@@ -1,0 +1,96 @@
+"""Where the host would wait for its device, found by the operators that a step runs on a fake one."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_unsafe_index"}
+_COPIES = {"aten::_to_copy", "aten::copy_", "aten::_copy_from"}
+_OWN, _TORCH = Path(__file__).parent, Path(torch.__file__).parent
+
+
+def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
+    """In the place of `Tensor.pin_memory`: a copy in memory that counts as page-locked."""
+    return _pinned(tensor.clone())
+
+
+class Waits(TorchDispatchMode):
+    """Counts the waits for a device by what waits and where in the code, innermost function first.
+
+    What waits: reading a number of the device, operators whose result's shape depends on numbers, selecting by a mask,
+    and copies between host and device that are not asynchronous or whose memory on the host is not page-locked.
+    Numbers that the host asks for are made up (1, or True), so that a step goes on and all its waits are found.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if what := _waits(func, args, kwargs, tensors):
+            self.found[what, _where(sys._getframe(1))] += 1
+        if torch.Tag.data_dependent_output in func.tags:
+            return {torch.bool: True}.get(tensors[0].dtype, 1.0 if tensors[0].is_floating_point() else 1)
+        made = func(*args, **kwargs)
+        return _pinned(made) if kwargs.get("pin_memory") else made
+
+
+def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
+    """What the host would wait for in an operator; "" for nothing."""
+    name = func._schema.name
+    if name in _COPIES:
+        return _copy(args, kwargs)
+    if not any(tensor.is_cuda for tensor in tensors):
+        return ""
+    if name in _INDEXED:
+        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+        alone = len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda  # filled, as `masked_fill` does
+        return name if masks and not alone else ""
+    depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+    return name if depends and kwargs.get("output_size") is None else ""
+
+
+def _copy(args: Any, kwargs: Any) -> str:
+    source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
+    target = kwargs.get("device") or args[0].device
+    asynchronous = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+    if source.is_cuda == (target.type == "cuda"):
+        return ""
+    host = args[0] if source.is_cuda and source is not args[0] else source
+    if asynchronous and (host.is_cuda or _is_pinned(host)):
+        return ""
+    return f"copy {source.device.type} to {target.type}" + " from pageable memory" * (not source.is_cuda)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "pinned", False)
+
+
+def _where(frame: FrameType | None) -> str:
+    """The innermost function outside torch and this package, and the innermost of the project if that is another."""
+    shown: list[str] = []
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        own = "disttrain_cli" in file.parts
+        if _OWN not in file.parents and _TORCH not in file.parents and (own or not shown):
+            shown.append(f"{'/'.join(file.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_name}")
+            if own:
+                break
+        frame = frame.f_back
+    return " < ".join(shown) or "backward"
