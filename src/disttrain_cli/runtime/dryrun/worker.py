@@ -100,7 +100,8 @@ def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, plac
     fields = {field for info in table[own.start:own.stop] for field in info.needs}
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     with Observer() as observer:
-        engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
+        with Waits():
+            engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
         seen.built_gib = observer.peak_bytes / GIB
         for slots in (1, seen.slots):
             order = worst_step(profile, plan.plan, slots)
