@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from disttrain_cli.data.index import read_index
 from disttrain_cli.data.loader import Loader
@@ -20,7 +24,9 @@ from disttrain_cli.runtime.engine.gradients import gradient_flow
 from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_rates
 from disttrain_cli.runtime.feeding import fetcher, to_batch
 from disttrain_cli.runtime.launching.process import joined
-from disttrain_cli.runtime.units import broker
+from disttrain_cli.runtime.messages.recorder import Recorder
+from disttrain_cli.runtime.messages.records import Record
+from disttrain_cli.runtime.units import broker, communicators
 from disttrain_cli.runtime.units.routes import Route
 from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
@@ -51,10 +57,45 @@ def before_fork(payload: dict[str, Any]) -> None:
     layer_table(read_run(Path(payload["cases"][0]["run"])))
 
 
+@contextmanager
+def as_over_nccl(record: Path) -> Iterator[None]:
+    """Messages in NCCL's order over communicators of their own, and nobody goes on before they have been received.
+
+    What gloo sends has left when its receiver has asked for it, so that waiting for it is waiting for the receiver.
+    """
+    stock = dist.batch_isend_irecv
+
+    def blocking(operations: list[dist.P2POp]) -> list[dist.Work]:
+        works = stock(operations)
+        for work in works:
+            work.wait()
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicators, "in_order", lambda: True)
+        patch.setattr(dist, "batch_isend_irecv", blocking)
+        with Recorder(dist.get_rank()) as recorder:
+            yield
+    record.mkdir(parents=True, exist_ok=True)
+    (record / f"{dist.get_rank()}.json").write_text(json.dumps(recorder.record.to_json()))
+
+
+def recorded(out: Path) -> list[Record]:
+    """What the ranks of a case sent, received and joined `as_over_nccl`."""
+    return [Record.of_json(json.loads(path.read_text())) for path in sorted((out / "records").iterdir())]
+
+
+def _in_turn(cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The cases one after the other; while one with "in order" is trained, messages are `as_over_nccl`."""
+    for case in cases:
+        with as_over_nccl(Path(case["out"]) / "records") if case.get("in order") else nullcontext():
+            yield case
+
+
 def ranks(payload: dict[str, Any]) -> None:
     """Run several layouts, one after the other, in the same processes; rank 0 writes losses and norms of each."""
     with joined("cpu", 120.0) as device:
-        for case in payload["cases"]:
+        for case in _in_turn(payload["cases"]):
             run = read_run(Path(case["run"]))
             plan = Plan.model_validate(case["plan"])
             topology = build_topology(plan.plan, [info.module for info in layer_table(run)], describe(run).llm)

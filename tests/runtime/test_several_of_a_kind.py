@@ -19,9 +19,10 @@ from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.checkpoints import folder as checkpoint_folder
 from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.spec.plan import UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
-from tests.runtime.equivalence_worker import reference
+from tests.runtime.equivalence_worker import recorded, reference
 from tests.runtime.factory import REFINER, plan_of, unit
 from tests.runtime.factory import write_run as write_one
 
@@ -89,6 +90,8 @@ CASES = ["1-2-1+2", "1-1-2+pp2", "1-1-pp3+1", "1-tp2-tp2+1", "1-pp2-1+tp2", "1-1
          "monolithic pp3 dp2", "monolithic pp6", "refiner alone 1-1-2+pp2", "frozen refiner 1-1-2+pp2",
          "frozen refiner monolithic pp6", "eyes 1+3-2", "eyes pp2+1-pp3", "eyes 2+tp2-tp2", "eyes both pp2-dp4",
          "eyes 5-with the LLM", "eyes monolithic tp2 pp3", "one eye frozen 1+3-2"]
+#: Those that run a second time with NCCL's order of messages, and sends that block.
+IN_ORDER = ["1-2-1+2", "1-1-pp3+1", "1-tp2-tp2+1", "monolithic pp6", "frozen refiner 1-1-2+pp2", "eyes pp2+1-pp3"]
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +113,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     payload = {"cases": [
         {"name": name, "run": str(run.path.resolve()), "plan": plan_of(run, units, 1).model_dump(mode="json"),
          "steps": STEPS, "out": str(folder / "out" / name)} for name, run, units in cases]}
+    payload["cases"] += [case | {"name": f"{case['name']} in order", "out": f"{case['out']} in order", "in order": True}
+                         for case in payload["cases"] if case["name"] in IN_ORDER]
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     references = {id(run): reference(run, STEPS) for run in (every, alone, frozen, seeing, one_eye)}
-    return {name: (folder / "out" / name, references[id(run)]) for name, run, _ in cases}
+    return {f"{name}{how}": (folder / "out" / f"{name}{how}", references[id(run)]) for name, run, _ in cases
+            for how in ("", " in order")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(f"{name} in order" for name in IN_ORDER)])
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     out, (history, parameters, _) = runs[name]
     found = json.loads((out / "history.json").read_text())
@@ -128,3 +134,12 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     assert len(weights) == len(parameters)
     for key, expected in parameters.items():
         assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_messages_ran_in_an_order_that_nccl_can_run(runs: dict[str, Any], name: str) -> None:
+    records = recorded(runs[f"{name} in order"][0])
+    assert len(records) == 6 and faults(records) == []
+    messages = [one for record in records for one in record.operations if one.is_message]
+    assert messages and all(" to " in one.communicator for one in messages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,28 +54,28 @@ class Drawn:
         return list(record_steps(self.run, self.topology, self.order))
 
 
-def topology_of(run: Run, layout: Layout) -> Topology:
-    """Who is who in a plan of a run."""
-    return build_topology(layout, [info.module for info in layer_table(run)], describe(run).llm)
-
-
 def write_models(folder: Path) -> list[Run]:
-    """A run of each of MODELS, with more layers than the tests' own; there are no data."""
+    """A run of each of MODELS, with more layers than the tests' own."""
+    return [write_model(folder / str(number), modules, trained, {EYE: 6, LLM: 10})
+            for number, (modules, trained) in enumerate(MODELS)]
+
+
+def write_model(folder: Path, modules: Sequence[str], trained: Sequence[str] | None = None,
+                layers: Mapping[str, int] | None = None) -> Run:
+    """A run of the tests' modules, some with other numbers of layers; there are no data."""
     known = copy.deepcopy(MODEL["modules"] | {SECOND: REFINER, OTHER_EYE: SIGLIP, EAR: WHISPER})
-    known[EYE]["config"]["num_hidden_layers"] = 6
-    known[LLM]["config"]["num_hidden_layers"] = 10
-    runs = []
-    for number, (modules, trained) in enumerate(MODELS):
-        (folder / str(number)).mkdir()
-        path = folder / str(number) / "disttrain.yaml"
-        path.write_text(yaml.safe_dump({
-            "name": "drawn", "model": {"modules": {name: known[name] for name in modules}, "trained": trained},
-            "data": {"sources": [{"path": "nowhere"}], "sequence_length": 256, "max_image_pixels": 4096},
-            "cluster": {"gpus_per_node": 8, "device": "cpu"},
-            "train": {"global_batch_size": 8, "steps": 1, "precision": random.Random(number).choice(["fp32", "bf16"]),
-                      "zero_stage": 1, "ordering": "none"}}, sort_keys=False))
-        runs.append(read_run(path))
-    return runs
+    for name, count in (layers or {}).items():
+        known[name]["config"]["num_hidden_layers"] = count
+    folder.mkdir()
+    path = folder / "disttrain.yaml"
+    path.write_text(yaml.safe_dump({
+        "name": "drawn", "model": {"modules": {name: known[name] for name in modules},
+                                   "trained": None if trained is None else list(trained)},
+        "data": {"sources": [{"path": "nowhere"}], "sequence_length": 256, "max_image_pixels": 4096},
+        "cluster": {"gpus_per_node": 8, "device": "cpu"},
+        "train": {"global_batch_size": 24, "steps": 1, "precision": "bf16", "zero_stage": 1, "ordering": "none"}},
+        sort_keys=False))
+    return read_run(path)
 
 
 def draw(runs: list[Run], seed: int) -> Drawn:
@@ -82,7 +83,7 @@ def draw(runs: list[Run], seed: int) -> Drawn:
     generator = random.Random(seed)
     run = generator.choice(runs)
     layers = [info.module for info in layer_table(run)]
-    modules, most = list(dict.fromkeys(layers)), MOST_RANKS / 2 ** generator.uniform(0, 3)
+    modules, most = list(dict.fromkeys(layers)), MOST_RANKS / 2 ** generator.uniform(0, 4)
     while True:
         units = [_unit(generator, group, layers) for group in _grouped(generator, modules)]
         if most / 2 < sum(one.gpus for one in units) <= most:
@@ -92,8 +93,14 @@ def draw(runs: list[Run], seed: int) -> Drawn:
     layout = Layout(global_batch_size=dp * microbatches * size, microbatch_size=size, microbatches=microbatches,
                     gpus_used=sum(one.gpus for one in units), units=units)
     shapes = " ".join(f"{one.name}:tp{one.tp}dp{one.dp}pp{one.pp}" for one in units)
-    return Drawn(f"{seed}: {shapes}, {microbatches} slots", run, layout, topology_of(run, layout),
-                 _order(generator, describe(run), layout))
+    return step_of(f"{seed}: {shapes}, {microbatches} slots", run, layout, generator)
+
+
+def step_of(name: str, run: Run, layout: Layout, generator: random.Random) -> Drawn:
+    """A step of a plan of a run, with data drawn for it."""
+    inputs = describe(run)
+    topology = build_topology(layout, [info.module for info in layer_table(run)], inputs.llm)
+    return Drawn(name, run, layout, topology, _order(generator, inputs, layout))
 
 
 def _grouped(generator: random.Random, modules: list[str]) -> list[list[str]]:

@@ -28,13 +28,15 @@ from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import local_rows
 from disttrain_cli.runtime.units.topology import Place, Topology
+from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.runfile import Run, TrainSpec
 
 #: Where tensors have a shape and nothing else.
 NOWHERE = torch.device("meta")
 
 
-def record_steps(run: Run, topology: Topology, order: StepOrder, ranks: Iterable[int] | None = None) -> Iterator[Record]:
+def record_steps(run: Run, topology: Topology, order: StepOrder,
+                 ranks: Iterable[int] | None = None) -> Iterator[Record]:
     """What ranks (all of them if not given) send, receive and join in the step of `order`, over NCCL."""
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
@@ -93,7 +95,7 @@ class HollowEngine(UnitEngine):
                  topology: Topology, place: Place) -> None:
         nn.Module.__init__(self)
         self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
-        self.place, self.tracer, self.train_spec = place, _Silence(), train
+        self.place, self.tracer, self.train_spec = place, cast(Tracer, _Silence()), train
         self.device, self.skipped_in_a_row, self.updates, self.loss_modules = torch.device("cpu"), 0, {}, {}
         grid, own = UnitGrid(topology, place), place.stage.layers
         links = brokers(topology, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)

@@ -47,7 +47,7 @@ def _strangers(records: Mapping[int, Record]) -> Iterator[str]:
                 yield f'Rank {missing}, which is in "{name}" with rank {rank}, has no record'
         for place, one in enumerate(record.operations):
             ranks = record.members.get(one.communicator, ())
-            if rank not in ranks or (one.is_message and one.peer not in ranks) or one.peer == rank:
+            if rank not in ranks or (one.is_message and (one.peer == rank or one.peer not in ranks)):
                 yield (f'Rank {rank} begins operation {place}, {one}, over "{one.communicator}", '
                        f"which joins the ranks {list(ranks)}")
         for steps in _batches(record):

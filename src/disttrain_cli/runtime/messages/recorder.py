@@ -65,11 +65,10 @@ class Recorder(TorchDispatchMode):
         tensor = next((found for value in args if (found := _tensor(value)) is not None), None)
         peer = args[2] if name in MESSAGES else args[ROOTED[name]] if name in ROOTED else -1
         self._number += not self._together
-        barrier = tensor is None or name == "barrier"
+        shape, dtype = ((), "") if tensor is None or name == "barrier" else (tuple(tensor.shape), str(tensor.dtype))
         self.record.operations.append(Operation(
-            MESSAGES.get(name, name.strip("_")), self._names[group], () if barrier else tuple(tensor.shape),
-            "" if barrier else str(tensor.dtype).removeprefix("torch."), ranks[peer] if peer >= 0 else -1,
-            self._number))
+            MESSAGES.get(name, name.strip("_")), self._names[group], shape, dtype.removeprefix("torch."),
+            ranks[peer] if peer >= 0 else -1, self._number))
 
     def _known(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """The ranks of a group, which is named from now on."""

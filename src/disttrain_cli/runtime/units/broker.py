@@ -1,11 +1,12 @@
 """The broker: moves activations and gradients between neighbouring stages, whatever their DP and TP sizes.
 
-It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left. Receives are
-posted ahead where that cannot block (gloo), so that the rows of a slot travel while the slot before is computed;
-`receive` returns when they have arrived. Each direction of a cut has a communicator of its own (`communicators`), and
-what travels between two stages in a slot is one batch at both ends: NCCL pairs messages by their order, and leaves
-undefined what is grouped at one end only. Rows travel in canonical item order (`routes`). Of a replica's rows each TP
-rank moves its own part; tensors that its layers need whole are gathered over the group on arrival.
+It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left, over NCCL those of
+two slots at most, as the memory model counts. Receives are posted ahead where that cannot block (gloo), so that the
+rows of a slot travel while the slot before is computed; `receive` returns when they have arrived. Each direction of a
+cut has a communicator of its own (`communicators`), and what two ranks exchange over it in a slot is one batch at both
+ends: NCCL pairs messages by their order, and leaves undefined what is grouped at one end only. Rows travel in canonical
+item order (`routes`). Of a replica's rows each TP rank moves its own part; tensors that its layers need whole are
+gathered over the group on arrival.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from disttrain_cli.costs.memory import SENT_SLOTS
 from disttrain_cli.data.slots import Slot
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.models.parallel import Group, gather, wire
@@ -54,7 +56,8 @@ class Broker:
     leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
     coming: dist.ProcessGroup | None = None  # over which they come
     pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=deque)  # sends, the oldest first
-    known: dict[tuple[int, str, str], list[Route]] = field(default_factory=dict)  # routes of this step
+    #: Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id meanwhile.
+    known: dict[tuple[int, str, str], tuple[Slot, list[Route]]] = field(default_factory=dict)
     expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
     arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id
 
@@ -72,7 +75,7 @@ class Broker:
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
         """Start sending the rows of `sends`; returns (bytes, the peer's rank, or -1 for several or none)."""
-        self._let_go()
+        self._let_go(SENT_SLOTS - 1)
         operations, buffers, peers = [], [], set()
         for spec in self.sends:
             tensor = tensors[spec.name].detach()
@@ -90,7 +93,7 @@ class Broker:
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
         """Wait for the rows of `receives`; returns (tensors in this replica's order, bytes received, peer)."""
-        self._let_go()
+        self._let_go(SENT_SLOTS)
         arriving = self.arriving.pop(id(slot), None) or self._post(slot)
         self._post_ahead()
         for work in arriving.works:
@@ -112,15 +115,18 @@ class Broker:
         self.known.clear()
         return waited
 
-    def _let_go(self) -> None:
-        """Drop the buffers of sends that have finished; nobody waits.
+    def _let_go(self, most: int) -> None:
+        """Drop the buffers of sends that have finished, and no host waits; of others keep those of `most` slots.
 
         An NCCL work says without waiting whether the device has done it, and holds on to its tensors, in place of
         `record_stream`, until it is waited for (torch's ProcessGroupNCCL, `stashed_for_allocator_safety_`); once it
-        has finished, waiting costs nothing, and the memory may be used again on any stream. Gloo's works learn that
-        they have finished only by being waited for: there buffers, which lie on the host, stay until `drain`.
+        has finished, waiting costs nothing, and the memory may be used again on any stream. The host may be slots
+        ahead of its device, though, so that nothing has finished: then the device, not the host, waits for the oldest
+        before it goes on, and its memory is used again after that. Gloo's works learn that they have finished only by
+        being waited for, which would block the host: there buffers, which lie on the host, stay until `drain`.
         """
-        while self.pending and all(work.is_completed() for work in self.pending[0][0]):
+        while self.pending and (all(work.is_completed() for work in self.pending[0][0])
+                                or (len(self.pending) > most and communicators.in_order())):
             for work in self.pending.popleft()[0]:
                 work.wait()
 
@@ -161,12 +167,12 @@ class Broker:
 
     def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
         """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way back."""
-        key = (id(slot), spec.item, spec.rows)  # the engine holds the slots of a step until it drains
+        key = (id(slot), spec.item, spec.rows)
         if key not in self.known:
             here = End(self.place.unit.name, self.place.unit.tp, self.place.replica, self.place.tp_rank)
             there = End(self.neighbour.unit.name, self.neighbour.tp)
-            self.known[key] = routes(slot, spec.item, spec.rows, here, there)
-        return self.known[key]
+            self.known[key] = slot, routes(slot, spec.item, spec.rows, here, there)
+        return self.known[key][1]
 
 
 class Brokers:

@@ -3,7 +3,7 @@
 NCCL knows no tags: on one communicator the messages of two ranks pair by their order, and a rank's operations run one
 after the other. Neighbouring stages therefore have two communicators of their own, one in each direction, so that rows
 that wait for their receiver hold up neither those that come the other way nor any collective. All ranks of both stages
-share them, whatever their DP and TP: a rank is in few (`costs.communicators` counts them).
+share them, whatever their DP and TP: a rank is in few (`costs.memory.communicators` counts them).
 
 Gloo pairs by tag, whatever the order, and every group of it is a full mesh of sockets: there messages take the world's.
 """

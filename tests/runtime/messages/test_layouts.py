@@ -1,0 +1,83 @@
+"""Messages of all ranks go together: over layouts that tests train, over drawn plans, and on 1,296 ranks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from disttrain_cli.commands.init import preset_text
+from disttrain_cli.data.index import open_index
+from disttrain_cli.data.ordering.orders import Orders
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.messages.hollow import record_steps
+from disttrain_cli.runtime.messages.proof import faults
+from disttrain_cli.runtime.units.topology import build_topology
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.runfile import read_run
+from tests.runtime import test_equivalence, test_equivalence_matrix, test_several_of_a_kind
+from tests.runtime.factory import plan_of, unit
+from tests.runtime.messages.drawing import (
+    EYE,
+    FIRST,
+    LLM,
+    OTHER_EYE,
+    SECOND,
+    Drawn,
+    draw,
+    step_of,
+    write_model,
+    write_models,
+)
+
+PLANS = 500
+
+
+def _trained_layouts(folder: Path) -> list[Drawn]:
+    """Every layout that the equivalence tests train, with data of its own."""
+    generator = random.Random(0)
+    three = write_model(folder / "three", (EYE, LLM, FIRST))
+    cases = [(three, units, microbatch) for units, microbatch in test_equivalence._layouts(three).values()]
+    two = write_model(folder / "two", (EYE, LLM, FIRST, SECOND))
+    cases += [(two, units, 1) for units in test_several_of_a_kind._layouts(two).values()]
+    seeing = write_model(folder / "seeing", (EYE, OTHER_EYE, LLM))
+    cases += [(seeing, units, 1) for units in test_several_of_a_kind._seeing(seeing).values()]
+    for number, case in enumerate(test_equivalence_matrix.CASES.values()):
+        cases.append((write_model(folder / str(number), case.modules, case.trained), list(case.units), case.microbatch))
+    return [step_of(str(units), run, plan_of(run, units, microbatch).plan, generator)
+            for run, units, microbatch in cases]
+
+
+@pytest.mark.slow
+def test_layouts_that_tests_train(tmp_path: Path) -> None:
+    steps = _trained_layouts(tmp_path)
+    assert len(steps) >= 60
+    assert {one.name: found for one in steps if (found := faults(one.records()))} == {}
+
+
+@pytest.mark.slow
+def test_drawn_plans(tmp_path: Path) -> None:
+    runs, most = write_models(tmp_path), 0
+    for seed in range(PLANS):
+        one = draw(runs, seed)
+        most = max(most, one.topology.world_size)
+        assert (one.name, faults(one.records())) == (one.name, [])
+    assert most > 48
+
+
+@pytest.mark.slow
+def test_the_largest_preset_on_1296_ranks(tmp_path: Path) -> None:
+    """As it is planned; every rank of it, in as many slots as fill its pipeline and empty it again."""
+    (tmp_path / "disttrain.yaml").write_text(preset_text("mllm-72b"))
+    run = read_run(tmp_path / "disttrain.yaml")
+    units = [unit(EYE, [EYE], [17, 17], 108), unit(LLM, [LLM], [17, 16, 16, 16, 17], 48, tp=4),
+             unit(FIRST, [FIRST], [13], 120)]
+    layout = Layout(global_batch_size=1920, microbatch_size=1, microbatches=40, gpus_used=1296, units=units)
+    topology = build_topology(layout, [info.module for info in layer_table(run)], describe(run).llm)
+    packed = run.file.model_copy(update={"train": run.file.train.model_copy(update={"ordering": "none"})})
+    order, _ = Orders(packed, layout, open_index(run, describe(run))).of(0)
+    records = list(record_steps(run, topology, replace(order, slots=order.slots[:12])))
+    assert len(records) == 1296 and sum(len(record.operations) for record in records) > 100_000
+    assert faults(records) == []
