@@ -77,6 +77,13 @@ def traces() -> str:
              "`columns` holds what the tables below say."]
     parts += _views(documented_views("own"), "")
     parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
+              "On a CPU a row has the time of the host. A GPU runs behind its host, and a row has the times at which "
+              "the GPU's stream came to the row's beginning and end, by events that are read later: a `forward` lasts "
+              "as long as its kernels with the gaps between them, a `receive_*` or `wait` as long as the stream "
+              "waited, a `load` as long as the stream had nothing to do until data came, the copy to the device "
+              "included (the host may have waited longer: `data_wait_s` of a step). Rows of a rank follow each other. "
+              "A step lasts until its `step` row ends, which is after its host reported it. Rows of what the GPU has "
+              "not done when a step's rows are written come with those of the next.",
               "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
               *_views(documented_views("kineto"), "Kineto: "), "Of operation-level Parquet this:",
               *_views(documented_views("study"), "Operation-level: ")]

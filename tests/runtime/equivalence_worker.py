@@ -114,7 +114,7 @@ def ranks(payload: dict[str, Any]) -> None:
                     order = loader.order(step)
                     set_rates(engine, step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order))
-                    history.append([*engine.losses.values(), engine.grad_norm()])
+                    history.append([*engine.step_losses.values(), engine.grad_norm()])
             checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)
             engine.tracer.close()
             if place.rank == 0:

@@ -74,7 +74,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
             except NotFiniteError as error:
                 stopped = str(error)
                 break
-            history.append([*engine.losses.values(), engine.grad_norm()])
+            history.append([*engine.step_losses.values(), engine.grad_norm()])
     out.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
         (out / "history.json").write_text(json.dumps(history))

@@ -71,7 +71,7 @@ class Evaluation:
 
 def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
     """Losses of the last step's global batch, as `told`."""
-    return told(engine.loss_modules, engine.losses, weights)
+    return told(engine.loss_modules, engine.step_losses, weights)
 
 
 def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights) -> dict[str, Any]:

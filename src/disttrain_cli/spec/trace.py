@@ -27,7 +27,8 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import FaultSpec
 
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time until
-# earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage.
+# earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage. On a
+# GPU, whose host runs ahead, all times are those at which its stream comes to a row's ends (`watching.device_clock`).
 COMPUTE = ("forward", "backward")
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
 # `memory` is a moment: bytes are the most that the rank has held on its device for its stage so far (CPU: growth of its

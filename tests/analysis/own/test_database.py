@@ -128,6 +128,18 @@ def test_steps_repeated_after_resuming_count_once(tmp_path):
     assert windows[6]["window_s"] == pytest.approx((again.windows[6][1] - again.windows[6][0]) / 1e9)
 
 
+def test_a_step_lasts_until_the_device_is_done_however_early_its_host_reports_it(tmp_path):
+    """As on a GPU: the host reports a step, and begins the next, 1 ms before the optimizer step is done."""
+    truth = synthetic.write(tmp_path, synthetic.Synthetic(steps=5))
+    file = tmp_path / "steps" / "segment-00000.parquet"
+    early = [row | {"end_ns": row["end_ns"] - 10**6} for row in pq.read_table(file).to_pylist()]
+    synthetic.table(file, early, STEP_COLUMNS)
+    windows = [(row["start_ns"], row["end_ns"]) for row in open_database([tmp_path]).sql("SELECT * FROM windows")]
+    first, *others = truth.windows
+    assert windows == [(first[0] - 10**6, first[1]), *others]
+
+
+
 def test_another_plan_in_the_folder_is_left_out(folder):
     other = synthetic.simulate(synthetic.Synthetic(steps=3, run="other", dp=3))
     for rank in range(8):

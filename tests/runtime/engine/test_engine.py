@@ -17,12 +17,14 @@ from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.models.layer import Batch
-from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config
+from disttrain_cli.runtime.engine.assemble import build_engine, deepspeed_config, message_dtype
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, NotFiniteError, OutOfMemoryError
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.units.topology import build_topology
+from disttrain_cli.runtime.watching.device_clock import DeviceClock
+from disttrain_cli.runtime.watching.tracing import wall_clock
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
 from tests.runtime.factory import plan_of, unit, write_run
@@ -47,23 +49,25 @@ class Job:
     """An engine with its data; step by step."""
 
     def __init__(self, world: tuple[Path, torch.device], name: str, trained: list[str] | None = None,
-                 **train: object) -> None:
+                 modules: tuple[str, ...] = MODULES, **train: object) -> None:
         folder, device = world
-        self.run: Run = write_run(folder / name, folder / "data", name=name, modules=MODULES, global_batch_size=2,
+        self.run: Run = write_run(folder / name, folder / "data", name=name, modules=modules, global_batch_size=2,
                                   **train)
         model = self.run.file.model.model_copy(update={"trained": trained})
         self.run = self.run.model_copy(update={"file": self.run.file.model_copy(update={"model": model})})
         build_index(self.run, describe(self.run), silent)
         table = layer_table(self.run)
-        plan = plan_of(self.run, [unit("all", list(MODULES), [len(table)])], 1)
+        plan = plan_of(self.run, [unit("all", list(modules), [len(table)])], 1)
         topology = build_topology(plan.plan, [info.module for info in table])
         place = topology.place(0)
-        self.tracer = CountingTracer(folder / name / "traces", "test", place, lambda: 0)
+        now = wall_clock()
+        self.tracer = CountingTracer(folder / name / "traces", "test", place, now, print,
+                                     DeviceClock(now) if device.type == "cuda" else None)
         self.engine: UnitEngine = build_engine(self.run, plan, topology, place, device, self.tracer)
         orders = Orders(self.run.file, plan.plan, read_index(self.run, describe(self.run)))
         self.loader = Loader(self.run, orders, unit="all", replica=0,
                              fields={field for info in table for field in info.needs})
-        self.fetch_of = fetcher(self.loader, device, torch.float32)
+        self.fetch_of = fetcher(self.loader, device, message_dtype(self.run.file.train))
 
     def step(self, number: int, spoilt: bool = False) -> None:
         order = self.loader.order(number)

@@ -1,5 +1,7 @@
 -- One row per step: when it began and ended, as reported while training, or else over all ranks (evaluations and
--- checkpoints left out), and whether it is measured; covered_s: from its first to its last recorded operation.
+-- checkpoints left out), and whether it is measured; covered_s: from its first to its last recorded operation. A host
+-- that runs ahead of its GPU reports a step before the optimizer step is done: then it lasts until the reporting rank's
+-- last operation ends, and the next one begins there.
 -- A step is measured unless it is warm-up (the first of every start of the job; the first two where at least six
 -- were recorded) or incomplete (fewer ranks computed, or fewer operations were recorded, than usual).
 -- Columns: step, run, start_ns, end_ns, compute_end_ns, window_s, covered_s, ranks, warmup, complete, measured
@@ -11,9 +13,11 @@ WITH spans AS (
     GROUP BY step, run
     HAVING max(compute_end_ns) IS NOT NULL
 ), reported AS (
-    SELECT step, end_ns - (1e9 * iteration_s)::BIGINT AS start_ns, end_ns FROM steps WHERE iteration_s > 0
+    SELECT step, s.end_ns - (1e9 * iteration_s)::BIGINT AS start_ns, greatest(s.end_ns, o.end_ns) AS end_ns
+    FROM steps s LEFT JOIN (SELECT run, step, end_ns FROM seen WHERE rank = 0) o USING (run, step) WHERE iteration_s > 0
 ), placed AS (
-    SELECT s.*, greatest(first_ns, coalesce(lag(last_ns) OVER o, first_ns)) AS from_ns, r.start_ns, r.end_ns,
+    SELECT s.*, greatest(first_ns, coalesce(lag(last_ns) OVER o, first_ns)) AS from_ns,
+           r.start_ns + greatest(0, lag(r.end_ns) OVER o - r.start_ns) AS start_ns, r.end_ns,
            row_number() OVER o AS place, count(*) OVER (PARTITION BY run) AS recorded,
            max(ranks) OVER () AS most_ranks, quantile_disc(computed, 0.75) OVER () AS usual
     FROM spans s LEFT JOIN reported r ON r.step = s.step AND r.start_ns < compute_end_ns AND r.end_ns >= compute_end_ns

@@ -74,7 +74,7 @@ def _copy(args: Any, kwargs: Any) -> str:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
+    tensor.untyped_storage().pinned = True
     return tensor
 
 

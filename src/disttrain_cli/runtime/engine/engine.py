@@ -93,7 +93,7 @@ class UnitEngine(PipelineEngine):
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
         self._norm = math.nan
-        self.losses: dict[str, float] = {}  # of the last step's global batch, weighted, by name
+        self.step_losses: dict[str, float] = {}  # of the last step's global batch, weighted, by name
         self.largest: list[float] = []  # over the ranks, of what each told in the last step
         if self.using_bf16_optimizer:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_unchecked, self.optimizer)
@@ -116,7 +116,7 @@ class UnitEngine(PipelineEngine):
         """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot.
 
         The host waits for its device once, for the norm, and goes on while the device takes the optimizer step. With
-        the norm come `losses`, and `largest` of the numbers that `told` gives on each rank.
+        the norm come `step_losses`, and `largest` of the numbers that `told` gives on each rank.
 
         Raises:
             NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` says to stop.
@@ -280,7 +280,7 @@ class UnitEngine(PipelineEngine):
         gradients = reduced_gradients(self.optimizer, self.place.unit.dp, self.place.unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
-        self.losses = dict(zip(self.loss_modules, losses, strict=True))
+        self.step_losses = dict(zip(self.loss_modules, losses, strict=True))
         if not all(map(math.isfinite, (squared, *losses))):
             self._refuse_step(gradients)
             return
@@ -317,7 +317,8 @@ class UnitEngine(PipelineEngine):
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         skipping = self.train_spec.on_bad_loss == "skip"
-        error = not_finite(self.order.step, self.losses, self._norm, where, self.skipped_in_a_row if skipping else 0)
+        error = not_finite(self.order.step, self.step_losses, self._norm, where,
+                           self.skipped_in_a_row if skipping else 0)
         if not skipping or self.skipped_in_a_row >= MOST_SKIPPED:
             raise error
         print(f"skipped: {error.what} ({error.why})", flush=True)
