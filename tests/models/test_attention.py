@@ -71,8 +71,9 @@ def test_nothing_grows_with_the_square_of_the_rows(lengths, window):
 
 
 @pytest.mark.parametrize(("dtype", "width", "kernel"), [
-    (torch.bfloat16, 128, "varlen"), (torch.float16, 256, "varlen"), (torch.bfloat16, 264, "grouped"),
-    (torch.bfloat16, 20, "grouped"), (torch.float32, 128, "grouped")])
+    (torch.bfloat16, 128, "varlen"), (torch.float16, 256, "varlen"), (torch.bfloat16, 264, "efficient"),
+    (torch.bfloat16, 20, "grouped"), (torch.float32, 20, "efficient"), (torch.float32, 6, "grouped"),
+    (torch.float64, 128, "grouped")])
 def test_flash_attention_runs_where_it_can(dtype, width, kernel):
     assert kernel_for(torch.device("meta"), dtype, width) == kernel
     assert kernel_for(CPU, dtype, width) == "grouped"

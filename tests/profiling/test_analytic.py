@@ -13,6 +13,7 @@ from disttrain_cli.costs.links import all_reduce_s
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.parallel import Group, join
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.profiling.measure import measure
@@ -25,7 +26,7 @@ MODULES: dict[str, dict[str, Any]] = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
         "image_size": 32, "patch_size": 4}},
     "llm": {"kind": "llm", "architecture": "llama", "config": {
-        "vocab_size": 264, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 264, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
         "num_key_value_heads": 2, "intermediate_size": 96}},
     "brush": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 16, "context_tokens": 4,
               "config": {"in_channels": 3, "out_channels": 3, "block_out_channels": [16, 32], "layers_per_block": 1,
@@ -33,7 +34,7 @@ MODULES: dict[str, dict[str, Any]] = {
                          "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 24,
                          "attention_head_dim": 4, "norm_num_groups": 8}},
 }
-SIZES = {"eye": {"grids": [(6, 10)] * 3}, "llm": {"documents": [[96]] * 3, "length": 96}, "brush": {"targets": 3}}
+SIZES = {"eye": {"grids": [(6, 10)] * 4}, "llm": {"documents": [[96]] * 3, "length": 96}, "brush": {"targets": 3}}
 
 
 def make_run(folder: Path, modules: dict[str, Any] | None = None, length: int = 256, **cluster: Any) -> Run:
@@ -65,7 +66,7 @@ def test_it_is_whole_and_says_where_its_figures_are_from(run: Run, profile: Prof
     assert list(profile.modules) == ["eye", "llm", "brush"]
     assert set(profile.modules["llm"].tp) == {"1", "2"} and "4" in profile.modules["eye"].tp
     for name, module in profile.modules.items():
-        most_pct = 1e-3 if name == "eye" else 1e-6  # some bytes of positions go with the sides of an image
+        most_pct = 0.1 if name == "eye" else 1e-6  # some bytes of positions go with the sides of an image
         assert all(time.fit_error_pct < most_pct for time in module.tp.values())
         assert module.work_per_sequence.items > 0
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
@@ -84,8 +85,9 @@ def test_costs_are_those_of_the_operators_at_any_size(run: Run, profile: Profile
         for tp in [1, 2] if "2" in cost.tp else [1]:
             shard = cost.tp[str(tp)]
             layer = build_layers(run, place, place + 1, "meta", torch.bfloat16, tp)[0]
+            join(layer, None if tp == 1 else Group(None, tp, 0))
             batch = probe_batch(inputs, device="meta", **sizes)
-            state = state_at(table, place, inputs, batch, "meta", torch.bfloat16)
+            state = state_at(table, place, inputs, batch, "meta", torch.bfloat16, tp=tp)
             count = {"eye.block.0": 2, "llm.block.1": 2, "brush.down.0": 3}.get(name, 1)
             each = all_reduce_s(profile.links, cost.all_reduce_bytes(work) / max(1, count), tp)
             trained = layer_operators(layer, state, batch)
@@ -94,13 +96,8 @@ def test_costs_are_those_of_the_operators_at_any_size(run: Run, profile: Profile
                                      (shard.backward_input_ms, frozen.backward)):
                 expected = kernels_ms(device, "bf16", kernels) + 1e3 * count * each
                 assert time_ms(work) == pytest.approx(expected if sum(kernels) else 0.0), name
-            if tp == 1 or kind == "generator":  # a TP group divides what a transformer keeps, norms' rows too
-                assert shard.activation_bytes(work) == pytest.approx(trained.saved_bytes)
-                assert shard.frozen_activation_bytes(work) == pytest.approx(frozen.saved_bytes)
-            else:
-                whole = cost.tp["1"]
-                assert shard.activation_bytes(work) == pytest.approx(whole.activation_bytes(work) / tp)
-                assert trained.saved_bytes >= shard.activation_bytes(work)
+            assert shard.activation_bytes(work) == pytest.approx(trained.saved_bytes)
+            assert shard.frozen_activation_bytes(work) == pytest.approx(frozen.saved_bytes)
             assert shard.parameters == sum(weight.numel() for weight in layer.parameters())
 
 
@@ -115,7 +112,7 @@ def test_shards_do_less_but_not_as_well(profile: Profile) -> None:
     work = module.work_per_sequence
     whole, half = (module.costs["block"].tp[tp] for tp in "12")
     assert whole.parameters > half.parameters > whole.parameters / 2
-    assert half.activation_bytes(work) == pytest.approx(whole.activation_bytes(work) / 2)
+    assert half.activation_bytes(work) == pytest.approx(whole.activation_bytes(work) / 2, rel=1e-4)
     assert half.input_bytes(work) == pytest.approx(whole.input_bytes(work) / 2)
     assert half.forward_ms(work) > whole.forward_ms(work) / 2
     for cost in (*module.costs.values(), *profile.modules["brush"].costs.values()):

@@ -61,10 +61,15 @@ def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained:
     return _terms(profile, modules, trained, lambda cost, does: [_kept(cost, tp, does, checkpointing)])
 
 
-def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None) -> Floats:
+def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
+                  checkpointing: bool = False) -> Floats:
     """The most bytes of a slot that a layer holds while it runs, what it then keeps among them; terms as above."""
-    return _terms(profile, modules, trained, lambda cost, does: [
-        _kept(cost, tp, does, False), cost.tp[str(tp)].transient_bytes])
+    def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
+        shard = cost.tp[str(tp)]
+        again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
+        return [_kept(cost, tp, does, False), shard.transient_bytes, *again]
+
+    return _terms(profile, modules, trained, amounts)
 
 
 def _terms(profile: Profile, modules: Sequence[str], trained: Sequence[str] | None,
@@ -168,7 +173,8 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         weights = np.array([1.0, *mix])
         kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, layout.trained)
         activations = weights @ activation_terms(profile, unit.modules, unit.tp, layout.trained, unit.checkpointing)
-        working = np.maximum(activations, weights @ working_terms(profile, unit.modules, unit.tp, layout.trained))
+        working = np.maximum(activations, weights @ working_terms(
+            profile, unit.modules, unit.tp, layout.trained, unit.checkpointing))
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
         states = (weight, unsharded - weight, kept + shared / unit.dp - unsharded)

@@ -7,7 +7,7 @@ tokens; the padding and the masked attention between samples that a device reall
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,7 +49,8 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = {torch.ops.torch_attn._varlen_attn_backward: _attention_backward}
+    model = {operator: _without_scores(operator) for operator in (
+        torch.ops.torch_attn._varlen_attn_backward, torch.ops.aten._scaled_dot_product_efficient_attention_backward)}
     with FlopCounterMode(display=False) as forward:
         results = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
     seeds = [torch.ones_like(tensor) for tensor in results]
@@ -62,14 +63,15 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
     return Counts(*(counter.get_total_flops() for counter in (forward, backward, backward_input)))
 
 
-def _attention_backward(*args: Any, **kwargs: Any) -> int:
-    """Without the scores that the kernel computes again: four products of the five that run."""
+def _without_scores(operator: Any) -> Callable[..., int]:
+    """FLOPs of attention's backward without the scores that a kernel computes again: four products of five."""
     from torch.utils.flop_counter import flop_registry
 
-    return flop_registry[torch.ops.torch_attn._varlen_attn_backward](*args, **kwargs) * 4 // 5
+    def counted(*args: Any, **kwargs: Any) -> int:
+        return flop_registry[operator](*args, **kwargs) * 4 // 5
 
-
-_attention_backward._get_raw = True  # type: ignore[attr-defined]  # tensors, not their shapes
+    counted._get_raw = True  # type: ignore[attr-defined]  # tensors, not their shapes
+    return counted
 
 
 def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:

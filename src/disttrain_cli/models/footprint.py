@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -53,9 +51,6 @@ class Noted(Group):
     rank: int = 0
     sent: list[Message] = field(default_factory=list)
 
-    def wire(self, tensor: Tensor) -> torch.device:
-        return tensor.device
-
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         self.sent.append(Message("all_gather", whole.numel() * whole.element_size()))
 
@@ -81,7 +76,6 @@ def footprint(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, r
         for weight in layer.parameters():
             if weight.requires_grad:
                 stack.callback(weight.register_post_accumulate_grad_hook(_forget).remove)
-        stack.enter_context(patch.object(functional, "scaled_dot_product_attention", _flash_attention))
         stack.enter_context(follow)
         entering = {name: _enter(tensor) for name, tensor in state.items()}
         if recompute:
@@ -158,9 +152,3 @@ class _Follow(TorchDispatchMode):
 
     def _gone(self, place: int) -> None:
         self.alive -= self._sizes.pop(place)
-
-
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-                     is_causal: bool = False, **_: Any) -> Tensor:
-    """scaled_dot_product_attention that keeps what its kernels on a GPU keep, instead of all scores."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]

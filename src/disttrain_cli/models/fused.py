@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class RmsNorm(nn.Module):
@@ -22,9 +21,8 @@ class RmsNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"):
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel, which keeps the same
-        return _RmsNorm.apply(x, self.weight, self.eps)
+        one_kernel = (x.is_cuda or x.is_meta) and x.dtype == self.weight.dtype
+        return (_KernelRmsNorm if one_kernel else _RmsNorm).apply(x, self.weight, self.eps)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -48,6 +46,54 @@ class _RmsNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = (own * normed).flatten(0, -2).sum(0).to(weight.dtype)
         return of_x, of_weight, None
+
+
+_LIBRARY = torch.library.Library("disttrain", "DEF")
+_LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
+_LIBRARY.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor weight, bool[2] wanted) "
+                "-> (Tensor, Tensor)")
+
+
+def _on_cuda(x: Tensor, weight: Tensor, eps: float) -> Any:
+    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+
+
+def _backward_on_cuda(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
+    made = torch.ops.aten._fused_rms_norm_backward(gradient, x, weight.shape, scale, weight, wanted)
+    return tuple(x.new_empty(0) if tensor is None else tensor for tensor in made)
+
+
+def _shapes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _backward_shapes(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
+    return tuple(torch.empty_like(tensor) if want else x.new_empty(0)
+                 for tensor, want in zip((x, weight), wanted, strict=True))
+
+
+# torch's own operators fall apart into others wherever no device has kernels of them: on "meta" and in builds for CPUs.
+for _name, _kernel, _shape in (("rms_norm", _on_cuda, _shapes),
+                               ("rms_norm_backward", _backward_on_cuda, _backward_shapes)):
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _shape, "Meta")
+
+
+class _KernelRmsNorm(torch.autograd.Function):
+    """The same in torch's own kernels, one forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        made, scale = torch.ops.disttrain.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        wanted = list(ctx.needs_input_grad[:2])
+        made = torch.ops.disttrain.rms_norm_backward(gradient.contiguous(), x, scale, weight, wanted)
+        return *(tensor if want else None for tensor, want in zip(made, wanted, strict=True)), None
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -1,32 +1,28 @@
-"""What the kernels of a layer would do on a GPU, counted on the meta device: FLOPs, bytes moved, how many there are.
+"""What the kernels of a layer do on a GPU, counted on the meta device: FLOPs, bytes moved, how many there are, and the
+bytes that the layer keeps for its backward.
+
+Nothing is assumed about fusing: what is counted are PyTorch's operators as a step runs them, each of which reads its
+inputs from memory and writes its results there, so the same code decides what runs and what it is priced at
+(`attention.kernel_for`, `fused`). This file has the few things that a GPU does otherwise than the meta device shows:
+which operators launch several kernels, and which touch less than their arguments. What no operator shows is not
+counted: copies between memory layouts and workspaces inside cuDNN, cuBLAS and flash attention's backward.
 
 FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward computes the scores again, and causal
 attention skips what its mask hides.
-
-Two rules turn PyTorch's operators into kernels:
-
-- Attention runs as flash attention with variable lengths (Dao 2023, arXiv 2307.08691): it reads q, k and v once and
-  writes the output and one log-sum-exp per row; no mask is read, and of block-causal attention half the scores are
-  computed. For the backward it keeps exactly those five.
-- All other operators that one product, attention or convolution waits for are one kernel, as a fusing compiler makes
-  them: it reads what comes from outside, writes what others read, and keeps nothing inside. What the backward needs of
-  its inside is computed again from what is in memory. Only a group norm is not fused away: it reads its input twice and
-  begins a kernel.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from disttrain_cli.costs.hardware import KernelWork
 from disttrain_cli.models.layer import Batch, PipelineLayer
@@ -35,10 +31,31 @@ Kind = Literal["product", "attention", "convolution", "other"]
 
 #: Attention by segments, and which of its arguments is its window; one that looks at no later row is causal.
 _VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
+#: Attention of equal lengths, and which of its arguments says whether it is causal.
+_EFFICIENT = {"_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11}
 _CONVOLUTIONS = ("convolution", "convolution_backward")
-_READ_TWICE = ("native_group_norm", "native_group_norm_backward")
-_NOT_READING = ("zeros_like", "new_zeros", "ones_like", "full_like", "new_full", "new_ones")
 _NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
+_NOT_READING = ("zeros_like", "new_zeros", "zeros", "ones_like", "full_like", "new_full", "new_ones", "fill", "zero",
+                "arange")
+#: Operators that read of their first input only as much as they write; and that write in place only as much as they
+#: read from their last.
+_PICKING = ("embedding", "index_select", "gather", "index")
+_PLACING = ("index_copy_", "index_add_", "scatter_add_", "index_put_", "_index_put_impl_")
+#: Kernels of an operator that launches more than one, and how often its inputs are read (ATen's CUDA sources, by
+#: reading). Of a convolution's backward each gradient is one.
+_KERNELS = {
+    "native_group_norm": (3, 2),  # moments; scale and shift of each channel; the result
+    "native_group_norm_backward": (5, 2),  # sums; two sets of factors; the input's gradient; the weights'
+    "native_layer_norm_backward": (2, 2),  # the input's gradient; the weights'
+    "disttrain::rms_norm_backward": (2, 2),
+    "torch_attn::_varlen_attn": (2, 1),  # attention; a seed that is not used
+    "torch_attn::_varlen_attn_backward": (3, 1),  # output · gradient; gradients; the query's to its own precision
+    "_scaled_dot_product_efficient_attention_backward": (2, 1),
+    "logsumexp": (7, 2),  # maximum, where it is infinite, difference, exponentials, sum, logarithm, their sum
+    "embedding_dense_backward": (6, 1),  # ids are sorted and counted
+    **dict.fromkeys(("slice_backward", "select_backward", "index_copy", "index_add", "index_fill", "scatter_add",
+                     "index_put", "masked_fill"), (2, 1)),  # what is whole; a part of it
+}
 
 
 class LayerOperators(NamedTuple):
@@ -49,260 +66,160 @@ class LayerOperators(NamedTuple):
     saved_bytes: int
 
 
-@dataclass
-class _Operator:
-    """One operator; `reads` and `writes` are bytes by storage."""
-
-    kind: Kind
-    flops: int
-    reads: Counter[int]
-    writes: Counter[int]
-    backward: bool
-    begins: bool = False  # begins a kernel and reads its inputs twice
-    kernels: int = 1
-
-
 def layer_operators(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> LayerOperators:
     """Count one forward and backward of a layer on the meta device.
 
     The backward makes the gradients of the inputs in `state` that ask for one and of the weights that do, and adds
-    these to sums over microbatches. What a stage prepares once per batch (masks) does not count; nor do
-    weights and the batch in `saved_bytes`, of which the input is a part if it is kept, the output only if the layer
-    itself keeps it.
+    these to fp32 sums over microbatches. What a stage prepares once per batch does not count; nor do weights and the
+    batch in `saved_bytes`: these are all storages that only the backward holds once the layer has returned and nobody
+    else uses its inputs and outputs.
     """
-    prepared = len(batch.tensors())
-    trace, saved = _Trace(), set[int]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.add(trace.storage(tensor))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FlashAttention(trace), trace:
-        results = layer(dict(state), batch)
+    prepared, trace = len(batch.tensors()), _Trace()
+    graph = _forward(layer, state, batch, trace)
     if len(batch.tensors()) > prepared:
         return layer_operators(layer, state, batch)
-    final = {trace.storage(tensor) for tensor in results.values()}
-    known = {trace.storage(tensor) for tensor in (*layer.parameters(), *batch.tensors())}
-    trace.backward = True
-    roots = [tensor for tensor in results.values() if tensor.requires_grad]
-    inputs = [tensor for tensor in state.values() if tensor.requires_grad]
-    weights = [tensor for tensor in layer.parameters() if tensor.requires_grad]
-    sums = [torch.empty_like(weight) for weight in weights]  # over microbatches
-    seeds = [torch.empty_like(tensor) for tensor in roots]
+    forward, held = trace.take(), trace.alive()
+    _backward(layer, graph, trace)
+    del graph
+    kept = held.keys() - trace.alive().keys()  # not what stays for later batches
+    return LayerOperators(forward, trace.take(), sum(held[storage] for storage in kept))
+
+
+class _Graph(NamedTuple):
+    """What a layer's forward leaves for its backward, and where this begins and ends."""
+
+    outputs: list[GradientEdge]
+    gradients: list[Tensor]  # of the outputs
+    inputs: list[GradientEdge]
+
+
+def _forward(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, trace: _Trace) -> _Graph:
+    """Run a layer as in the middle of a stage, on inputs that others made and nobody else holds."""
+    leaves = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
+    given = {name: tensor.clone() for name, tensor in leaves.items()}
+    trace.note(given.values())
     with trace:
-        if roots:
-            gradients = torch.autograd.grad(roots, [*weights, *inputs], seeds, allow_unused=True)
-            for total, gradient in zip(sums, gradients, strict=False):
-                if gradient is not None:
-                    total.add_(gradient)
-            final |= {trace.storage(gradient) for gradient in gradients[len(weights):] if gradient is not None}
-    kernels = _Kernels(trace, final)
-    return LayerOperators(kernels.work(backward=False), kernels.work(backward=True),
-                          sum(trace.sizes[storage] for storage in kernels.sources(saved) - known))
+        made = layer(given, batch)
+    outputs = [tensor for tensor in made.values() if tensor.requires_grad]
+    return _Graph([get_gradient_edge(tensor) for tensor in outputs], [torch.empty_like(tensor) for tensor in outputs],
+                  [get_gradient_edge(tensor) for tensor in given.values() if tensor.requires_grad])
+
+
+def _backward(layer: PipelineLayer, graph: _Graph, trace: _Trace) -> None:
+    """Make the gradients of weights and inputs, and add the weights' to sums."""
+    if not graph.outputs:
+        return
+    weights = [weight for weight in layer.parameters() if weight.requires_grad]
+    with trace:
+        gradients = torch.autograd.grad(graph.outputs, [*weights, *graph.inputs], graph.gradients, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=False):
+            if gradient is not None:
+                torch.empty_like(weight, dtype=torch.float32).add_(gradient.float())
 
 
 class _Trace(TorchDispatchMode):
-    """The operators that run while it is active, without views."""
+    """Counts the kernels of the operators that run while it is active, and knows which storages are alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[_Operator] = []
-        self.sizes: dict[int, int] = {}  # bytes of every storage
-        self.backward = False
-        self._alive: list[Tensor] = []  # so that no storage's number is given out twice
+        self._flops: dict[Kind, int] = {"product": 0, "attention": 0, "convolution": 0, "other": 0}
+        self._moved_bytes = self._kernels = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def storage(self, tensor: Tensor) -> int:
-        """A number for the tensor's storage."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = storage.nbytes()
-            self._alive.append(tensor)
-        return storage._cdata
+    def take(self) -> KernelWork:
+        """What was counted since the last call."""
+        flops = self._flops
+        work = KernelWork(flops["product"], flops["attention"], flops["convolution"], self._moved_bytes, self._kernels)
+        self._flops, self._moved_bytes, self._kernels = dict.fromkeys(flops, 0), 0, 0
+        return work
 
-    def touched(self, tensors: list[Tensor]) -> Counter[int]:
-        """Bytes of every storage that the tensors cover together, none more than once."""
-        amounts: Counter[int] = Counter()
-        for tensor in tensors:
-            place = self.storage(tensor)
-            amounts[place] = min(self.sizes[place], amounts[place] + tensor.numel() * tensor.element_size())
-        return amounts
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Know the tensors' storages."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def alive(self) -> dict[int, int]:
+        """Bytes of the storages that were made while this was active, or noted, and still are."""
+        return {place: size for place, (reference, size) in self._storages.items() if not reference.expired()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
+        result = func(*args, **(kwargs or {}))
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        reads, writes = self.touched(given[1:] if name == "copy_" else given), self.touched(made)
-        view = not func._schema.is_mutable and writes.keys() <= reads.keys()
-        if view or name.rstrip("_") in _NO_KERNEL or not given:
-            return result
-        kind, flops = _counted(func, name, args, kwargs, result)
-        self.operators.append(_Operator(
-            kind, flops,
-            Counter() if name in _NOT_READING else reads, writes, self.backward, begins=name in _READ_TWICE,
-            kernels=len(made) if name in _CONVOLUTIONS else 1))
+        if not any(tensor.is_meta for tensor in given or made):
+            return result  # on the host, or from there
+        before = {tensor.untyped_storage()._cdata for tensor in given}
+        new = [tensor for tensor in made if tensor.untyped_storage()._cdata not in before]
+        self.note(new)
+        name = func._schema.name.removeprefix("aten::")
+        if (func._schema.is_mutable or new) and name not in _NO_KERNEL:
+            self._count(_Operator(func, name, args, kwargs or {}, given, made, result))
         return result
 
-
-def _counted(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[Kind, int]:
-    """What kind of operator this is, and its FLOPs."""
-    counts = flop_registry.get(func._overloadpacket)
-    if counts is None:
-        return "other", 0
-    flops = counts(*args, **kwargs, out_val=result)
-    if name in _VARLEN:
-        return "attention", flops // 2 if args[_VARLEN[name]][1] == 0 else flops
-    return "convolution" if name in _CONVOLUTIONS else "product", flops
+    def _count(self, operator: _Operator) -> None:
+        kind, flops = operator.flops()
+        self._flops[kind] += flops
+        self._moved_bytes += operator.moved_bytes()
+        self._kernels += operator.kernels()
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Lets scaled_dot_product_attention be one operator of the trace, on whose inputs' shapes alone it depends."""
+class _Operator(NamedTuple):
+    """One operator that ran, and the tensors that it was given and made."""
 
-    def __init__(self, trace: _Trace) -> None:
-        super().__init__()
-        self._trace = trace
+    func: Any
+    name: str
+    args: Any
+    kwargs: Any
+    given: list[Tensor]
+    made: list[Tensor]
+    result: Any
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, args, strict=False)) | kwargs
-        causal = given.get("attn_mask") is not None or given.get("is_causal", False)
-        return _Attention.apply(self._trace, causal, given["query"], given["key"], given["value"])
+    @property
+    def _has_bias(self) -> bool:
+        return self.name == "convolution" and self.args[2] is not None  # cuDNN adds none
 
+    def flops(self) -> tuple[Kind, int]:
+        """What kind of operator this is, and its FLOPs."""
+        counts = flop_registry.get(self.func._overloadpacket)
+        if counts is None:
+            return "other", 0
+        flops = counts(*self.args, **self.kwargs, out_val=self.result)
+        if self.name in _VARLEN:
+            return "attention", flops // 2 if self.args[_VARLEN[self.name]][1] == 0 else flops
+        if self.name in _EFFICIENT:
+            place = _EFFICIENT[self.name]
+            return "attention", flops // 2 if len(self.args) > place and self.args[place] else flops
+        return "convolution" if self.name in _CONVOLUTIONS else "product", flops
 
-class _Attention(torch.autograd.Function):
-    """Shapes and records of flash attention; q [N, heads, L, D], k and v [N, heads, S, D]."""
+    def kernels(self) -> int:
+        """How many kernels it launches."""
+        if self.name in _CONVOLUTIONS:
+            return len(self.made) + self._has_bias
+        return _KERNELS.get(self.name, (1, 1))[0]
 
-    @staticmethod
-    def forward(ctx: Any, trace: _Trace, causal: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        items, heads, rows, _ = query.shape
-        made = query.new_empty((items, rows, heads, value.shape[-1])).transpose(1, 2)  # as the kernels lay it out
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, made, sums)
-        ctx.trace, ctx.causal = trace, causal
-        flops = sdpa_flop_count(query.shape, key.shape, value.shape)
-        _Attention._record(ctx, flops, [query, key, value], [made, sums])
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, made, sums = ctx.saved_tensors
-        own = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        flops = sdpa_backward_flop_count(gradients[0].shape, query.shape, key.shape, value.shape)
-        _Attention._record(ctx, flops, [query, key, value, made, sums, gradients[0]], own)
-        return (None, None, *own)
-
-    @staticmethod
-    def _record(ctx: Any, flops: int, reads: list[Tensor], writes: list[Tensor]) -> None:
-        trace: _Trace = ctx.trace
-        trace.operators.append(_Operator("attention", flops // 2 if ctx.causal else flops, trace.touched(reads),
-                                         trace.touched(writes), trace.backward))
-
-
-@dataclass
-class _Kernel:
-    """Operators that run as one."""
-
-    backward: bool
-    operators: list[_Operator]
+    def moved_bytes(self) -> int:
+        """Bytes that its kernels read and write."""
+        read, written = _bytes(self.given), _bytes(self.made)
+        if self.name.rstrip("_") in _NOT_READING:
+            return written
+        if self.name == "copy_":
+            return _bytes(self.given[1:]) + written
+        if self.name in _PICKING:
+            return _bytes(self.given[1:]) + 2 * written
+        if self.name in _PLACING:
+            return _bytes(self.given[1:]) + _bytes(self.given[-1:])
+        if self.name == "convolution_backward":  # each gradient is made of the output's
+            return read + (len(self.made) - 1) * _bytes(self.given[:1]) + written
+        if self._has_bias:
+            return read + 3 * written
+        return _KERNELS.get(self.name, (1, 1))[1] * read + written
 
 
-def _gather(operators: list[_Operator]) -> list[_Kernel]:
-    """Kernels in the order in which they run: each operator that fuses waits until something else needs its result."""
-    kernels: list[_Kernel] = []
-    waiting: list[_Operator] = []
-
-    def run(chosen: list[_Operator]) -> None:
-        for place, operator in enumerate(chosen):
-            if place == 0 or operator.begins:
-                kernels.append(_Kernel(operator.backward, []))
-            kernels[-1].operators.append(operator)
-        waiting[:] = [operator for operator in waiting if not any(operator is other for other in chosen)]
-
-    for operator in operators:
-        if waiting and waiting[-1].backward != operator.backward:
-            run(list(waiting))
-        if operator.kind == "other":
-            waiting.append(operator)
-            continue
-        wanted, chosen = set(operator.reads), []
-        for other in reversed(waiting):
-            if not wanted.isdisjoint(other.writes):
-                wanted |= other.reads.keys()
-                chosen.append(other)
-        run(chosen[::-1])
-        kernels.append(_Kernel(operator.backward, [operator]))
-    run(list(waiting))
-    return kernels
-
-
-class _Kernels:
-    """The operators of a trace, gathered into kernels by the rules at the head of this file."""
-
-    def __init__(self, trace: _Trace, final: set[int]) -> None:
-        self._sizes = trace.sizes
-        self._kernels = _gather(trace.operators)
-        self._maker: dict[int, _Operator] = {}
-        self._inside: set[int] = set()  # storages that are never written to memory
-        self._find_inside(final)
-
-    def _find_inside(self, final: set[int]) -> None:
-        kernel_of: dict[int, _Kernel] = {}
-        in_memory = set(final)
-        for kernel in self._kernels:
-            for operator in kernel.operators:
-                for storage in operator.reads:
-                    source = kernel_of.get(storage)
-                    if source is None or (source is not kernel and source.backward == kernel.backward):
-                        in_memory.add(storage)
-                for storage in operator.writes:
-                    if storage not in kernel_of and storage not in in_memory:  # else it was there before
-                        kernel_of[storage], self._maker[storage] = kernel, operator
-                    if operator.kind != "other":
-                        in_memory.add(storage)
-        self._inside = self._maker.keys() - in_memory
-
-    def sources(self, storages: set[int]) -> set[int]:
-        """What must be in memory for these storages to be read: themselves, or what they are computed from."""
-        found: set[int] = set()
-        left, seen = list(storages), set(storages)
-        while left:
-            storage = left.pop()
-            if storage not in self._inside:
-                found.add(storage)
-                continue
-            new = self._maker[storage].reads.keys() - seen
-            seen |= new
-            left += new
-        return found
-
-    def work(self, backward: bool) -> KernelWork:
-        """All kernels of the forward or the backward together."""
-        flops: Counter[Kind] = Counter()
-        moved_bytes = kernels = 0
-        for kernel in self._kernels:
-            if kernel.backward == backward:
-                moved_bytes += self._moved_bytes(kernel)
-                kernels += sum(operator.kernels for operator in kernel.operators[:1])
-                for operator in kernel.operators:
-                    flops[operator.kind] += operator.flops
-        return KernelWork(flops["product"], flops["attention"], flops["convolution"], moved_bytes, kernels)
-
-    def _moved_bytes(self, kernel: _Kernel) -> int:
-        made: set[int] = set()
-        read: Counter[int] = Counter()
-        again = 0
-        for operator in kernel.operators:
-            for storage, size in operator.reads.items():
-                if storage in made:
-                    continue
-                for source in self.sources({storage}) - made:
-                    amount = size if source == storage else self._sizes[source]
-                    read[source] = min(self._sizes[source], read[source] + amount)
-                    again += amount if operator.begins else 0
-            made |= operator.writes.keys()
-        written = sum(self._sizes[storage] for storage in made - self._inside)
-        return read.total() + again + written
+def _bytes(tensors: list[Tensor]) -> int:
+    """Bytes that tensors cover together, those of one storage at most as often as it has them."""
+    amounts: dict[int, int] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        covered = amounts.get(storage._cdata, 0) + tensor.numel() * tensor.element_size()
+        amounts[storage._cdata] = min(storage.nbytes(), covered)
+    return sum(amounts.values())

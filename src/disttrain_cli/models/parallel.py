@@ -30,9 +30,9 @@ BUCKET = 1 << 24
 
 @dataclass(frozen=True)
 class Group:
-    """A TP group as one of its ranks sees it."""
+    """A TP group as one of its ranks sees it; without `ranks` for the meta device only, on which nothing is sent."""
 
-    ranks: dist.ProcessGroup
+    ranks: dist.ProcessGroup | None
     size: int
     rank: int  # in the group
 
@@ -46,19 +46,24 @@ class Group:
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` with the equal parts of all ranks."""
-        dist.all_gather_single(whole, own, group=self.ranks)
+        if not own.is_meta:
+            dist.all_gather_single(whole, own, group=self.ranks)
 
     def reduce_scatter(self, own: Tensor, partial: Tensor) -> None:
         """Fill `own` with this rank's part of the sum of what all ranks have."""
-        dist.reduce_scatter_single(own, partial, group=self.ranks)
+        if not own.is_meta:
+            dist.reduce_scatter_single(own, partial, group=self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Replace a tensor by its sum (or maximum) over the ranks."""
-        dist.all_reduce(tensor, op=op, group=self.ranks)
+        if not tensor.is_meta:
+            dist.all_reduce(tensor, op=op, group=self.ranks)
 
 
 def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.device:
     """From where a device's tensors are sent: gloo reads a host's memory only."""
+    if device.type == "meta":
+        return device
     return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
 
 

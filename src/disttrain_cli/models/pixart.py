@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import refused
 from disttrain_cli.models.division import Division
@@ -92,7 +93,7 @@ class Block(GeneratorLayer):
         self.name, self.module, self.context_tokens = f"{module}.block.{number}", module, context_tokens
         self.writes = (spec,)
         self.published = {"block": f"transformer_blocks.{number}"}
-        self.block: Any = copy.deepcopy(block)
+        self.block: Any = with_own_attention(copy.deepcopy(block))
         self.division = GATED if gated else PLAIN
         self.dropouts = seeded(self)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.models.layer import Batch, TensorSpec
 from disttrain_cli.spec.inputs import ModelInputs, number_of
@@ -93,12 +94,17 @@ def state_at(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    tp: int = 1,
 ) -> dict[str, Tensor]:
-    """Random state for the cut before layer `cut`: standard normal leaves that ask for gradients."""
+    """Random state for the cut before layer `cut`: standard normal leaves that ask for gradients.
+
+    Of a TP group the first rank's, which has the own rows of tensors that are divided.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     state = {}
     for spec in live_tensors(table, cut):
-        shape = (row_count(spec, inputs, batch), *spec.shape)
+        rows = row_count(spec, inputs, batch)
+        shape = (own_rows(rows, tp, 0)[1] if spec.split else rows, *spec.shape)
         if torch.device(device).type == "meta":
             tensor = torch.empty(shape, device=device, dtype=dtype)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from disttrain_cli.models.attention import with_own_attention
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import refused
 from disttrain_cli.models.configs.generators import pooled_width
@@ -74,7 +75,7 @@ class Inner(GeneratorLayer):
         self.writes = writes
         self.features, self.skips, self.context_tokens = features, skips, context_tokens
         self.published = {"block": path}
-        self.block = block
+        self.block = with_own_attention(block)
         self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:

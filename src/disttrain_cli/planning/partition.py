@@ -88,7 +88,8 @@ def _slowest(times: Floats, states: Floats, activations: Floats, working: Floats
 
 
 def fewest_stages(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats,
-                  slots: int | Ints, after: int | Ints, within: Floats, allowed: NDArray[np.bool_] | None = None) -> Ints:
+                  slots: int | Ints, after: int | Ints, within: Floats,
+                  allowed: NDArray[np.bool_] | None = None) -> Ints:
     """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where there is none.
 
     Other arguments as in `slowest_stage`; `slots` and `after` may differ by row. Every stage, from the last, takes as

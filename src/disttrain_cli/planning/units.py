@@ -127,7 +127,7 @@ class Unit:
             known, trained = (self.profile, self.modules, tp), self.cluster.trained
             kept, shared = state_bytes(*known, self.cluster.zero_stage, trained)
             terms = activation_terms(*known, trained, checkpointing)
-            working = working_terms(*known, trained)
+            working = working_terms(*known, trained, checkpointing)
             rows.append(np.vstack([*self.layer_ms(tp, checkpointing), kept / GIB, shared / GIB, terms / GIB,
                                    working / GIB]))
         columns = np.stack(rows)  # [V, 12, L]

@@ -1,14 +1,14 @@
 """A profile without measuring: the operators of every layer, timed by the hardware catalogue's curves.
 
-For machines that nobody has here, in seconds and without a GPU, also for a model that would fit on none. What a
-kernel is says `models.operators`, how long it takes `costs.hardware`. Both are linear in work, so times and bytes are
-exact polynomials of it and a few small probes on the meta device decide them.
+For machines that nobody has here, in seconds and without a GPU, also for a model that would fit on none. Which
+kernels run says `models.operators`, how long they take `costs.hardware`. Both are linear in work, so times and bytes
+are exact polynomials of it and a few probes on the meta device decide them. A shard is counted as the first rank of its
+TP group, which computes what it would with the others' messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,11 +24,11 @@ from disttrain_cli.costs.hardware import (
     link_profile,
     memory_s,
 )
-from disttrain_cli.models.division import pieces
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.parallel import Group, join
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
@@ -46,7 +46,7 @@ from disttrain_cli.spec.work import Work
 #: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient; bf16 weight.
 OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
 
-RULES = "flash attention; elementwise operators fused and computed again in the backward; a TP group's messages wait"
+RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
 
 
 def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profile:
@@ -66,7 +66,8 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
     links = link_profile(device, file.cluster)
-    setting = Setting(table, inputs, data, links.of(True), value_bytes=2 if precision == "bf16" else 4)
+    setting = Setting(table, inputs, data, links.of(True), value_bytes=2 if precision == "bf16" else 4,
+                      grouped=True)
     degrees = {module: tp_degrees(run, module, file.cluster.gpus_per_node) for module in file.model.order}
     modules = {}
     for module, tps in degrees.items():
@@ -76,13 +77,10 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
         series: dict[bool, dict[int, Series]] = {False: {}, True: {}}
         for tp, layers in shards.items():
             progress(f"count the operators of {module} at TP {tp}", 0, 0)
-            divided = {place: layer for place, layer in layers.items() if tp == 1 or pieces(shards[1][place])}
             for frozen, found in series.items():
-                for layer in divided.values():
+                for layer in layers.values():
                     layer.requires_grad_(not frozen and not layer.frozen)
-                own = _series(inputs, table, module, divided, device, precision)
-                found[tp] = own if tp == 1 else replace(own, times=found[1].times | own.times,
-                                                        kept_bytes=found[1].kept_bytes | own.kept_bytes)
+                found[tp] = _series(inputs, table, module, layers, tp, device, precision)
         kinds = {tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()}
         known = known_parts(kinds, flops[module], running(run, module, tps))
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
@@ -96,24 +94,27 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
 
 
 def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int, PipelineLayer]:
-    """One rank's part of the first layer of every kind of a module, by its place in the model."""
+    """The first rank's part of the first layer of every kind of a module, by its place in the model."""
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
-    return {place: layer for start, stop in first_of_kinds(table, module, 1)
-            for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)}
+    layers = {place: layer for start, stop in first_of_kinds(table, module, 1)
+              for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)}
+    for layer in layers.values():
+        join(layer, None if tp == 1 else Group(None, tp, 0))
+    return layers
 
 
-def _series(inputs: ModelInputs, table: list[LayerInfo], module: str, shards: Mapping[int, PipelineLayer],
+def _series(inputs: ModelInputs, table: list[LayerInfo], module: str, shards: Mapping[int, PipelineLayer], tp: int,
             device: Device, precision: Precision) -> Series:
     """Times and kept bytes of every layer of a module at a few sizes, messages not included."""
     item = inputs.item(module)
     works: list[Work] = []
     found: dict[str, list[tuple[float, float, float]]] = {layer.kind: [] for layer in shards.values()}
-    for size in _sizes(inputs, item):
+    for size in _sizes(inputs, item, tp):
         batch = probe_batch(inputs, device="meta", **size)
         works.append(probe_work(inputs, module, **{name: value for name, value in size.items() if name != "length"}))
         for place, layer in shards.items():
             dtype = next(layer.parameters()).dtype
-            done = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype), batch)
+            done = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch)
             found[layer.kind].append((kernels_ms(device, precision, done.forward),
                                       kernels_ms(device, precision, done.backward), float(done.saved_bytes)))
     values = {part: np.array(rows).T for part, rows in found.items()}
@@ -123,16 +124,17 @@ def _series(inputs: ModelInputs, table: list[LayerInfo], module: str, shards: Ma
                   {part: rows[2] for part, rows in values.items()})
 
 
-def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
-    """As many probe sizes as there are amounts that costs depend on."""
-    if item == "image":
+def _sizes(inputs: ModelInputs, item: Item, tp: int) -> list[dict[str, Any]]:
+    """As many probe sizes as there are amounts that costs depend on, whose rows a TP group divides evenly."""
+    if item == "image":  # none square, so that all have positions of their own
         m = inputs.probe_step
-        return [{"grids": [(rows * m, columns * m)] * images}
-                for images, rows, columns in ((1, 4, 4), (1, 8, 6), (2, 4, 4), (3, 8, 8))]
-    if item == "sequence":
-        return [{"documents": [[length]] * sequences, "length": length}
-                for sequences, length in ((1, 64), (1, 256), (4, 64))]
-    return [{"clips" if item == "audio" else "targets": count} for count in (2, 5)]
+        return [{"grids": [(rows * m, columns * m)] * images * tp}
+                for images, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))]
+    if item == "sequence":  # whole ones: the loss takes as many rows at a time as it does in a step
+        length = inputs.sequence_length
+        return [{"documents": [lengths] * sequences * tp, "length": length}
+                for sequences, lengths in ((1, [length]), (1, [length - length // 2, length // 2]), (2, [length]))]
+    return [{"clips": count * tp} if item == "audio" else {"targets": count} for count in (2, 5)]
 
 
 def _padded(length: int, works: list[Work], values: dict[str, Floats]) -> tuple[list[Work], dict[str, Floats]]:
@@ -140,10 +142,11 @@ def _padded(length: int, works: list[Work], values: dict[str, Floats]) -> tuple[
 
     Probes have sequences without padding. A cost is base + per_row · rows + per_length_sq · Σ length².
     """
-    amounts = np.array([(1.0, work.tokens, work.sum_length_sq) for work in works])
+    scale = np.array([1.0, length, length**2])
+    amounts = np.array([(1.0, work.tokens, work.sum_length_sq) for work in works]) / scale
     full = [Work(1, length, length**2), Work(1, length / 2, length**2 / 8), Work(2, length, length**2 / 2),
             Work(4, 3 * length, length**2)]
-    wanted = np.array([(1.0, work.items * length, work.sum_length_sq) for work in full])
+    wanted = np.array([(1.0, work.items * length, work.sum_length_sq) for work in full]) / scale
     return full, {part: np.maximum(0.0, wanted @ np.linalg.solve(amounts, rows.T)).T for part, rows in values.items()}
 
 

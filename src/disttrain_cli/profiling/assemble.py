@@ -50,6 +50,7 @@ class Setting:
     data: Dataset
     links: LinkTimes
     value_bytes: int  # of one number of the tensors between layers
+    grouped: bool = False  # whether kept bytes are those of a rank in its TP group, not of its part alone
 
 
 def known_parts(shards: Mapping[int, Mapping[str, PipelineLayer]], flops: Mapping[str, LayerFlops],
@@ -81,7 +82,7 @@ def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, 
             parameters=counts.flops.parameters,
             tp={str(tp): _shard(part, counts, tp, trained, frozen, setting.links, input_bytes(
                 next(layer for layer in layers if layer.kind == part), setting.table, setting.inputs, data.mean,
-                value_bytes), kind != "generator") for tp in trained},
+                value_bytes, tp), kind != "generator" and not setting.grouped) for tp in trained},
             forward_flops=counts.flops.forward, backward_flops=counts.flops.backward,
             backward_input_flops=counts.flops.backward_input)
         for part, counts in known.items()}
@@ -112,14 +113,14 @@ def sent_bytes(messages: Messages, tp: int) -> Polynomial:
 
 
 def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], frozen: Mapping[int, Series],
-           links: LinkTimes, input_size: Polynomial, by_rows: bool) -> LayerShard:
+           links: LinkTimes, input_size: Polynomial, divides: bool) -> LayerShard:
     """One rank's part of a kind of layer.
 
     Args:
-        input_size: bytes of the whole layer's input.
-        by_rows: with sequence-parallel norms (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) a TP group
-            divides all that it keeps, inside attention and MLP by heads and width, between them by rows. Not in a
-            U-Net, whose convolutions are whole on every rank.
+        input_size: bytes of the rank's input.
+        divides: take it that a TP group divides all that the whole layer keeps: inside attention and MLP by heads and
+            width, between them by rows (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). A part measured
+            alone keeps whole rows.
     """
     running = known.running[tp]
     passes: dict[Pass, Messages] = {
@@ -129,7 +130,7 @@ def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], froze
     forward_ms, backward_ms = trained[tp].times[part]
     _, input_ms = frozen[tp].times[part]
     works, input_works = trained[tp].works, frozen[tp].works
-    divided = by_rows and known.shard_parameters[tp] < known.shard_parameters[1]
+    divided = divides and known.shard_parameters[tp] < known.shard_parameters[1]
     share, measured = (1.0 / tp, 1) if divided else (1.0, tp)
     return LayerShard(
         parameters=known.shard_parameters[tp],
@@ -139,10 +140,10 @@ def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], froze
         recomputing_ms=combine((1.0, messages["recomputing"]), (-1.0, messages["forward"]),
                                (-1.0, messages["backward"])),
         sent_bytes={name: sent_bytes(own, tp) for name, own in passes.items() if own.counts},
-        transient_bytes=running.transient_bytes,
+        transient_bytes=running.transient_bytes, recomputing_bytes=running.recomputing_bytes,
         activation_bytes=combine((share, _kept(trained[measured], part))),
         frozen_activation_bytes=combine((share, _kept(frozen[measured], part))),
-        input_bytes=combine((share, input_size)),
+        input_bytes=input_size,
         fit_error_pct=held_out_error_pct(works, [forward_ms, backward_ms]),
         frozen_fit_error_pct=held_out_error_pct(input_works, [input_ms]))
 

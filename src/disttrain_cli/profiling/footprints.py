@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttrain_cli.models.division import own_rows, pieces
+from disttrain_cli.models.division import pieces
 from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation, footprint
-from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table, live_tensors
+from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import join
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
@@ -45,7 +45,8 @@ class Messages:
 class Running:
     """One rank's part of a kind of layer, as it runs."""
 
-    transient_bytes: Polynomial = field(default_factory=Polynomial)  # beyond what it keeps, in either pass
+    transient_bytes: Polynomial = field(default_factory=Polynomial)  # the most beyond what it keeps, in either pass
+    recomputing_bytes: Polynomial = field(default_factory=Polynomial)  # the same beyond that, where it recomputes
     forward: Messages = field(default_factory=Messages)
     backward: Messages = field(default_factory=Messages)
     backward_input: Messages = field(default_factory=Messages)  # the weights are frozen
@@ -95,14 +96,17 @@ def _running(layer: PipelineLayer, place: int, probes: _Probes, tp: int) -> Runn
     trained = runs()
     transient = fit(probes.works, [float(one.transient_bytes) for one in trained])
     if tp == 1:
-        return Running(transient)
+        return Running(transient)  # recomputing holds no more
     forward = _messages(probes.works, [one.forward for one in trained])
     backward = _messages(probes.works, [one.backward for one in trained])
     if not layer.by_rows:  # its sums are the same whatever is trained or kept
         both = _messages(probes.works, [one.forward + one.backward for one in trained])
-        return Running(transient, forward, backward, backward, both)
-    return Running(transient, forward, backward, *(
-        _messages(probes.works, [one.backward for one in made]) for made in (runs(frozen=True), runs(recompute=True))))
+        return Running(transient, Polynomial(), forward, backward, backward, both)
+    frozen, again = runs(frozen=True), runs(recompute=True)
+    more = [max(0.0, float(two.kept_bytes + two.transient_bytes - one.kept_bytes - one.transient_bytes))
+            for one, two in zip(trained, again, strict=True)]
+    return Running(transient, fit(probes.works, more), forward, backward, *(
+        _messages(probes.works, [one.backward for one in made]) for made in (frozen, again)))
 
 
 def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messages:
@@ -115,13 +119,9 @@ def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messa
 
 def _own_state(layer: PipelineLayer, place: int, probes: _Probes, batch: Batch, tp: int) -> dict[str, Tensor]:
     """What the group's first rank has of what a layer reads."""
-    split = {spec.name for spec in live_tensors(probes.table, place) if spec.split}
     dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
-    state = state_at(probes.table, place, probes.inputs, batch, "meta", dtype)
-    own = {name: tensor for name, tensor in state.items() if name in layer.reads}
-    for name in own.keys() & split:
-        own[name] = torch.empty_like(own[name][:own_rows(len(own[name]), tp, 0)[1]], requires_grad=True)
-    return own
+    state = state_at(probes.table, place, probes.inputs, batch, "meta", dtype, tp=tp)
+    return {name: tensor for name, tensor in state.items() if name in layer.reads}
 
 
 def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:

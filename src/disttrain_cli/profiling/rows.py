@@ -30,8 +30,8 @@ def rows(spec: TensorSpec, inputs: ModelInputs) -> Polynomial:
 
 
 def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],
-                value_bytes: int) -> Polynomial:
-    """Bytes of what a layer reads, in the work of its own module.
+                value_bytes: int, tp: int = 1) -> Polynomial:
+    """Bytes of what one rank of a TP group has of a layer's input, in the work of the layer's module.
 
     Rows that another module owns (images and clips in the LLM's embedding) come with the data's mean share of tokens.
 
@@ -46,7 +46,7 @@ def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, m
         if (owner := _owner(spec, inputs, layer.module)) != layer.module:
             tokens = mean[layer.module].tokens
             count = Polynomial(per_token=count(mean[owner]) / tokens if tokens else 0.0)
-        terms.append((float(math.prod(spec.shape) * value_bytes), count))
+        terms.append((math.prod(spec.shape) * value_bytes / (tp if spec.split else 1), count))
     return combine(*terms)
 
 

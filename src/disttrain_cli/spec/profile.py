@@ -41,6 +41,9 @@ class LayerShard(Strict):
     input_bytes: Polynomial = Field(description="Bytes of its input: all it keeps under activation checkpointing.")
     transient_bytes: Polynomial = Field(
         default_factory=Polynomial, description="The most bytes that a pass holds beyond those at a time.")
+    recomputing_bytes: Polynomial = Field(
+        default_factory=Polynomial, description="What it holds beyond that where activations are recomputed: a TP "
+        "group's gathered rows, which are dropped else.")
     recomputing_ms: Polynomial = Field(
         default_factory=Polynomial, description="What a backward takes that runs the forward again, beyond the two: "
         "below zero, as a TP group gathers no rows twice then.")

@@ -26,5 +26,5 @@ def on_fake_cuda(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a module's function returns there; it and its arguments must be JSON's."""
     done = subprocess.run([sys.executable, "-c", _CALL, function.__module__, function.__name__, json.dumps(arguments)],
                           env=os.environ | environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-9000:]
     return json.loads(done.stdout.split("result: ")[-1])

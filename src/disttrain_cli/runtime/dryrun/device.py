@@ -96,7 +96,9 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
     total = round(memory_gib * 2**30)
     properties = SimpleNamespace(name=name, total_memory=total, major=capability[0], minor=capability[1],
                                  multi_processor_count=132, warp_size=32, gcnArchName="", uuid="fake")
-    stream = _Stream()
+    stream, kernels = _Stream(), torch.library.Library("aten", "IMPL", "CUDA")
+    # One kernel in CUDA's build; the CPU's takes it to pieces, each of which would hold memory, where there is none.
+    kernels.impl("silu_backward", lambda gradient, x: torch.empty_like(x))
     given: dict[str, Any] = {
         "is_available": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
         "set_device": lambda _: None, "init": lambda: None, "_lazy_init": lambda: None, "is_initialized": lambda: True,

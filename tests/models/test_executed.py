@@ -1,0 +1,122 @@
+"""Priced is what runs: every kind of layer, counted on the meta device and executed on a fake CUDA device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from disttrain_cli.commands.init import preset_text
+from disttrain_cli.models.graph import build_layers, describe, layer_table
+from disttrain_cli.models.operators import layer_operators
+from disttrain_cli.models.parallel import Group, join
+from disttrain_cli.models.probe import probe_batch, state_at
+from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.profiling.rows import input_bytes
+from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.work import Work
+from tests.models.executed import executed
+from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
+
+PRESETS = ("mllm-9b", "mllm-72b", "mllm-130b", "mllm-audio-10b", "qwen-vl-8b", "tiny", "tiny-audio",
+           "tiny-two-generators")
+IMAGE = {"hidden_size": 1152, "num_hidden_layers": 2, "num_attention_heads": 16, "intermediate_size": 4304,
+         "image_size": 384, "patch_size": 14}
+TEXT = {"vocab_size": 152064, "hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "intermediate_size": 6144}
+SDXL = {"in_channels": 4, "out_channels": 4, "sample_size": 64, "layers_per_block": 2,
+        "block_out_channels": [320, 640, 1280],
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "cross_attention_dim": 2048,
+        "attention_head_dim": [5, 10, 20], "transformer_layers_per_block": [1, 2, 10], "use_linear_projection": True,
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816}
+PIXART = {"num_attention_heads": 16, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "num_layers": 2,
+          "sample_size": 64, "patch_size": 2, "cross_attention_dim": 1152, "caption_channels": 4096,
+          "use_additional_conditions": False}
+#: Classes of models that no preset has.
+OTHERS: dict[str, dict[str, Any]] = {
+    "siglip, mistral, pixart": {
+        "eye": {"kind": "encoder", "architecture": "siglip_vision_model", "config": IMAGE},
+        "llm": {"kind": "llm", "architecture": "mistral", "config": TEXT | {"sliding_window": 1024}},
+        "brush": {"kind": "generator", "architecture": "pixart", "image_size": 512, "context_tokens": 120,
+                  "cached_latents": True, "config": PIXART}},
+    "clip, qwen3, sdxl": {
+        "eye": {"kind": "encoder", "architecture": "clip_vision_model", "config": IMAGE},
+        "llm": {"kind": "llm", "architecture": "qwen3", "config": TEXT | {"head_dim": 128}},
+        "brush": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 512, "context_tokens": 77,
+                  "cached_latents": True, "config": SDXL}},
+}
+SIZES = {"image": {"grids": [(32, 24)] * 4}, "audio": {"clips": 4}, "target": {"targets": 4}}
+FIGURES = ("kept", "recomputed_kept", "forward_kernels", "backward_kernels", "forward_flops", "backward_flops")
+
+
+def run_file(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.yaml"
+    if name in OTHERS:
+        text = yaml.safe_dump({
+            "name": "t", "model": {"modules": OTHERS[name]}, "cluster": {"nodes": 1, "gpus_per_node": 8},
+            "data": {"distribution": {"images_per_sequence": 2, "generated_per_sequence": 2, "sequences": 300},
+                     "sequence_length": 4096, "max_image_pixels": 1 << 20},
+            "train": {"global_batch_size": 8, "steps": 1, "precision": "bf16"}})
+    else:
+        text = preset_text(name)
+    path.write_text(text)
+    return path
+
+
+def cases_of(path: Path) -> list[list[Any]]:
+    """Every kind of layer of a run's model at TP 1 and, where it can be divided, 4."""
+    run = read_run(path)
+    inputs, seen, found = describe(run), set(), []
+    for place, info in enumerate(layer_table(run)):
+        if (info.module, info.kind) in seen:
+            continue
+        seen.add((info.module, info.kind))
+        item, length = inputs.item(info.module), inputs.sequence_length
+        sizes = SIZES.get(item) or {"documents": [[length // 2, length // 4, length // 4]], "length": length}
+        if item == "image":
+            m = inputs.probe_step
+            sizes = {"grids": [(rows * -(-24 // m) * m, 24 // m * m or m) for rows in (1, 1, 2)]}
+        found += [[str(path), place, tp, sizes] for tp in (1, 4) if tp in tp_degrees(run, info.module, 8)]
+    return found
+
+
+def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, float]:
+    run = read_run(Path(path))
+    dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
+    table, inputs = layer_table(run), describe(run)
+    layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
+    join(layer, Group(None, tp, 0) if tp > 1 else None)
+    layer.requires_grad_(not layer.frozen)
+    batch = probe_batch(inputs, device="meta", **sizes)
+    found = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch)
+    amount = input_bytes(table[place], table, inputs, {name: Work() for name in run.file.model.order}, dtype.itemsize,
+                         tp)
+    tokens = sum(rows * columns for rows, columns in sizes.get("grids", []))
+    items = next(len(value) if isinstance(value, list) else value for value in sizes.values())
+    return {"kept": found.saved_bytes, "recomputed_kept": amount(Work(items, tokens, 0.0)),
+            **{f"{way}_kernels": work.kernels for way, work in (("forward", found.forward), ("backward", found.backward))},
+            **{f"{way}_flops": sum(work[:3]) for way, work in (("forward", found.forward), ("backward", found.backward))}}
+
+
+def compared(folder: Path, names: tuple[str, ...], only: str = "") -> list[dict[str, Any]]:
+    """Both, of all layers whose name has `only` in it."""
+    rows = []
+    for name in names:
+        path = run_file(folder, name)
+        table = layer_table(read_run(path))
+        cases = [case for case in cases_of(path) if only in table[case[1]].name]
+        for case, ran in zip(cases, on_fake_cuda(executed, cases), strict=True):
+            rows.append({"model": name, "layer": table[case[1]].name, "tp": case[2], "priced": priced(*case),
+                         "ran": ran})
+    return rows
+
+
+def off(row: dict[str, Any], figure: str) -> float:
+    """How far the priced figure is from the executed one, as a share of the latter."""
+    ran, price = row["ran"][figure], row["priced"][figure]
+    return abs(price - ran) / ran if ran else float(price > 0)
