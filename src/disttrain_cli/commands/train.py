@@ -6,7 +6,7 @@ import shlex
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -39,6 +39,7 @@ EPILOG = """Examples:
 
 $ disttrain train
 $ disttrain train --dry-run
+$ disttrain train --dry-run --device cuda
 $ disttrain train --preflight
 $ disttrain train --emit slurm
 $ disttrain train --emit torchrun --out scripts
@@ -75,6 +76,9 @@ def run(
         "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Show ranks, groups, hosts, memory and commands; start nothing.")] = False,
+    device: Annotated[Literal["cuda"] | None, typer.Option(
+        help="With --dry-run: every distinct stage takes a step on a fake device of this kind, on this machine; memory, "
+        "messages, kernels and waits are shown beside the plan's.")] = None,
     emit: Annotated[Emit | None, typer.Option(
         help="Write scripts that start the ranks on the cluster's hosts, instead of starting "
         "them here.")] = None,
@@ -104,6 +108,9 @@ def run(
     if emit is not None and rehearse:
         raise UsageError("--emit does not go with --rehearse", "a rehearsal runs on this machine alone",
                          "Leave one of them out.")
+    if device is not None and (not dry_run or rehearse or emit is not None):
+        raise UsageError("--device goes with --dry-run alone", f"given: --device {device}" + " --rehearse" * rehearse
+                         + f" --emit {emit}" * (emit is not None), "disttrain train --dry-run --device cuda")
     profiled = _steps_to_profile(profile_steps, rehearse, preflight)
     begins = _begins_with(origin, resume, rehearse)
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
@@ -112,6 +119,12 @@ def run(
         from disttrain_cli.runtime.train import check_profiled
 
         check_profiled(profiled, steps or opened.file.train.steps)
+    if device is not None:
+        from disttrain_cli.commands.dry_run import show_steps
+
+        if not show_steps(console, opened, chosen, profile):
+            raise SystemExit(1)
+        return
     begin = partial(next_command, "train", run_file, plan=plan, steps=steps, profile_steps=profile_steps,
                     **{"from": origin}, resume=resume, restart=restart)
     if dry_run:

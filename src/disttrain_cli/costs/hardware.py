@@ -50,6 +50,7 @@ class Device(Strict):
     link_gbytes_s: float = Field(gt=0, description="To the other devices of a node.")
     network_gbps: float = Field(gt=0, description="Typical network of one device.")
     curve: str
+    capability: tuple[int, int] = Field(description="Compute capability: which kernels it has.")
     source: str
 
     @property

@@ -10,11 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.dryrun.syncs import pin_memory
+
+_REAL_TENSOR = torch.tensor
 
 
 class _Event:
@@ -51,6 +54,30 @@ class _Stream(_Event):
         return self
 
     def __exit__(self, *_: Any) -> None: ...
+
+
+def _tensor(values: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> Tensor:
+    """`torch.tensor`: numbers of the host are copied to the device, which torch would ask for real memory."""
+    made = _REAL_TENSOR(values, dtype=dtype, device="cpu")
+    return (made if device is None else made.to(device)).requires_grad_(requires_grad)
+
+
+def _apply(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply`, as it is for real tensors: parameters stay who they are (torch swaps fake ones, or fails)."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            made = function(parameter)
+        if torch._has_compatible_shallow_copy_type(parameter, made):
+            parameter.data, parameter.fake_device = made, made.fake_device
+        else:  # from the meta device
+            module._parameters[name] = torch.nn.Parameter(made, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
 
 
 @contextmanager
@@ -90,6 +117,7 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
     with (patch.multiple(torch.cuda, create=True, **given),
           patch.object(torch.Tensor, "pin_memory", pin_memory),
           patch.object(torch.Tensor, "record_stream", lambda *_: None),
-          patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # values would be copied to the device for real
+          patch.object(torch.nn.Module, "_apply", _apply), patch.object(torch, "tensor", _tensor),
+          patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # constants would be kept as real tensors
           FakeTensorMode(allow_non_fake_inputs=True) as mode):
         yield mode

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,13 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 
 def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path, *,
-           timeout_s: float | None = None, on_poll: Callable[[], None] | None = None) -> None:
+           timeout_s: float | None = None, on_poll: Callable[[], None] | None = None,
+           variables: Mapping[str, str] | None = None) -> None:
     """Run `target` ("package.module:function") once per rank and wait for all of them.
 
     The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT (for `process.rendezvous`) and OMP_NUM_THREADS=1 (unless set) in its environment; its output goes to
-    the rank's log.
+    MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and `variables` in its environment; its output
+    goes to the rank's log.
     Where the target's module has a function `before_fork`, it is called with the payload once, before the ranks
     are forked, to import what they need; it starts no thread and touches no device. `on_poll` is called about
     every 50 ms.
@@ -66,7 +67,7 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to count devices by the CUDA runtime spoils it for forked processes
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
-    }
+    } | dict(variables or {})
     with tempfile.TemporaryDirectory(prefix="disttrain-") as folder, (log_dir / "starter.log").open("wb") as log:
         file = Path(folder) / "payload.json"
         file.write_text(json.dumps(payload))

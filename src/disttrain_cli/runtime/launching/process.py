@@ -48,7 +48,7 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
     import deepspeed
     import deepspeed.ops
 
-    _import_muon()
+    import_muon()
     device = torch.device(device)
     if device.type == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
@@ -91,7 +91,7 @@ def abort_groups() -> None:
     thread.join(ABORT_S)
 
 
-def _import_muon() -> None:
+def import_muon() -> None:
     """Import DeepSpeed's Muon optimizer, which it asks every other one about, without compiling it.
 
     Its functions are decorated to be compiled, and to decorate them takes torch's compiler: seconds of a core, on

@@ -1,0 +1,140 @@
+"""Every distinct stage of a plan takes a step on a fake device, and what it did is set beside what the plan says."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from disttrain_cli.costs.hardware import lookup
+from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
+from disttrain_cli.errors import SpecError
+from disttrain_cli.models.graph import layer_table
+from disttrain_cli.runtime.dryrun.shim import environment
+from disttrain_cli.runtime.dryrun.stages import StageSeen, distinct
+from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
+from disttrain_cli.runtime.launching.launch import launch
+from disttrain_cli.runtime.train import payload_of
+from disttrain_cli.runtime.units.topology import Topology, build_topology
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.progress import Progress, silent
+from disttrain_cli.spec.runfile import Run
+
+#: Compute capability of a device that is not in the catalogue.
+CAPABILITY = (9, 0)
+WORKER = "disttrain_cli.runtime.dryrun.worker:main"
+
+
+class StageReport(BaseModel):
+    """A distinct stage of the plan: what it did in a step, and what was expected of it."""
+
+    unit: str
+    unit_stages: list[int]  # numbers inside the unit of the stages that are alike
+    layers: list[int]  # first and last of the model
+    seen: StageSeen
+    priced_kept_gib: float  # of the same work
+    priced_gib: float  # peak of the same work, without what no fake device shows:
+    unseen_gib: float  # rows on their way, fragmentation, the device's context and communicators, as the plan states them
+    planned_gib: float  # peak of the plan, with these; its worst work need not be whole items
+    limit_gib: float
+
+    @property
+    def needed_gib(self) -> float:
+        """Memory that a device must have for the stage."""
+        return max(self.seen.peak_gib, self.seen.built_gib) + self.unseen_gib
+
+
+class DryRun(BaseModel):
+    """What `train --dry-run --device cuda --json` prints."""
+
+    device: str
+    capability: tuple[int, int]
+    memory_gib: float
+    ranks: int
+    microbatches: int
+    stages: list[StageReport]
+    problems: list[str]  # why training would fail or be slow; none = it would run
+
+
+def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent) -> DryRun:
+    """Take a step of every distinct stage of a plan on fake devices, in as many processes at a time as there are cores.
+
+    The plan must have been checked against the run and profile (`planning.check`). Nothing is written but the logs.
+
+    Raises:
+        DisttrainError: this machine cannot pretend to have a CUDA device.
+        RankFailedError: a process ended without saying why.
+    """
+    variables = environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    table = layer_table(run)
+    topology = build_topology(plan.plan, [info.module for info in table], profile.inputs.llm)
+    groups = distinct(topology, table, plan.plan.microbatches)
+    memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
+    capability = _capability(profile.device.name)
+    at_once = min(len(groups), os.cpu_count() or 1)
+    payload = payload_of(run, plan, profile) | {
+        "stages": [[stage.number for stage in group] for group in groups], "name": profile.device.name,
+        "memory_gib": memory_gib, "capability": list(capability), "at_once": at_once}
+    with tempfile.TemporaryDirectory(prefix="disttrain-dry-run-") as folder:
+        def poll() -> None:
+            progress("steps of distinct stages", len(list(Path(folder).glob("stage-*.json"))), len(groups))
+
+        launch(len(groups), WORKER, payload | {"folder": folder}, run.dir.logs / "dry-run", on_poll=poll,
+               variables=variables)
+        seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
+                for number in range(len(groups))]
+    stages = reports(profile, plan, topology, seen)
+    return DryRun(device=profile.device.name, capability=capability, memory_gib=memory_gib,
+                  ranks=topology.world_size, microbatches=plan.plan.microbatches, stages=stages,
+                  problems=[problem for stage in stages for problem in problems(stage)])
+
+
+def _capability(device: str) -> tuple[int, int]:
+    try:
+        return lookup(device).capability
+    except SpecError:
+        return CAPABILITY
+
+
+def reports(profile: Profile, plan: Plan, topology: Topology, seen: Sequence[StageSeen]) -> list[StageReport]:
+    """What was seen of every distinct stage beside the plan's memory, and the price of the very work that was done."""
+    layout = plan.plan
+    exact = at_work(profile, layout, worst_slot(profile, layout))
+    of_plan = {(own.unit, own.stage): own for own in plan.predicted.memory}
+    limit_gib = next(iter(of_plan.values())).limit_gib
+    priced = {(own.unit, own.stage): own for own in layout_memory(exact, layout, limit_gib)}
+    found = []
+    for one in seen:
+        stages = [topology.stages[number] for number in one.stages]
+        unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
+        kept = np.array([1.0, *(part[0] for part in worst_mix(
+            profile.inputs.llm in unit.modules, slot_sequences(profile, layout), np.array([float(unit.dp)])))]) @ \
+            activation_terms(exact, unit.modules, unit.tp, layout.trained, unit.checkpointing)
+        first = sum(unit.layers_per_stage[:index])
+        price = priced[key]
+        unseen_gib = price.messages_gib + price.fragmentation_gib + price.reserve_gib
+        found.append(StageReport(
+            unit=unit.name, unit_stages=[stage.index for stage in stages],
+            layers=[stages[0].layers.start, stages[0].layers.stop - 1], seen=one,
+            priced_kept_gib=float(kept[first:first + unit.layers_per_stage[index]].sum()) / GIB,
+            priced_gib=price.peak_gib - unseen_gib, unseen_gib=unseen_gib, planned_gib=of_plan[key].peak_gib,
+            limit_gib=limit_gib))
+    return found
+
+
+def problems(stage: StageReport) -> list[str]:
+    """Why training would fail on a stage, or be slow; empty if nothing was found."""
+    where, seen = f"unit {stage.unit}, stage {stage.unit_stages[0]}", stage.seen
+    if seen.failure is not None:
+        return [f"{where}: {seen.failure.what} ({seen.failure.where})"]
+    found = [f"{where}: the host waits for the device in a slot, {wait.times} times in {seen.slots} slots: "
+             f"{wait.instruction.replace('_', ' ')}, {wait.what} ({wait.where})" for wait in seen.waits
+             if wait.instruction]
+    if stage.needed_gib > stage.limit_gib:
+        found.append(f"{where}: {stage.needed_gib:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
+    return found

@@ -1,0 +1,40 @@
+"""What a step does on its device, operator by operator: kernels, messages, and storages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from disttrain_cli.runtime.dryrun.storages import Storages
+
+#: Operators that start no kernel, besides those that only view.
+IDLE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
+        "detach", "lift_fresh", "_local_scalar_dense", "record_stream"}
+
+
+class Observer(Storages):
+    """Counts what passes while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Kernels, operators of the host; sends, receives, collectives and the bytes of each ("sends_bytes").
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "c10d":
+            self._count_message(func._schema.name.removeprefix("c10d::"), args)
+        elif not func.is_view and func._opname not in IDLE:
+            made = next((value for value in tree_leaves(result) if isinstance(value, Tensor)), None)
+            if made is not None:
+                self.counts["kernels" if made.is_cuda else "host_operators"] += 1
+        return result
+
+    def _count_message(self, name: str, args: Any) -> None:
+        kind = {"send": "sends", "recv_": "receives"}.get(name, "collectives")
+        sizes = [value.numel() * value.element_size() for value in tree_leaves(args) if isinstance(value, Tensor)]
+        self.counts[kind] += 1
+        self.counts[f"{kind}_bytes"] += max(sizes, default=0)  # of a gather what it makes, of a scatter what it takes

@@ -1,0 +1,76 @@
+"""Which stages of a plan differ, and what is found of each: the dry run's report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from disttrain_cli.models.graph import LayerInfo
+from disttrain_cli.runtime.units.topology import Stage, Topology
+
+
+class Message(BaseModel):
+    """A state tensor as it crosses a cut in a slot."""
+
+    instruction: str  # that sent or received it
+    tensor: str
+    shape: list[int]  # of this rank's rows
+    dtype: str
+
+
+class Wait(BaseModel):
+    """Where the host waited for the device."""
+
+    instruction: str  # "" = at the end of the step
+    what: str  # an operator, or a copy
+    where: str  # source line
+    times: int  # in a step
+
+
+class Failure(BaseModel):
+    """Why a stage's step did not end."""
+
+    what: str
+    where: str  # source line
+
+
+class StageSeen(BaseModel):
+    """What one rank of a stage did in a step, and in its last slot."""
+
+    stages: list[int]  # numbers of the stages that are alike
+    rank: int
+    slots_in_flight: int
+    slots: int  # of the step that was taken
+    kept_gib: float = 0.0  # from forward to backward, of a slot
+    peak_gib: float = 0.0
+    built_gib: float = 0.0  # most while the engine was built
+    kernels: int = 0  # of a slot, forward and backward
+    host_operators: int = 0
+    sends: int = 0
+    send_gib: float = 0.0
+    receives: int = 0
+    receive_gib: float = 0.0
+    collectives: int = 0
+    collective_gib: float = 0.0
+    devices: list[str] = []  # on which tensors of the stage lie
+    messages: list[Message] = []
+    waits: list[Wait] = []
+    failure: Failure | None = None
+    took_s: float = 0.0
+    host_mib: float = 0.0  # memory of the process that tried it
+
+
+def slots_in_flight(stage: Stage, microbatches: int) -> int:
+    """Slots whose activations a stage keeps at a time, in DeepSpeed's 1F1B schedule."""
+    return min(microbatches, stage.line - stage.position)
+
+
+def distinct(topology: Topology, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
+    """Stages in groups that do the same: equal layers and slots in flight, between the same neighbours."""
+    groups: dict[tuple[object, ...], list[Stage]] = {}
+    for stage in topology.stages:
+        layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
+        around = (tuple(topology.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
+        groups.setdefault((stage.unit.name, layers, slots_in_flight(stage, microbatches), *around), []).append(stage)
+    return list(groups.values())

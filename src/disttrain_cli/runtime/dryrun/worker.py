@@ -1,0 +1,170 @@
+"""One stage's whole step on a fake device, in a process of its own: the project's engine, brokers and optimizer.
+
+Called by `launch` with the payload that `dryrun.py` writes: `run` (path of the run file), `plan`, `profile` (their
+JSON), `stages` (by process, numbers of stages that are alike), `name`, `memory_gib` and `capability` of the device,
+`folder` (for what is found, a file per process) and `at_once` (processes that may work at a time).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+
+from disttrain_cli.data.slots import SlotBatch, StepOrder
+from disttrain_cli.models.graph import layer_table
+from disttrain_cli.models.layer import Batch
+from disttrain_cli.runtime.dryrun.device import pretend
+from disttrain_cli.runtime.dryrun.feeding import empty_inputs
+from disttrain_cli.runtime.dryrun.observing import Observer
+from disttrain_cli.runtime.dryrun.stages import Failure, Message, StageSeen, Wait, slots_in_flight
+from disttrain_cli.runtime.dryrun.storages import bytes_of
+from disttrain_cli.runtime.dryrun.syncs import Waits
+from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_step
+from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
+from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.engine.optimizer import set_rates
+from disttrain_cli.runtime.feeding import pinned, to_batch
+from disttrain_cli.runtime.launching.process import import_muon
+from disttrain_cli.runtime.messages.hollow import alone
+from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
+from disttrain_cli.runtime.watching.device_clock import DeviceClock
+from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.whole import write_whole
+
+GIB = 2**30
+#: Instructions of a slot; the rest ends the step.
+OF_SLOT = ("_receive_activation", "_forward", "_send_activation", "_receive_gradient", "_backward", "_send_gradient")
+_LONGEST = 300  # letters of an error's first line
+DEVICE = torch.device("cuda", 0)
+
+
+def before_fork(payload: dict[str, Any]) -> None:
+    """Import the model's classes and build its table once for all stages."""
+    deepspeed.ops.__dict__["__compatible_ops__"] = {}  # nothing is compiled
+    import_muon()
+    layer_table(read_run(Path(payload["run"])))
+
+
+def main(payload: dict[str, Any]) -> None:
+    """Take the step of the stage that this process stands for, when it is its turn, and write what was found."""
+    number, folder = int(os.environ["RANK"]), Path(payload["folder"])
+    os.environ["LOCAL_RANK"] = "0"
+    torch.set_num_threads(1)
+    with (folder / f"turn-{number % int(payload['at_once'])}").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        seen = _seen(payload, payload["stages"][number])
+        write_whole(folder / f"stage-{number}.json", seen.model_dump_json())
+
+
+def _seen(payload: dict[str, Any], stages: list[int]) -> StageSeen:
+    run, began_s = read_run(Path(payload["run"])), time.monotonic()
+    plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
+    topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
+    place = topology.place(topology.stages[stages[0]].rank(0))
+    flight = slots_in_flight(place.stage, plan.plan.microbatches)
+    seen = StageSeen(stages=stages, rank=place.rank, slots_in_flight=flight,
+                     slots=min(plan.plan.microbatches, flight + 1))
+    with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
+        try:
+            with alone(place.rank, topology.world_size):
+                deepspeed.init_distributed(dist_backend="fake", verbose=False)
+                _take_steps(run, plan, profile, topology, place, seen)
+        except Exception as error:
+            traceback.print_exc()
+            seen.failure = _failure(error)
+    seen.took_s = time.monotonic() - began_s
+    seen.host_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return seen
+
+
+def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, place: Place, seen: StageSeen) -> None:
+    """Build the engine, take a short step, in which optimizers make their states, and the one that is looked at."""
+    now, table, own = wall_clock(), layer_table(run), place.stage.layers
+    tracer = Tracer(Path(os.devnull), "dry-run", place, now, device_clock=DeviceClock(now))
+    fields = {field for info in table[own.start:own.stop] for field in info.needs}
+    lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
+    with Observer() as observer:
+        with Waits():
+            engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
+        seen.built_gib = observer.peak_bytes / GIB
+        for slots in (1, seen.slots):
+            order = worst_step(profile, plan.plan, slots)
+            arrays = empty_inputs(order.slots[0], lengths, place.unit.name, fields)
+            set_rates(engine, 0)
+            observer.peak_bytes = observer.alive_bytes
+            with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
+                engine.run_step(order, partial(_fetch, arrays, order, dtype))
+        seen.peak_gib = observer.peak_bytes / GIB
+    seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})
+
+
+def _fetch(arrays: SlotBatch, order: StepOrder, dtype: torch.dtype, slot: int) -> Batch:
+    return to_batch(pinned(arrays, dtype), order, DEVICE, dtype)
+
+
+@contextmanager
+def watched(engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSeen, last: int) -> Iterator[None]:
+    """Note what slot `last` of a step does, instruction by instruction, and the waits of the whole step."""
+    counts, found, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
+
+    def wrapped(name: str, stock: Callable[[int], None]) -> Callable[[int], None]:
+        instruction = name.removeprefix("_")
+
+        def call(slot: int) -> None:
+            before, waited, alive = Counter(observer.counts), Counter(waits.found), observer.alive_bytes
+            state = dict(engine._state.get(slot, {}))
+            received = bytes_of(list(state.values()))
+            stock(slot)
+            for (what, where), times in (waits.found - waited).items():
+                found[instruction, what, where] += times
+            if slot != last:
+                return
+            counts.update(observer.counts - before)
+            if name == "_forward":
+                seen.kept_gib = (observer.alive_bytes - alive + received) / GIB
+            moved = state if "send" in name else engine._state.get(slot, {}) if "receive" in name else {}
+            messages.extend(Message(instruction=instruction, tensor=tensor, shape=list(value.shape),
+                                    dtype=str(value.dtype).removeprefix("torch.")) for tensor, value in moved.items())
+        return call
+
+    for name in OF_SLOT:
+        engine.__dict__[name] = wrapped(name, getattr(engine, name))
+    try:
+        yield
+    finally:
+        for name in OF_SLOT:
+            del engine.__dict__[name]
+    for (what, where), times in waits.found.items():
+        inside = sum(count for (_, *known), count in found.items() if known == [what, where])
+        found["", what, where] += times - inside
+    seen.waits = [Wait(instruction=instruction, what=what, where=where, times=times)
+                  for (instruction, what, where), times in found.items() if times]
+    seen.kernels, seen.host_operators, seen.messages = counts["kernels"], counts["host_operators"], messages
+    seen.sends, seen.receives, seen.collectives = counts["sends"], counts["receives"], counts["collectives"]
+    seen.send_gib, seen.receive_gib, seen.collective_gib = (
+        counts[f"{kind}_bytes"] / GIB for kind in ("sends", "receives", "collectives"))
+
+
+def _failure(error: Exception) -> Failure:
+    """What went wrong, and in which of our lines (else in which of a library's)."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/runtime/dryrun/" not in frame.filename]
+    ours = [frame for frame in frames if "/disttrain_cli/" in frame.filename] or frames
+    what = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    where = "/".join(Path(ours[-1].filename).parts[-2:]) + f":{ours[-1].lineno}" if ours else ""
+    return Failure(what=f"{type(error).__name__}: {what}"[:_LONGEST], where=where)

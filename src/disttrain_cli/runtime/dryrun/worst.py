@@ -1,0 +1,133 @@
+"""A step whose every slot brings the most work that a plan's memory is priced for; made from numbers, without data.
+
+The first replica of every unit has it (`costs.memory.worst_mix`): of the unit with the LLM every sequence is the
+worst of the data, elsewhere one sequence is and the others are average ones. What is not a whole number of items is
+rounded up, images to whole merge blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from disttrain_cli.costs.memory import worst_mix
+from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, StepOrder, no_items
+from disttrain_cli.spec.inputs import ImageInput
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.work import Work
+
+
+def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
+    """So many slots of the worst work, all alike."""
+    slot = worst_slot(profile, layout)
+    labels, targets = (slots * len(items) for items in (slot.sequences, slot.target_sequence))
+    return StepOrder(0, [slot] * slots, labels * profile.inputs.sequence_length, targets)
+
+
+def worst_slot(profile: Profile, layout: Layout) -> Slot:
+    """A slot in which the first replica of every unit has the worst work."""
+    inputs, sequences = profile.inputs, slot_sequences(profile, layout)
+    heads = {"image": inputs.images[:1], "audio": [inputs.audio] * (inputs.audio is not None),
+             "target": inputs.targets[:1]}
+    of_item = {item: _Items(profile, layout, heads[item][0].module) if heads[item] else None
+               for item in ("image", "audio", "target")}
+    sequence = {item: np.repeat(np.arange(sequences), own.counts) if own else no_items()
+                for item, own in of_item.items()}
+    images = of_item["image"]
+    grid = images.grids(inputs.image) if images and inputs.image else np.zeros((0, 2), np.int64)
+    replicas = {}
+    for unit in layout.units:
+        kinds = {inputs.item(module) for module in unit.modules}
+        holds = inputs.llm in unit.modules
+        own = {item: _split(found.owners(unit, holds), unit.dp, grid if item == "image" else None)
+               if found and (holds or item in kinds) else [no_items()] * unit.dp for item, found in of_item.items()}
+        whole = np.split(np.arange(sequences), unit.dp) if holds else [no_items()] * unit.dp
+        replicas[unit.name] = [ReplicaItems(*items) for items in
+                               zip(whole, own["image"], own["target"], own["audio"], strict=True)]
+    lengths = sample_lengths(profile)
+    return Slot(
+        inputs=inputs, sequences=np.arange(sequences), sequence_tokens=np.full(sequences, sum(lengths)),
+        sequence_length_sq=np.full(sequences, sum(length**2 for length in lengths)),
+        image_sequence=sequence["image"], image_grid=grid, target_sequence=sequence["target"], replicas=replicas,
+        clip_sequence=sequence["audio"])
+
+
+def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
+    """The profile as if the worst sequences brought just the work that first replicas have in a slot.
+
+    What `costs.memory` prices by it is that of this slot, whose items are whole ones.
+    """
+    sequences, modules = slot_sequences(profile, layout), dict(profile.modules)
+    for unit in layout.units:
+        for name in unit.modules:
+            module = profile.modules[name]
+            worst, mean, item = (float(part[0]) for part in worst_mix(
+                profile.inputs.llm in unit.modules, sequences, np.array([float(unit.dp)])))
+            rest = module.work_per_sequence.scaled(
+                mean + (item / module.work_per_sequence.items if module.work_per_sequence.items else 0.0))
+            work = slot.work(name, slot.replicas[unit.name][0])
+            modules[name] = module.model_copy(update={"max_work_per_sequence": Work(
+                *((amount - other) / worst for amount, other in zip(work, rest, strict=True)))})
+    return profile.model_copy(update={"modules": modules})
+
+
+def sample_lengths(profile: Profile) -> list[int]:
+    """Tokens of the samples of a worst sequence: equal ones, whose squares sum up to the worst at most."""
+    worst = profile.modules[profile.inputs.llm].max_work_per_sequence
+    tokens = math.ceil(worst.tokens)
+    samples = max(1, math.ceil(tokens**2 / max(1.0, worst.sum_length_sq)))
+    return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
+
+
+class _Items:
+    """The images, clips or targets of a slot, as `module` has them."""
+
+    def __init__(self, profile: Profile, layout: Layout, module: str) -> None:
+        self._llm, self._unit = layout.unit_of(profile.inputs.llm), layout.unit_of(module)
+        of = profile.modules[module]
+        self._mean, self._worst = of.work_per_sequence, of.max_work_per_sequence
+        self._sequences = slot_sequences(profile, layout)
+        self.inside = module in self._llm.modules
+        worst = np.minimum(np.arange(self._sequences) + 1, layout.microbatch_size if self.inside else 1)
+        until = np.ceil(worst * self._worst.items + (np.arange(self._sequences) + 1 - worst) * self._mean.items - 1e-6)
+        self.counts: Ints = np.diff(until, prepend=0.0).astype(np.int64)  # by sequence
+
+    def owners(self, unit: UnitPlan, holds_llm: bool) -> Ints:
+        """The replica of every item."""
+        if holds_llm:
+            each = self._sequences // unit.dp
+            return np.repeat(np.arange(self._sequences) // each, self.counts)
+        total = int(self.counts.sum())
+        first = min(total, math.ceil(self._mix(unit).items - 1e-6)) if unit.dp > 1 else total
+        others = np.arange(total - first) * max(1, unit.dp - 1) // max(1, total - first) + 1
+        return np.concatenate([np.zeros(first, np.int64), others])
+
+    def grids(self, image: ImageInput) -> Ints:
+        """Patches (rows, columns) of every image: as many in each as the first replica has in the mean."""
+        unit = self._unit
+        work = self._worst if self.inside else self._mix(unit)
+        first = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
+        blocks = max(1, math.ceil(work.tokens / max(1, first) / image.merge**2 - 1e-6))
+        rows = max(1, math.isqrt(blocks))
+        while rows > 1 and blocks % rows > 0 and rows > math.isqrt(blocks) - 4:  # as square as it divides
+            rows -= 1
+        grid = np.array([rows, -(-blocks // rows)]) * image.merge
+        return np.tile(grid, (int(self.counts.sum()), 1))
+
+    def _mix(self, unit: UnitPlan) -> Work:
+        worst, mean, item = (float(part[0]) for part in worst_mix(
+            False, self._sequences, np.array([float(unit.dp)])))
+        one = self._mean.scaled(item / self._mean.items) if self._mean.items else Work()
+        return self._worst.scaled(worst) + self._mean.scaled(mean) + one
+
+
+def slot_sequences(profile: Profile, layout: Layout) -> int:
+    """Sequences of a slot, over all replicas of the LLM."""
+    return layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
+
+
+def _split(owner: Ints, dp: int, grid: Ints | None) -> list[Ints]:
+    keys = (owner,) if grid is None else (grid[:, 1], grid[:, 0], owner)
+    return np.split(np.lexsort(keys), np.cumsum(np.bincount(owner, minlength=dp))[:-1])
