@@ -42,7 +42,8 @@ class VaeEncoder(PipelineLayer):
         self.shape = (config["latent_channels"], side, side)
         self.writes = (TensorSpec("latents", "target", "one", self.shape),)
         self.scaling, self.shift = config["scaling_factor"], config["shift_factor"] or 0.0
-        self.encoder, self.quant_conv = with_own_attention(copy.deepcopy(whole.encoder)), copy.deepcopy(whole.quant_conv)
+        self.encoder = with_own_attention(copy.deepcopy(whole.encoder))
+        self.quant_conv = copy.deepcopy(whole.quant_conv)
         self.requires_grad_(False)
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
@@ -84,7 +85,8 @@ class VaeDecoder(PipelineLayer):
         self.name, self.module = f"{module}.vae_decoder", module
         self.published = {name: name for name in ("decoder", "post_quant_conv")}
         self.scaling, self.shift = config["scaling_factor"], config["shift_factor"] or 0.0
-        self.decoder, self.post_quant_conv = with_own_attention(copy.deepcopy(whole.decoder)), copy.deepcopy(whole.post_quant_conv)
+        self.decoder = with_own_attention(copy.deepcopy(whole.decoder))
+        self.post_quant_conv = copy.deepcopy(whole.post_quant_conv)
         self.requires_grad_(False)
 
     @torch.no_grad()
