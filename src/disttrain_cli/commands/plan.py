@@ -26,6 +26,7 @@ from disttrain_cli.commands.plan_tables import (
     needs,
     show_changes,
     show_layout,
+    show_memory,
     show_runners_up,
     show_sensitivity,
     show_strategies,
@@ -130,6 +131,7 @@ def run(
     show_changes(console, change, short_path(before_path), columns)
     console.say("\n" + "\n".join(textwrap.fill(line, columns, subsequent_indent=10 * " ")
                                  for line in [*why.sentences, *needs(found)]))
+    show_memory(console, found)
     show_strategies(console, found, why, run_file)
     show_runners_up(console, found, why)
     show_sensitivity(console, found, what_if)

@@ -46,6 +46,19 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
                    *(["recomputes"] if recomputes else []), "ms per slot", "MFU", "peak / limit GiB"], rows)
 
 
+def show_memory(console: Console, plan: Plan) -> None:
+    """What the peak of every unit's fullest stage is made of."""
+    from disttrain_cli.spec.plan import PARTS
+
+    fullest = [max((stage for stage in plan.predicted.memory if stage.unit == unit.name),
+                   key=lambda stage: stage.peak_gib) for unit in plan.plan.units]
+    shown = [name for name in PARTS if any(stage.parts[name] >= 0.05 for stage in fullest)]
+    console.table("Memory of each unit's fullest stage, in GiB (fragmentation and reserve are stated, not measured)",
+                  ["unit", "stage", *shown, "peak", "limit"],
+                  [[stage.unit, stage.stage, *(_gib(stage.parts[name]) for name in shown), _gib(stage.peak_gib),
+                    _gib(stage.limit_gib)] for stage in fullest])
+
+
 def show_changes(console: Console, found: Changes | None, path: str, columns: int) -> None:
     """What the new plan changes against the one in place, and whether that is worth it."""
     if found is None:

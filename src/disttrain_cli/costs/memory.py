@@ -112,7 +112,7 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats
     """What a rank of a unit has to leave free for the device's context and for communicators, by DP."""
     device = profile.device
     count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1)
-    return device.context_gib * GIB + count * device.communicator_mib * 2**20
+    return np.asarray(device.context_gib * GIB + count * device.communicator_mib * 2**20, dtype=np.float64)
 
 
 def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> Floats:

@@ -17,8 +17,8 @@ from disttrain_cli.costs.flops import flops_per_sequence
 from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.options import (
     Rows,
-    kind_gib,
     kind_ms,
+    layer_gib,
     list_rows,
     options_of,
     price,
@@ -230,8 +230,7 @@ def _least_gpus(unit: Unit, size: int, slots: int, later_units: int) -> dict[int
     kinds = unit.kinds
     dps = [size] if unit.holds_llm else divisors(size)
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
-    *memory, room = kind_gib(unit, variant, dp, size)
-    layers = np.zeros((len(dp), unit.layers)), *(values[:, kinds.of] for values in memory)
-    stages = fewest_stages(*layers, room, slots, later_units, np.zeros(len(dp)), unit.allowed)
+    stages = fewest_stages(np.zeros((len(dp), unit.layers)), *layer_gib(unit, variant, dp, size), slots, later_units,
+                           np.zeros(len(dp)), unit.allowed)
     gpus = np.where(stages <= unit.layers, kinds.tp[variant] * dp * stages, np.inf)
     return {int(tp): float(gpus[kinds.tp[variant] == tp].min()) for tp in unit.tps}

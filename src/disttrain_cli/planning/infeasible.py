@@ -17,7 +17,7 @@ from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.planning.baselines import candidates
 from disttrain_cli.planning.bounds import divisors
-from disttrain_cli.planning.options import kind_gib, layers_per_stage
+from disttrain_cli.planning.options import layer_gib, layers_per_stage
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
 from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, in_line
@@ -126,11 +126,10 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
     variant, dp = variant[small], dp[small]
     if not len(dp):
         return []
-    *memory, room = kind_gib(unit, variant, dp, size)
-    layers = np.zeros((len(dp), unit.layers)), *(values[:, kinds.of] for values in memory)
+    memory, untimed = layer_gib(unit, variant, dp, size), np.zeros((len(dp), unit.layers))
     found: list[Fit] = []
     for after in partial:
-        pp = fewest_stages(*layers, room, slots, after.stages, np.zeros(len(dp)), unit.allowed)
+        pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)
         used = kinds.tp[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
             shape = (int(kinds.tp[variant[row]]), int(dp[row]), int(pp[row]), bool(kinds.checkpointing[variant[row]]))

@@ -216,6 +216,13 @@ def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[
     return states, activations, np.maximum(activations, working), room
 
 
+def layer_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """`kind_gib` of every layer [B, L]."""
+    states, activations, working, room = kind_gib(unit, variant, dp, slot_sequences)
+    of = unit.kinds.of
+    return states[:, of], activations[:, of], working[:, of], room
+
+
 def price(unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats) -> Options:
     """Exact slowest stage of every option under memory, for each number of later stages in `afters` (sorted).
 
@@ -288,9 +295,7 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
 
 def _layers(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """[B, L] time, static memory, memory per slot in flight and while it runs of every layer; [B] what there is."""
-    *memory, room = kind_gib(unit, variant, dp, slot_sequences)
-    states, activations, working = (values[:, unit.kinds.of] for values in memory)
-    return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], states, activations, working, room
+    return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], *layer_gib(unit, variant, dp, slot_sequences)
 
 
 def slowest_by_stages(unit: Unit, tp: int, dp: int, checkpointing: bool, slot_sequences: int, slots: int,

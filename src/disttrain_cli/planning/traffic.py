@@ -83,7 +83,7 @@ def _sent_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, pla
     sent = module.costs[module.layers[place]].tp[str(unit.tp)].sent_bytes
     passes: dict[Backward, list[Pass]] = {
         "still": ["forward"], "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],
-        "passes": ["forward", "backward_input", *(["forward"] if unit.checkpointing else [])]}
+        "passes": ["forward", "forward", "backward_input"] if unit.checkpointing else ["forward", "backward_input"]}
     return layout.global_batch_size * sum(
         sent[one](module.work_per_sequence) for one in passes[does] if one in sent)
 
