@@ -79,9 +79,9 @@ def _planned(folder: Path, name: str) -> Figures:
 
 
 def chain(setting: Setting) -> None:
-    """profile, plan, train with torch's profile of two steps, analyze: the tiny preset, or its LLM on texts alone.
+    """profile, plan, train with torch's profile of two steps, analyze.
 
-    Pictures need scikit-learn (the data) and OpenCV; where one is missing, the LLM is trained on texts.
+    Of the tiny preset; without scikit-learn (its data) or OpenCV an LLM on texts, without duckdb no `analyze`.
     """
     pictures = all(find_spec(name) for name in ("sklearn", "cv2", "simplejpeg"))
     setting.tell("pictures", pictures)
@@ -92,6 +92,9 @@ def chain(setting: Setting) -> None:
     else:
         texts(setting, LITTLE, 256, {})
     _steps(setting, "6" if setting.small else "20", "--profile-steps", "2:4")
+    if not find_spec("duckdb"):
+        setting.tell("analyze", "left out: duckdb is not installed")
+        return
     found = disttrain(setting, "analyze")
     _must(setting, "analyze", found, {"verdict": found.get("said", {}).get("verdict")})
 

@@ -1,12 +1,12 @@
 """What `benchmarks.gpu` needs beyond torch, for a machine with Python 3.12 and torch but no network: small archives.
 
-    python -m benchmarks.gpu.wheels --out DIR         # core.tar.xz and pictures.tar.xz, a minute of downloads
-    tar -xJf core.tar.xz -C site && PYTHONPATH=site python -m benchmarks.gpu      # there
+    python -m benchmarks.gpu.wheels --out DIR         # core.tar.xz, analysis.tar.xz, pictures.tar.xz
+    tar -xJf core.tar.xz -C site && PYTHONPATH=src:site python -m benchmarks.gpu  # there
 
 The wheels of constraints.txt are unpacked into one folder, without what nothing here imports, and packed as a whole:
-a third smaller than the wheels. `core` is at most 60 MiB and serves all parts, the chain on texts alone; what
-`pictures` adds (OpenCV, scikit-learn, duckdb) lets the chain have pictures and a verdict. DeepSpeed has no wheel: one
-is built, without its operators. Run it in an environment with disttrain, torch and pip.
+a third smaller than the wheels. Each archive is at most 60 MiB. `core` serves all parts, the chain on texts alone and
+without a verdict; `analysis` (duckdb) adds the verdict, `pictures` (OpenCV, scikit-learn) the pictures. DeepSpeed has
+no wheel: one is built, without its operators. Run it in an environment with disttrain, torch and pip.
 """
 
 from __future__ import annotations
@@ -33,13 +33,19 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 THERE = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "sys_platform": "linux",
          "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 LIMIT_MIB = 60.0
-PICTURES = ("opencv-python-headless", "scikit-learn", "joblib", "threadpoolctl", "duckdb")
+#: Archives besides `core`, and the packages in them.
+BESIDE = {"analysis": ("duckdb",),
+          "pictures": ("opencv-python-headless", "simplejpeg", "scikit-learn", "joblib", "threadpoolctl", "narwhals")}
+#: Parts of scipy that only scikit-learn imports; they go with it.
+WITH_PICTURES = ("scipy/cluster", "scipy/integrate", "scipy/interpolate", "scipy/io", "scipy/ndimage", "scipy/signal",
+                 "scipy/stats")
 #: Asked for, but imported by nothing that runs here: it only fetches from hubs.
 LEFT_OUT = ("hf-xet",)
 #: Parts of packages that nothing here imports: tests, headers, sources, other stores, formats and servers of Arrow.
 TRIMMED = ("**/tests", "**/*.pyi", "**/*.pyx", "**/*.pxi", "**/*.pxd", "**/*.h", "**/*.hpp", "**/*.a",
-           "pyarrow/include", "pyarrow/src", "pyarrow/*flight*", "pyarrow/*substrait*", "pyarrow/*_s3*",
-           "pyarrow/*gcs*", "pyarrow/libarrow_python.so", "pyarrow/libarrow_python.so.*.*.*", "PIL/_avif*", "pillow.libs/libavif*")
+           "pyarrow/include", "pyarrow/src", "pyarrow/*flight*", "pyarrow/*_s3*",
+           "pyarrow/*gcs*", "pyarrow/libarrow_python.so", "pyarrow/libarrow_python.so.*.*.*",
+           "PIL/_avif*", "pillow.libs/libavif*")
 
 
 def needed() -> list[str]:
@@ -82,23 +88,42 @@ def gather(names: Iterable[str], folder: Path) -> list[Path]:
     return sorted(folder.glob("*.whl"))
 
 
-def pack(wheels: Iterable[Path], archive: Path, folder: Path) -> float:
-    """Unpack the wheels, trim them, and pack all of it; returns MiB."""
-    for wheel in wheels:
-        with zipfile.ZipFile(wheel) as whole:
-            whole.extractall(folder)
+def unpack(wheel: Path, folder: Path) -> None:
+    """Lay a wheel's packages in a folder, as pip would."""
+    with zipfile.ZipFile(wheel) as whole:
+        whole.extractall(folder)
     for data in folder.glob("*.data"):
         for kind in ("purelib", "platlib"):
             if (data / kind).is_dir():
                 shutil.copytree(data / kind, folder, dirs_exist_ok=True)
         shutil.rmtree(data)
+
+
+def trim(folder: Path) -> None:
+    """Remove what nothing here imports."""
     for pattern in TRIMMED:
         for path in list(folder.glob(pattern)):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-    with tarfile.open(archive, "w:xz", preset=9) as packed:
+
+
+def lay_out(wheels: Iterable[Path], place: Path) -> None:
+    """Unpack every wheel into the folder of its archive."""
+    archive_of = {package: name for name, packages in BESIDE.items() for package in packages}
+    for wheel in wheels:
+        unpack(wheel, place / archive_of.get(canonicalize_name(wheel.name.split("-")[0]), "core"))
+    for path in WITH_PICTURES:
+        (place / "pictures" / path).parent.mkdir(parents=True, exist_ok=True)
+        (place / "core" / path).rename(place / "pictures" / path)
+    for name in (*BESIDE, "core"):
+        trim(place / name)
+
+
+def pack(folder: Path, archive: Path) -> float:
+    """Pack all that lies in the folder; returns MiB."""
+    with tarfile.open(archive, "w:xz", preset=6) as packed:
         for path in sorted(folder.iterdir()):
             packed.add(path, path.name)
     return archive.stat().st_size / 2**20
@@ -114,13 +139,13 @@ def main() -> None:
         folder = options.keep or Path(place) / "wheels"
         folder.mkdir(parents=True, exist_ok=True)
         wheels = gather(needed(), folder)
-        print(f"{len(wheels)} wheels, {sum(path.stat().st_size for path in wheels) / 2**20:.0f} MiB")
+        print(f"{len(wheels)} wheels, {sum(path.stat().st_size for path in wheels) / 2**20:.0f} MiB", flush=True)
+        lay_out(wheels, Path(place))
         too_large = False
-        for name, own in (("core", False), ("pictures", True)):
-            chosen = [path for path in wheels if (canonicalize_name(path.name.split("-")[0]) in PICTURES) == own]
-            size = pack(chosen, options.out / f"{name}.tar.xz", Path(place) / name)
+        for name in (*BESIDE, "core"):
+            size = pack(Path(place) / name, options.out / f"{name}.tar.xz")
             too_large |= size > LIMIT_MIB
-            print(f"{options.out / name}.tar.xz: {len(chosen)} packages, {size:.1f} MiB (at most {LIMIT_MIB:.0f})")
+            print(f"{options.out / name}.tar.xz: {size:.1f} MiB (at most {LIMIT_MIB:.0f})", flush=True)
     sys.exit(too_large)
 
 

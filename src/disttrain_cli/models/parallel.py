@@ -31,7 +31,7 @@ BUCKET = 1 << 24
 
 @dataclass(frozen=True)
 class Group:
-    """A TP group as one of its ranks sees it; without `ranks` for the meta device only, on which nothing is sent."""
+    """A TP group as one of its ranks sees it; without `ranks` nothing is sent (the meta device)."""
 
     ranks: dist.ProcessGroup | None
     size: int
@@ -47,17 +47,17 @@ class Group:
 
     def all_gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` with the equal parts of all ranks."""
-        if not own.is_meta:
+        if self.ranks is not None:
             all_gather(whole, own, self.ranks)
 
     def reduce_scatter(self, own: Tensor, partial: Tensor) -> None:
         """Fill `own` with this rank's part of the sum of what all ranks have."""
-        if not own.is_meta:
+        if self.ranks is not None:
             reduce_scatter(own, partial, self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         """Replace a tensor by its sum (or maximum) over the ranks."""
-        if not tensor.is_meta:
+        if self.ranks is not None:
             dist.all_reduce(tensor, op=op, group=self.ranks)
 
 

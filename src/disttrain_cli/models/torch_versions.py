@@ -73,5 +73,5 @@ def _segments(starts: Tensor, *rows: Tensor) -> list[list[tuple[int, int, int, i
 if VERSION < (2, 12):  # later ones count the FLOPs of `varlen_attn` themselves
     for _operator, _count in ((torch.ops.torch_attn._varlen_attn, _varlen_flops),
                               (torch.ops.torch_attn._varlen_attn_backward, _varlen_backward_flops)):
-        _count._get_raw = True  # type: ignore[attr-defined]  # tensors, not their shapes
+        _count._get_raw = True  # type: ignore[union-attr]  # tensors, not their shapes
         flop_counter.flop_registry[_operator] = _count

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.dryrun.syncs import pin_memory
@@ -72,7 +72,9 @@ def _apply(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurs
         with torch.no_grad():
             made = function(parameter)
         if torch._has_compatible_shallow_copy_type(parameter, made):
-            parameter.data, parameter.fake_device = made, made.fake_device
+            parameter.data = made
+            if isinstance(made, FakeTensor):
+                parameter.fake_device = made.fake_device
         else:  # from the meta device
             module._parameters[name] = torch.nn.Parameter(made, parameter.requires_grad)
     for name, buffer in module._buffers.items():
