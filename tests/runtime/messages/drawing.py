@@ -83,7 +83,7 @@ def draw(runs: list[Run], seed: int) -> Drawn:
     generator = random.Random(seed)
     run = generator.choice(runs)
     layers = [info.module for info in layer_table(run)]
-    modules, most = list(dict.fromkeys(layers)), MOST_RANKS / 2 ** generator.uniform(0, 4)
+    modules, most = list(dict.fromkeys(layers)), MOST_RANKS / 2 ** generator.uniform(0, 5)
     while True:
         units = [_unit(generator, group, layers) for group in _grouped(generator, modules)]
         if most / 2 < sum(one.gpus for one in units) <= most:

@@ -78,6 +78,6 @@ def test_the_largest_preset_on_1296_ranks(tmp_path: Path) -> None:
     topology = build_topology(layout, [info.module for info in layer_table(run)], describe(run).llm)
     packed = run.file.model_copy(update={"train": run.file.train.model_copy(update={"ordering": "none"})})
     order, _ = Orders(packed, layout, open_index(run, describe(run))).of(0)
-    records = list(record_steps(run, topology, replace(order, slots=order.slots[:12])))
+    records = list(record_steps(run, topology, replace(order, slots=order.slots[:10])))
     assert len(records) == 1296 and sum(len(record.operations) for record in records) > 100_000
     assert faults(records) == []
