@@ -23,7 +23,8 @@ class Gpu:
     """One stream. `work` and events queue up; the device's clock is fast by some parts per million."""
 
     def __init__(self, ppm: float = 0.0) -> None:
-        self.host_ns, self.free_ns, self.rate, self.waits, self.made = 1_700_000_000 * 10**9, 0, 1 + ppm * 1e-6, 0, 0
+        self.host_ns, self.free_ns, self.rate = 1_700_000_000 * 10**9, 0, 1 + ppm * 1e-6
+        self.waits, self.made, self.failed = 0, 0, False
 
     def now(self) -> int:
         self.host_ns += 100
@@ -52,6 +53,8 @@ class Event:
         self.at_ns = self.gpu.free_ns = max(self.gpu.free_ns, self.gpu.host_ns + LAUNCH_NS)
 
     def query(self) -> bool:
+        if self.gpu.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.at_ns <= self.gpu.host_ns
 
     def elapsed_time(self, later: Event) -> float:
@@ -187,3 +190,27 @@ def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
     assert told() == ("forward", 2)
     tracer.pulse.begin("ending")
     assert told() == ("ending", -1)
+
+
+@pytest.mark.parametrize("ending", ["never comes", "failed"])
+def test_a_device_that_answers_no_more_costs_the_last_rows_only(gpu: Gpu, tmp_path: Path, ending: str) -> None:
+    import pyarrow.parquet as pq
+
+    tracer = Tracer(tmp_path, "start-000", Place(0, topology().stages[0], 0), gpu.now, pytest.fail,
+                    DeviceClock(gpu.now))
+    tracer.pulse = Pulse(tmp_path, 0, 60.0)
+    for tracer.step in range(2):
+        tracer.begin("forward", 0)
+        start = tracer.mark()
+        gpu.work(10**8 if tracer.step == 0 else 10**15)
+        tracer.record("forward", start)
+        if tracer.step == 0:
+            gpu.synchronize()
+            tracer.anchor()
+            gpu.host_ns += 10**5
+            tracer.end_step()
+    gpu.failed, waits = ending == "failed", gpu.waits
+    tracer.pulse._tell()
+    tracer.close()
+    assert gpu.waits == waits
+    assert [row["step"] for row in pq.read_table(tmp_path / "rank-00000").to_pylist()] == [0]

@@ -30,8 +30,11 @@ class Mark:
         self.anchor_ns: int | None = None  # of an anchor: when it was set
 
     def passed(self) -> bool:
-        """Whether the device has come there; any thread may ask."""
-        return self.ns is not None or bool(self.event.query())
+        """Whether the device has come there; any thread may ask. A device that failed comes nowhere any more."""
+        try:
+            return self.ns is not None or bool(self.event.query())
+        except RuntimeError:
+            return False
 
 
 class DeviceClock:
