@@ -12,6 +12,7 @@ no wheel: one is built, without its operators. Run it in an environment with dis
 from __future__ import annotations
 
 import argparse
+import lzma
 import os
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x
 THERE = {"python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "sys_platform": "linux",
          "platform_system": "Linux", "platform_machine": "x86_64", "os_name": "posix"}
 LIMIT_MIB = 60.0
+#: xz with its filter for x86 machine code: libraries become 15 % smaller than without.
+FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26}]
 #: Archives besides `core`, and the packages in them.
 BESIDE = {"analysis": ("duckdb",),
           "pictures": ("opencv-python-headless", "simplejpeg", "scikit-learn", "joblib", "threadpoolctl", "narwhals")}
@@ -123,7 +126,7 @@ def lay_out(wheels: Iterable[Path], place: Path) -> None:
 
 def pack(folder: Path, archive: Path) -> float:
     """Pack all that lies in the folder; returns MiB."""
-    with tarfile.open(archive, "w:xz", preset=6) as packed:
+    with lzma.open(archive, "w", filters=FILTERS) as whole, tarfile.open(fileobj=whole, mode="w") as packed:
         for path in sorted(folder.iterdir()):
             packed.add(path, path.name)
     return archive.stat().st_size / 2**20
