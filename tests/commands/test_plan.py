@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from disttrain_cli.app import main
+from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.spec.plan import read_plan
 
 
@@ -237,7 +238,8 @@ def test_a_damaged_plan_in_place_is_kept_and_named(run_folder, capsys, text):
 
 def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, capsys):
     edit_run(run_folder, "device: auto", "device: analytic:A800")
-    edit_profile(run_folder, lambda profile: profile["device"].update(kind="analytic", name="A800", shared_by=1))
+    edit_profile(run_folder, lambda profile: (
+        profile["device"].update(kind="analytic", name="A800", shared_by=1), profile["provenance"].update(rules=RULES)))
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 0 and "Training does not run yet, and refuses: a device that is not here" in out
     assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")

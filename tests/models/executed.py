@@ -1,4 +1,4 @@
-"""Layers run by the stages' own code on a fake CUDA device, counted by code that knows nothing of what they are priced at.
+"""Layers run by the stages' own code on a fake CUDA device, counted by code that shares nothing with their prices.
 
 Kept is what is alive after the forward and was not before; kernels are operators that compute, FLOPs those of products,
 convolutions and attention, all by the formulas below.
@@ -19,8 +19,7 @@ SEVERAL = {
     "aten::embedding_dense_backward": 6, "aten::slice_backward": 2, "aten::select_backward": 2,
     "aten::masked_fill": 2, "aten::index_copy": 2, "aten::index_fill": 2, "aten::index_put": 2, "aten::index_add": 2,
     "aten::scatter_add": 2}
-SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
-          "_to_copy.host"}
+SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 
 
 def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
@@ -29,7 +28,13 @@ def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from disttrain_cli.models import host
+
     torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # no real numbers beside the fake ones
+    real = host.to_device
+    host.to_device = lambda values, device, dtype=None: torch.empty(  # before others import it
+        values.shape, dtype=values.dtype, device=device) if isinstance(values, torch.Tensor) else real(
+            values, device, dtype)
     found = []
     for path, place, tp, sizes in cases:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
@@ -56,6 +61,9 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
         table, inputs = layer_table(run), describe(run)
         on_host = probe_batch(inputs, **sizes)
         layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
+        if hasattr(layer, "layout"):
+            for grid in on_host.image_grids:
+                layer.layout(*grid)  # looked up later, as its values are needed
     marks = {name: dict(parameter.__dict__) for name, parameter in layer.named_parameters()}
     layer.to_empty(device="cuda")
     for name, parameter in layer.named_parameters():
@@ -156,12 +164,14 @@ def _counter() -> Any:
 
     from disttrain_cli.models import attention
 
-    lengths: dict[int, list[int]] = {}
+    lengths: dict[int, list[int]] = {}  # by the storage of where they start
+    kept: list[Tensor] = []
     make = attention.Segments.starts.func
 
     def remembered(segments: Any) -> Any:
         made = make(segments)
-        lengths[id(made)] = list(segments.lengths)
+        lengths[made.untyped_storage()._cdata] = list(segments.lengths)
+        kept.append(made)
         return made
 
     attention.Segments.starts.func = remembered
@@ -178,8 +188,8 @@ def _counter() -> Any:
             tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
             made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
             name, short = func._schema.name, func._schema.name.split("::")[-1]
-            there = [tensor for tensor in tensors or made if tensor.device.type == "cuda"]
-            if not there or func.is_view or short in SILENT or name.startswith("c10d"):
+            there = any(tensor.device.type == "cuda" for tensor in tensors or made)
+            if not there or func.is_view or short in SILENT or name.startswith(("c10d", "prim")):
                 return result
             if not func._schema.is_mutable and all(any(
                     one.untyped_storage()._cdata == other.untyped_storage()._cdata for other in tensors)
@@ -205,8 +215,8 @@ def _counter() -> Any:
                 back = name.endswith("backward")
                 query, starts = args[1 if back else 0], (6, 7) if back else (3, 4)
                 window = args[13 if back else 9]
-                pairs = sum(own * other for own, other in zip(*(lengths[id(args[place])] for place in starts),
-                                                              strict=True))
+                sizes = [lengths[args[place].untyped_storage()._cdata] for place in starts]
+                pairs = sum(own * other for own, other in zip(*sizes, strict=True))
                 return 2 * (5 if back else 2) * query.shape[1] * query.shape[2] * pairs // (2 if window[1] == 0 else 1)
             if "efficient_attention" in name:
                 back = name.endswith("backward")

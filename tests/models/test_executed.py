@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ from disttrain_cli.spec.work import Work
 from tests.models.executed import executed
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
-PRESETS = ("mllm-9b", "mllm-72b", "mllm-130b", "mllm-audio-10b", "qwen-vl-8b", "tiny", "tiny-audio",
-           "tiny-two-generators")
+#: Of presets whose layers others have too, those of other widths.
+PRESETS: dict[str, str | tuple[str, ...]] = {
+    "mllm-9b": "", "qwen-vl-8b": "", "tiny-two-generators": "",
+    "mllm-72b": ("image_encoder.block.0", "llm.block.0", "image_generator.vae_encoder", "image_generator.up.3"),
+    "mllm-130b": ("llm.embed", "llm.block.0", "llm.head"),
+    "mllm-audio-10b": ("audio_encoder.embed", "audio_encoder.block.0", "audio_encoder.projector")}
 IMAGE = {"hidden_size": 1152, "num_hidden_layers": 2, "num_attention_heads": 16, "intermediate_size": 4304,
          "image_size": 384, "patch_size": 14}
 TEXT = {"vocab_size": 152064, "hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16,
@@ -36,20 +41,24 @@ SDXL = {"in_channels": 4, "out_channels": 4, "sample_size": 64, "layers_per_bloc
 PIXART = {"num_attention_heads": 16, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "num_layers": 2,
           "sample_size": 64, "patch_size": 2, "cross_attention_dim": 1152, "caption_channels": 4096,
           "use_additional_conditions": False}
+VAE = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [128, 256, 512, 512],
+       "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
 #: Classes of models that no preset has.
 OTHERS: dict[str, dict[str, Any]] = {
     "siglip, mistral, pixart": {
         "eye": {"kind": "encoder", "architecture": "siglip_vision_model", "config": IMAGE},
         "llm": {"kind": "llm", "architecture": "mistral", "config": TEXT | {"sliding_window": 1024}},
         "brush": {"kind": "generator", "architecture": "pixart", "image_size": 512, "context_tokens": 120,
-                  "cached_latents": True, "config": PIXART}},
+                  "cached_latents": True, "config": PIXART, "vae": VAE}},
     "clip, qwen3, sdxl": {
         "eye": {"kind": "encoder", "architecture": "clip_vision_model", "config": IMAGE},
         "llm": {"kind": "llm", "architecture": "qwen3", "config": TEXT | {"head_dim": 128}},
         "brush": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 512, "context_tokens": 77,
-                  "cached_latents": True, "config": SDXL}},
+                  "cached_latents": True, "config": SDXL, "vae": VAE}},
 }
-SIZES = {"image": {"grids": [(32, 24)] * 4}, "audio": {"clips": 4}, "target": {"targets": 4}}
+SIZES: dict[str, dict[str, Any]] = {"audio": {"clips": 4}, "target": {"targets": 4}}
+#: The most that priced and executed may be apart, and bytes that no share is asked of.
+MOST, FEW = 0.03, 1 << 16
 FIGURES = ("kept", "recomputed_kept", "forward_kernels", "backward_kernels", "forward_flops", "backward_flops")
 
 
@@ -79,7 +88,8 @@ def cases_of(path: Path) -> list[list[Any]]:
         sizes = SIZES.get(item) or {"documents": [[length // 2, length // 4, length // 4]], "length": length}
         if item == "image":
             m = inputs.probe_step
-            sizes = {"grids": [(rows * -(-24 // m) * m, 24 // m * m or m) for rows in (1, 1, 2)]}
+            side = -(-24 // m) * m
+            sizes = {"grids": [(side, side - m), (side, side - m), (side, 2 * side)]}
         found += [[str(path), place, tp, sizes] for tp in (1, 4) if tp in tp_degrees(run, info.module, 8)]
     return found
 
@@ -97,25 +107,49 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
                          tp)
     tokens = sum(rows * columns for rows, columns in sizes.get("grids", []))
     items = next(len(value) if isinstance(value, list) else value for value in sizes.values())
+    forward, backward = found.forward, found.backward
     return {"kept": found.saved_bytes, "recomputed_kept": amount(Work(items, tokens, 0.0)),
-            **{f"{way}_kernels": work.kernels for way, work in (("forward", found.forward), ("backward", found.backward))},
-            **{f"{way}_flops": sum(work[:3]) for way, work in (("forward", found.forward), ("backward", found.backward))}}
+            "forward_kernels": forward.kernels, "backward_kernels": backward.kernels,
+            "forward_flops": sum(forward[:3]), "backward_flops": sum(backward[:3])}
 
 
-def compared(folder: Path, names: tuple[str, ...], only: str = "") -> list[dict[str, Any]]:
-    """Both, of all layers whose name has `only` in it."""
-    rows = []
-    for name in names:
+def compared(folder: Path, wanted: Mapping[str, str | tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Both, of the layers of some models by the ends of their names; an empty end is that of all."""
+    rows: list[dict[str, Any]] = []
+    cases: list[list[Any]] = []
+    for name, ends in wanted.items():
         path = run_file(folder, name)
         table = layer_table(read_run(path))
-        cases = [case for case in cases_of(path) if only in table[case[1]].name]
-        for case, ran in zip(cases, on_fake_cuda(executed, cases), strict=True):
-            rows.append({"model": name, "layer": table[case[1]].name, "tp": case[2], "priced": priced(*case),
-                         "ran": ran})
+        for case in cases_of(path):
+            if table[case[1]].name.endswith(ends):
+                cases.append(case)
+                rows.append({"model": name, "layer": table[case[1]].name, "tp": case[2], "priced": priced(*case)})
+    for row, ran in zip(rows, on_fake_cuda(executed, cases), strict=True):
+        row["ran"] = ran
     return rows
 
 
 def off(row: dict[str, Any], figure: str) -> float:
     """How far the priced figure is from the executed one, as a share of the latter."""
     ran, price = row["ran"][figure], row["priced"][figure]
+    if "kept" in figure and max(ran, price) <= FEW:
+        return 0.0
     return abs(price - ran) / ran if ran else float(price > 0)
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    apart = {(row["model"], row["layer"], row["tp"], figure): (row["priced"][figure], row["ran"][figure])
+             for row in rows for figure in FIGURES if off(row, figure) > MOST}
+    assert not apart
+
+
+def test_what_layers_keep_and_run_is_what_they_are_priced_at(tmp_path: Path) -> None:
+    check(compared(tmp_path, {"tiny": ("image_encoder.block.0", "llm.block.0", "llm.head", "image_generator.down.0")}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
+def test_every_layer_keeps_and_runs_what_it_is_priced_at(tmp_path: Path, name: str) -> None:
+    rows = compared(tmp_path, {name: PRESETS.get(name, "")})
+    assert len({row["layer"] for row in rows}) > 2
+    check(rows)

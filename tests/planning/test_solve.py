@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.errors import InfeasibleError, MismatchError, SpecError
 from disttrain_cli.planning.baselines import proportional
 from disttrain_cli.planning.check import check
-from disttrain_cli.planning.solve import solve
+from disttrain_cli.planning.solve import check_profile, solve
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan, read_plan, write_plan
 from disttrain_cli.spec.profile import Profile
@@ -123,6 +124,19 @@ def test_memory_remedy_is_true() -> None:
     assert solve(run, synthetic.tiny(run, memory_gib=needed * 1.01), top=0).plan.gpus_used == 3
     with pytest.raises(InfeasibleError):
         solve(run, synthetic.tiny(run, memory_gib=needed * 0.98), top=0)
+
+
+def test_a_profile_computed_by_other_rules_is_refused(made: tuple[RunFile, Profile, Plan]) -> None:
+    run, profile, _ = made
+    device = profile.device.model_copy(update={"kind": "analytic"})
+    for provenance, ok in (({}, False), ({"rules": "operators fused"}, False), ({"rules": RULES}, True)):
+        computed = profile.model_copy(update={"device": device, "provenance": provenance})
+        if ok:
+            check_profile(run, computed)
+            continue
+        with pytest.raises(MismatchError, match="another version's rules") as caught:
+            check_profile(run, computed)
+        assert "disttrain profile" in str(caught.value.next_step)
 
 
 def test_another_models_profile_is_refused(made: tuple[RunFile, Profile, Plan]) -> None:

@@ -23,6 +23,9 @@ from disttrain_cli.spec.runfile import ClusterSpec
 
 Precision = Literal["fp32", "bf16"]
 
+#: What computed profiles take to run; one that says anything else was computed by another version.
+RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
+
 # Forms with the same name and other peaks: refused rather than guessed.
 OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNORECASE)
 

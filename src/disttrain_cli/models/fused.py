@@ -86,7 +86,7 @@ class _KernelRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         made, scale = torch.ops.disttrain.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return made  # type: ignore[no-any-return]
+        return made
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

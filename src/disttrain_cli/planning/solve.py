@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.costs.hardware import RULES
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.planning.baselines import candidates, megatron
@@ -59,7 +60,7 @@ def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Clust
 
 
 def check_profile(run: RunFile, profile: Profile) -> None:
-    """Refuse a profile that was measured for another model or cluster.
+    """Refuse a profile that was made for another model or cluster, or computed by other rules than today's.
 
     Raises:
         MismatchError: both fingerprints are named.
@@ -70,6 +71,10 @@ def check_profile(run: RunFile, profile: Profile) -> None:
             raise MismatchError(f"The profile was made for another {what}",
                                 f"{what} of the run file: {mine}; of the profile: {theirs}",
                                 "Profile again: disttrain profile")
+    if profile.device.kind == "analytic" and profile.provenance.get("rules") != RULES:
+        raise MismatchError("The profile was computed by another version's rules",
+                            f"now: {RULES}; then: {profile.provenance.get('rules', 'not said')}",
+                            "Profile again: disttrain profile")
 
 
 def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: Strategy = "disaggregated",

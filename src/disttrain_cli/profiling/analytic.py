@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from disttrain_cli.costs.hardware import (
+    RULES,
     Device,
     Precision,
     analytic_device,
@@ -45,8 +46,6 @@ from disttrain_cli.spec.work import Work
 
 #: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient; bf16 weight.
 OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
-
-RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
 
 
 def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profile:
