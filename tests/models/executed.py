@@ -123,10 +123,8 @@ def _step(layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any
         return {name: torch.randn(shape, device="cuda", dtype=dtype, requires_grad=passes) * 2.0
                 for name, shape in shapes.items()}
 
-    runner._compute(layer, state(), batch)  # what is made once, for the batch or for good
-    for weight in layer.parameters():
-        weight.grad = None
-    gc.collect()
+    if not recompute:
+        runner._compute(layer, state(), batch)  # what is made once, for the batch or for good
     with Storages() as storages:
         given = state()
         edges = [get_gradient_edge(tensor) for tensor in given.values()] if passes else []
@@ -142,7 +140,7 @@ def _step(layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any
         gc.collect()
         kept = storages.alive_bytes - leaves - before
         with Counter() as backward:
-            if roots:
+            if roots and not recompute:
                 wanted = [weight for weight in layer.parameters() if weight.requires_grad]
                 gradients = torch.autograd.grad(roots, [*wanted, *edges], seeds, allow_unused=True)
                 for total, gradient in zip(sums, gradients, strict=False):
