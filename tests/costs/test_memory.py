@@ -12,7 +12,7 @@ from tests.planning import synthetic
 
 
 @pytest.mark.parametrize(("precision", "zero", "dp", "expected"), [
-    ("bf16", 1, 4, 2 + 4 + 12 / 4), ("fp32", 0, 4, 4 + 4 + 8), ("fp32", 1, 4, 4 + 4 + 8 / 4)])
+    ("bf16", 1, 4, 2 + 4 + 12 / 4), ("fp32", 0, 4, 4 + 4 + 8), ("fp32", 1, 4, 4 + 4 + 12 / 4)])
 def test_bytes_per_parameter(precision: str, zero: int, dp: int, expected: float) -> None:
     kept, shared = bytes_per_parameter(precision, zero)
     assert kept + shared / dp == expected
@@ -53,11 +53,11 @@ def test_llm_stage_by_hand() -> None:
     working = 0.4 * 8e3 * 2 * 256  # a block's beside what it keeps
     messages = 2 * 2 * 30_000 * 4 / 2  # of two slots, in and out; the widest cut is the encoder's
     assert memory[1].peak_gib * GIB == pytest.approx(
-        first * (4 + 4 + 8 / 2) + 3 * activations + working + messages)
+        first * (4 + 4 + 12 / 2) + 3 * activations + working + messages)
     assert memory[1].activations_gib * GIB == pytest.approx(3 * activations)
     assert (memory[1].transient_gib * GIB, memory[1].messages_gib * GIB) == pytest.approx((working, messages))
     few = layout_memory(profile, layout(2), 4.0)
-    assert few[1].peak_gib * GIB == pytest.approx(first * 12 + 2 * activations + working + messages)
+    assert few[1].peak_gib * GIB == pytest.approx(first * 14 + 2 * activations + working + messages)
 
 
 def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
@@ -66,7 +66,7 @@ def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
     mean, worst = module.work_per_sequence, module.max_work_per_sequence
     busiest = worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)  # a slot has 4 sequences
     kept = [module.costs[kind].tp["1"].activation_bytes(busiest) for kind in module.layers]
-    states, messages = module.parameters * (8 + 8 / 3), 4 * 30_000 * 4 / 3
+    states, messages = module.parameters * (8 + 12 / 3), 4 * 30_000 * 4 / 3
     fullest = sum(kept[:3]) + 0.4 * kept[2]  # the last block runs; the projector, of a quarter of its size, is done
     assert layout_memory(profile, layout(8), 4.0)[0].peak_gib * GIB == pytest.approx(
         states + 3 * sum(kept) + fullest + messages)
@@ -77,7 +77,8 @@ def test_reserves_are_stated_and_take_their_share() -> None:
     device = profile.device.model_copy(update={"context_gib": 0.5, "communicator_mib": 32.0, "fragmentation": 0.1})
     before = layout_memory(profile, layout(8), 4.0)
     after = layout_memory(profile.model_copy(update={"device": device}), layout(8), 4.0)
-    for plain, stage, count in zip(before, after, (1 + 1 + 2 * 2, 1 + 1 + 2 * 2, 1 + 1 + 2 * 2, 1 + 2 * 2), strict=True):
+    for plain, stage, replicated in zip(before, after, (True, True, True, False), strict=True):
+        count = 1 + replicated + 2 * 2
         assert stage.reserve_gib == pytest.approx(0.5 + count * 32 / 1024)  # world, replicas, both ways over two cuts
         assert stage.fragmentation_gib == pytest.approx(
             0.1 * (plain.activations_gib + plain.transient_gib + plain.messages_gib))

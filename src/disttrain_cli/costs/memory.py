@@ -32,11 +32,12 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
     """Bytes of one parameter that every replica keeps, and those its replicas share (divided by DP).
 
     bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and 12 shared (fp32
-    weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments, shared with ZeRO-1.
+    weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments; with ZeRO-1 these are shared, and a copy
+    of the weights (which a unit of one replica does without, as it runs without ZeRO then).
     """
     if precision == "bf16":
         return 6.0, 12.0
-    return (8.0, 8.0) if zero_stage == 1 else (16.0, 0.0)
+    return (8.0, 12.0) if zero_stage == 1 else (16.0, 0.0)
 
 
 def worst_mix(holds_llm: bool, slot_sequences: float, dp: Floats) -> tuple[Floats, Floats, Floats]:
