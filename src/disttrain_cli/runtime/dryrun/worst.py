@@ -76,7 +76,7 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
 def sample_lengths(profile: Profile) -> list[int]:
     """Tokens of the samples of a worst sequence: equal ones, whose squares sum up to the worst at most."""
     worst = profile.modules[profile.inputs.llm].max_work_per_sequence
-    tokens = math.ceil(worst.tokens)
+    tokens = min(math.ceil(worst.tokens), profile.inputs.sequence_length)
     samples = max(1, math.ceil(tokens**2 / max(1.0, worst.sum_length_sq)))
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
 
