@@ -22,6 +22,8 @@ from disttrain_cli.spec.profile import LinkProfile, LinkTimes
 from disttrain_cli.spec.runfile import ClusterSpec
 
 Precision = Literal["fp32", "bf16"]
+#: Compute capability of a device of which it is not known.
+CAPABILITY = (9, 0)
 
 # Forms with the same name and other peaks: refused rather than guessed.
 OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNORECASE)
@@ -50,7 +52,7 @@ class Device(Strict):
     link_gbytes_s: float = Field(gt=0, description="To the other devices of a node.")
     network_gbps: float = Field(gt=0, description="Typical network of one device.")
     curve: str
-    capability: tuple[int, int] = Field(description="Compute capability: which kernels it has.")
+    capability: tuple[int, int] = Field(CAPABILITY, description="Compute capability: which kernels it has.")
     source: str
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from disttrain_cli.costs.hardware import lookup
+from disttrain_cli.costs.hardware import CAPABILITY, lookup
 from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import layer_table
@@ -25,8 +25,6 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
-#: Compute capability of a device that is not in the catalogue.
-CAPABILITY = (9, 0)
 WORKER = "disttrain_cli.runtime.dryrun.worker:main"
 
 

@@ -29,10 +29,8 @@ def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
     """A slot in which the first replica of every unit has the worst work."""
     inputs, sequences = profile.inputs, slot_sequences(profile, layout)
-    heads = {"image": inputs.images[:1], "audio": [inputs.audio] * (inputs.audio is not None),
-             "target": inputs.targets[:1]}
-    of_item = {item: _Items(profile, layout, heads[item][0].module) if heads[item] else None
-               for item in ("image", "audio", "target")}
+    heads = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}
+    of_item = {item: _Items(profile, layout, head.module) if head else None for item, head in heads.items()}
     sequence = {item: np.repeat(np.arange(sequences), own.counts) if own else no_items()
                 for item, own in of_item.items()}
     images = of_item["image"]
