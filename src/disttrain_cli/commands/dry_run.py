@@ -30,12 +30,13 @@ def show_steps(console: Console, run: Run, plan: Plan, profile: Profile) -> bool
 
 def _render(console: Console, result: DryRun) -> None:
     major, minor = result.capability
-    console.say(f"{len(result.stages)} distinct stages of {result.ranks} ranks took a step on a fake {result.device} "
-                f"(compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the plan's worst work.")
+    console.say(f"{len(result.stages)} distinct stages of {result.ranks} ranks took a step on a fake "
+                f"{result.device} (compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the plan's worst "
+                "work.")
     done = [stage for stage in result.stages if stage.seen.failure is None]
     console.table(
-        "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced; reserves that nothing here "
-        "shows",
+        "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced; reserves that "
+        "nothing here shows",
         ["unit", "stage", "layers", "in flight", "kept", "priced", "peak", "priced", "reserves", "together", "plan",
          "of the limit"],
         [[stage.unit, _stages(stage), span(stage.layers), stage.seen.slots_in_flight, f"{stage.seen.kept_gib:.3f}",
@@ -44,8 +45,8 @@ def _render(console: Console, result: DryRun) -> None:
           percent(stage.needed_gib / stage.limit_gib)] for stage in done])
     console.table(
         "A slot of one rank, forward and backward",
-        ["unit", "stage", "rank", "weights on", "kernels", "on the host", "sends", "MiB", "receives", "MiB", "collectives",
-         "MiB"],
+        ["unit", "stage", "rank", "weights on", "kernels", "on the host", "sends", "MiB", "receives", "MiB",
+         "collectives", "MiB"],
         [[stage.unit, _stages(stage), stage.seen.rank, ", ".join(stage.seen.devices), stage.seen.kernels,
           stage.seen.host_operators, stage.seen.sends, f"{stage.seen.send_gib / MIB:.1f}", stage.seen.receives,
           f"{stage.seen.receive_gib / MIB:.1f}", stage.seen.collectives, f"{stage.seen.collective_gib / MIB:.1f}"]

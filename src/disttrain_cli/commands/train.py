@@ -77,8 +77,8 @@ def run(
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Show ranks, groups, hosts, memory and commands; start nothing.")] = False,
     device: Annotated[Literal["cuda"] | None, typer.Option(
-        help="With --dry-run: every distinct stage takes a step on a fake device of this kind, on this machine; memory, "
-        "messages, kernels and waits are shown beside the plan's.")] = None,
+        help="With --dry-run: let every distinct stage take a step on a fake device of this kind, and show its memory "
+        "beside the plan's, its messages, kernels and waits.")] = None,
     emit: Annotated[Emit | None, typer.Option(
         help="Write scripts that start the ranks on the cluster's hosts, instead of starting "
         "them here.")] = None,

@@ -22,6 +22,8 @@ from disttrain_cli.spec.profile import LinkProfile, LinkTimes
 from disttrain_cli.spec.runfile import ClusterSpec
 
 Precision = Literal["fp32", "bf16"]
+#: Compute capability of a device of which it is not known.
+CAPABILITY = (9, 0)
 
 #: What computed profiles take to run; one that says anything else was computed by another version.
 RULES = "every operator as it runs, none fused with another; a TP group's messages wait"
@@ -53,7 +55,7 @@ class Device(Strict):
     link_gbytes_s: float = Field(gt=0, description="To the other devices of a node.")
     network_gbps: float = Field(gt=0, description="Typical network of one device.")
     curve: str
-    capability: tuple[int, int] = Field(description="Compute capability: which kernels it has.")
+    capability: tuple[int, int] = Field(CAPABILITY, description="Compute capability: which kernels it has.")
     source: str
 
     @property

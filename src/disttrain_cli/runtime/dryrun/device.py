@@ -56,7 +56,8 @@ class _Stream(_Event):
     def __exit__(self, *_: Any) -> None: ...
 
 
-def _tensor(values: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False) -> Tensor:
+def _tensor(values: Any, *, dtype: torch.dtype | None = None, device: Any = None,
+            requires_grad: bool = False) -> Tensor:
     """`torch.tensor`: numbers of the host are copied to the device, which torch would ask for real memory."""
     made = _REAL_TENSOR(values, dtype=dtype, device="cpu")
     return (made if device is None else made.to(device)).requires_grad_(requires_grad)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from disttrain_cli.costs.hardware import lookup
+from disttrain_cli.costs.hardware import CAPABILITY, lookup
 from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import layer_table
@@ -20,13 +20,11 @@ from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_sl
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.train import payload_of
 from disttrain_cli.runtime.units.topology import Topology, build_topology
-from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
-#: Compute capability of a device that is not in the catalogue.
-CAPABILITY = (9, 0)
 WORKER = "disttrain_cli.runtime.dryrun.worker:main"
 
 
@@ -39,7 +37,7 @@ class StageReport(BaseModel):
     seen: StageSeen
     priced_kept_gib: float  # of the same work
     priced_gib: float  # peak of the same work, without what no fake device shows:
-    unseen_gib: float  # rows on their way, fragmentation, the device's context and communicators, as the plan states them
+    unseen_gib: float  # as the plan states it: rows on their way, fragmentation, the context, communicators
     planned_gib: float  # peak of the plan, with these; its worst work need not be whole items
     limit_gib: float
 
@@ -88,7 +86,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
                variables=variables)
         seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
                 for number in range(len(groups))]
-    stages = reports(profile, plan, topology, seen)
+    stages = reports(profile, plan.plan, topology, seen, memory_gib)
     return DryRun(device=profile.device.name, capability=capability, memory_gib=memory_gib,
                   ranks=topology.world_size, microbatches=plan.plan.microbatches, stages=stages,
                   problems=[problem for stage in stages for problem in problems(stage)])
@@ -101,13 +99,12 @@ def _capability(device: str) -> tuple[int, int]:
         return CAPABILITY
 
 
-def reports(profile: Profile, plan: Plan, topology: Topology, seen: Sequence[StageSeen]) -> list[StageReport]:
+def reports(profile: Profile, layout: Layout, topology: Topology, seen: Sequence[StageSeen],
+            memory_gib: float) -> list[StageReport]:
     """What was seen of every distinct stage beside the plan's memory, and the price of the very work that was done."""
-    layout = plan.plan
     exact = at_work(profile, layout, worst_slot(profile, layout))
-    of_plan = {(own.unit, own.stage): own for own in plan.predicted.memory}
-    limit_gib = next(iter(of_plan.values())).limit_gib
-    priced = {(own.unit, own.stage): own for own in layout_memory(exact, layout, limit_gib)}
+    of_plan, priced = ({(own.unit, own.stage): own for own in layout_memory(given, layout, memory_gib)}
+                       for given in (profile, exact))
     found = []
     for one in seen:
         stages = [topology.stages[number] for number in one.stages]
@@ -123,7 +120,7 @@ def reports(profile: Profile, plan: Plan, topology: Topology, seen: Sequence[Sta
             layers=[stages[0].layers.start, stages[0].layers.stop - 1], seen=one,
             priced_kept_gib=float(kept[first:first + unit.layers_per_stage[index]].sum()) / GIB,
             priced_gib=price.peak_gib - unseen_gib, unseen_gib=unseen_gib, planned_gib=of_plan[key].peak_gib,
-            limit_gib=limit_gib))
+            limit_gib=memory_gib))
     return found
 
 

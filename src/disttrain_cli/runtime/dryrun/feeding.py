@@ -10,7 +10,7 @@ import numpy as np
 
 from disttrain_cli.data.sequences import PADDING_DOCUMENT
 from disttrain_cli.data.slots import Ints, Slot, SlotBatch
-from disttrain_cli.spec.inputs import ImageInput, ModelInputs, number_of
+from disttrain_cli.spec.inputs import ImageInput, number_of
 
 
 def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]) -> SlotBatch:

@@ -29,10 +29,8 @@ def worst_step(profile: Profile, layout: Layout, slots: int) -> StepOrder:
 def worst_slot(profile: Profile, layout: Layout) -> Slot:
     """A slot in which the first replica of every unit has the worst work."""
     inputs, sequences = profile.inputs, slot_sequences(profile, layout)
-    heads = {"image": inputs.images[:1], "audio": [inputs.audio] * (inputs.audio is not None),
-             "target": inputs.targets[:1]}
-    of_item = {item: _Items(profile, layout, heads[item][0].module) if heads[item] else None
-               for item in ("image", "audio", "target")}
+    heads = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}
+    of_item = {item: _Items(profile, layout, head.module) if head else None for item, head in heads.items()}
     sequence = {item: np.repeat(np.arange(sequences), own.counts) if own else no_items()
                 for item, own in of_item.items()}
     images = of_item["image"]
@@ -76,7 +74,7 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
 def sample_lengths(profile: Profile) -> list[int]:
     """Tokens of the samples of a worst sequence: equal ones, whose squares sum up to the worst at most."""
     worst = profile.modules[profile.inputs.llm].max_work_per_sequence
-    tokens = math.ceil(worst.tokens)
+    tokens = min(math.ceil(worst.tokens), profile.inputs.sequence_length)
     samples = max(1, math.ceil(tokens**2 / max(1.0, worst.sum_length_sq)))
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
 

@@ -49,8 +49,8 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
     """Run `target` ("package.module:function") once per rank and wait for all of them.
 
     The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and `variables` in its environment; its output
-    goes to the rank's log.
+    MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and `variables` in its environment;
+    its output goes to the rank's log.
     Where the target's module has a function `before_fork`, it is called with the payload once, before the ranks
     are forked, to import what they need; it starts no thread and touches no device. `on_poll` is called about
     every 50 ms.

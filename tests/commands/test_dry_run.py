@@ -1,0 +1,135 @@
+"""`disttrain train --dry-run --device cuda`: what is found of a plan's stages, and what stands in its way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disttrain_cli.commands.init import preset_text
+from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.runtime.dryrun import shim
+from disttrain_cli.spec.files import fingerprint
+from disttrain_cli.spec.plan import write_plan
+from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
+from tests.commands.conftest import make_profile
+from tests.commands.test_train import call
+from tests.runtime.factory import plan_of, unit
+
+DRY = ("--dry-run", "--device", "cuda")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny preset in bf16, with a profile and a plan made by hand: two stages of the LLM, two replicas of each."""
+    folder = tmp_path_factory.mktemp("planned")
+    write_whole(folder / "disttrain.yaml", preset_text("tiny").replace("precision: fp32", "precision: bf16"))
+    run = read_run(folder / "disttrain.yaml")
+    profile = make_profile(run.file)
+    modules, layers = {}, {}
+    for name, module in profile.modules.items():
+        kinds, cost = [info.kind for info in layer_table(run) if info.module == name], next(iter(module.costs.values()))
+        layers[name] = [len(kinds)] if name != "llm" else [2, len(kinds) - 2]
+        modules[name] = module.model_copy(update={
+            "layers": kinds, "costs": dict.fromkeys(kinds, cost), "cut_bytes_per_sequence": [1e4] * len(kinds)})
+    profile = profile.model_copy(update={"inputs": describe(run), "modules": modules})
+    write_whole(run.dir.profile, profile.model_dump_json())
+    plan = plan_of(run, [unit(name, [name], layers[name], dp=1 + (name != "llm")) for name in modules], 2)
+    write_plan(run.dir.plan, plan.model_copy(update={
+        "fingerprints": profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})}))
+    return folder
+
+
+def call_quietly(command: str, folder: Path) -> int:
+    from disttrain_cli.app import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main([command, str(folder / "disttrain.yaml"), "--quiet"])
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.slow
+def test_every_distinct_stage_takes_a_step(planned: Path, capsys: Any) -> None:
+    code, out, err = call(["train", planned, *DRY, "--json"], capsys)
+    report = json.loads(out)
+    assert code == 0 and not report["problems"], err
+    assert report["ranks"] == 6
+    assert [(stage["unit"], stage["unit_stages"], stage["seen"]["slots_in_flight"]) for stage in report["stages"]] == [
+        ("image_encoder", [0], 4), ("llm", [0], 3), ("llm", [1], 2), ("image_generator", [0], 1)]
+    for stage in report["stages"]:
+        seen = stage["seen"]
+        assert seen["devices"] == ["cuda:0"] and seen["failure"] is None and seen["kernels"] > 100
+        assert all(wait["instruction"] == "" for wait in seen["waits"])
+        assert sum(wait["times"] for wait in seen["waits"]) >= 1  # the norm is read once
+        assert 0 < seen["kept_gib"] < seen["peak_gib"] < stage["limit_gib"]
+    _messages_agree(report["stages"])
+
+
+def _messages_agree(stages: list[dict[str, Any]]) -> None:
+    """What is sent is received: as many tensors, and gradients come back for what was sent."""
+    by_kind: dict[str, set[str]] = {}
+    for stage in stages:
+        for one in stage["seen"]["messages"]:
+            by_kind.setdefault(one["instruction"], set()).add(one["tensor"])
+            assert one["dtype"] == "bfloat16"
+    assert by_kind["send_activation"] == by_kind["receive_activation"]
+    assert by_kind["send_gradient"] == by_kind["receive_gradient"] <= by_kind["send_activation"]
+
+
+@pytest.mark.parametrize("words", [("--device", "cuda"), (*DRY, "--rehearse"), (*DRY, "--emit", "slurm")])
+def test_the_device_goes_with_a_dry_run_alone(planned: Path, capsys: Any, words: tuple[str, ...]) -> None:
+    code, _, err = call(["train", planned, *words], capsys)
+    assert code == 2 and "--device goes with --dry-run alone" in err and "--dry-run --device cuda" in err
+
+
+def test_there_is_one_kind_of_device(planned: Path, capsys: Any) -> None:
+    code, _, err = call(["train", planned, "--dry-run", "--device", "rocm"], capsys)
+    assert code == 2 and "rocm" in err
+
+
+def test_no_compiler(planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = call(["train", planned, *DRY], capsys)
+    assert code == 1 and "no C++ compiler" in err and "apt-get install g++" in err and "leave out --device" in err
+
+
+def test_a_compiler_that_fails(planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "bin" / "c++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho 'unrecognised option -std=c++20' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{compiler.parent}:/bin:/usr/bin")
+    code, _, err = call(["train", planned, *DRY], capsys)
+    assert code == 1 and "could not compile" in err and "unrecognised option" in err and "g++ 11" in err
+    assert not list((tmp_path / "disttrain").iterdir())
+
+
+def test_a_build_of_torch_for_cuda(planned: Path, capsys: Any, tmp_path: Path,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    (tmp_path / "torch" / "__init__.py").touch()
+    spec = shim.importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+    monkeypatch.setattr(shim.importlib.util, "find_spec", lambda name: spec)
+    code, _, err = call(["train", planned, *DRY], capsys)
+    assert code == 1 and "CPU build" in err and "download.pytorch.org/whl/cpu" in err
+
+
+@pytest.mark.slow
+def test_a_preset_keeps_what_it_is_priced_at(tmp_path: Path, capsys: Any) -> None:
+    name = "vlm-8b"
+    (tmp_path / "disttrain.yaml").write_text(preset_text(name))
+    for command in ("profile", "plan"):
+        assert call_quietly(command, tmp_path) == 0
+    capsys.readouterr()
+    code, out, err = call(["train", tmp_path, *DRY, "--json"], capsys)
+    assert code == 0, err
+    for stage in json.loads(out)["stages"]:
+        assert stage["seen"]["kept_gib"] == pytest.approx(stage["priced_kept_gib"], rel=0.03)
+        assert stage["seen"]["peak_gib"] == pytest.approx(stage["priced_gib"], rel=0.03)
