@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,10 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import jobs, modules
+from benchmarks.gpu import jobs, modules, wheels
 from benchmarks.gpu.formats import ChannelsLastNorm, channels_last
 from benchmarks.gpu.parts import PARTS, run_part
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.wheels import needed
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,9 +120,21 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
 
 
 def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_of_torch():
-    names = needed()
+    names = wheels.needed()
     assert {"deepspeed", "transformers", "diffusers", "pyarrow", "numpy", "pytest"} <= set(names)
     assert not {"torch", "sympy", "jinja2", "fsspec", "disttrain", "hf-xet", "ruff", "playwright"} & set(names)
+
+
+def test_a_wheel_is_laid_out_trimmed_and_packed_as_tar_reads_it(tmp_path):
+    held = {"one/lib.py": "", "one/tests/test_lib.py": "", "one-1.data/purelib/two.py": "", "one/lib.pyi": ""}
+    with zipfile.ZipFile(tmp_path / "one-1-py3-none-any.whl", "w") as whole:
+        for name, text in held.items():
+            whole.writestr(name, text)
+    wheels.unpack(tmp_path / "one-1-py3-none-any.whl", tmp_path / "site")
+    wheels.trim(tmp_path / "site")
+    assert wheels.pack(tmp_path / "site", tmp_path / "site.tar.xz") > 0
+    with tarfile.open(tmp_path / "site.tar.xz") as packed:
+        assert {one.name for one in packed if one.isfile()} == {"one/lib.py", "two.py"}
 
 
 @pytest.mark.slow
