@@ -35,6 +35,7 @@ def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
     host.to_device = lambda values, device, dtype=None: torch.empty(  # before others import it
         values.shape, dtype=values.dtype, device=device) if isinstance(values, torch.Tensor) else real(
             values, device, dtype)
+    Counter()  # from now on lengths of segments are remembered
     found = []
     for path, place, tp, sizes in cases:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
