@@ -83,7 +83,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpecError(f"Cannot write into {run.dir.logs}", error.strerror,
+        raise SpecError(f"Cannot write into {run.dir.logs}", str(error.strerror),
                         "Make it a folder that you can write; then run the command again.") from None
     with tempfile.TemporaryDirectory(prefix="disttrain-dry-run-") as folder:
         def poll() -> None:
