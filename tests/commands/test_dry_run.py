@@ -109,6 +109,21 @@ def test_a_compiler_that_fails(planned: Path, capsys: Any, tmp_path: Path, monke
     assert not list((tmp_path / "disttrain").iterdir())
 
 
+def test_folders_that_cannot_be_written(planned: Path, capsys: Any, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = tmp_path / "taken"
+    taken.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(taken))
+    code, _, err = call(["train", planned, *DRY], capsys)
+    assert code == 1 and "Cannot write into" in err and "XDG_CACHE_HOME" in err
+    monkeypatch.undo()
+    logs = planned / "runs" / "tiny" / "logs"
+    logs.touch()
+    code, _, err = call(["train", planned, *DRY], capsys)
+    logs.unlink()
+    assert code == 1 and f"Cannot write into {logs}" in err
+
+
 def test_a_build_of_torch_for_cuda(planned: Path, capsys: Any, tmp_path: Path,
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"

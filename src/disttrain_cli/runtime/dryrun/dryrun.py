@@ -66,6 +66,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
 
     Raises:
         DisttrainError: this machine cannot pretend to have a CUDA device.
+        SpecError: the run's folder of logs cannot be written.
         RankFailedError: a process ended without saying why.
     """
     variables = environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
@@ -78,12 +79,17 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     payload = payload_of(run, plan, profile) | {
         "stages": [[stage.number for stage in group] for group in groups], "name": profile.device.name,
         "memory_gib": memory_gib, "capability": list(capability), "at_once": at_once}
+    logs = run.dir.logs / "dry-run"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"Cannot write into {run.dir.logs}", str(error.strerror),
+                        "Make it a folder that you can write; then run the command again.") from None
     with tempfile.TemporaryDirectory(prefix="disttrain-dry-run-") as folder:
         def poll() -> None:
             progress("steps of distinct stages", len(list(Path(folder).glob("stage-*.json"))), len(groups))
 
-        launch(len(groups), WORKER, payload | {"folder": folder}, run.dir.logs / "dry-run", on_poll=poll,
-               variables=variables)
+        launch(len(groups), WORKER, payload | {"folder": folder}, logs, on_poll=poll, variables=variables)
         seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
                 for number in range(len(groups))]
     stages = reports(profile, plan.plan, topology, seen, memory_gib)

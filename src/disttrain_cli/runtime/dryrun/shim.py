@@ -24,7 +24,7 @@ def environment() -> dict[str, str]:
     The library is compiled once per version of torch, in a few seconds, and kept in the user's cache.
 
     Raises:
-        DisttrainError: torch has CUDA of its own, or there is no C++ compiler that can build against it.
+        DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, or the cache cannot be written.
     """
     torch = _torch_folder()
     return {"LD_PRELOAD": str(_library(torch)), "LD_LIBRARY_PATH": os.pathsep.join(
@@ -48,8 +48,12 @@ def _library(torch: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "disttrain"
     library = cache / f"fake_cuda-{name}.so"
     if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        _compile(source, torch, library)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _compile(source, torch, library)
+        except OSError as error:
+            raise DisttrainError(f"Cannot write into {cache}", error.strerror or str(error),
+                                 "Name another folder in XDG_CACHE_HOME.") from None
     return library
 
 
