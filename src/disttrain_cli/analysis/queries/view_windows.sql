@@ -13,11 +13,13 @@ WITH spans AS (
     GROUP BY step, run
     HAVING max(compute_end_ns) IS NOT NULL
 ), reported AS (
-    SELECT step, s.end_ns - (1e9 * iteration_s)::BIGINT AS start_ns, greatest(s.end_ns, o.end_ns) AS end_ns
+    SELECT step, s.end_ns - (1e9 * iteration_s)::BIGINT AS start_ns, greatest(s.end_ns, o.end_ns) AS end_ns,
+           coalesce(o.end_ns > s.end_ns, false) AS overruns
     FROM steps s LEFT JOIN (SELECT run, step, end_ns FROM seen WHERE rank = 0) o USING (run, step) WHERE iteration_s > 0
 ), placed AS (
     SELECT s.*, greatest(first_ns, coalesce(lag(last_ns) OVER o, first_ns)) AS from_ns,
-           r.start_ns + greatest(0, lag(r.end_ns) OVER o - r.start_ns) AS start_ns, r.end_ns,
+           CASE WHEN lag(r.overruns) OVER o THEN greatest(r.start_ns, lag(r.end_ns) OVER o) ELSE r.start_ns END AS start_ns,
+           r.end_ns,
            row_number() OVER o AS place, count(*) OVER (PARTITION BY run) AS recorded,
            max(ranks) OVER () AS most_ranks, quantile_disc(computed, 0.75) OVER () AS usual
     FROM spans s LEFT JOIN reported r ON r.step = s.step AND r.start_ns < compute_end_ns AND r.end_ns >= compute_end_ns
