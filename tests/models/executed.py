@@ -124,9 +124,8 @@ def _step(layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any
         return {name: torch.randn(shape, device="cuda", dtype=dtype, requires_grad=passes) * 2.0
                 for name, shape in shapes.items()}
 
-    if not recompute:
-        runner._compute(layer, state(), batch)  # what is made once, for the batch or for good
     with Storages() as storages:
+        runner._compute(layer, state(), batch)  # what is made once, for the batch or for good
         given = state()
         edges = [get_gradient_edge(tensor) for tensor in given.values()] if passes else []
         for tensor in (*layer.parameters(), *batch.tensors(), *sums):
