@@ -145,7 +145,7 @@ def _step(layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any
                 gradients = torch.autograd.grad(roots, [*wanted, *edges], seeds, allow_unused=True)
                 for total, gradient in zip(sums, gradients, strict=False):
                     if gradient is not None:
-                        total.data.add_(gradient.data.to(torch.float32))  # as DeepSpeed's bf16 optimizer
+                        total.data.add_(gradient.data)  # as `optimizer.add_at_once`
     return kept, [forward.kernels, backward.kernels], [forward.flops, backward.flops]
 
 

@@ -114,7 +114,7 @@ def _backward(layer: PipelineLayer, graph: _Graph, trace: _Trace) -> None:
         gradients = torch.autograd.grad(graph.outputs, [*weights, *graph.inputs], graph.gradients, allow_unused=True)
         for weight, gradient in zip(weights, gradients, strict=False):
             if gradient is not None:
-                torch.empty_like(weight, dtype=torch.float32).add_(gradient.float())
+                torch.empty_like(weight, dtype=torch.float32).add_(gradient)
 
 
 class _Trace(TorchDispatchMode):
