@@ -61,7 +61,7 @@ def test_every_distinct_stage_takes_a_step(planned: Path, capsys: Any) -> None:
         ("image_encoder", [0], 4), ("llm", [0], 3), ("llm", [1], 2), ("image_generator", [0], 1)]
     for stage in report["stages"]:
         seen = stage["seen"]
-        assert seen["devices"] == ["cuda:0"] and seen["failure"] is None and seen["kernels"] > 100
+        assert seen["devices"] == ["cuda:0"] and seen["failure"] is None and seen["kernels"] > 50
         assert all(wait["instruction"] == "" for wait in seen["waits"])
         assert sum(wait["times"] for wait in seen["waits"]) >= 1  # the norm is read once
         assert 0 < seen["kept_gib"] < seen["peak_gib"] < stage["limit_gib"]

@@ -37,7 +37,7 @@ class StageReport(BaseModel):
     seen: StageSeen
     priced_kept_gib: float  # of the same work
     priced_gib: float  # peak of the same work, without what no fake device shows:
-    unseen_gib: float  # as the plan states it: rows on their way, fragmentation, the context, communicators
+    unseen_gib: float  # as the plan states it: fragmentation, the context, communicators
     planned_gib: float  # peak of the plan, with these; its worst work need not be whole items
     limit_gib: float
 
@@ -120,7 +120,7 @@ def reports(profile: Profile, layout: Layout, topology: Topology, seen: Sequence
             activation_terms(exact, unit.modules, unit.tp, layout.trained, unit.checkpointing)
         first = sum(unit.layers_per_stage[:index])
         price = priced[key]
-        unseen_gib = price.messages_gib + price.fragmentation_gib + price.reserve_gib
+        unseen_gib = price.fragmentation_gib + price.reserve_gib
         found.append(StageReport(
             unit=unit.name, unit_stages=[stage.index for stage in stages],
             layers=[stages[0].layers.start, stages[0].layers.stop - 1], seen=one,

@@ -137,7 +137,8 @@ def watched(engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSee
                 return
             counts.update(observer.counts - before)
             if name == "_forward":
-                seen.kept_gib = (observer.alive_bytes - alive + received) / GIB
+                sent = bytes_of(list(engine._state.get(slot, {}).values()))  # soon
+                seen.kept_gib = (observer.alive_bytes - alive + received - sent) / GIB
             moved = state if "send" in name else engine._state.get(slot, {}) if "receive" in name else {}
             messages.extend(Message(instruction=instruction, tensor=tensor, shape=list(value.shape),
                                     dtype=str(value.dtype).removeprefix("torch.")) for tensor, value in moved.items())
