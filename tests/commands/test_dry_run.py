@@ -56,7 +56,7 @@ def test_every_distinct_stage_takes_a_step(planned: Path, capsys: Any) -> None:
     code, out, err = call(["train", planned, *DRY, "--json"], capsys)
     report = json.loads(out)
     assert code == 0 and not report["problems"], err
-    assert report["ranks"] == 6
+    assert report["ranks"] == 6 and report["order"]["faults"] == [] and report["order"]["operations"] > 50
     assert [(stage["unit"], stage["unit_stages"], stage["seen"]["slots_in_flight"]) for stage in report["stages"]] == [
         ("image_encoder", [0], 4), ("llm", [0], 3), ("llm", [1], 2), ("image_generator", [0], 1)]
     for stage in report["stages"]:

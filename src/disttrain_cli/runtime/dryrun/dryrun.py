@@ -15,7 +15,7 @@ from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, wor
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.dryrun.shim import environment
-from disttrain_cli.runtime.dryrun.stages import StageSeen, distinct
+from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
 from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.train import payload_of
@@ -56,6 +56,7 @@ class DryRun(BaseModel):
     ranks: int
     microbatches: int
     stages: list[StageReport]
+    order: OrderSeen
     problems: list[str]  # why training would fail or be slow; none = it would run
 
 
@@ -75,7 +76,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     groups = distinct(topology, table, plan.plan.microbatches)
     memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
     capability = _capability(profile.device.name)
-    at_once = min(len(groups), os.cpu_count() or 1)
+    at_once = min(len(groups) + 1, os.cpu_count() or 1)
     payload = payload_of(run, plan, profile) | {
         "stages": [[stage.number for stage in group] for group in groups], "name": profile.device.name,
         "memory_gib": memory_gib, "capability": list(capability), "at_once": at_once}
@@ -89,13 +90,14 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
         def poll() -> None:
             progress("steps of distinct stages", len(list(Path(folder).glob("stage-*.json"))), len(groups))
 
-        launch(len(groups), WORKER, payload | {"folder": folder}, logs, on_poll=poll, variables=variables)
+        launch(len(groups) + 1, WORKER, payload | {"folder": folder}, logs, on_poll=poll, variables=variables)
         seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
                 for number in range(len(groups))]
+        order = OrderSeen.model_validate_json(Path(folder, "order.json").read_text())
     stages = reports(profile, plan.plan, topology, seen, memory_gib)
     return DryRun(device=profile.device.name, capability=capability, memory_gib=memory_gib,
-                  ranks=topology.world_size, microbatches=plan.plan.microbatches, stages=stages,
-                  problems=[problem for stage in stages for problem in problems(stage)])
+                  ranks=topology.world_size, microbatches=plan.plan.microbatches, stages=stages, order=order,
+                  problems=[*(problem for stage in stages for problem in problems(stage)), *order.faults])
 
 
 def _capability(device: str) -> tuple[int, int]:

@@ -35,6 +35,14 @@ class Failure(BaseModel):
     where: str  # source line
 
 
+class OrderSeen(BaseModel):
+    """What all ranks send, receive and join in a step, and whether every rank gets to its end."""
+
+    slots: int
+    operations: int
+    faults: list[str]  # `runtime.messages.proof`
+
+
 class StageSeen(BaseModel):
     """What one rank of a stage did in a step, and in its last slot."""
 

@@ -1,8 +1,9 @@
 """One stage's whole step on a fake device, in a process of its own: the project's engine, brokers and optimizer.
 
 Called by `launch` with the payload that `dryrun.py` writes: `run` (path of the run file), `plan`, `profile` (their
-JSON), `stages` (by process, numbers of stages that are alike), `name`, `memory_gib` and `capability` of the device,
-`folder` (for what is found, a file per process) and `at_once` (processes that may work at a time).
+JSON), `stages` (by process, numbers of stages that are alike; the process after the last of them looks at the messages
+of all ranks), `name`, `memory_gib` and `capability` of the device, `folder` (for what is found, a file per process) and
+`at_once` (processes that may work at a time).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
 from disttrain_cli.runtime.dryrun.observing import Observer
-from disttrain_cli.runtime.dryrun.stages import Failure, Message, StageSeen, Wait, slots_in_flight
+from disttrain_cli.runtime.dryrun.stages import Failure, Message, OrderSeen, StageSeen, Wait, slots_in_flight
 from disttrain_cli.runtime.dryrun.storages import bytes_of
 from disttrain_cli.runtime.dryrun.syncs import Waits
 from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_step
@@ -38,7 +39,8 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_rates
 from disttrain_cli.runtime.feeding import pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
-from disttrain_cli.runtime.messages.hollow import alone
+from disttrain_cli.runtime.messages.hollow import alone, record_steps
+from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
@@ -51,6 +53,7 @@ GIB = 2**30
 #: Instructions of a slot; the rest ends the step.
 OF_SLOT = ("_receive_activation", "_forward", "_send_activation", "_receive_gradient", "_backward", "_send_gradient")
 _LONGEST = 300  # letters of an error's first line
+ORDER, MOST_FAULTS = "order.json", 4
 DEVICE = torch.device("cuda", 0)
 
 
@@ -68,14 +71,28 @@ def main(payload: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     with (folder / f"turn-{number % int(payload['at_once'])}").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        seen = _seen(payload, payload["stages"][number])
+        run, plan = read_run(Path(payload["run"])), Plan.model_validate(payload["plan"])
+        profile = Profile.model_validate(payload["profile"])
+        topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
+        if number == len(payload["stages"]):
+            write_whole(folder / ORDER, _order(run, plan, profile, topology).model_dump_json())
+            return
+        seen = _seen(payload, run, plan, profile, topology, payload["stages"][number])
         write_whole(folder / f"stage-{number}.json", seen.model_dump_json())
 
 
-def _seen(payload: dict[str, Any], stages: list[int]) -> StageSeen:
-    run, began_s = read_run(Path(payload["run"])), time.monotonic()
-    plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
-    topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
+def _order(run: Run, plan: Plan, profile: Profile, topology: Topology) -> OrderSeen:
+    """All ranks' messages in as many slots as fill the pipeline and empty it again."""
+    most = plan.plan.microbatches
+    slots = min(most, 1 + max(slots_in_flight(stage, most) for stage in topology.stages))
+    records = list(record_steps(run, topology, worst_step(profile, plan.plan, slots)))
+    return OrderSeen(slots=slots, operations=sum(len(record.operations) for record in records),
+                     faults=faults(records)[:MOST_FAULTS])
+
+
+def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, topology: Topology,
+          stages: list[int]) -> StageSeen:
+    began_s = time.monotonic()
     place = topology.place(topology.stages[stages[0]].rank(0))
     flight = slots_in_flight(place.stage, plan.plan.microbatches)
     seen = StageSeen(stages=stages, rank=place.rank, slots_in_flight=flight,
