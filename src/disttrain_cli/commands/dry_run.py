@@ -62,9 +62,10 @@ def _render(console: Console, result: DryRun) -> None:
         [[stage.unit, _stages(stage), wait.instruction.replace("_", " ") or "end of the step", wait.what, wait.where,
           wait.times]
          for stage in done for wait in stage.seen.waits])
-    if not result.order.faults:
-        console.say(f"{result.order.operations:,} messages and collectives of all ranks in {result.order.slots} slots run "
-                    "to their end where each of them blocks, as over NCCL.")
+    order = result.order
+    if not order.faults:
+        console.say(f"{order.operations:,} messages and collectives of all ranks in {order.slots} slots run to their end "
+                    "where each of them blocks, as over NCCL.")
     for problem in result.problems:
         console.note(problem)
 
