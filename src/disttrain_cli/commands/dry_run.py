@@ -64,8 +64,8 @@ def _render(console: Console, result: DryRun) -> None:
          for stage in done for wait in stage.seen.waits])
     order = result.order
     if not order.faults:
-        console.say(f"{order.operations:,} messages and collectives of all ranks in {order.slots} slots run to their end "
-                    "where each of them blocks, as over NCCL.")
+        console.say(f"{order.operations:,} messages and collectives of all ranks in {order.slots} slots run to their "
+                    "end where each of them blocks, as over NCCL.")
     for problem in result.problems:
         console.note(problem)
 
