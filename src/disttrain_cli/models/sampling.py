@@ -47,7 +47,7 @@ def generate(
 
     canvas, device = start.canvas, state["conditioning"].device
     draws = [
-        torch.randn(canvas.shape, generator=torch.Generator("cpu").manual_seed(seed * 1_000_003 + i))
+        torch.randn(canvas.shape, generator=torch.Generator("cpu").manual_seed((seed * 1_000_003 + i) % 2**63))
         for i in range(count)
     ]
     sample = torch.stack(draws).to(device)

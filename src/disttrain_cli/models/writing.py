@@ -33,7 +33,7 @@ def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, le
     read: dict[str, Tensor] = {}
     for layer in (layer for layer in layers if layer.module in inputs.encoders):
         read.update(layer(read, batch))
-    draws = [torch.Generator("cpu").manual_seed(seed * 1_000_003 + number) for number in range(count)]
+    draws = [torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) % 2**63) for number in range(count)]
     written: list[list[int]] = [[] for _ in range(count)]
     going = [number for number in range(count) if most and lengths[number] < width]
     while going:
