@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from copy import copy
 from pathlib import Path
@@ -165,7 +166,7 @@ def _across(group: Group, rows: int) -> None:
         return (rows_RD @ own_up).relu() * (rows_RD.unflatten(0, (1, rows)) @ own_up) @ own_down
 
     made = across(f, own, rows, group)
-    assert torch.UntypedStorage._expired(gathered[0]), "all rows are kept"
+    assert _expires(gathered[0]), "all rows are kept"
     (made * weight[group.own(rows)]).sum().backward()
     expected = (whole @ up).relu() * (whole @ up) @ down
     (expected * weight).sum().backward()
@@ -173,6 +174,14 @@ def _across(group: Group, rows: int) -> None:
     same(own.grad, whole.grad[group.own(rows)])
     same(own_up.grad, up.grad[:, half])
     same(own_down.grad, down.grad[half])
+
+
+def _expires(storage: Any, limit_s: float = 10.0) -> bool:
+    """Whether a storage is let go; gloo's thread may hold it a moment longer than the message takes."""
+    end_s = time.monotonic() + limit_s
+    while not (expired := torch.UntypedStorage._expired(storage)) and time.monotonic() < end_s:
+        time.sleep(0.01)
+    return expired
 
 
 FUNCTIONS = {
