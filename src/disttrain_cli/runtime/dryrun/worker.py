@@ -22,18 +22,20 @@ from typing import Any
 
 import deepspeed
 import deepspeed.ops
+import numpy as np
 import torch
 
-from disttrain_cli.data.slots import SlotBatch, StepOrder
-from disttrain_cli.models.graph import layer_table
+from disttrain_cli.data.slots import Slot, SlotBatch, StepOrder
+from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import Batch
+from disttrain_cli.models.qwen_vision import QwenLayer
 from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
 from disttrain_cli.runtime.dryrun.observing import Observer
 from disttrain_cli.runtime.dryrun.stages import Failure, Message, OrderSeen, StageSeen, Wait, slots_in_flight
 from disttrain_cli.runtime.dryrun.storages import bytes_of
 from disttrain_cli.runtime.dryrun.syncs import Waits
-from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_step
+from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst_step
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.optimizer import set_rates
@@ -97,6 +99,7 @@ def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, topol
     flight = slots_in_flight(place.stage, plan.plan.microbatches)
     seen = StageSeen(stages=stages, rank=place.rank, slots_in_flight=flight,
                      slots=min(plan.plan.microbatches, flight + 1))
+    _look_up_layouts(run, place, worst_slot(profile, plan.plan))
     with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
         try:
             with alone(place.rank, topology.world_size):
@@ -108,6 +111,16 @@ def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, topol
     seen.took_s = time.monotonic() - began_s
     seen.host_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return seen
+
+
+def _look_up_layouts(run: Run, place: Place, slot: Slot) -> None:
+    """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors have none."""
+    table, own = layer_table(run), place.stage.layers
+    for number in {(table[number].module, table[number].kind): number for number in own}.values():
+        layer = build_layers(run, number, number + 1, "meta")[0]
+        if isinstance(layer, QwenLayer):
+            for rows, columns in np.unique(slot.image_grid, axis=0).tolist():
+                layer.layout(rows, columns)
 
 
 def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, place: Place, seen: StageSeen) -> None:
