@@ -118,6 +118,7 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
         "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False,
         "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None}
     with (patch.multiple(torch.cuda, create=True, **given),
+          patch.multiple(torch.cuda.nvtx, range_push=lambda _: 0, range_pop=lambda: 0),
           patch.object(torch.Tensor, "pin_memory", pin_memory),
           patch.object(torch.Tensor, "record_stream", lambda *_: None),
           patch.object(torch.nn.Module, "_apply", _apply), patch.object(torch, "tensor", _tensor),
