@@ -53,6 +53,7 @@ class StageSeen(BaseModel):
     kept_gib: float = 0.0  # from forward to backward, of a slot
     peak_gib: float = 0.0
     built_gib: float = 0.0  # most while the engine was built
+    leaked_gib: float = 0.0  # alive after the step, and not before it
     kernels: int = 0  # of a slot, forward and backward
     host_operators: int = 0
     sends: int = 0
