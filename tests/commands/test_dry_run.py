@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from disttrain_cli.commands.init import preset_text
+from disttrain_cli.errors import RankLostError
 from disttrain_cli.models.graph import describe, layer_table
-from disttrain_cli.runtime.dryrun import shim
+from disttrain_cli.runtime.dryrun import dryrun, shim
+from disttrain_cli.runtime.dryrun.dryrun import DryRun, StageReport, problems
+from disttrain_cli.runtime.dryrun.stages import Failure, Message, OrderSeen, StageSeen, Wait
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import write_plan
 from disttrain_cli.spec.runfile import read_run
@@ -134,6 +137,42 @@ def test_a_build_of_torch_for_cuda(planned: Path, capsys: Any, tmp_path: Path,
     monkeypatch.setattr(shim.importlib.util, "find_spec", lambda name: spec)
     code, _, err = call(["train", planned, *DRY], capsys)
     assert code == 1 and "CPU build" in err and "download.pytorch.org/whl/cpu" in err
+
+
+def found(**seen: Any) -> DryRun:
+    """A dry run of one stage."""
+    stage = StageReport(unit="llm", unit_stages=[0], layers=[0, 3], seen=StageSeen(
+        stages=[0], rank=0, slots_in_flight=1, slots=2, **seen), priced_kept_gib=1.0, priced_gib=2.0, unseen_gib=1.0,
+        planned_gib=3.0, limit_gib=80.0)
+    return DryRun(device="A800", capability=(8, 0), memory_gib=80.0, ranks=1, microbatches=2, stages=[stage],
+                  order=OrderSeen(slots=1, operations=1, faults=[]), problems=problems(stage))
+
+
+@pytest.mark.parametrize("flags", [(), ("--quiet",)])
+@pytest.mark.parametrize("seen, says", [
+    ({"failure": Failure(what="ValueError: planted", where="models/x.py:7")}, "planted (models/x.py:7)"),
+    ({"peak_gib": 80.5}, "81.50 GiB do not fit into 80 GiB"),
+    ({"messages": [Message(instruction="send_activation", tensor="hidden", shape=[8, 4], dtype="float32"),
+                   Message(instruction="receive_gradient", tensor="hidden", shape=[8, 4], dtype="bfloat16")]},
+     "hidden crosses a cut as [8, 4] float32 (send activation), and its gradient as [8, 4] bfloat16"),
+    ({"leaked_gib": 0.5}, "0.500 GiB more are held after a step"),
+    ({"waits": [Wait(instruction="forward", what="aten::item", where="models/x.py:7 f", times=2)]}, "models/x.py:7 f")])
+def test_problems_are_told_whatever_the_flags(planned: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch,
+                                              flags: tuple[str, ...], seen: dict[str, Any], says: str) -> None:
+    monkeypatch.setattr(dryrun, "dry_run", lambda *given: found(**seen))
+    code, _, err = call(["train", planned, *DRY, *flags], capsys)
+    assert code == 1 and "unit llm, stage 0: " in err and says in err and "logs/dry-run" in err
+
+
+def test_a_process_that_ends_is_told_by_its_stage(planned: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(*given: Any, **named: Any) -> None:
+        raise RankLostError("Rank 2 was killed by SIGKILL", "log: rank-00002.log")
+
+    monkeypatch.setattr(dryrun, "environment", dict)
+    monkeypatch.setattr(dryrun, "launch", launch)
+    code, _, err = call(["train", planned, *DRY], capsys)
+    assert code == 4 and "Rank 2 was killed" in err
+    assert "0 image_encoder stage 0, 1 llm stage 0, 2 llm stage 1, 3 image_generator stage 0, 4 the order" in err
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from disttrain_cli.commands.common import percent
+from disttrain_cli.commands.common import percent, short_path
 from disttrain_cli.commands.launching import span
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ def show_steps(console: Console, run: Run, plan: Plan, profile: Profile) -> bool
     with console.progress() as progress:
         result = dry_run(run, plan, profile, progress)
     console.result(result)
-    _render(console, result)
+    _render(console, result, short_path(run.dir.logs / "dry-run"))
     return not result.problems
 
 
-def _render(console: Console, result: DryRun) -> None:
+def _render(console: Console, result: DryRun, logs: str) -> None:
     major, minor = result.capability
     console.say(f"{len(result.stages)} distinct stages of {result.ranks} ranks took a step on a fake "
                 f"{result.device} (compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the plan's worst "
@@ -64,10 +64,10 @@ def _render(console: Console, result: DryRun) -> None:
          for stage in done for wait in stage.seen.waits])
     order = result.order
     if not order.faults:
-        console.say(f"{order.operations:,} messages and collectives of all ranks in {order.slots} slots run to their "
-                    "end where each of them blocks, as over NCCL.")
-    for problem in result.problems:
-        console.note(problem)
+        console.say(f"{order.operations:,} messages and collectives of all ranks in {order.slots} "
+                    f"slot{'s' * (order.slots > 1)} run to their end where each of them blocks, as over NCCL.")
+    if result.problems and not console.json_mode:
+        console.error("Training would fail or be slow", "\n".join(result.problems), f"See the stages' logs: {logs}")
 
 
 def _stages(stage: StageReport) -> str:

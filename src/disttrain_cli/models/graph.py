@@ -6,6 +6,7 @@ is crossed by `live_tensors(table, i)`.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +95,17 @@ def build_layers(
     return [maker.build(run.file.train.seed, device, dtype, tp, tp_rank) for maker in makers[start:stop]]
 
 
-def live_tensors(table: list[LayerInfo], cut: int) -> list[TensorSpec]:
+def live_tensors(table: Sequence[LayerInfo], cut: int, beside: Container[int] = ()) -> list[TensorSpec]:
     """State tensors that cross the cut before layer `cut`: written before it and read at or after it.
 
-    In the order in which they are first written, with the shape that the last writer before the cut gives them.
+    In the order in which they are first written, with the shape that the last writer before the cut gives them; as if
+    there were no layers `beside`.
     """
-    written = {spec.name: spec for layer in table[:cut] for spec in layer.writes}
+    line = [None if number in beside else layer for number, layer in enumerate(table)]
+    written = {spec.name: spec for layer in filter(None, line[:cut]) for spec in layer.writes}
     wanted: set[str] = set()
     replaced: set[str] = set()
-    for layer in table[cut:]:
+    for layer in filter(None, line[cut:]):
         wanted.update(name for name in layer.reads if name not in replaced)
         replaced.update(spec.name for spec in layer.writes)
     return [spec for name, spec in written.items() if name in wanted]

@@ -41,7 +41,8 @@ def cases() -> dict[str, list[str]]:
         "equal": lambda: torch.equal(rows, rows), "nonzero": lambda: mask.nonzero(), "mask": lambda: rows[mask],
         "put by mask": lambda: rows.index_put_((mask,), rows[0, 0]),
         "repeats": lambda: rows.repeat_interleave(counts, 0),
-        "read": lambda: read(rows[0]),
+        "read": lambda: read(rows[0]), "device": torch.cuda.synchronize,
+        "stream": lambda: torch.cuda.current_stream().synchronize(), "event": lambda: torch.cuda.Event().synchronize(),
         # and what does not:
         "page-locked": lambda: torch.ones(3).pin_memory().to(cuda, non_blocking=True),
         "a view of page-locked": lambda: torch.empty(4, 3, pin_memory=True)[1:].to(cuda, non_blocking=True),
@@ -62,7 +63,7 @@ def cases() -> dict[str, list[str]]:
 def test_what_waits_is_found_with_its_line_and_nothing_else() -> None:
     found = on_fake_cuda(cases)
     own = "dryrun/test_syncs.py"
-    waiting = dict(list(found.items())[:15])
+    waiting = dict(list(found.items())[:18])
     assert {name: said[0].split(" @ ")[0] for name, said in waiting.items() if len(said) == 1} == {
         "pageable": "copy cpu to cuda from pageable memory",
         "pageable, asynchronous": "copy cpu to cuda from pageable memory",
@@ -71,10 +72,11 @@ def test_what_waits_is_found_with_its_line_and_nothing_else() -> None:
         "to pageable memory": "copy cuda to cpu", "item": "aten::_local_scalar_dense",
         "float": "aten::_local_scalar_dense", "bool": "aten::_local_scalar_dense", "equal": "aten::equal",
         "nonzero": "aten::nonzero", "mask": "aten::index", "put by mask": "aten::index_put_",
-        "repeats": "aten::repeat_interleave", "read": "copy cuda to cpu"}
+        "repeats": "aten::repeat_interleave", "read": "copy cuda to cpu",
+        "device": "torch.cuda.synchronize", "stream": "Stream.synchronize", "event": "Event.synchronize"}
     assert {said[0].split(" @ ")[1] for name, said in waiting.items() if name != "read"} == {own}
     assert waiting["read"][0].endswith("@ models/host.py")
-    assert {name: said for name, said in list(found.items())[15:] if said} == {}
+    assert {name: said for name, said in list(found.items())[18:] if said} == {}
 
 
 #: Encoder, LLM, generator: together every class, with heads that flash attention takes (of 8) and others (12).

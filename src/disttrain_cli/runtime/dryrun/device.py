@@ -15,7 +15,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from disttrain_cli.errors import DisttrainError
-from disttrain_cli.runtime.dryrun.syncs import pin_memory
+from disttrain_cli.runtime.dryrun.syncs import pin_memory, synchronize
 
 _REAL_TENSOR = torch.tensor
 
@@ -29,7 +29,8 @@ class _Event:
 
     def wait(self, *_: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        synchronize(f"{type(self).__name__.removeprefix('_')}.synchronize")
 
     def query(self) -> bool:
         return True
@@ -84,12 +85,12 @@ def _apply(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurs
 
 
 @contextmanager
-def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int, int] = (9, 0),
-            synchronized: Callable[[], None] = lambda: None) -> Iterator[FakeTensorMode]:
+def pretend(name: str = "fake", memory_gib: float = 80.0,
+            capability: tuple[int, int] = (9, 0)) -> Iterator[FakeTensorMode]:
     """Have `torch.cuda` describe such a device, and every tensor that is made be fake.
 
-    `synchronized` is called where the host would wait for the device as a whole. A process that ran a backward should
-    end by `os._exit`: at a usual exit autograd's threads of the devices may abort it.
+    A process that ran a backward should end by `os._exit`: at a usual exit autograd's threads of the devices may abort
+    it.
 
     Raises:
         DisttrainError: the process was not started with `shim.environment`.
@@ -105,7 +106,8 @@ def pretend(name: str = "fake", memory_gib: float = 80.0, capability: tuple[int,
     given: dict[str, Any] = {
         "is_available": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
         "set_device": lambda _: None, "init": lambda: None, "_lazy_init": lambda: None, "is_initialized": lambda: True,
-        "synchronize": lambda *_: synchronized(), "empty_cache": lambda: None, "ipc_collect": lambda: None,
+        "synchronize": lambda *_: synchronize("torch.cuda.synchronize"), "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
         "get_device_properties": lambda *_: properties, "get_device_name": lambda *_: name,
         "get_device_capability": lambda *_: capability, "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda *_: (total, total), "memory_allocated": lambda *_: 0,

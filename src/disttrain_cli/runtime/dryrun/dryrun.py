@@ -12,20 +12,22 @@ from pydantic import BaseModel
 
 from disttrain_cli.costs.hardware import CAPABILITY, lookup
 from disttrain_cli.costs.memory import GIB, activation_terms, layout_memory, worst_mix
-from disttrain_cli.errors import SpecError
+from disttrain_cli.errors import RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.dryrun.shim import environment
 from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
 from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.train import payload_of
-from disttrain_cli.runtime.units.topology import Topology, build_topology
+from disttrain_cli.runtime.units.topology import Stage, Topology, build_topology
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
 
 WORKER = "disttrain_cli.runtime.dryrun.worker:main"
+WAYS_BACK = {"send_activation": "receive_gradient", "receive_activation": "send_gradient"}
+CRUMBS_GIB = 2**-10  # that a step may leave: losses and other scalars
 
 
 class StageReport(BaseModel):
@@ -76,7 +78,7 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     groups = distinct(topology, table, plan.plan.microbatches)
     memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
     capability = _capability(profile.device.name)
-    at_once = min(len(groups) + 1, os.cpu_count() or 1)
+    at_once = min(len(groups) + 1, len(os.sched_getaffinity(0)))
     payload = payload_of(run, plan, profile) | {
         "stages": [[stage.number for stage in group] for group in groups], "name": profile.device.name,
         "memory_gib": memory_gib, "capability": list(capability), "at_once": at_once}
@@ -90,7 +92,11 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
         def poll() -> None:
             progress("steps of distinct stages", len(list(Path(folder).glob("stage-*.json"))), len(groups))
 
-        launch(len(groups) + 1, WORKER, payload | {"folder": folder}, logs, on_poll=poll, variables=variables)
+        try:
+            launch(len(groups) + 1, WORKER, payload | {"folder": folder}, logs, on_poll=poll, variables=variables)
+        except RankFailedError as error:
+            error.why += f"\nranks of the dry run: {_who_is_who(groups)}"
+            raise
         seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
                 for number in range(len(groups))]
         order = OrderSeen.model_validate_json(Path(folder, "order.json").read_text())
@@ -98,6 +104,12 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     return DryRun(device=profile.device.name, capability=capability, memory_gib=memory_gib,
                   ranks=topology.world_size, microbatches=plan.plan.microbatches, stages=stages, order=order,
                   problems=[*(problem for stage in stages for problem in problems(stage)), *order.faults])
+
+
+def _who_is_who(groups: Sequence[Sequence[Stage]]) -> str:
+    """Which process of the dry run stands for which stage."""
+    named = [f"{group[0].unit.name} stage {group[0].index}" for group in groups]
+    return ", ".join(f"{number} {what}" for number, what in enumerate([*named, "the order of messages"]))
 
 
 def _capability(device: str) -> tuple[int, int]:
@@ -140,6 +152,15 @@ def problems(stage: StageReport) -> list[str]:
     found = [f"{where}: the host waits for the device in a slot, {wait.times} times in {seen.slots} slots: "
              f"{wait.instruction.replace('_', ' ')}, {wait.what} ({wait.where})" for wait in seen.waits
              if wait.instruction]
+    crossing = {(one.instruction, one.tensor): f"{one.shape} {one.dtype}" for one in seen.messages}
+    for (instruction, tensor), given in crossing.items():
+        way = WAYS_BACK.get(instruction)
+        if way is not None and (back := crossing.get((way, tensor), given)) != given:
+            found.append(f"{where}: {tensor} crosses a cut as {given} ({instruction.replace('_', ' ')}), "
+                         f"and its gradient as {back}")
+    if seen.leaked_gib > CRUMBS_GIB:
+        found.append(f"{where}: {seen.leaked_gib:.3f} GiB more are held after a step than before it "
+                     f"({seen.slots} slots)")
     if stage.needed_gib > stage.limit_gib:
         found.append(f"{where}: {stage.needed_gib:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
     return found

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.runtime.dryrun.refusing import refuse
 from disttrain_cli.runtime.dryrun.storages import Storages
 
 #: Operators that start no kernel, besides those that only view.
@@ -24,6 +25,7 @@ class Observer(Storages):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        refuse(func, [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.is_cuda])
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self._count_message(func._schema.name.removeprefix("c10d::"), args)

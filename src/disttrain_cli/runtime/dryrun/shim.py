@@ -6,8 +6,10 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -24,11 +26,27 @@ def environment() -> dict[str, str]:
     The library is compiled once per version of torch, in a few seconds, and kept in the user's cache.
 
     Raises:
-        DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, or the cache cannot be written.
+        DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, the cache cannot be written, or
+            what lies there cannot be loaded.
     """
     torch = _torch_folder()
-    return {"LD_PRELOAD": str(_library(torch)), "LD_LIBRARY_PATH": os.pathsep.join(
-        [str(torch / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])}
+    library = _library(torch)
+    folders = [str(library.parent), str(torch / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    variables = {"LD_PRELOAD": library.name,  # of a path it would take spaces for ends
+                 "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    _try_out(library, variables)
+    return variables
+
+
+def _try_out(library: Path, variables: dict[str, str]) -> None:
+    """Start a process with the library; the loader only warns of one that it cannot use, and goes on."""
+    done = subprocess.run([sys.executable, "-S", "-c", "print(open('/proc/self/maps').read())"],
+                          env=os.environ | variables, capture_output=True, text=True, timeout=_LONGEST_S)
+    if library.name not in done.stdout:
+        raise DisttrainError("The library of fake CUDA devices cannot be loaded",
+                             next(iter(done.stderr.splitlines()), f"exit code {done.returncode}"),
+                             f"Remove it, so that it is compiled again: {shlex.join(['rm', str(library)])}\n"
+                             "Or name another folder in XDG_CACHE_HOME, without a colon in its path.")
 
 
 def _torch_folder() -> Path:
@@ -45,7 +63,11 @@ def _torch_folder() -> Path:
 def _library(torch: Path) -> Path:
     source = (files("disttrain_cli.runtime.dryrun") / "fake_cuda.cpp").read_text()
     name = hashlib.sha256(f"{torch}\n{importlib.metadata.version('torch')}\n{source}".encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "disttrain"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "disttrain"
+    except RuntimeError as error:  # HOME is not set, and the user is in no list
+        raise DisttrainError("There is no home folder to keep a library in", str(error),
+                             "Name a folder in XDG_CACHE_HOME.") from None
     library = cache / f"fake_cuda-{name}.so"
     if not library.exists():
         try:
@@ -65,11 +87,21 @@ def _compile(source: str, torch: Path, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         text, made = Path(folder, "fake_cuda.cpp"), Path(folder, "fake_cuda.so")
         text.write_text(source)
-        done = subprocess.run([compiler, "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(text),
-                               "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"],
-                              capture_output=True, text=True, timeout=_LONGEST_S)
+        done = _run([compiler, "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(text),
+                               "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"])
         if done.returncode:
             raise DisttrainError(f"{compiler} could not compile for torch {importlib.metadata.version('torch')}",
-                                 "\n".join(done.stderr.splitlines()[:4]),
+                                 "\n".join(done.stderr.splitlines()[:4]) or f"exit code {done.returncode}",
                                  "It takes a compiler with C++20: g++ 11 or clang 14.")
         made.replace(library)
+
+
+def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a compiler to its end; raises DisttrainError where it does not start or does not end."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=_LONGEST_S)
+    except OSError as error:
+        what, why = f"{words[0]} cannot be started", error.strerror or str(error)
+    except subprocess.TimeoutExpired:
+        what, why = f"{words[0]} did not end", f"it was given {_LONGEST_S} s"
+    raise DisttrainError(what, why, "Mend it, or put another compiler first in PATH.")

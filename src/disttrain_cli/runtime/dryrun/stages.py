@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from disttrain_cli.models.graph import LayerInfo
+from disttrain_cli.models.graph import LayerInfo, live_tensors
 from disttrain_cli.runtime.units.topology import Stage, Topology
 
 
@@ -53,6 +53,7 @@ class StageSeen(BaseModel):
     kept_gib: float = 0.0  # from forward to backward, of a slot
     peak_gib: float = 0.0
     built_gib: float = 0.0  # most while the engine was built
+    leaked_gib: float = 0.0  # alive after the step, and not before it
     kernels: int = 0  # of a slot, forward and backward
     host_operators: int = 0
     sends: int = 0
@@ -75,10 +76,13 @@ def slots_in_flight(stage: Stage, microbatches: int) -> int:
 
 
 def distinct(topology: Topology, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
-    """Stages in groups that do the same: equal layers and slots in flight, between the same neighbours."""
+    """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight and neighbours."""
     groups: dict[tuple[object, ...], list[Stage]] = {}
     for stage in topology.stages:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
+        cuts = (tuple((spec.item, spec.rows, spec.shape, spec.split) for spec in live_tensors(table, cut, stage.beside))
+                for cut in (stage.layers.start, stage.layers.stop))
         around = (tuple(topology.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
-        groups.setdefault((stage.unit.name, layers, slots_in_flight(stage, microbatches), *around), []).append(stage)
+        alike = (stage.unit.name, layers, slots_in_flight(stage, microbatches), *cuts, *around)
+        groups.setdefault(alike, []).append(stage)
     return list(groups.values())

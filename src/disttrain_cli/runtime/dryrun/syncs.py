@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,17 +23,35 @@ def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
     return _pinned(tensor.clone())
 
 
+def synchronize(what: str) -> None:
+    """In the place of waiting for the device, a stream or an event."""
+    if Waits.active is not None:
+        Waits.active.found[what, _where(sys._getframe(1))] += 1
+
+
 class Waits(TorchDispatchMode):
     """Counts the waits for a device by what waits and where in the code, innermost function first.
 
-    What waits: reading a number of the device, operators whose result's shape depends on numbers, selecting by a mask,
-    and copies between host and device that are not asynchronous or whose memory on the host is not page-locked.
+    What waits: `synchronize` of whatever, reading a number of the device, operators whose result's shape depends on
+    numbers, selecting by a mask, and copies between host and device that are not asynchronous or whose memory on the
+    host is not page-locked.
     Numbers that the host asks for are made up (1, or True), so that a step goes on and all its waits are found.
     """
+
+    active: ClassVar[Waits | None] = None  # in all threads: autograd's too
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Waits:
+        Waits.active = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        Waits.active = None
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -9,6 +9,7 @@ of all ranks), `name`, `memory_gib` and `capability` of the device, `folder` (fo
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import resource
 import time
@@ -133,6 +134,7 @@ def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, plac
         with Waits():
             engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
         seen.built_gib = observer.peak_bytes / GIB
+        left: list[int] = []  # bytes alive after each step
         for slots in (1, seen.slots):
             order = worst_step(profile, plan.plan, slots)
             arrays = empty_inputs(order.slots[0], lengths, place.unit.name, fields)
@@ -140,7 +142,10 @@ def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, plac
             observer.peak_bytes = observer.alive_bytes
             with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
                 engine.run_step(order, partial(_fetch, arrays, order, dtype))
+            gc.collect()
+            left.append(observer.alive_bytes)
         seen.peak_gib = observer.peak_bytes / GIB
+        seen.leaked_gib = (left[1] - left[0]) / GIB
     seen.devices = sorted({str(tensor.device) for tensor in engine.module.parameters()})
 
 

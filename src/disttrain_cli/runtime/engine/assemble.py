@@ -81,7 +81,7 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
 
     def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
         cut = after.layers.start
-        specs = _live(table, before.beside | after.beside, cut)
+        specs = live_tensors(table, cut, before.beside | after.beside)
         return specs, [spec for spec in specs if carrying is None or spec.name in carrying(cut)]
 
     def between(neighbour: Stage, sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
@@ -101,13 +101,7 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
 
 def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
     """State tensors that cross a cut inside a stage or at its ends: of those on its own line."""
-    return _live(table, stage.beside, cut)
-
-
-def _live(table: list[LayerInfo], beside: frozenset[int], cut: int) -> list[TensorSpec]:
-    """State tensors that cross the cut before layer `cut`, were there no layers `beside`."""
-    line = [layer for number, layer in enumerate(table) if number not in beside]
-    return live_tensors(line, cut - sum(number < cut for number in beside))
+    return live_tensors(table, cut, stage.beside)
 
 
 def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: Place,

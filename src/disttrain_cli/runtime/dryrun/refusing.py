@@ -1,0 +1,23 @@
+"""What kernels of CUDA refuse and fake tensors let pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward"}
+FLASH = {"_scaled_dot_product_flash_attention", "_flash_attention_forward", "_varlen_attn"}
+FLASH_TYPES, FLASH_WIDTH = {torch.float16, torch.bfloat16}, 256
+
+
+def refuse(func: Any, tensors: Sequence[Tensor]) -> None:
+    """Raise RuntimeError, as the kernel would, for products of different types and attention that flash cannot do."""
+    name = func._opname
+    if name in PRODUCTS and len(types := {str(one.dtype) for one in tensors if one.is_floating_point()}) > 1:
+        raise RuntimeError(f"{name} of different types: {', '.join(sorted(types))}")
+    if name in FLASH and (tensors[0].dtype not in FLASH_TYPES or tensors[0].shape[-1] > FLASH_WIDTH):
+        raise RuntimeError(f"{name} takes float16 or bfloat16 and heads of at most {FLASH_WIDTH} numbers: given "
+                           f"{tensors[0].dtype}, {tensors[0].shape[-1]}")
