@@ -53,7 +53,6 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
     device = torch.device(device)
     if device.type == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend == "nccl":
         # Its groups of gloo, which checkpoints use, connect only ranks that talk (`descriptors`).
