@@ -90,9 +90,8 @@ def main(payload: dict[str, Any]) -> None:
     device = rank_device(payload["device"])
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     store = rendezvous(RENDEZVOUS_TIMEOUT)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=processes, device_id=own)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes)
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
     session = Session(payload, rank, result)

@@ -136,7 +136,7 @@ def payload_of(run: Run, plan: Plan, profile: Profile, profile_steps: range | No
                origin: Path | None = None) -> dict[str, Any]:
     """What a rank must know, besides its start."""
     profiled = {} if profile_steps is None else {"profile_steps": [profile_steps.start, profile_steps.stop]}
-    return {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
+    return {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "device": profile.device.kind,
             "profile": profile.model_dump(mode="json")} | profiled | ({"from": str(origin)} if origin else {})
 
 
@@ -194,7 +194,8 @@ def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) ->
     folder = run.dir.images / checkpoint.name
     launching.launch(1, "disttrain_cli.runtime.outputs.sampling:main",
                      {"run": str(run.path.resolve()), "profile": profile.model_dump(mode="json"),
-                      "checkpoint": str(checkpoint), "images": str(folder)}, run.dir.logs / "sampling")
+                      "device": profile.device.kind, "checkpoint": str(checkpoint), "images": str(folder)},
+                     run.dir.logs / "sampling")
     return read_samples(folder)
 
 

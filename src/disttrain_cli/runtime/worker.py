@@ -29,8 +29,8 @@ from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.ending import told_at_once
+from disttrain_cli.runtime.launching.groups import check_groups
 from disttrain_cli.runtime.launching.join import join
-from disttrain_cli.runtime.launching.meeting import check_groups
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
@@ -45,8 +45,6 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.whole import write_whole
-
-PREFLIGHT_S = 60.0  # longest time of one small all-reduce
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -84,14 +82,14 @@ def main(payload: dict[str, Any]) -> None:
         start = None if told["resume"] or "from" not in payload else origin.where(Path(payload["from"]), run.dir.root)
         for note in origin.starts(run, start, told["resume"]) if rank0 else ():
             print(note)
-        tracer.begin("building")
         idle_gib = peak_gib(job.device)
-        engine = build_engine(run, job.plan, job.topology, place, job.device, tracer,
-                              origin.given_layers(run, start) if start else ())
-        dist.barrier()  # some stages take longer to build
         tracer.begin("preflight")
-        check_groups(engine.module.mpu(), place, job.device, min(PREFLIGHT_S, run.file.train.timeout_s))
+        grid = UnitGrid(job.topology, place)
+        check_groups(grid, place, job.device, run.file.train.timeout_s)
         tracer.begin("building")
+        engine = build_engine(run, job.plan, job.topology, place, job.device, tracer,
+                              origin.given_layers(run, start) if start else (), grid)
+        dist.barrier()  # some stages take longer to build
         if start is not None:
             origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
@@ -122,7 +120,7 @@ def preflight(payload: dict[str, Any]) -> None:
         job = join(payload, stack)
         job.pulse.begin("preflight")
         took_s = check_groups(UnitGrid(job.topology, job.place), job.place, job.device,
-                              min(PREFLIGHT_S, job.run.file.train.timeout_s))
+                              job.run.file.train.timeout_s)
         if job.place.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
             publish(Path(job.told["steps_file"]), {"note": f"rank 0's groups over {dist.get_backend()}: {took}",

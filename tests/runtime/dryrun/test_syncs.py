@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from torch.utils._pytree import tree_map_only
 
@@ -25,7 +26,9 @@ def cases() -> dict[str, list[str]]:
     from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
     from disttrain_cli.models.host import constant, read, to_device
+    from disttrain_cli.models.torch_versions import all_gather
     from disttrain_cli.runtime.dryrun.syncs import Waits
+    from disttrain_cli.runtime.messages.hollow import alone
 
     cuda = torch.device("cuda")
     rows, mask = torch.randn(4, 3, device=cuda), torch.ones(4, dtype=torch.bool, device=cuda)
@@ -43,6 +46,7 @@ def cases() -> dict[str, list[str]]:
         "repeats": lambda: rows.repeat_interleave(counts, 0),
         "read": lambda: read(rows[0]), "device": torch.cuda.synchronize,
         "stream": lambda: torch.cuda.current_stream().synchronize(), "event": lambda: torch.cuda.Event().synchronize(),
+        "barrier": dist.barrier,
         # and what does not:
         "page-locked": lambda: torch.ones(3).pin_memory().to(cuda, non_blocking=True),
         "a view of page-locked": lambda: torch.empty(4, 3, pin_memory=True)[1:].to(cuda, non_blocking=True),
@@ -51,19 +55,26 @@ def cases() -> dict[str, list[str]]:
         "a number put": lambda: rows.__setitem__(0, 1.0), "a number put by mask": lambda: rows.__setitem__(mask, 1.0),
         "places": lambda: rows[to_device([0, 2], cuda)], "cast": lambda: rows.bfloat16(),
         "repeats, counted": lambda: rows.repeat_interleave(counts, 0, output_size=4),
-        "on the host": lambda: torch.ones(3).tolist()}
+        "on the host": lambda: torch.ones(3).tolist(), "sum": lambda: dist.all_reduce(rows),
+        "gather": lambda: all_gather(rows, rows[:1], None)}
     found = {}
-    for name, ask in asked.items():
-        with suppress(DynamicOutputShapeException), Waits() as waits:  # not known here: that it is asked for counts
-            ask()
-        found[name] = [f"{what} @ {where.split(':')[0]}" for what, where in waits.found]
+    with alone(0, 4):
+        for name, ask in asked.items():
+            with suppress(DynamicOutputShapeException), Waits() as waits:  # not known here: that it is asked for counts
+                ask()
+            found[name] = [f"{what} @ {where.split(':')[0]}" for what, where in waits.found]
+        for name, refused in {"sum of the host's": lambda: dist.all_reduce(torch.ones(3)),
+                              "objects": lambda: dist.broadcast_object_list([1], device=torch.device("cpu"))}.items():
+            with suppress(RuntimeError), Waits():
+                refused()
+                found[name] = ["not refused"]
     return found
 
 
 def test_what_waits_is_found_with_its_line_and_nothing_else() -> None:
     found = on_fake_cuda(cases)
     own = "dryrun/test_syncs.py"
-    waiting = dict(list(found.items())[:18])
+    waiting = dict(list(found.items())[:19])
     assert {name: said[0].split(" @ ")[0] for name, said in waiting.items() if len(said) == 1} == {
         "pageable": "copy cpu to cuda from pageable memory",
         "pageable, asynchronous": "copy cpu to cuda from pageable memory",
@@ -73,10 +84,11 @@ def test_what_waits_is_found_with_its_line_and_nothing_else() -> None:
         "float": "aten::_local_scalar_dense", "bool": "aten::_local_scalar_dense", "equal": "aten::equal",
         "nonzero": "aten::nonzero", "mask": "aten::index", "put by mask": "aten::index_put_",
         "repeats": "aten::repeat_interleave", "read": "copy cuda to cpu",
-        "device": "torch.cuda.synchronize", "stream": "Stream.synchronize", "event": "Event.synchronize"}
+        "device": "torch.cuda.synchronize", "stream": "Stream.synchronize", "event": "Event.synchronize",
+        "barrier": "c10d::barrier"}
     assert {said[0].split(" @ ")[1] for name, said in waiting.items() if name != "read"} == {own}
     assert waiting["read"][0].endswith("@ models/host.py")
-    assert {name: said for name, said in list(found.items())[18:] if said} == {}
+    assert {name: said for name, said in list(found.items())[19:] if said} == {}
 
 
 #: Encoder, LLM, generator: together every class, with heads that flash attention takes (of 8) and others (12).

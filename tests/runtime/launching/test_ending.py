@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,29 +138,40 @@ def test_a_wait_that_knows_no_limit_gets_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_a_communicator_of_nccl_is_made_at_once_and_within_a_limit(monkeypatch: pytest.MonkeyPatch,
-                                                                   backend: str) -> None:
-    asked, limits = dict[str, Any](), list[float]()
+def test_the_worlds_communicator_is_made_at_once_within_a_limit_and_never_split(monkeypatch: pytest.MonkeyPatch,
+                                                                                 backend: str) -> None:
+    """A device bound to the world makes torch split every later group from it, by all ranks and without a limit."""
+    asked, limited = list[tuple[str, dict[str, Any]]](), [0.0]
 
     @contextmanager
-    def limited(limit_s: float, late: Callable[[], DisttrainError]) -> Iterator[None]:
-        limits.append(limit_s)
+    def limit(limit_s: float, late: Callable[[], DisttrainError]) -> Iterator[None]:
         assert late().what == f"{backend} did not connect all 1 ranks within 60 s"
+        limited.append(limit_s)
         yield
+        limited.append(0.0)
 
-    def init(name: str, *, device_id: torch.device | None, **more: Any) -> None:
-        asked.update(backend=name, device=device_id)
+    def note(name: str) -> Callable[..., None]:
+        def noted(*given: Any, **named: Any) -> None:
+            assert limited[-1] > 60.0
+            asked.append((name, named))
+        return noted
+
+    def meet_again(**named: Any) -> None:
         raise InterruptedError
 
     for name in ("TORCH_GLOO_LAZY_INIT", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"):
         monkeypatch.setenv(name, "")  # so that what is set is taken back
         monkeypatch.delenv(name)
-    monkeypatch.setattr(process, "within", limited)
-    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(process, "within", limit)
+    monkeypatch.setattr(dist, "init_process_group", note("init"))
+    monkeypatch.setattr(dist, "barrier", note("barrier"))
+    monkeypatch.setattr(deepspeed, "init_distributed", meet_again)
+    monkeypatch.setattr(process, "abort_groups", lambda: None)
     device = torch.device("cuda", 3)
     with pytest.raises(InterruptedError), joined(device, 60.0, store=dist.HashStore(), backend=backend):
         pass
-    assert asked == {"backend": backend, "device": device if backend == "nccl" else None} and len(limits) == 1
+    assert [name for name, _ in asked] == ["init", "barrier"][:1 + (backend == "nccl")]
+    assert asked[0][1].get("device_id") is None and asked[-1][1].get("device_ids", [3]) == [3]
     assert ("TORCH_GLOO_LAZY_INIT" in os.environ) == (backend == "nccl")
 
 

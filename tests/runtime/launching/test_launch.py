@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import pytest
 
 from disttrain_cli.errors import RankFailedError
 from disttrain_cli.runtime.launching.launch import _failure, launch
+from disttrain_cli.runtime.launching.rank import ALLOCATOR, settle
 from tests.runtime.factory import write_run
 
 
@@ -73,11 +75,28 @@ def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_device_is_touched_before_the_ranks_are_forked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("nvml", "device", "said"), [
+    (8, "cuda", "cuda expandable_segments:True"), (-1, "cuda", "cuda expandable_segments:True"),
+    (8, "cpu", "cpu None")])
+def test_no_device_is_touched_before_the_ranks_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvml: int,
+                                                          device: str, said: str) -> None:
+    for name in ("DS_ACCELERATOR", *ALLOCATOR):
+        monkeypatch.delenv(name, raising=False)
     run = write_run(tmp_path, tmp_path / "data")
-    launch(2, "tests.runtime.launching.fork_worker:main", {"run": str(run.path), "folder": str(tmp_path)}, tmp_path,
-           timeout_s=300)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["untouched"] * 2
+    launch(2, "tests.runtime.launching.fork_worker:main",
+           {"run": str(run.path), "folder": str(tmp_path), "device": device}, tmp_path, timeout_s=300,
+           variables={"NVML_COUNT": str(nvml)})
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [said] * 2
+
+
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_a_users_word_to_the_allocator_stands(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in ("DS_ACCELERATOR", *ALLOCATOR):
+        monkeypatch.setenv(other, "")  # so that what is set is taken back
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    settle("cuda")
+    assert {one: os.environ.get(one) for one in ALLOCATOR} == dict.fromkeys(ALLOCATOR) | {name: "max_split_size_mb:512"}
 
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer"

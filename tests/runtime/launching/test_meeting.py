@@ -12,19 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime.launching import process
 from disttrain_cli.runtime.launching.begin import check_port
-from disttrain_cli.runtime.launching.meeting import Guest, check_groups, meet
+from disttrain_cli.runtime.launching.meeting import Guest, meet
 from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
-from tests.runtime.watching.test_hang import topology
 
 FACTS = {"program": "0.1.0", "plan": "aaaa"}
 ROOT = Path(__file__).parents[3]
@@ -108,30 +105,6 @@ class Counting:
             self.keys += len(given[0]) if isinstance(given[0], list) else 1
             return getattr(self._store, name)(*given)
         return asked
-
-
-def groups(replicas: object) -> Any:
-    return SimpleNamespace(groups={"world": dist.group.WORLD, "replicas of llm stage 0, TP rank 0": replicas})
-
-
-def test_groups_that_work_are_timed_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, device = topology().place(1), torch.device("cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert set(check_groups(groups(dist.group.WORLD), place, device, 5.0)) == {
-            "world", "replicas of llm stage 0, TP rank 0"}
-
-        def broken(*given: Any, group: object = None, **more: Any) -> None:
-            raise RuntimeError("Connection refused\nmore")
-
-        monkeypatch.setattr(dist, "all_reduce", broken)
-        with pytest.raises(DisttrainError) as caught:
-            check_groups(groups(dist.group.WORLD), place, device, 5.0)
-    finally:
-        dist.destroy_process_group()
-    assert 'Rank 1 cannot reach its group "world" (1 ranks) over gloo' in caught.value.what
-    assert "unit llm, stage 0" in caught.value.why and "Connection refused" in caught.value.why
-    assert "cluster.interface" in caught.value.next_step
 
 
 @pytest.fixture

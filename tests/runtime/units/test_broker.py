@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,3 +179,18 @@ def test_neighbours_along_a_line_do_not_wait_for_a_chain() -> None:
     line = topology(unit("all", ["m"], [1] * 8))
     ways = [one.way for one in communicators.communicators(line, messages=True) if one.way is not None]
     assert ways[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)] and ways[8:10] == [(1, 2), (2, 1)] and len(ways) == 14
+
+
+LARGE = (unit("eye", ["eye"], [1, 1], 108), unit("llm", ["llm"], [1] * 5, 48, tp=4), unit("draw", ["draw"], [1], 120))
+
+
+@pytest.mark.parametrize(("places", "count", "most"), [
+    (branched(), 26, 8), (topology(unit("all", ["m"], [1] * 8, 2, tp=2)), 46, 6), (topology(*LARGE), 277, 6)])
+def test_communicators_are_made_in_as_few_rounds_as_a_rank_has(places: Topology, count: int, most: int) -> None:
+    """Those that share no rank are made side by side, each as soon as all of its ranks have made their earlier ones."""
+    made, own = dict.fromkeys(range(places.world_size), 0), Counter[int]()
+    found = list(communicators.communicators(places, messages=True))
+    for one in found:
+        made |= dict.fromkeys(one.ranks, 1 + max(made[rank] for rank in one.ranks))
+        own.update(one.ranks)
+    assert (len(found), max(made.values()), max(own.values())) == (count, most, most)

@@ -33,8 +33,9 @@ class Waits(TorchDispatchMode):
     """Counts the waits for a device by what waits and where in the code, innermost function first.
 
     What waits: `synchronize` of whatever, reading a number of the device, operators whose result's shape depends on
-    numbers, selecting by a mask, and copies between host and device that are not asynchronous or whose memory on the
-    host is not page-locked.
+    numbers, selecting by a mask, copies between host and device that are not asynchronous or whose memory on the host
+    is not page-locked, and of NCCL's operations barriers. These want tensors of the device: others are refused, as NCCL
+    does.
     Numbers that the host asks for are made up (1, or True), so that a step goes on and all its waits are found.
     """
 
@@ -67,6 +68,12 @@ class Waits(TorchDispatchMode):
 def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
     """What the host would wait for in an operator; "" for nothing."""
     name = func._schema.name
+    if func.namespace == "c10d":
+        if name == "c10d::barrier":
+            return name
+        if any(not tensor.is_cuda for tensor in tensors):
+            raise RuntimeError(f"No backend type associated with device type cpu ({name})")
+        return ""
     if name in _COPIES:
         return _copy(args, kwargs)
     if not any(tensor.is_cuda for tensor in tensors):

@@ -28,22 +28,23 @@ from disttrain_cli.spec.runfile import PROJECTORS, Run, TrainSpec
 
 
 def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device, tracer: Tracer,
-                 given: Collection[str] = ()) -> UnitEngine:
+                 given: Collection[str] = (), grid: UnitGrid | None = None) -> UnitEngine:
     """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around them.
 
-    Layers named in `given` get other weights afterwards, so that those of folders are not read.
+    Layers named in `given` get other weights afterwards, so that those of folders are not read. `grid`: the rank's
+    groups, where they are made already.
 
     Raises:
         SpecError: published weights do not fit the model.
         OutOfMemoryError: the device has not enough memory for the stage.
     """
     with out_of_memory(place, plan.plan, "start", -1):
-        return _build_engine(run, plan, topology, place, device, tracer, given)
+        return _build_engine(run, plan, topology, place, device, tracer, given, grid or UnitGrid(topology, place))
 
 
 def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device, tracer: Tracer,
-                  given: Collection[str]) -> UnitEngine:
-    table, stage, grid = layer_table(run), place.stage, UnitGrid(topology, place)
+                  given: Collection[str], grid: UnitGrid) -> UnitEngine:
+    table, stage = layer_table(run), place.stage
     layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device, tp=stage.tp,
                           tp_rank=place.tp_rank)
     for note in load_into([layer for layer in layers if layer.name not in given], run):

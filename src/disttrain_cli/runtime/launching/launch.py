@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from disttrain_cli.errors import DisttrainError, RankFailedError, RankLostError
-from disttrain_cli.runtime.launching.rank import live, resolve
+from disttrain_cli.runtime.launching.rank import live, resolve, settle
 from disttrain_cli.spec.rundir import rank_log
 
 LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
 
     The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and `variables` in its environment;
-    its output goes to the rank's log.
+    its output goes to the rank's log. `payload["device"]` is "cuda" where the function computes there (`rank.settle`).
     Where the target's module has a function `before_fork`, it is called with the payload once, before the ranks
     are forked, to import what they need; it starts no thread and touches no device. `on_poll` is called about
     every 50 ms.
@@ -179,7 +179,9 @@ def main(arguments: list[str]) -> None:
     """Entry of the starter: TARGET PAYLOAD_FILE LOG_DIR PIPE. Forks the ranks and tells how each ends."""
     target, file, log_dir, tell = arguments
     _end_with_parent()
-    (module, function), payload = resolve(target), json.loads(Path(file).read_text())
+    payload = json.loads(Path(file).read_text())
+    settle(payload.get("device", "cpu"))
+    module, function = resolve(target)
     if hasattr(module, "before_fork"):
         module.before_fork(payload)
     listener = socket.create_server((LOOPBACK, 0))

@@ -1,7 +1,7 @@
-"""Before ranks train they compare what they were given, and try out their process groups.
+"""Before ranks train they compare what they were given.
 
-Ranks of several hosts may have other programs, files or data, and a network that does not carry what it should: found
-here, each is a sentence; found later, it is a hang or a wrong result.
+Ranks of several hosts may have other programs, files or data: found here, it is a sentence; found later, it is a hang
+or a wrong result.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError, MismatchError
-from disttrain_cli.runtime.launching.process import REMEDIES
-from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place
 
 Facts = Mapping[str, str]
 MOST_NAMED, MOST_HOSTS = 4, 8
@@ -96,16 +92,16 @@ def _wait_for_all(store: dist.Store, world_size: int, limit_s: float, hosts: Seq
         except dist.DistError:
             missing = [rank for rank in range(world_size) if not store.check([f"meet/{rank}"])]
         if left_s > NEWS_S:
-            say(f"waiting for {len(missing)} of {world_size} ranks: {_named(missing, hosts)}")
+            say(f"waiting for {len(missing)} of {world_size} ranks: {named(missing, hosts)}")
         elif missing:
             known = {json.loads(store.get(f"meet/{rank}"))["host"] for rank in {*range(world_size)} - {*missing}}
             raise DisttrainError(
-                f"{len(missing)} of {world_size} ranks did not join within {limit_s:g} s: {_named(missing, hosts)}",
+                f"{len(missing)} of {world_size} ranks did not join within {limit_s:g} s: {named(missing, hosts)}",
                 f"hosts that joined: {', '.join(sorted(known)[:MOST_HOSTS])}{', …' * (len(known) > MOST_HOSTS)}",
                 "Start the ranks of every host, and look at the logs of the missing.")
 
 
-def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Ranks in words, those that follow each other on a host together: "8-15 (worker-2), 20 (worker-3)"."""
     runs: list[list[int]] = []
     for rank in ranks:
@@ -131,28 +127,3 @@ def _compare(guests: Sequence[Guest]) -> None:
         raise MismatchError(
             "The hosts of this job are not equal", "\n".join(lines[:MOST_NAMED] + ["…"] * (len(lines) > MOST_NAMED)),
             "Give every host the same program, run file, plan, profile and data.")
-
-
-def check_groups(grid: UnitGrid, place: Place, device: torch.device, limit_s: float) -> dict[str, float]:
-    """A small all-reduce in every group of this rank, the world first; returns the seconds that each took.
-
-    Raises:
-        DisttrainError: a group does not work within the limit; it and the usual remedies are named.
-    """
-    took_s = {}
-    for name, group in grid.groups.items():
-        size, backend, begun = dist.get_world_size(group), dist.get_backend(group), time.monotonic()
-        try:
-            ones = torch.ones(1, device=device)
-            dist.all_reduce(ones, group=group, async_op=True).wait(timedelta(seconds=limit_s))
-            total = float(ones)
-        except (dist.DistError, RuntimeError) as error:
-            raise DisttrainError(
-                f'Rank {place.rank} cannot reach its group "{name}" ({size} ranks) over {backend}',
-                f"unit {place.unit.name}, stage {place.stage.index}, host {socket.gethostname()}: "
-                f"{str(error).splitlines()[0]}", REMEDIES.get(backend, REMEDIES["gloo"])) from None
-        if total != size:
-            raise DisttrainError(f'The group "{name}" of rank {place.rank} sums wrongly over {backend}',
-                                 f"{size} ranks each gave 1; the sum is {total:g}", REMEDIES.get(backend, ""))
-        took_s[name] = time.monotonic() - begun
-    return took_s

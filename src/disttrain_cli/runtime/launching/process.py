@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,9 +39,9 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
     """Join the process group that the environment describes; leave it at the end, after a failure by `abort_groups`.
 
     `store`: where the ranks have met already, which they must have before NCCL: making its communicator knows no time
-    limit. That of the world is made here, and every later group is split from it: all ranks make the same groups in
-    the same order, and a group of gloo, which is not split, holds all ranks. On a CPU nothing is compiled: DeepSpeed's
-    shared-memory operation is declared incompatible first.
+    limit. That of the world is made here. No device is bound to the group, or torch would split every later one from
+    the world's communicator: one after the other, and each by all ranks (docs/deepspeed.md). On a CPU nothing is
+    compiled: DeepSpeed's shared-memory operation is declared incompatible first.
 
     Raises:
         DisttrainError: the rendezvous fails.
@@ -52,7 +53,6 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
     device = torch.device(device)
     if device.type == "cpu":
         deepspeed.ops.__dict__["__compatible_ops__"] = {}
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend == "nccl":
         # Its groups of gloo, which checkpoints use, connect only ranks that talk (`descriptors`).
@@ -63,8 +63,10 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
     store = store or rendezvous(timeout)
     with within(timeout_s + LATE_S, lambda: _not_connected(backend, timeout_s)):
         dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]),
-                                world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout,
-                                device_id=device if backend == "nccl" else None)
+                                world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout)
+        if backend == "nccl":
+            warnings.filterwarnings("ignore", "barrier.*: using the device under current context")  # as meant
+            dist.barrier(device_ids=[device.index])
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
         yield device

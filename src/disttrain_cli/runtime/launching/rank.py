@@ -23,6 +23,8 @@ from disttrain_cli.spec.rundir import pulses, rank_log
 Target = Callable[[dict[str, Any]], None]
 #: What torchrun calls a place, and what srun does.
 PLACES = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+#: Variables that torch's CUDA allocator reads.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class JobFile(Strict):
@@ -39,6 +41,18 @@ def read_job_file(path: Path) -> JobFile:
     """Read and check a job file; raises SpecError."""
     again = "Write it again: disttrain train --emit torchrun --out DIR"
     return validate(JobFile, parse_json(path, "job file", again), path, "job file", again)
+
+
+def settle(kind: str) -> None:
+    """Tell DeepSpeed and torch, before they are imported, what a rank computes on: "cuda" or "cpu".
+
+    DeepSpeed would look for devices while it is imported. Without NVML that takes the CUDA runtime, which spoils CUDA
+    for processes that are forked afterwards; and devices that are there it takes, even if the run is on the CPU.
+    torch's allocator is told that sizes change from slot to slot, unless the user tells it anything.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", kind)
+    if kind == "cuda" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def resolve(target: str) -> tuple[Any, Target]:
@@ -96,6 +110,7 @@ def main(arguments: list[str]) -> None:
         rank = place_in_job(job)
         log = rank_log(Path(job.logs), rank)
         log.parent.mkdir(parents=True, exist_ok=True)
+        settle(job.payload.get("device", "cpu"))
         module, function = resolve(job.target)
         if hasattr(module, "before_fork"):
             module.before_fork(job.payload)
