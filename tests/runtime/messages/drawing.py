@@ -83,10 +83,10 @@ def draw(runs: list[Run], seed: int) -> Drawn:
     generator = random.Random(seed)
     run = generator.choice(runs)
     layers = [info.module for info in layer_table(run)]
-    modules, most = list(dict.fromkeys(layers)), MOST_RANKS / 2 ** generator.uniform(0, 5)
+    modules, ranks = list(dict.fromkeys(layers)), round(MOST_RANKS / 2 ** max(0.0, generator.uniform(-0.3, 5)))
     while True:
         units = [_unit(generator, group, layers) for group in _grouped(generator, modules)]
-        if most / 2 < sum(one.gpus for one in units) <= most:
+        if sum(one.gpus for one in units) == ranks:
             break
     dp = next(one.dp for one in units if LLM in one.modules)
     microbatches, size = generator.randint(1, 8), generator.choice([1, 1, 2])
@@ -114,9 +114,9 @@ def _grouped(generator: random.Random, modules: list[str]) -> list[list[str]]:
 
 def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> UnitPlan:
     count = sum(name in modules for name in layers)
-    ends = sorted(generator.sample(range(1, count), min(count, generator.choice([1, 1, 2, 3, 4, 6])) - 1))
+    ends = sorted(generator.sample(range(1, count), min(count, generator.choice([1, 1, 2, 3, 4, 6, 12])) - 1))
     stages = [stop - start for start, stop in zip([0, *ends], [*ends, count], strict=True)]
-    return unit("+".join(modules), modules, stages, generator.choice([1, 1, 2, 3, 4, 5, 6]),
+    return unit("+".join(modules), modules, stages, generator.choice([1, 1, 2, 3, 4, 5, 6, 16]),
                 generator.choice([1, 1, 2, 4, 8]))
 
 

@@ -23,6 +23,7 @@ from tests.runtime.messages.drawing import (
     EYE,
     FIRST,
     LLM,
+    MOST_RANKS,
     OTHER_EYE,
     SECOND,
     Drawn,
@@ -64,7 +65,7 @@ def test_drawn_plans(tmp_path: Path) -> None:
         one = draw(runs, seed)
         most = max(most, one.topology.world_size)
         assert (one.name, faults(one.records())) == (one.name, [])
-    assert most > 48
+    assert most == MOST_RANKS
 
 
 @pytest.mark.slow

@@ -6,10 +6,13 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from disttrain_cli.data.slots import StepOrder
 from disttrain_cli.runtime.engine.engine import UnitEngine
+from disttrain_cli.runtime.messages.hollow import HollowEngine
 from disttrain_cli.runtime.messages.proof import faults
 from disttrain_cli.runtime.messages.records import RECEIVE, SEND, Operation, Record
 from tests.runtime.messages.drawing import Drawn, draw, write_models
@@ -54,9 +57,38 @@ def test_the_order_of_gloo_would_hang(drawn: list[Drawn], plans: dict[str, list[
     full = [one for one in drawn if one.layout.microbatches > 4
             and inject("send and receive turned around", plans[one.name], random.Random(0))]
     monkeypatch.setattr(UnitEngine, "_late", lambda self, command: "Send" not in type(command).__name__)
-    for one in full[:4]:
+    for one in full:
         assert any("wait for each other" in sentence for sentence in faults(one.records())), one.name
-    assert len(full) >= 4
+    assert len(full) >= 3
+
+
+def test_an_evaluation_of_slots_in_another_order_is_found(drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the ranks of one stage; where slots have equal rows, their order cannot be told from messages."""
+    stock = UnitEngine.evaluate
+
+    def turned(self: UnitEngine, order: StepOrder, *more: Any) -> Any:
+        return stock(self, replace(order, slots=order.slots[::-1]) if self.place.stage.number == 0 else order, *more)
+
+    monkeypatch.setattr(UnitEngine, "evaluate", turned)
+    several = [one for one in drawn if 1 < len(one.topology.stages) <= 8 and len(one.order.slots) > 2]
+    assert sum(bool(faults(one.records())) for one in several) >= 2
+
+
+def test_what_one_rank_leaves_out_after_the_norm_is_found(drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each tells the others, and the gathering of updated weights over replicas."""
+    one = next(one for one in drawn if one.topology.stages[0].unit.dp > 1)
+
+    def alone(self: HollowEngine) -> None:
+        if self.place.rank == 0:
+            self._told = tuple
+        stock(self)
+
+    stock = HollowEngine._update
+    monkeypatch.setattr(HollowEngine, "_update", alone)
+    assert any("rank 0" in sentence and "world" in sentence for sentence in faults(one.records()))
+    monkeypatch.setattr(HollowEngine, "_update", lambda self: (
+        UnitEngine._update(self) if self.place.rank == 0 else stock(self)))
+    assert any("no collective" in sentence and "replicas" in sentence for sentence in faults(one.records()))
 
 
 def send(to: int, shape: tuple[int, ...] = (4,), over: str = "pair", batch: int = 0) -> Operation:

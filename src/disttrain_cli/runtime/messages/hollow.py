@@ -1,4 +1,4 @@
-"""A step of one rank without weights, data or other ranks: its instructions and messages are the real ones.
+"""What one rank does without weights, data or other ranks: its instructions and messages are the real ones.
 
 The engine's instruction loop, the process groups of its grid and its brokers run as in training, over torch's fake
 backend, which stands for NCCL. Tensors have shapes and no memory, and layers leave tensors of the rows that a slot
@@ -37,13 +37,16 @@ NOWHERE = torch.device("meta")
 
 def record_steps(run: Run, topology: Topology, order: StepOrder,
                  ranks: Iterable[int] | None = None) -> Iterator[Record]:
-    """What ranks (all of them if not given) send, receive and join in the step of `order`, over NCCL."""
+    """What ranks (all of them if not given) send, receive and join over NCCL: in the step of `order`, and then in an
+    evaluation of its slots.
+    """
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
     for rank in range(topology.world_size) if ranks is None else ranks:
         with alone(rank, topology.world_size), Recorder(rank) as recorder:
-            HollowEngine(run.file.train, table, carrying, topology, topology.place(rank)).run_step(
-                order, lambda slot: Batch([]))
+            engine = HollowEngine(run.file.train, table, carrying, topology, topology.place(rank))
+            engine.run_step(order, _nothing, lambda: [0.0])
+            engine.evaluate(order, _nothing)
         yield recorder.record
 
 
@@ -96,7 +99,8 @@ class HollowEngine(UnitEngine):
         nn.Module.__init__(self)
         self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
         self.place, self.tracer, self.train_spec = place, cast(Tracer, _Silence()), train
-        self.device, self.skipped_in_a_row, self.updates, self.loss_modules = torch.device("cpu"), 0, {}, {}
+        self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
+        self.loss_modules = {info.loss: info.module for info in table if info.loss is not None}
         grid, own = UnitGrid(topology, place), place.stage.layers
         links = brokers(topology, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)
         self.upstream, self.downstream = map(together, links)
@@ -113,8 +117,17 @@ class HollowEngine(UnitEngine):
         if self.place.unit.dp > 1:
             join(self.module.mpu().dp_proc_group)
 
+    def _update(self) -> None:
+        super()._update()
+        if self.place.unit.dp > 1:  # ZeRO's replicas give each other the weights that each has changed
+            join(self.module.mpu().dp_proc_group)
+
     def _memory(self, operation: str, slot: int) -> Any:
         return _Silence()
+
+
+def _nothing(slot: int) -> Batch:
+    return Batch([])
 
 
 def join(group: dist.ProcessGroup | None) -> None:
