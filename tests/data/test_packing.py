@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,13 @@ def make_index(kinds: list[list[int]], tokens: list[list[int]], weights: list[fl
 
 def sequence_samples(packing: Packing) -> list[list[int]]:
     return [part.tolist() for part in np.split(packing.samples, packing.sample_start[1:-1])]
+
+
+def test_pairs_of_tokens_follow_the_windows() -> None:
+    index = make_index([[TEXT], [TEXT], [TEXT]], [[1], [8], [38]])  # and two marks each
+    assert pack(index, INPUTS, 0, 0).length_sq.sum() == 9 + 100 + 1600
+    windowed = replace(index, inputs=INPUTS.model_copy(update={"windows": [4, 4]}))
+    assert pack(windowed, windowed.inputs, 0, 0).length_sq.sum() == 9 + (100 - 6 * 7) + (1600 - 36 * 37)
 
 
 @given(st.lists(st.integers(1, 128), min_size=1, max_size=300))

@@ -43,6 +43,28 @@ def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
     assert block.backward_input.per_token == 2 * weights and block.backward_input.per_length_sq == 8 * 48
 
 
+@pytest.mark.parametrize(("family", "fields", "windows"), [
+    ("mistral", {"sliding_window": 5}, (5, 5, 5)), ("mistral", {"sliding_window": 1}, (1, 1, 1)),
+    ("mistral", {"sliding_window": 4096}, ()), ("mistral", {"sliding_window": None}, ()), ("llama", {}, ()),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (48, 7, 7)),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1}, ())])
+def test_flops_of_attention_follow_the_window_of_every_block(make_run, family, fields, windows):
+    given = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+             "num_hidden_layers": 3, "vocab_size": 261}
+    run = make_run(llm={"architecture": family, "config": given | fields})
+    inputs, block = describe(run), count_flops(run)["llm"]["block"]
+    assert tuple(inputs.windows) == windows
+    lengths = [1, 2, 5, 6, 19, 31]
+    seen = 0
+    for window in windows or (48, 48, 48):
+        for length in lengths:  # both sides of the diagonal, as model FLOPs leave causality out
+            apart = (torch.arange(length)[:, None] - torch.arange(length)).abs()
+            seen += int((apart < window).sum())
+    work = probe_work(inputs, "llm", documents=[lengths])
+    assert work.sum_length_sq == seen // 3
+    assert block.forward(work) == block.forward.per_token * sum(lengths) + 4 * 48 * (seen // 3)
+
+
 def test_meta_and_cpu_count_the_same_matmuls(make_run):
     run = make_run()
     table, inputs = layer_table(run), describe(run)

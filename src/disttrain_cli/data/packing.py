@@ -185,7 +185,7 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
         sample_start=sample_start,
         samples=samples,
         tokens=per_sequence(lengths),
-        length_sq=per_sequence(lengths**2),
+        length_sq=per_sequence(index.inputs.length_sq(lengths)),
         label_tokens=per_sequence(labels),
         image_start=starts_of(np.bincount(sequence[images], minlength=len(ids))),
         image_segment=segments[images],

@@ -2,7 +2,8 @@
 
 Model FLOPs, as in MFU: a sequence counts as its samples, unpadded, each attending itself alone; attention
 within a sample is not discounted for causality. So the LLM is counted on one sample per sequence, L = its
-tokens; the padding and the masked attention between samples that a device really computes are not in it.
+tokens; padding is not in it. Sliding windows are: a sample counts the pairs of tokens that they leave
+(`ModelInputs.length_sq`), so what is counted here without them is the price of a pair.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
             batch = probe_batch(inputs, device="meta", **sizes)
             counts.append(layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch))
             sizes.pop("length", None)
-            works.append(probe_work(inputs, info.module, **sizes))
+            works.append(probe_work(inputs, info.module, windows=False, **sizes))
         forward, backward, backward_input = (_exact(works, column, item) for column in zip(*counts, strict=True))
         kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
     return counted

@@ -16,6 +16,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES, Joined, read_configs
 from disttrain_cli.models.building import LayerMaker
 from disttrain_cli.models.configs import ModuleConfig
+from disttrain_cli.models.configs.decoders import windows_of
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
 from disttrain_cli.models.towers import embeds_name
 from disttrain_cli.spec.files import fingerprint
@@ -55,8 +56,9 @@ def describe(run: Run) -> ModelInputs:
         given = ", ".join(f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels" for eye in eyes)
         raise SpecError("Image encoders of one model must cut images into the same patches", f"given: {given}",
                         "Their tokens are added one by one: give them equal patch sizes and merge, or leave one out.")
-    return ModelInputs(
-        llm=llm.name, vocabulary=llm.config.vocab_size, sequence_length=run.file.data.sequence_length, **heads)
+    length = run.file.data.sequence_length
+    return ModelInputs(llm=llm.name, vocabulary=llm.config.vocab_size, sequence_length=length,
+                       windows=windows_of(llm.config, length), **heads)
 
 
 _makers: dict[str, list[LayerMaker]] = {}

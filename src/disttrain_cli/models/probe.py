@@ -21,12 +21,17 @@ def probe_work(
     inputs: ModelInputs,
     module: str,
     *,
+    windows: bool = True,
     grids: Sequence[tuple[int, int]] = (),
     clips: int = 0,
     documents: Sequence[Sequence[int]] = (),
     targets: int = 0,
 ) -> Work:
-    """Work that a probe batch of these sizes brings to a module (see `probe_batch`)."""
+    """Work that a probe batch of these sizes brings to a module (see `probe_batch`).
+
+    Args:
+        windows: as a step's work counts; else as operators on the meta device do, which know no windows.
+    """
     item = inputs.item(module)
     if item == "image":
         patches = [rows * columns for rows, columns in grids]
@@ -36,7 +41,8 @@ def probe_work(
         return inputs.audio.work(float(clips))
     if item == "sequence":
         lengths = [length for sequence in documents for length in sequence]
-        return Work(len(documents), sum(lengths), sum(n * n for n in lengths))
+        return Work(len(documents), sum(lengths), int(inputs.length_sq(lengths).sum()) if windows
+                    else sum(n * n for n in lengths))
     return inputs.target_of(module).work(float(targets))
 
 

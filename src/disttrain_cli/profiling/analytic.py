@@ -110,7 +110,8 @@ def _series(inputs: ModelInputs, table: list[LayerInfo], module: str, shards: Ma
     found: dict[str, list[tuple[float, float, float]]] = {layer.kind: [] for layer in shards.values()}
     for size in _sizes(inputs, item, tp):
         batch = probe_batch(inputs, device="meta", **size)
-        works.append(probe_work(inputs, module, **{name: value for name, value in size.items() if name != "length"}))
+        own = {name: value for name, value in size.items() if name != "length"}
+        works.append(probe_work(inputs, module, windows=False, **own))
         for place, layer in shards.items():
             dtype = next(layer.parameters()).dtype
             done = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch)

@@ -6,6 +6,7 @@ Written by `models.describe`, kept in the profile and beside the index; read by 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -146,6 +147,9 @@ class ModelInputs(Strict):
     llm: str = Field(description="Name of the LLM module.")
     vocabulary: int = Field(ge=1)
     sequence_length: int = Field(ge=16)
+    windows: list[int] = Field(
+        default_factory=list, description="Of each of the LLM's blocks, how many tokens of a sample one sees back, "
+        "itself among them; empty where all blocks see all of them.")
     image: ImageInput | None = None
     other_images: list[ImageInput] = Field(
         default_factory=list, description="Of further image encoders: all see every image, cut into the same patches.")
@@ -192,6 +196,20 @@ class ModelInputs(Strict):
             *(("image", head) for head in self.images), ("audio", self.audio),
             *(("target", head) for head in self.targets)]
         return next((item for item, head in heads if head is not None and head.module == module), "sequence")
+
+    def length_sq(self, lengths: Any) -> Any:
+        """Pairs of tokens no farther apart than a block of the LLM sees, in samples of these lengths: an int64 array.
+
+        length² where none has a window; of blocks with different windows the mean. Causal attention computes half.
+        """
+        import numpy as np
+
+        lengths, windows = np.asarray(lengths, dtype=np.int64), Counter(self.windows)
+        hidden = np.zeros_like(lengths)
+        for window, blocks in windows.items():
+            beyond = np.maximum(0, lengths - window)
+            hidden += blocks * beyond * (beyond + 1)
+        return lengths**2 - hidden // max(1, windows.total())
 
     def target_of(self, generator: str) -> TargetInput:
         """What a generator asks of its images."""

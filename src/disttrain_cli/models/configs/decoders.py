@@ -23,6 +23,16 @@ def head_width(config: Any) -> int:
     return int(given or config.hidden_size // config.num_attention_heads)
 
 
+def windows_of(config: Any, longest: int) -> list[int]:
+    """Tokens that each block sees back in samples of at most `longest`; empty where all see everything."""
+    window = min(getattr(config, "sliding_window", None) or longest, longest)
+    blocks = config.num_hidden_layers
+    same = {"llama": FULL, "mistral": SLIDING}.get(config.model_type)
+    types = config.layer_types if same is None else [same] * blocks
+    windows = [window if kind == SLIDING else longest for kind in types]
+    return windows if min(windows) < longest else []
+
+
 def check_decoder(name: str, spec: ModuleSpec, config: Any) -> None:
     """LlamaConfig, MistralConfig, Qwen2Config and Qwen3Config."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -47,7 +47,7 @@ def worst_slot(profile: Profile, layout: Layout) -> Slot:
     lengths = sample_lengths(profile)
     return Slot(
         inputs=inputs, sequences=np.arange(sequences), sequence_tokens=np.full(sequences, sum(lengths)),
-        sequence_length_sq=np.full(sequences, sum(length**2 for length in lengths)),
+        sequence_length_sq=np.full(sequences, inputs.length_sq(lengths).sum()),
         image_sequence=sequence["image"], image_grid=grid, target_sequence=sequence["target"], replicas=replicas,
         clip_sequence=sequence["audio"])
 
@@ -72,10 +72,10 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
 
 
 def sample_lengths(profile: Profile) -> list[int]:
-    """Tokens of the samples of a worst sequence: equal ones, whose squares sum up to the worst at most."""
+    """Tokens of the samples of a worst sequence: equal ones, with about as many pairs of tokens."""
     worst = profile.modules[profile.inputs.llm].max_work_per_sequence
     tokens = min(math.ceil(worst.tokens), profile.inputs.sequence_length)
-    samples = max(1, math.ceil(tokens**2 / max(1.0, worst.sum_length_sq)))
+    samples = max(1, math.ceil(int(profile.inputs.length_sq(tokens)) / max(1.0, worst.sum_length_sq)))
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
 
 
