@@ -12,6 +12,7 @@ buffers, and what the allocator cannot use of the memory that comes and goes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +34,16 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
 
     bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and 12 shared (fp32
     weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments; with ZeRO-1 these are shared, and a copy
-    of the weights (which a unit of one replica does without, as it runs without ZeRO then).
+    of the weights.
     """
     if precision == "bf16":
         return 6.0, 12.0
     return (8.0, 12.0) if zero_stage == 1 else (16.0, 0.0)
+
+
+def share_of_states(precision: str, dp: Floats) -> Floats:
+    """Part of the shared bytes that a rank has, by DP: fp32 runs without ZeRO, so without its copy, on one replica."""
+    return np.where((dp == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp)
 
 
 def worst_mix(holds_llm: bool, slot_sequences: float, dp: Floats) -> tuple[Floats, Floats, Floats]:
@@ -116,16 +122,25 @@ def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats
     return np.asarray(device.context_gib * GIB + count * device.communicator_mib * 2**20, dtype=np.float64)
 
 
-def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> Floats:
-    """Buffers of a rank with rows that have not left yet, by DP: of `SENT_SLOTS` slots, each way over both of its cuts.
+class MessageBytes(NamedTuple):
+    """Buffers of a rank with rows that have not left yet, of `SENT_SLOTS` slots, by DP [B]."""
 
-    All stages of a unit are given those of its widest cut; a rank of a TP group sends its part of the rows.
-    """
+    entering: Floats  # gradients, over the cut before the unit
+    inside: Floats  # over the widest cut inside it, either way
+    leaving: Floats  # over the cut after it
+
+    def of_stage(self, first: bool, last: bool) -> Floats:
+        """Both ways of a stage: over the unit's ends where it has these, else over the widest cut inside."""
+        return (self.entering if first else self.inside) + (self.leaving if last else self.inside)
+
+
+def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> MessageBytes:
+    """What is on its way from the stages of a unit; a rank of a TP group sends its part of the rows."""
     known = profile.modules
     senders = {before for before, after in _pairs(profile) if after in modules and before not in modules}
-    entering = sum(known[name].output_bytes_per_sequence for name in senders)
-    widest = max(entering, *(size for name in modules for size in known[name].cut_bytes_per_sequence))
-    return 2 * SENT_SLOTS * widest * slot_sequences / (tp * dp)
+    *inside, leaving = (size for name in modules for size in known[name].cut_bytes_per_sequence)
+    cuts = (sum(known[name].output_bytes_per_sequence for name in senders), max(inside, default=0.0), leaving)
+    return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (tp * dp) for size in cuts))
 
 
 def _pairs(profile: Profile) -> list[tuple[str, str]]:
@@ -178,9 +193,10 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             profile, unit.modules, unit.tp, layout.trained, unit.checkpointing))
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
-        states = (weight, unsharded - weight, kept + shared / unit.dp - unsharded)
+        mine = share_of_states(profile.precision, dp)
+        states = (weight, unsharded - weight, kept + shared * mine - unsharded)
         reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp)[0])
-        messages = float(message_bytes(profile, unit.modules, unit.tp, dp, slot)[0])
+        moved = message_bytes(profile, unit.modules, unit.tp, dp, slot)
         start = 0
         for stage, layers in enumerate(unit.layers_per_stage):
             flight = min(layout.microbatches, left[stage])
@@ -189,6 +205,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             fullest = int(held.argmax())  # the layer that runs in the fullest moment
             keeps = (flight - 1) * own.sum() + own[:fullest + 1].sum()
             transient = held[fullest] - own[:fullest + 1].sum()
+            messages = float(moved.of_stage(stage == 0, stage == unit.pp - 1)[0])
             moving = float(keeps + transient) + messages
             parts = {
                 **{name: float(values[span].sum())
