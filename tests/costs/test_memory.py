@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.memory import GIB, bytes_per_parameter, communicators, layout_memory, stages_to_end, worst_mix
+from disttrain_cli.costs.memory import (
+    GIB,
+    activation_terms,
+    bytes_per_parameter,
+    communicators,
+    layout_memory,
+    stages_to_end,
+    worst_mix,
+)
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
@@ -83,6 +92,23 @@ def test_rows_on_their_way_are_those_of_the_cuts_that_a_stage_has() -> None:
     assert [stage.messages_gib * GIB for stage in memory] == pytest.approx([
         of_slots * 3e4 / 3, of_slots * (3e4 + 7e3) / 2, of_slots * (7e3 + 8e3) / 2,
         of_slots * 8e3])  # the generator is one stage: nothing crosses its wide cuts
+
+
+@pytest.mark.parametrize(("trained", "checkpointing", "times"), [
+    (None, False, 0), (None, True, 1), (["llm"], True, 1)])
+def test_inputs_of_a_slot_stay_where_layers_compute_again(trained: list[str] | None, checkpointing: bool,
+                                                          times: int) -> None:
+    """Pixels, which the encoder's first layer reads, are held by all that compute again."""
+    profile = synthetic.tiny(synthetic.run_file())
+    encoder = profile.modules["image_encoder"]
+    embed = encoder.costs["embed"]
+    reading = embed.model_copy(update={"tp": {tp: shard.model_copy(update={
+        "batch_bytes": Polynomial(per_token=700.0)}) for tp, shard in embed.tp.items()}})
+    known = profile.model_copy(update={"modules": profile.modules | {"image_encoder": encoder.model_copy(update={
+        "costs": encoder.costs | {"embed": reading}})}})
+    before, after = (activation_terms(given, ["image_encoder"], 1, trained, checkpointing)[1].sum()
+                     for given in (profile, known))
+    assert after - before == pytest.approx(times * 700 * encoder.max_work_per_sequence.tokens)
 
 
 def test_one_replica_runs_without_zero_and_its_copy_of_weights() -> None:

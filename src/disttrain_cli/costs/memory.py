@@ -63,9 +63,11 @@ def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained:
     """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence, mean item.
 
     A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward; under
-    activation checkpointing a layer keeps its input.
+    activation checkpointing a layer keeps its input, and what its stage was given of the slot's inputs stays, also
+    what only a frozen layer reads.
     """
-    return _terms(profile, modules, trained, lambda cost, does: [_kept(cost, tp, does, checkpointing)])
+    return _terms(profile, modules, trained, lambda cost, does: [
+        _kept(cost, tp, does, checkpointing), *([cost.tp[str(tp)].batch_bytes] if checkpointing else [])])
 
 
 def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,

@@ -39,6 +39,9 @@ class LayerShard(Strict):
         description="Bytes kept from forward to backward.")
     frozen_activation_bytes: Polynomial = Field(description="The same where the weights are frozen.")
     input_bytes: Polynomial = Field(description="Bytes of its input: all it keeps under activation checkpointing.")
+    batch_bytes: Polynomial = Field(
+        default_factory=Polynomial, description="Bytes that it reads of a slot's inputs (pixels, sound, token ids), "
+        "which stay where activations are recomputed; else they are among the bytes kept.")
     transient_bytes: Polynomial = Field(
         default_factory=Polynomial, description="The most bytes that a pass holds beyond those at a time.")
     recomputing_bytes: Polynomial = Field(
