@@ -120,12 +120,14 @@ def test_one_replica_runs_without_zero_and_its_copy_of_weights() -> None:
 
 def test_reserves_are_stated_and_take_their_share() -> None:
     profile = synthetic.tiny(synthetic.run_file())
-    device = profile.device.model_copy(update={"context_gib": 0.5, "communicator_mib": 32.0, "fragmentation": 0.1})
+    device = profile.device.model_copy(update={"context_gib": 0.5, "workspace_mib": 64.0, "communicator_mib": 32.0,
+                                                "fragmentation": 0.1})
     before = layout_memory(profile, layout(8), 4.0)
     after = layout_memory(profile.model_copy(update={"device": device}), layout(8), 4.0)
     for plain, stage, replicated in zip(before, after, (True, True, True, False), strict=True):
         count = 1 + replicated + 2 * 2
-        assert stage.reserve_gib == pytest.approx(0.5 + count * 32 / 1024)  # world, replicas, both ways over two cuts
+        # The world, replicas, both ways over two cuts.
+        assert stage.reserve_gib == pytest.approx(0.5 + (64 + count * 32) / 1024)
         assert stage.fragmentation_gib == pytest.approx(
             0.1 * (plain.activations_gib + plain.transient_gib + plain.messages_gib))
         assert stage.peak_gib == pytest.approx(sum(stage.parts.values()))

@@ -5,8 +5,9 @@ kept, and one layer holds what it works with beside that. Gradients are reduced 
 activations are gone, so that neither ever holds more. Bytes per parameter follow DeepSpeed's engines as they are driven
 here. Activations are counted at the worst work a replica can meet, not at the mean.
 
-What no operator shows is stated, not measured (`templates/hardware.yaml`): the device's context, each communicator's
-buffers, and what the allocator cannot use of the memory that comes and goes.
+What no operator shows is stated, not measured: the device's context, cuBLAS's workspaces, each communicator's buffers,
+what the allocator cannot use of the memory that comes and goes (`templates/hardware.yaml`), and what other kernels hold
+while they run (`models/workspaces.py`), which layers' transients contain.
 """
 
 from __future__ import annotations
@@ -118,10 +119,11 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
 
 
 def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats) -> Floats:
-    """What a rank of a unit has to leave free for the device's context and for communicators, by DP."""
+    """What a rank of a unit has to leave free for the device's context, workspaces and communicators, by DP."""
     device = profile.device
     count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1)
-    return np.asarray(device.context_gib * GIB + count * device.communicator_mib * 2**20, dtype=np.float64)
+    mib = device.workspace_mib + count * device.communicator_mib
+    return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
 
 
 class MessageBytes(NamedTuple):

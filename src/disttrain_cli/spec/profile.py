@@ -116,6 +116,7 @@ class DeviceProfile(Strict):
     count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
     memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
     context_gib: float = Field(0.0, ge=0, description="Of that, the context and libraries; stated, not measured.")
+    workspace_mib: float = Field(0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured.")
     communicator_mib: float = Field(0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured.")
     fragmentation: float = Field(
         0.0, ge=0, description="Share of the activations that the allocator needs beside them; stated, not measured.")
