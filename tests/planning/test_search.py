@@ -74,7 +74,8 @@ def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
         tokens = 50 * items
         layers = [kinds[0]] * int(random.integers(0, 2)) + kinds
         modules[name] = synthetic.module(synthetic.KINDS[name], layers, costs, Work(items, tokens, 0),
-                                         Work(2 * items, 2 * tokens, 0), 1e5)
+                                         Work(2 * items, 2 * tokens, 0), 1e5).model_copy(update={
+            "cut_bytes_per_sequence": random.choice([1e5, 1e7, 3e7], len(layers)).tolist()})
     clusters = [(4, 5), (6, 4), (12, 3), (8, 1), *[(5, 6), (6, 7)][:4 - len(names)]]  # few GPUs for many units
     batch, gpus = draw(st.sampled_from(clusters))
     run = synthetic.run_file(batch=batch, gpus=gpus)

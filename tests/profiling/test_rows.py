@@ -8,7 +8,7 @@ import pytest
 
 from disttrain_cli.models.graph import describe, layer_table, line_of
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
-from disttrain_cli.profiling.rows import cut_bytes, input_bytes
+from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.runfile import Run
 from tests.profiling.test_measure import MODULES, run_file
 
@@ -38,6 +38,21 @@ def test_bytes_equal_those_of_the_tensors(run: Run) -> None:
     found = [value for name in work for value in cut_bytes(name, table, inputs, mean, 4)]
     assert found == pytest.approx(crossing)
     assert found[-1] == 0.0
+
+
+def test_inputs_of_a_slot_count_once_in_a_module(run: Run) -> None:
+    table, inputs = layer_table(run), describe(run)
+    batch = probe_batch(inputs, device="meta", **SIZES)
+    assert batch.pixels is not None and batch.target_pixels is not None
+    assert batch.token_ids is not None and batch.labels is not None
+    tensors = {"image_encoder": batch.pixels, "llm": [batch.token_ids, batch.labels],
+               "image_generator": [batch.target_pixels]}
+    work = {"image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
+            "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
+            "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"])}
+    for module, read in tensors.items():
+        found = [batch_bytes(layer, table, inputs, 4)(work[module]) for layer in table if layer.module == module]
+        assert sum(found) == sum(tensor.nbytes for tensor in read)
 
 
 def test_bytes_of_generators_and_encoders_side_by_side_equal_those_of_the_tensors(run: Run) -> None:

@@ -84,6 +84,7 @@ class Memory(Strict):
     """What a device's memory is also needed for, as no operator shows it; stated, not measured."""
 
     context_gib: float = Field(ge=0)
+    workspace_mib: float = Field(ge=0)
     communicator_mib: float = Field(ge=0)
     fragmentation: float = Field(ge=0)
     source: str

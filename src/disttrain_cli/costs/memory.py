@@ -5,13 +5,15 @@ kept, and one layer holds what it works with beside that. Gradients are reduced 
 activations are gone, so that neither ever holds more. Bytes per parameter follow DeepSpeed's engines as they are driven
 here. Activations are counted at the worst work a replica can meet, not at the mean.
 
-What no operator shows is stated, not measured (`templates/hardware.yaml`): the device's context, each communicator's
-buffers, and what the allocator cannot use of the memory that comes and goes.
+What no operator shows is stated, not measured: the device's context, cuBLAS's workspaces, each communicator's buffers,
+what the allocator cannot use of the memory that comes and goes (`templates/hardware.yaml`), and what other kernels hold
+while they run (`models/workspaces.py`), which layers' transients contain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +35,16 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
 
     bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and 12 shared (fp32
     weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments; with ZeRO-1 these are shared, and a copy
-    of the weights (which a unit of one replica does without, as it runs without ZeRO then).
+    of the weights.
     """
     if precision == "bf16":
         return 6.0, 12.0
     return (8.0, 12.0) if zero_stage == 1 else (16.0, 0.0)
+
+
+def share_of_states(precision: str, dp: Floats) -> Floats:
+    """Part of the shared bytes that a rank has, by DP: fp32 runs without ZeRO, so without its copy, on one replica."""
+    return np.where((dp == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp)
 
 
 def worst_mix(holds_llm: bool, slot_sequences: float, dp: Floats) -> tuple[Floats, Floats, Floats]:
@@ -57,9 +64,11 @@ def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained:
     """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence, mean item.
 
     A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward; under
-    activation checkpointing a layer keeps its input.
+    activation checkpointing a layer keeps its input, and what its stage was given of the slot's inputs stays, also
+    what only a frozen layer reads.
     """
-    return _terms(profile, modules, trained, lambda cost, does: [_kept(cost, tp, does, checkpointing)])
+    return _terms(profile, modules, trained, lambda cost, does: [
+        _kept(cost, tp, does, checkpointing), *([cost.tp[str(tp)].batch_bytes] if checkpointing else [])])
 
 
 def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
@@ -110,22 +119,32 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
 
 
 def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats) -> Floats:
-    """What a rank of a unit has to leave free for the device's context and for communicators, by DP."""
+    """What a rank of a unit has to leave free for the device's context, workspaces and communicators, by DP."""
     device = profile.device
     count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1)
-    return np.asarray(device.context_gib * GIB + count * device.communicator_mib * 2**20, dtype=np.float64)
+    mib = device.workspace_mib + count * device.communicator_mib
+    return np.asarray(device.context_gib * GIB + mib * 2**20, dtype=np.float64)
 
 
-def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> Floats:
-    """Buffers of a rank with rows that have not left yet, by DP: of `SENT_SLOTS` slots, each way over both of its cuts.
+class MessageBytes(NamedTuple):
+    """Buffers of a rank with rows that have not left yet, of `SENT_SLOTS` slots, by DP [B]."""
 
-    All stages of a unit are given those of its widest cut; a rank of a TP group sends its part of the rows.
-    """
+    entering: Floats  # gradients, over the cut before the unit
+    inside: Floats  # over the widest cut inside it, either way
+    leaving: Floats  # over the cut after it
+
+    def of_stage(self, first: bool, last: bool) -> Floats:
+        """Both ways of a stage: over the unit's ends where it has these, else over the widest cut inside."""
+        return (self.entering if first else self.inside) + (self.leaving if last else self.inside)
+
+
+def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> MessageBytes:
+    """What is on its way from the stages of a unit; a rank of a TP group sends its part of the rows."""
     known = profile.modules
     senders = {before for before, after in _pairs(profile) if after in modules and before not in modules}
-    entering = sum(known[name].output_bytes_per_sequence for name in senders)
-    widest = max(entering, *(size for name in modules for size in known[name].cut_bytes_per_sequence))
-    return 2 * SENT_SLOTS * widest * slot_sequences / (tp * dp)
+    *inside, leaving = (size for name in modules for size in known[name].cut_bytes_per_sequence)
+    cuts = (sum(known[name].output_bytes_per_sequence for name in senders), max(inside, default=0.0), leaving)
+    return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (tp * dp) for size in cuts))
 
 
 def _pairs(profile: Profile) -> list[tuple[str, str]]:
@@ -178,9 +197,10 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             profile, unit.modules, unit.tp, layout.trained, unit.checkpointing))
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
-        states = (weight, unsharded - weight, kept + shared / unit.dp - unsharded)
+        mine = share_of_states(profile.precision, dp)
+        states = (weight, unsharded - weight, kept + shared * mine - unsharded)
         reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp)[0])
-        messages = float(message_bytes(profile, unit.modules, unit.tp, dp, slot)[0])
+        moved = message_bytes(profile, unit.modules, unit.tp, dp, slot)
         start = 0
         for stage, layers in enumerate(unit.layers_per_stage):
             flight = min(layout.microbatches, left[stage])
@@ -189,6 +209,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             fullest = int(held.argmax())  # the layer that runs in the fullest moment
             keeps = (flight - 1) * own.sum() + own[:fullest + 1].sum()
             transient = held[fullest] - own[:fullest + 1].sum()
+            messages = float(moved.of_stage(stage == 0, stage == unit.pp - 1)[0])
             moving = float(keeps + transient) + messages
             parts = {
                 **{name: float(values[span].sum())

@@ -3,7 +3,7 @@
 The layer's own code runs forward and backward, as a stage runs it between other layers: what a layer before it made is
 there until nothing needs it, the gradient of its output comes from behind, and gradients of weights are gone as soon
 as they are added to their sums. Storages are followed from their making to their end, and a TP group that sends nothing
-notes what it was asked to send. Kernels hold nothing of their own here: cuDNN's and cuBLAS's workspaces do not show.
+notes what it was asked to send. What kernels hold of their own is stated (`models.workspaces`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import Group
+from disttrain_cli.models.workspaces import workspace_bytes
 
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
@@ -130,7 +131,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Follow(TorchDispatchMode):
-    """Bytes of the storages made while it is active: those alive, and the most that ever were."""
+    """Bytes of the storages made while it is active: those alive, and the most that ever were, workspaces with them."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -146,8 +147,8 @@ class _Follow(TorchDispatchMode):
                 if storage._cdata not in self._sizes:
                     self._sizes[storage._cdata] = storage.nbytes()
                     self.alive += storage.nbytes()
-                    self.most = max(self.most, self.alive)
                     weakref.finalize(storage, self._gone, storage._cdata)
+        self.most = max(self.most, self.alive + workspace_bytes(func, args, result))
         return result
 
     def _gone(self, place: int) -> None:

@@ -5,7 +5,8 @@ Nothing is assumed about fusing: what is counted are PyTorch's operators as a st
 inputs from memory and writes its results there, so the same code decides what runs and what it is priced at
 (`attention.kernel_for`, `fused`). This file has the few things that a GPU does otherwise than the meta device shows:
 which operators launch several kernels, and which touch less than their arguments. What no operator shows is not
-counted: copies between memory layouts and workspaces inside cuDNN, cuBLAS and flash attention's backward.
+counted: copies between memory layouts and workspaces inside cuDNN, cuBLAS and flash attention's backward (what they
+hold: `workspaces`).
 
 FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward computes the scores again, and causal
 attention skips what its mask hides.

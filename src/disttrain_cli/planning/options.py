@@ -7,13 +7,13 @@ exact, under memory, for those options (a row with a PP) that the search still w
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.memory import GIB, message_bytes, reserved_bytes, worst_mix
+from disttrain_cli.costs.memory import GIB, message_bytes, reserved_bytes, share_of_states, worst_mix
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
 from disttrain_cli.planning.units import Unit
@@ -51,10 +51,11 @@ class Rows:
     stage_gpus: Ints  # TP · DP
     unit_ms: Floats  # the whole unit for one slot on its busiest replica
     least_stages: Ints  # PP is at least this: fenced modules, and memory spread evenly
-    state_gib: Floats  # static memory of the whole unit, memory per slot in flight, and what a device has for both
+    state_gib: Floats  # static memory of the whole unit, and memory per slot in flight
     active_gib: Floats
     slot_gib: Floats  # the most of one slot while it is computed, were all layers on one stage
-    room_gib: Floats
+    most_room_gib: Floats  # what a device has for them, on the stage that sends least,
+    room_gib: Floats  # and on the one that sends most
     fixed_ms: Floats  # longest of the stages that are given (fenced modules)
     fixed_stages: Ints  # how many these are
     free_ms: Floats  # the layers that PP divides: their whole time,
@@ -68,7 +69,7 @@ class Rows:
 
     def behind(self, flight: int) -> Rows:
         """The rows that may fit with at least so many slots in flight on every stage."""
-        spread = np.ceil((self.state_gib + self.active_gib * flight) / self.room_gib * SAFE)
+        spread = np.ceil((self.state_gib + self.active_gib * flight) / self.most_room_gib * SAFE)
         least = np.maximum(self.least_stages, np.minimum(spread, NEVER)).astype(np.int64)
         fits = least <= self.layers
         rows = replace(self, least_stages=least)
@@ -138,7 +139,9 @@ def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later
     choices = [divides[:np.searchsorted(divides, most_gpus // tp, side="right")] for tp in kinds.tp]
     variant, dp = np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]), np.concatenate(choices)
     times = kind_ms(unit, variant, dp, slot_sequences)
-    states, activations, working, room = kind_gib(unit, variant, dp, slot_sequences)
+    states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
+    rooms = [room_gib(unit, variant, dp, slot_sequences, *ends) for ends in product((True, False), repeat=2)]
+    room, most_room = np.minimum.reduce(rooms), np.maximum.reduce(rooms)
     flight = min(slots, later_units + 1)
     fixed_ms, free = np.zeros(len(dp)), np.ones(unit.layers, dtype=bool)
     for fence in unit.fences:
@@ -149,10 +152,10 @@ def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later
     tp, none = kinds.tp[variant], np.zeros_like(dp)
     rows = Rows(tp, dp, kinds.checkpointing[variant], tp * dp, times @ kinds.count,
                 none + max(1, fixed + bool(free.any())), states @ kinds.count, activations @ kinds.count,
-                most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]), room,
+                most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]), most_room, room,
                 fixed_ms, none + fixed, times @ count, times[:, count > 0].max(axis=1, initial=0.0), bulk_ms,
                 none + bulk, none + unit.layers)
-    fits = ((states + activations * (flight - 1) + working).max(axis=1) * SAFE <= room) & (room > 0)
+    fits = ((states + activations * (flight - 1) + working).max(axis=1) * SAFE <= most_room) & (most_room > 0)
     rows = (rows if fits.all() else take(rows, fits)).behind(flight)
     fits = rows.stage_gpus * rows.least_stages <= most_gpus
     return rows if fits.all() else take(rows, fits)
@@ -197,30 +200,41 @@ def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
     return np.maximum(0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None])
 
 
-def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Of every kind of layer [B, K] static memory, that per slot in flight, and the most of one slot while it runs.
-
-    And [B] what a device has for them.
-    """
+def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats]:
+    """Of every kind of layer [B, K] static memory, that per slot in flight, and the most of one slot while it runs."""
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     mix = np.stack([np.ones_like(replicas), *worst_mix(unit.holds_llm, slot_sequences, replicas)], axis=1)
-    states = kinds.kept_gib[variant] + kinds.shared_gib[variant] / replicas[:, None]
+    states = kinds.kept_gib[variant] + kinds.shared_gib[variant] * share_of_states(profile.precision, replicas)[:, None]
     moving = 1.0 + profile.device.fragmentation
     activations, working = (np.asarray(moving * sum(mix[:, [term]] * terms[variant, term] for term in range(4)))
                             for terms in (kinds.activation_gib, kinds.working_gib))
+    return states, activations, np.maximum(activations, working)
+
+
+def room_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int, first: bool, last: bool) -> Floats:
+    """[B] what a device has for that on a stage with the unit's first and last layer, or without."""
+    kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
+    moving = 1.0 + profile.device.fragmentation
     room = np.full(len(dp), unit.cluster.memory_gib)
     for tp in unit.tps:
         own = kinds.tp[variant] == tp
-        room[own] -= reserved_bytes(profile, unit.modules, tp, replicas[own]) / GIB
-        room[own] -= moving * message_bytes(profile, unit.modules, tp, replicas[own], slot_sequences) / GIB
-    return states, activations, np.maximum(activations, working), room
+        sent = message_bytes(profile, unit.modules, tp, replicas[own], slot_sequences)
+        room[own] -= (reserved_bytes(profile, unit.modules, tp, replicas[own])
+                      + moving * sent.of_stage(first, last)) / GIB
+    return room
 
 
 def layer_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """`kind_gib` of every layer [B, L]."""
-    states, activations, working, room = kind_gib(unit, variant, dp, slot_sequences)
-    of = unit.kinds.of
-    return states[:, of], activations[:, of], working[:, of], room
+    """`kind_gib` of every layer [B, L], and [B] what a device has for them on a stage in the middle of the unit.
+
+    What its first and last stage have less, or more, is added to the static memory of its first and last layer.
+    """
+    states, activations, working = (part[:, unit.kinds.of] for part in kind_gib(unit, variant, dp, slot_sequences))
+    room, first, last = (room_gib(unit, variant, dp, slot_sequences, *ends)
+                         for ends in ((False, False), (True, False), (False, True)))
+    states[:, 0] += room - first
+    states[:, -1] += room - last
+    return states, activations, working, room
 
 
 def price(unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats) -> Options:
@@ -244,8 +258,10 @@ def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) 
     if not len(options) or (unit.allowed is not None and not unit.allowed[0, -1]):
         return take(options, np.zeros(len(options), dtype=bool))
     kinds = unit.kinds
-    states, activations, working, room = kind_gib(unit, _variants(unit, options), options.dp, slot_sequences)
-    left = room - states @ kinds.count - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of])
+    known = unit, _variants(unit, options), options.dp, slot_sequences
+    states, activations, working = kind_gib(*known)
+    left = (room_gib(*known, first=True, last=True) - states @ kinds.count
+            - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]))
     flight = 1 + np.floor(left / np.maximum(activations @ kinds.count, 1e-300) + 1e-12)
     until = np.where(flight >= slots, EVERY_AFTER, np.clip(flight, 0, EVERY_AFTER)).astype(np.int64)
     priced = replace(options, stage_ms=options.unit_ms, after_to=until)

@@ -45,7 +45,8 @@ def slowest_stage(times: Floats, states: Floats, activations: Floats, working: F
     """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where nothing fits.
 
     Args:
-        times, states, activations: [B, L] per layer: time, static memory, memory per slot in flight,
+        times, states, activations: [B, L] per layer: time, static memory (of the first and the last layer it may be
+            below 0: what their stages are spared), memory per slot in flight,
         working: [B, L] and the most that it holds of a slot while it runs, no less than what it keeps.
         limit: [B] memory that a device has for them, in the unit of the two others.
         slots: slots per step, which bounds the slots in flight.
@@ -71,7 +72,8 @@ def _slowest(times: Floats, states: Floats, activations: Floats, working: Floats
         shape &= allowed
     span = np.where(shape, _ranges(times), np.inf)
     room = limit[:, None, None]
-    whole = states.sum(axis=1) + activations.sum(axis=1) * (slots - 1) + most_of_a_slot(activations, working)
+    whole = (np.maximum(states, 0.0).sum(axis=1) + activations.sum(axis=1) * (slots - 1)
+             + most_of_a_slot(activations, working))
     fits_always = bool((whole <= limit).all())
     static, dynamic = (span, span) if fits_always else (
         _ranges(states) + _slot_ranges(activations, working), _ranges(activations))

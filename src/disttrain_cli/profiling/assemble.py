@@ -13,7 +13,7 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.profiling.dataset import Dataset
 from disttrain_cli.profiling.fitting import Floats, combine, fit, held_out_error_pct
 from disttrain_cli.profiling.footprints import Messages, Running
-from disttrain_cli.profiling.rows import cut_bytes, input_bytes
+from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import LayerCost, LayerShard, LinkTimes, ModuleProfile, ModuleTime, Pass, Polynomial
 from disttrain_cli.spec.runfile import Kind
@@ -77,12 +77,14 @@ def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, 
     """
     data, value_bytes = setting.data, setting.value_bytes
     layers = [layer for layer in setting.table if layer.module == name]
+    first = {part: next(layer for layer in layers if layer.kind == part) for part in known}
     costs = {
         part: LayerCost(
             parameters=counts.flops.parameters,
             tp={str(tp): _shard(part, counts, tp, trained, frozen, setting.links, input_bytes(
-                next(layer for layer in layers if layer.kind == part), setting.table, setting.inputs, data.mean,
-                value_bytes, tp), kind != "generator" and not setting.grouped) for tp in trained},
+                first[part], setting.table, setting.inputs, data.mean, value_bytes, tp), batch_bytes(
+                first[part], setting.table, setting.inputs, value_bytes),
+                kind != "generator" and not setting.grouped) for tp in trained},
             forward_flops=counts.flops.forward, backward_flops=counts.flops.backward,
             backward_input_flops=counts.flops.backward_input)
         for part, counts in known.items()}
@@ -113,11 +115,12 @@ def sent_bytes(messages: Messages, tp: int) -> Polynomial:
 
 
 def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], frozen: Mapping[int, Series],
-           links: LinkTimes, input_size: Polynomial, divides: bool) -> LayerShard:
+           links: LinkTimes, input_size: Polynomial, batch_size: Polynomial, divides: bool) -> LayerShard:
     """One rank's part of a kind of layer.
 
     Args:
         input_size: bytes of the rank's input.
+        batch_size: bytes that it reads of a slot's inputs.
         divides: take it that a TP group divides all that the whole layer keeps: inside attention and MLP by heads and
             width, between them by rows (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). A part measured
             alone keeps whole rows.
@@ -143,7 +146,7 @@ def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], froze
         transient_bytes=running.transient_bytes, recomputing_bytes=running.recomputing_bytes,
         activation_bytes=combine((share, _kept(trained[measured], part))),
         frozen_activation_bytes=combine((share, _kept(frozen[measured], part))),
-        input_bytes=input_size,
+        input_bytes=input_size, batch_bytes=batch_size,
         fit_error_pct=held_out_error_pct(works, [forward_ms, backward_ms]),
         frozen_fit_error_pct=held_out_error_pct(input_works, [input_ms]))
 

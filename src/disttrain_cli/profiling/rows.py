@@ -1,4 +1,6 @@
-"""Bytes of the tensors between layers, from their specifications alone: inputs of layers, and what crosses cuts."""
+"""Bytes of the tensors between layers, from their specifications alone: inputs of layers and of slots, and what crosses
+cuts.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,27 @@ def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, m
             count = Polynomial(per_token=count(mean[owner]) / tokens if tokens else 0.0)
         terms.append((math.prod(spec.shape) * value_bytes / (tp if spec.split else 1), count))
     return combine(*terms)
+
+
+def batch_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, value_bytes: int) -> Polynomial:
+    """Bytes of a slot's inputs that a layer reads as the first of its module; positions and seeds are few."""
+    before = table[next(place for place, other in enumerate(table) if other.module == layer.module):table.index(layer)]
+    known = {name for other in before for name in other.needs}
+    return combine(*((1.0, _field_bytes(name, inputs, value_bytes)) for name in layer.needs if name not in known))
+
+
+def _field_bytes(field: str, inputs: ModelInputs, value_bytes: int) -> Polynomial:
+    """Bytes of a group of batch fields (`models.layer.FIELDS`); every rank of a TP group has all of them."""
+    name = field.partition(".")[0]
+    if name == "pixels":
+        image = inputs.images[number_of(field)]
+        return Polynomial(per_token=float(image.channels * image.patch_px**2 * value_bytes))
+    if name == "targets":
+        return Polynomial(per_item=float(math.prod(inputs.targets[number_of(field)].shape) * value_bytes))
+    if name == "audio":
+        assert inputs.audio is not None
+        return Polynomial(per_item=float(inputs.audio.mel_bins * inputs.audio.frames * value_bytes))
+    return Polynomial(per_item=8.0 * inputs.sequence_length) if name in ("tokens", "labels") else Polynomial()
 
 
 def cut_bytes(module: str, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],

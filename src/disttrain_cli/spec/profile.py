@@ -39,6 +39,9 @@ class LayerShard(Strict):
         description="Bytes kept from forward to backward.")
     frozen_activation_bytes: Polynomial = Field(description="The same where the weights are frozen.")
     input_bytes: Polynomial = Field(description="Bytes of its input: all it keeps under activation checkpointing.")
+    batch_bytes: Polynomial = Field(
+        default_factory=Polynomial, description="Bytes that it reads of a slot's inputs (pixels, sound, token ids), "
+        "which stay where activations are recomputed; else they are among the bytes kept.")
     transient_bytes: Polynomial = Field(
         default_factory=Polynomial, description="The most bytes that a pass holds beyond those at a time.")
     recomputing_bytes: Polynomial = Field(
@@ -113,6 +116,7 @@ class DeviceProfile(Strict):
     count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
     memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
     context_gib: float = Field(0.0, ge=0, description="Of that, the context and libraries; stated, not measured.")
+    workspace_mib: float = Field(0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured.")
     communicator_mib: float = Field(0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured.")
     fragmentation: float = Field(
         0.0, ge=0, description="Share of the activations that the allocator needs beside them; stated, not measured.")

@@ -12,7 +12,7 @@ from disttrain_cli.models.graph import describe
 from disttrain_cli.models.probe import probe_work
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.spec.plan import Layout, UnitPlan
-from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.profile import Polynomial, Profile
 from disttrain_cli.spec.runfile import Run, RunFile
 from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
@@ -128,14 +128,18 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """Of a mix in which every sequence brings each module exactly the work of `SIZES`."""
+    """Of a mix in which every sequence brings each module exactly the work of `SIZES`; `_peak` counts no batch."""
     run = Run(path=tmp_path_factory.mktemp("run") / "disttrain.yaml", file=run_file(MODULES))
     made = analytic_profile(run, "A800")
     inputs = describe(run)
     modules = {}
     for name, module in made.modules.items():
         work = probe_work(inputs, name, **SIZES[name])
-        modules[name] = module.model_copy(update={"work_per_sequence": work, "max_work_per_sequence": work})
+        costs = {kind: cost.model_copy(update={"tp": {
+            tp: shard.model_copy(update={"batch_bytes": Polynomial()}) for tp, shard in cost.tp.items()}})
+            for kind, cost in module.costs.items()}
+        modules[name] = module.model_copy(update={"work_per_sequence": work, "max_work_per_sequence": work,
+                                                  "costs": costs})
     return made.model_copy(update={"modules": modules})
 
 

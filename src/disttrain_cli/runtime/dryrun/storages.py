@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from disttrain_cli.models.workspaces import workspace_bytes
+
 #: CUDA's caching allocator hands out multiples of this many bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512
 
@@ -16,7 +18,8 @@ BLOCK_BYTES = 512
 class Storages(TorchDispatchMode):
     """Bytes alive on a kind of device, of all tensors made or touched while the mode is active.
 
-    It knows nothing of layers or autograd: a storage counts from the operator that made it until it is freed.
+    It knows nothing of layers or autograd: a storage counts from the operator that made it until it is freed. What
+    kernels hold of their own counts for the peak while they run, as it is stated.
     """
 
     def __init__(self, device: str = "cuda") -> None:
@@ -43,10 +46,13 @@ class Storages(TorchDispatchMode):
         self.alive_bytes -= self.alive.pop(place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, here = func(*args, **(kwargs or {})), False
         for value in tree_leaves((args, kwargs, result)):
             if isinstance(value, Tensor):
                 self.follow(value)
+                here = here or value.device.type == self._device
+        if here:
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + workspace_bytes(func, args, result))
         return result
 
 
