@@ -48,13 +48,16 @@ LEFT_OUT = ("hf-xet",)
 TRIMMED = ("**/tests", "**/*.pyi", "**/*.pyx", "**/*.pxi", "**/*.pxd", "**/*.h", "**/*.hpp", "**/*.a",
            "pyarrow/include", "pyarrow/src", "pyarrow/*flight*", "pyarrow/*_s3*",
            "pyarrow/*gcs*", "pyarrow/libarrow_python.so", "pyarrow/libarrow_python.so.*.*.*",
-           "PIL/_avif*", "pillow.libs/libavif*")
+           "PIL/_avif*", "pillow.libs/libavif*", "deepspeed/ops/csrc",
+           "transformers/models/*/modular_*.py")
 
 
 def needed() -> list[str]:
-    """Names of all packages that disttrain, its demo and its tests need, but torch and what torch needs."""
-    with_torch = _closure(["torch"], set())
-    return sorted(_closure(["disttrain[demo]", "pytest", "hypothesis"], with_torch) - {"disttrain", *LEFT_OUT})
+    """Names of all packages that disttrain, its demo and its tests need, but torch and what torch alone needs.
+
+    What both need is among them: with torch there may be a version of it that is too old for the others.
+    """
+    return sorted(_closure(["disttrain[demo]", "pytest", "hypothesis"], {"torch"}) - {"disttrain", *LEFT_OUT})
 
 
 def _closure(roots: Iterable[str], without: set[str]) -> set[str]:
