@@ -185,6 +185,18 @@ def test_a_wheel_is_laid_out_trimmed_and_packed_as_tar_reads_it(tmp_path):
         assert {one.name for one in packed if one.isfile()} == {"one/lib.py", "two.py"}
 
 
+def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
+    """diffusers imports scipy.stats wherever scipy is installed, as its metadata tell."""
+    with zipfile.ZipFile(tmp_path / "scipy-1-py3-none-any.whl", "w") as whole:
+        for name in ("scipy/__init__.py", "scipy/optimize/nnls.py", "scipy/stats/t.py", "scipy-1.dist-info/METADATA"):
+            whole.writestr(name, "")
+    wheels.lay_out([tmp_path / "scipy-1-py3-none-any.whl"], tmp_path)
+    held = {name: {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*") if path.is_file()}
+            for name in ("core", "pictures")}
+    assert held == {"core": {"scipy/__init__.py", "scipy/optimize/nnls.py"},
+                    "pictures": {"scipy/stats/t.py", "scipy-1.dist-info/METADATA"}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["chain", "shared", "large"])
 def test_whole_commands(part, setting, monkeypatch):

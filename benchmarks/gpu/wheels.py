@@ -39,9 +39,10 @@ FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict
 #: Archives besides `core`, and the packages in them.
 BESIDE = {"analysis": ("duckdb",),
           "pictures": ("opencv-python-headless", "simplejpeg", "scikit-learn", "joblib", "threadpoolctl", "narwhals")}
-#: Parts of scipy that only scikit-learn imports; they go with it.
-WITH_PICTURES = ("scipy/cluster", "scipy/integrate", "scipy/interpolate", "scipy/io", "scipy/ndimage", "scipy/signal",
-                 "scipy/stats")
+#: Parts of scipy that only scikit-learn imports; they go with it, and so do scipy's metadata: where diffusers finds
+#: those, it imports scipy.stats.
+WITH_PICTURES = ("scipy-*.dist-info", "scipy/cluster", "scipy/integrate", "scipy/interpolate", "scipy/io",
+                 "scipy/ndimage", "scipy/signal", "scipy/stats")
 #: Asked for, but imported by nothing that runs here: it only fetches from hubs.
 LEFT_OUT = ("hf-xet",)
 #: Parts of packages that nothing here imports: tests, headers, sources, other stores, formats and servers of Arrow.
@@ -120,9 +121,10 @@ def lay_out(wheels: Iterable[Path], place: Path) -> None:
     archive_of = {package: name for name, packages in BESIDE.items() for package in packages}
     for wheel in wheels:
         unpack(wheel, place / archive_of.get(canonicalize_name(wheel.name.split("-")[0]), "core"))
-    for path in WITH_PICTURES:
-        (place / "pictures" / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / "core" / path).rename(place / "pictures" / path)
+    (place / "pictures" / "scipy").mkdir(parents=True, exist_ok=True)
+    for pattern in WITH_PICTURES:
+        for path in list((place / "core").glob(pattern)):
+            path.rename(place / "pictures" / path.relative_to(place / "core"))
     for name in (*BESIDE, "core"):
         trim(place / name)
 
