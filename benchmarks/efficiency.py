@@ -18,6 +18,7 @@ from statistics import median
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import conv_flop_count, mm_flop, sdpa_backward_flop_count, sdpa_flop_count
 
 from disttrain_cli.costs.hardware import Device, lookup
@@ -125,11 +126,16 @@ def _product(device: torch.device, rows: int, inputs: int, outputs: int) -> Case
 
 
 def _attention(device: torch.device, items: int, heads: int, length: int, width: int, causal: bool) -> Case:
+    """Flash attention's kernel, which models run here; left to itself, torch takes cuDNN's on Hopper and Blackwell."""
     query, key, value = (_leaf(device, items, heads, length, width) for _ in range(3))
     shape = query.shape
+
+    def attend() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+
     flops = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
-    return Case(lambda: functional.scaled_dot_product_attention(query, key, value, is_causal=causal),
-                [query, key, value], flops / 2 if causal else flops)
+    return Case(attend, [query, key, value], flops / 2 if causal else flops)
 
 
 def _convolution(device: torch.device, items: int, inputs: int, outputs: int, side: int) -> Case:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import (
     best,
@@ -113,9 +114,21 @@ def test_the_command_prints_tables_or_one_document():
     assert all(title in shown for title in document) and "| costs" in shown
 
 
+def test_efficiency_times_the_attention_that_models_run(monkeypatch):
+    """Not the one that torch would choose on the device."""
+    allowed = []
+
+    def attend(query, key, value, is_causal):
+        allowed.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    efficiency._attention(torch.device("cpu"), 1, 2, 8, 16, True).forward()
+    assert allowed == [(True, False)] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.slow
 def test_efficiency_measures_every_figure_of_a_curve():
-    import torch
     import yaml
 
     found = efficiency.measure(torch.device("cpu"), lookup("A800"), small=True)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tarfile
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import __main__ as runner
-from benchmarks.gpu import jobs, modules, wheels
+from benchmarks.gpu import jobs, modules, rank, wheels
 from benchmarks.gpu.formats import ChannelsLastNorm, channels_last
 from benchmarks.gpu.parts import PARTS, run_part
 from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.surroundings import environment
+from disttrain_cli.errors import SpecError
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,13 +100,57 @@ def test_a_generator_computes_the_same_with_its_channels_last(setting, norms):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_part_that_takes_too_long_loses_only_itself(tmp_path, monkeypatch):
-    """What would start too late is not started; the file is whole after each."""
-    monkeypatch.setitem(runner.LIMITS_S, "head", 1.2 / runner.ON_A_CPU)
-    for minutes, said in ((9.0, "not finished after 1 s"), (0.0, "no time was left")):
-        results = runner.measure(["head"], "cpu", tmp_path / "gpu.json", minutes)
-        assert json.loads((tmp_path / "gpu.json").read_text()) == results
-        assert results["parts"]["head"]["error"].startswith(said)
+def test_a_part_that_takes_too_long_loses_only_itself():
+    assert runner._run("head", "cpu", 1.2)["error"].startswith("not finished after 1 s")
+
+
+def test_what_would_start_too_late_is_not_started(tmp_path):
+    results = runner.measure(["head"], "cpu", tmp_path / "gpu.json", minutes=0.0)
+    assert json.loads((tmp_path / "gpu.json").read_text()) == results
+    assert results["parts"]["head"] == {"error": "no time was left"}
+
+
+def test_what_a_part_leaves_of_its_time_goes_to_those_after_it(tmp_path, monkeypatch):
+    given = {}
+
+    def run(name, device, limit_s):
+        given[name] = limit_s
+        return {"seconds": 0.0, "figures": {}}
+
+    monkeypatch.setattr(runner, "_run", run)
+    monkeypatch.setattr(runner, "_host", lambda device: {})
+    runner.measure(list(runner.LIMITS_S), "cuda", tmp_path / "gpu.json")
+    assert all(given[name] >= limit_s for name, limit_s in runner.LIMITS_S.items())
+    assert given["curve"] == pytest.approx(60 * runner.MINUTES, abs=1)
+    runner.measure(["large", "curve"], "cuda", tmp_path / "gpu.json", minutes=1.0)  # too little for both
+    assert given["large"] == pytest.approx(60, abs=1)
+
+
+def test_a_file_that_cannot_be_written_is_known_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_run", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(SpecError, match="Cannot write"):
+        runner.measure(["head"], "cpu", tmp_path / "file" / "gpu.json")
+
+
+def test_libraries_beside_the_program_are_found_from_any_folder(tmp_path, monkeypatch):
+    """`PYTHONPATH=src:site` names folders of the repository; commands run in folders of their own."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", "src:site")
+    assert environment()["PYTHONPATH"].split(":") == [str(ROOT / "src"), str(ROOT), str(ROOT / "site")]
+
+
+def test_a_rank_counts_where_its_host_waits(tmp_path, monkeypatch):
+    def train(payload):
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
+        warnings.warn("something else", stacklevel=2)
+
+    monkeypatch.setattr(rank.worker, "main", train)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="something else"):
+        rank.main({"run": str(tmp_path / "disttrain.yaml")})
+    assert jobs.synchronisations(tmp_path) == [{"where": "elsewhere", "count": 3}]
 
 
 @pytest.mark.slow
@@ -119,10 +166,11 @@ def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
     assert done.returncode == 2 and "unknown parts: nothing; there are tests, block_7b" in done.stderr
 
 
-def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_of_torch():
+def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_that_only_torch_needs():
     names = wheels.needed()
     assert {"deepspeed", "transformers", "diffusers", "pyarrow", "numpy", "pytest"} <= set(names)
-    assert not {"torch", "sympy", "jinja2", "fsspec", "disttrain", "hf-xet", "ruff", "playwright"} & set(names)
+    assert {"typing-extensions", "fsspec", "filelock"} <= set(names)  # torch's own may be too old
+    assert not {"torch", "sympy", "jinja2", "disttrain", "hf-xet", "ruff", "playwright"} & set(names)
 
 
 def test_a_wheel_is_laid_out_trimmed_and_packed_as_tar_reads_it(tmp_path):
@@ -137,6 +185,18 @@ def test_a_wheel_is_laid_out_trimmed_and_packed_as_tar_reads_it(tmp_path):
         assert {one.name for one in packed if one.isfile()} == {"one/lib.py", "two.py"}
 
 
+def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
+    """diffusers imports scipy.stats wherever scipy is installed, as its metadata tell."""
+    with zipfile.ZipFile(tmp_path / "scipy-1-py3-none-any.whl", "w") as whole:
+        for name in ("scipy/__init__.py", "scipy/optimize/nnls.py", "scipy/stats/t.py", "scipy-1.dist-info/METADATA"):
+            whole.writestr(name, "")
+    wheels.lay_out([tmp_path / "scipy-1-py3-none-any.whl"], tmp_path)
+    held = {name: {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*") if path.is_file()}
+            for name in ("core", "pictures")}
+    assert held == {"core": {"scipy/__init__.py", "scipy/optimize/nnls.py"},
+                    "pictures": {"scipy/stats/t.py", "scipy-1.dist-info/METADATA"}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["chain", "shared", "large"])
 def test_whole_commands(part, setting, monkeypatch):
@@ -145,6 +205,8 @@ def test_whole_commands(part, setting, monkeypatch):
     figures = run_part(part, setting)
     assert figures["train"]["code"] == 0 and figures["train"]["memory_gib"] > 0
     assert figures["planned"]["gpus"] == (2 if part == "shared" else 1)
+    if part != "shared":
+        assert (setting.folder / "synchronisations-0.json").read_text() == "{}"
     if part == "chain":
         assert figures["analyze"]["verdict"]["headline"] and figures["train"]["synchronisations"] == []
     if part == "large":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -17,9 +16,9 @@ import torch
 import yaml
 
 from benchmarks.gpu.setting import Figures, Setting
+from benchmarks.gpu.surroundings import ROOT, environment
 from disttrain_cli.spec.whole import write_whole
 
-ROOT = Path(__file__).parents[2]
 TAIL = 3000  # characters kept of what a command said
 #: `disttrain` whose ranks count synchronisations (`benchmarks.gpu.rank`).
 WATCHED = ("import disttrain_cli.runtime.train as train; train.TRAIN = 'benchmarks.gpu.rank:main'; "
@@ -34,10 +33,9 @@ LITTLE = {"vocab_size": 272, "hidden_size": 64, "num_hidden_layers": 2, "num_att
 def disttrain(setting: Setting, *words: str, watched: bool = False) -> Figures:
     """Run a command in the part's folder: seconds, exit code, and its JSON or what it said."""
     program = ["-c", WATCHED] if watched else ["-m", "disttrain_cli"]
-    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *program, *words, "--json"], cwd=setting.folder, capture_output=True,
-                          text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+                          text=True, env=environment())
     figures: Figures = {"command": " ".join(words), "seconds": time.perf_counter() - start, "code": done.returncode}
     try:
         figures["said"] = json.loads(done.stdout)
@@ -186,6 +184,5 @@ def pytest(setting: Setting) -> None:
 
 
 def _pytest(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+                          env=environment())

@@ -39,22 +39,26 @@ FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict
 #: Archives besides `core`, and the packages in them.
 BESIDE = {"analysis": ("duckdb",),
           "pictures": ("opencv-python-headless", "simplejpeg", "scikit-learn", "joblib", "threadpoolctl", "narwhals")}
-#: Parts of scipy that only scikit-learn imports; they go with it.
-WITH_PICTURES = ("scipy/cluster", "scipy/integrate", "scipy/interpolate", "scipy/io", "scipy/ndimage", "scipy/signal",
-                 "scipy/stats")
+#: Parts of scipy that only scikit-learn imports; they go with it, and so do scipy's metadata: where diffusers finds
+#: those, it imports scipy.stats.
+WITH_PICTURES = ("scipy-*.dist-info", "scipy/cluster", "scipy/integrate", "scipy/interpolate", "scipy/io",
+                 "scipy/ndimage", "scipy/signal", "scipy/stats")
 #: Asked for, but imported by nothing that runs here: it only fetches from hubs.
 LEFT_OUT = ("hf-xet",)
 #: Parts of packages that nothing here imports: tests, headers, sources, other stores, formats and servers of Arrow.
 TRIMMED = ("**/tests", "**/*.pyi", "**/*.pyx", "**/*.pxi", "**/*.pxd", "**/*.h", "**/*.hpp", "**/*.a",
            "pyarrow/include", "pyarrow/src", "pyarrow/*flight*", "pyarrow/*_s3*",
            "pyarrow/*gcs*", "pyarrow/libarrow_python.so", "pyarrow/libarrow_python.so.*.*.*",
-           "PIL/_avif*", "pillow.libs/libavif*")
+           "PIL/_avif*", "pillow.libs/libavif*", "deepspeed/ops/csrc",
+           "transformers/models/*/modular_*.py")
 
 
 def needed() -> list[str]:
-    """Names of all packages that disttrain, its demo and its tests need, but torch and what torch needs."""
-    with_torch = _closure(["torch"], set())
-    return sorted(_closure(["disttrain[demo]", "pytest", "hypothesis"], with_torch) - {"disttrain", *LEFT_OUT})
+    """Names of all packages that disttrain, its demo and its tests need, but torch and what torch alone needs.
+
+    What both need is among them: with torch there may be a version of it that is too old for the others.
+    """
+    return sorted(_closure(["disttrain[demo]", "pytest", "hypothesis"], {"torch"}) - {"disttrain", *LEFT_OUT})
 
 
 def _closure(roots: Iterable[str], without: set[str]) -> set[str]:
@@ -117,9 +121,10 @@ def lay_out(wheels: Iterable[Path], place: Path) -> None:
     archive_of = {package: name for name, packages in BESIDE.items() for package in packages}
     for wheel in wheels:
         unpack(wheel, place / archive_of.get(canonicalize_name(wheel.name.split("-")[0]), "core"))
-    for path in WITH_PICTURES:
-        (place / "pictures" / path).parent.mkdir(parents=True, exist_ok=True)
-        (place / "core" / path).rename(place / "pictures" / path)
+    (place / "pictures" / "scipy").mkdir(parents=True, exist_ok=True)
+    for pattern in WITH_PICTURES:
+        for path in list((place / "core").glob(pattern)):
+            path.rename(place / "pictures" / path.relative_to(place / "core"))
     for name in (*BESIDE, "core"):
         trim(place / name)
 
