@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from disttrain_cli.errors import RankFailedError
+from disttrain_cli.errors import RankFailedError, RankLostError
 from disttrain_cli.runtime.launching.launch import _failure, launch
 from tests.runtime.factory import write_run
 
@@ -63,6 +66,34 @@ def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) 
                tmp_path, on_poll=kill_the_launcher_of_the_rank)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid.read_text())).wait(timeout=20)
+
+
+def test_a_starter_whose_launcher_is_gone_before_it_looks_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "0"]) as gone:
+        gone.wait()
+    told, tell = os.pipe()
+    with os.fdopen(told) as ends:
+        starter = subprocess.run(
+            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch",
+             "tests.runtime.launching.launch_worker:killed", str(gone.pid), str(tmp_path), str(tell)],
+            input='{"rank": "none"}', text=True, stderr=subprocess.PIPE, pass_fds=[tell],
+            env=os.environ | {"WORLD_SIZE": "1"}, timeout=300)
+        os.close(tell)
+        assert starter.returncode == 1 and "Traceback" not in starter.stderr
+        assert ends.read() == ""  # also the rank that it may have forked is gone
+
+
+def test_a_starter_that_is_killed_says_so(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def kill_the_starter() -> None:
+        if pid.exists() and pid.read_text():
+            psutil.Process(int(pid.read_text())).parents()[0].kill()
+
+    with pytest.raises(RankLostError, match="The process that starts the ranks was killed by SIGKILL") as caught:
+        launch(1, "tests.runtime.launching.launch_worker:report_and_wait", {"folder": str(tmp_path), "stopped": False},
+               tmp_path, on_poll=kill_the_starter)
+    assert "memory" in caught.value.why
 
 
 def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
