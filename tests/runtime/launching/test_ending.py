@@ -121,6 +121,21 @@ def test_what_all_ranks_raise_is_told_by_one(tmp_path: Path, monkeypatch: pytest
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------------
+def test_names_that_are_no_unicode_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(ending.threading, "Timer", lambda seconds, function: threading.Thread())
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    written = list[bytes]()
+    one = Ending(1, tmp_path / "log", tmp_path, lambda error: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, text: written.append(text))
+        one.tell(DisttrainError("Cannot read data/\udcff.tar"))
+    one.leave()
+    verdict = read_verdict(tmp_path)
+    assert b"Cannot read data/\\udcff.tar\n" in written[0]
+    assert verdict is not None and verdict.text.encode() == written[0]
+
+
 @pytest.mark.parametrize("lock", ["free", "held"])
 def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
     with pytest.raises(RankFailedError) as caught:
