@@ -30,7 +30,7 @@ from disttrain_cli.runtime.evaluation import Evaluation
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.join import join
-from disttrain_cli.runtime.launching.meeting import check_groups
+from disttrain_cli.runtime.launching.meeting import check_groups, wait_until_built
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
@@ -88,7 +88,7 @@ def main(payload: dict[str, Any]) -> None:
         idle_gib = peak_gib(job.device)
         engine = build_engine(run, job.plan, job.topology, place, job.device, tracer,
                               origin.given_layers(run, start) if start else ())
-        dist.barrier()  # some stages take longer to build
+        wait_until_built(job.store, job.topology, place.rank, run.file.train.timeout_s)
         tracer.begin("preflight")
         check_groups(engine.module.mpu(), place, job.device, min(PREFLIGHT_S, run.file.train.timeout_s))
         tracer.begin("building")

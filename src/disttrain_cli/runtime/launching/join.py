@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
@@ -25,7 +26,7 @@ from disttrain_cli.runtime.launching.devices import choose_backend, identity, ra
 from disttrain_cli.runtime.launching.ending import follow
 from disttrain_cli.runtime.launching.fitness import check_fit
 from disttrain_cli.runtime.launching.launch import LISTENER
-from disttrain_cli.runtime.launching.meeting import MEETING_S, Guest, meet
+from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.hang import HangWatch
@@ -38,8 +39,6 @@ from disttrain_cli.spec.runfile import Run, read_run
 
 #: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
 WORKERS = "DISTTRAIN_WORKERS"
-#: Environment variable: names of the job's hosts in order of ranks, with blanks between them.
-HOSTS = "DISTTRAIN_HOSTS"
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Joined:
     device: torch.device
     pulse: Pulse
     told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file; and the backend
+    store: dist.Store  # where the ranks met
 
 
 def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
@@ -89,7 +89,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     if LISTENER not in os.environ and place.rank in (0, topology.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), topology)
     stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
-    return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told)
+    return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told, store)
 
 
 def _hosts(payload: dict[str, Any]) -> list[str]:
