@@ -24,7 +24,7 @@ from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
-from disttrain_cli.runtime.launching.fitness import check_fit
+from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.runtime.launching.launch import LISTENER
 from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
@@ -76,6 +76,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     limit_s = min(MEETING_S, train.timeout_s)
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
+    check_memory(plan, profile.device, place, device)
     raise_limit(needed(topology.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
                        first=place.rank == 0, serves=serves_rendezvous()))
     store = rendezvous(timedelta(seconds=limit_s))
