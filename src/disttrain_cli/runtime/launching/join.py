@@ -28,13 +28,14 @@ from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.runtime.launching.launch import LISTENER
 from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
+from disttrain_cli.runtime.launching.starts import alone
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import pulses
+from disttrain_cli.spec.rundir import RunDir, pulses
 from disttrain_cli.spec.runfile import Run, read_run
 
 #: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
@@ -67,6 +68,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
     place, train = topology.place(int(os.environ["RANK"])), run.file.train
+    if place.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
+        stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))
     pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s,
                                         follow).beating())
     index = read_index(run, profile.inputs)
