@@ -31,6 +31,7 @@ Facts = Mapping[str, str]
 MOST_NAMED, MOST_HOSTS = 4, 8
 #: Longest wait for the ranks that come last, and seconds between two words about who is missing.
 MEETING_S, NEWS_S = 300.0, 15.0
+POLL_S = 0.1
 ANSWER_S = 60.0  # more than `MEETING_S`, until rank 0 has answered
 
 
@@ -101,18 +102,16 @@ def wait_for_all(store: dist.Store, place: str, count: int, limit_s: float,
         hosts: where every one of them is, if that is known.
         say: hears now and then who is missing.
     """
-    deadline = time.monotonic() + limit_s
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            store.wait([f"{place}/complete"], timedelta(seconds=max(0.01, min(NEWS_S, left_s))))
-            return
-        except dist.DistError:
+    begun_s, news_s = time.monotonic(), NEWS_S
+    while not store.check([f"{place}/complete"]):
+        waited_s = time.monotonic() - begun_s
+        if waited_s >= min(news_s, limit_s):
             missing = [number for number in range(count) if not store.check([f"{place}/{number}"])]
-        if left_s > NEWS_S:
+            if missing and waited_s >= limit_s:
+                raise late(missing)
             say(f"waiting for {len(missing)} of {count} {kind}: {named(missing, hosts)}")
-        elif missing:
-            raise late(missing)
+            news_s += NEWS_S
+        time.sleep(POLL_S)
 
 
 def wait_for_the_first(store: dist.Store, key: str, limit_s: float) -> None:
