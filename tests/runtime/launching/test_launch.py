@@ -118,7 +118,8 @@ LOST = "RuntimeError: [pair.cc] Connection closed by peer"
     ({1: -6, 0: 4}, {2: "mine"}, 2),  # NCCL has aborted rank 1, and rank 2 still closes what it has open
     ({1: 1, 0: 1, 2: -9}, {1: LOST, 0: LOST}, 2), ({2: -9, 1: 4}, {1: "follows from it"}, 2),
     ({0: 1, 1: 1}, {0: LOST, 1: "mine"}, 1), ({0: 1}, {0: LOST}, 0), ({3: -6}, {}, 3),
-    ({2: -14, 1: 4}, {2: "mine"}, 2)])  # it was stuck while it closed
+    ({1: 0, 0: 1}, {0: LOST}, 1),  # some library has ended it
+    ({1: 0, 0: 1}, {0: "mine"}, 0), ({2: -14, 1: 4}, {2: "mine"}, 2)])  # it was stuck while it closed
 def test_the_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, codes: dict[int, int], errors: dict[int, str],
                                                      cause: int) -> None:
     for rank in range(4):

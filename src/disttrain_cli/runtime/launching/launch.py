@@ -94,8 +94,8 @@ def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, lo
         told += ends.read() or b""
         lines = [json.loads(line) for line in told.split(b"\n")[:-1]]
         codes = {line["rank"]: line["code"] for line in lines if "code" in line}
-        if failed := {rank: code for rank, code in codes.items() if code}:
-            raise _failure(failed, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir)
+        if any(codes.values()):
+            raise _failure(codes, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir)
         if on_poll:
             on_poll()
         if len(codes) == world_size:
@@ -119,15 +119,16 @@ def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path)
     """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why.
 
     Args:
-        codes: exit codes of the ranks that failed, in the order in which they ended.
+        codes: exit codes of the ranks that have ended, in this order; not all are 0.
         errors: what ranks said, in this order: what, why, next step; they may not have ended yet.
     """
     def alone(ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
 
+    failed, early = [rank for rank in codes if codes[rank]], [rank for rank in codes if not codes[rank]]
     killed = [rank for rank, code in codes.items() if code < 0 and rank not in errors]
     first = [rank for rank in killed if codes[rank] != -signal.SIGABRT]  # NCCL aborts a rank that has lost a peer
-    cause = [*first, *alone(errors), *killed, *alone(codes), *codes][0]
+    cause = [*first, *alone(errors), *killed, *alone(failed), *early, *failed][0]
     log, code = rank_log(log_dir, cause), codes.get(cause, RankFailedError.exit_code)
     what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]
     if code == RankFailedError.exit_code and cause in errors:
