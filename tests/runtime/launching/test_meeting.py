@@ -22,7 +22,7 @@ import torch.distributed as dist
 from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime.launching import process
 from disttrain_cli.runtime.launching.begin import check_port
-from disttrain_cli.runtime.launching.meeting import Guest, check_groups, meet, wait_until_built
+from disttrain_cli.runtime.launching.meeting import Guest, check_groups, check_name, meet, wait_until_built
 from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
 from tests.runtime.watching.test_hang import topology
 
@@ -182,6 +182,13 @@ def test_nobody_at_the_meeting_place_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(DisttrainError, match=f"No rank 0 answers at 127.0.0.1:{port}"):
         process.rendezvous(timedelta(seconds=1))
+
+
+def test_a_first_host_whose_name_nobody_knows_is_named() -> None:
+    check_name("127.0.0.1")
+    with pytest.raises(DisttrainError, match="does not know the first host by the name nowhere!") as caught:
+        check_name("nowhere!")
+    assert "cluster.hostfile" in caught.value.next_step
 
 
 def test_a_rank_finds_its_place_under_srun_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from disttrain_cli.runtime.launching.meeting import (
     HOSTS,
     MEETING_S,
     arrive,
+    check_name,
     named,
     wait_for_all,
     wait_for_the_first,
@@ -40,6 +41,7 @@ class Rendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
         if self._store is None:
             os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size),
                            "MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port)}
+            check_name(self.master_addr)
             store, hosts = rendezvous(timedelta(seconds=MEETING_S)), os.environ.get(HOSTS, "").split()
             arrive(store, "hosts", self.rank, self.world_size)
             if self.rank == 0:

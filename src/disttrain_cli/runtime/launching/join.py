@@ -26,7 +26,7 @@ from disttrain_cli.runtime.launching.devices import choose_backend, identity, ra
 from disttrain_cli.runtime.launching.ending import follow
 from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.runtime.launching.launch import LISTENER
-from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, meet
+from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, check_name, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
 from disttrain_cli.runtime.launching.starts import alone
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
@@ -82,6 +82,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     check_memory(plan, profile.device, place, device)
     raise_limit(needed(topology.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
                        first=place.rank == 0, serves=serves_rendezvous()))
+    check_name(os.environ["MASTER_ADDR"])
     store = rendezvous(timedelta(seconds=limit_s))
 
     def decide(guests: list[Guest]) -> dict[str, Any]:

@@ -86,6 +86,17 @@ def _verdict(store: dist.Store, world_size: int, decide: Callable[[list[Guest]],
         return {"unequal": isinstance(error, MismatchError), "error": [error.what, error.why, error.next_step]}
 
 
+def check_name(host: str) -> None:
+    """DisttrainError where this host cannot know the first one by its name; torch would try for minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:  # others may pass
+            raise DisttrainError(f"{socket.gethostname()} does not know the first host by the name {host}",
+                                 f"{error.strerror} (MASTER_ADDR)", "Name hosts as all of them know each other "
+                                 "(cluster.hostfile), or by their addresses.") from None
+
+
 def arrive(store: dist.Store, place: str, number: int, count: int, word: str = "") -> None:
     """Say that one of `count` ranks or hosts has come to a place of the program, and a word of its own."""
     store.set(f"{place}/{number}", word)
