@@ -31,6 +31,7 @@ from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.launching.groups import check_groups
 from disttrain_cli.runtime.launching.join import join
+from disttrain_cli.runtime.launching.meeting import wait_until_built
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
@@ -89,7 +90,7 @@ def main(payload: dict[str, Any]) -> None:
         tracer.begin("building")
         engine = build_engine(run, job.plan, job.topology, place, job.device, tracer,
                               origin.given_layers(run, start) if start else (), grid)
-        dist.barrier()  # some stages take longer to build
+        wait_until_built(job.store, job.topology, place.rank, run.file.train.timeout_s)
         if start is not None:
             origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from disttrain_cli.data.sample_data import write_sample_data
 from disttrain_cli.errors import DisttrainError, RankFailedError
 from disttrain_cli.runtime.engine.faults import NotFiniteError
-from disttrain_cli.runtime.launching import agent, ending, process
+from disttrain_cli.runtime.launching import agent, ending, meeting, process
 from disttrain_cli.runtime.launching.begin import begin
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.ending import Ending
@@ -121,6 +122,21 @@ def test_what_all_ranks_raise_is_told_by_one(tmp_path: Path, monkeypatch: pytest
                        f"log: {tmp_path / 'log'}\n".encode()]
 
 
+def test_names_that_are_no_unicode_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending.signal, "alarm", lambda seconds: 0)
+    monkeypatch.setattr(ending.threading, "Timer", lambda seconds, function: threading.Thread())
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    written = list[bytes]()
+    one = Ending(1, tmp_path / "log", tmp_path, lambda error: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda descriptor, text: written.append(text))
+        one.tell(DisttrainError("Cannot read data/\udcff.tar"))
+    one.leave()
+    verdict = read_verdict(tmp_path)
+    assert b"Cannot read data/\\udcff.tar\n" in written[0]
+    assert verdict is not None and verdict.text.encode() == written[0]
+
+
 # ---- ranks -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("lock", ["free", "held"])
 def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
@@ -188,6 +204,34 @@ def test_the_agent_of_a_host_says_only_what_no_rank_can(
     with pytest.raises(SystemExit) as caught:
         agent.main()
     assert caught.value.code == code and capsys.readouterr().err == told.replace("HOST", socket.gethostname())
+
+
+def first_of_torchruns_hosts(count: int, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    """The store of the first host's agent, once it has met the others."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that what the agent sets is taken back
+    monkeypatch.delenv(process.LISTENER, raising=False)
+    monkeypatch.setenv("DISTTRAIN_HOSTS", "a b c")
+    try:
+        return agent.Rendezvous("127.0.0.1", port, 0, count, "none", 60).next_rendezvous().store
+    finally:
+        listening = {one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.laddr.port == port}
+        assert listening == {"127.0.0.1"}
+
+
+def test_torchruns_first_host_listens_at_its_address_alone_and_names_hosts_that_do_not_come(
+        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    store = first_of_torchruns_hosts(1, monkeypatch)
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    monkeypatch.undo()
+    monkeypatch.setattr(agent, "MEETING_S", 0.5)
+    monkeypatch.setattr(meeting, "NEWS_S", 0.2)
+    with pytest.raises(DisttrainError, match=r"2 of 3 hosts did not start within 0.5 s: 1 \(b\), 2 \(c\)"):
+        first_of_torchruns_hosts(3, monkeypatch)
+    assert "waiting for 2 of 3 hosts: 1 (b), 2 (c)\n" in capfd.readouterr().out
 
 
 @contextmanager

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.launching import fitness
-from disttrain_cli.runtime.launching.fitness import check_fit
+from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
+from disttrain_cli.spec.plan import StageMemory
 from disttrain_cli.spec.profile import DeviceProfile
 from tests.runtime.factory import write_run
+from tests.runtime.watching.test_hang import topology
 
 CUDA = torch.device("cuda", 1)
 
@@ -55,3 +59,27 @@ def test_heads_that_no_kernel_takes_are_refused(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SpecError, match="heads as wide as those of llm") as caught:
         check_fit(run, device, CUDA)
     assert caught.value.why == "260; allowed: up to 256, or multiples of 8"
+
+
+@pytest.mark.parametrize(("total_gib", "free_gib", "refused"), [
+    (80, 78.5, ""), (80, 73.2, ""), (40, 39, "is too small for its part of the plan"),
+    (80, 60, "has too little memory left")])
+def test_a_device_without_the_memory_that_is_planned_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                total_gib: float, free_gib: float,
+                                                                refused: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A800")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * 2**30, total_gib * 2**30))
+    layout = topology()
+    plan: Any = SimpleNamespace(predicted=SimpleNamespace(memory=[
+        StageMemory(unit="encoder", stage=0, peak_gib=99, limit_gib=79),
+        StageMemory(unit="llm", stage=1, peak_gib=74.1, limit_gib=79)]))
+    device = profiled("analytic", "A800").model_copy(update={"context_gib": 1.0})
+    check_memory(plan, device, layout.place(2), torch.device("cpu"))
+    if not refused:
+        check_memory(plan, device, layout.place(2), CUDA)
+        return
+    with pytest.raises(DisttrainError, match=refused) as caught:
+        check_memory(plan, device, layout.place(2), CUDA)
+    assert caught.value.what.startswith(f"cuda:1 (NVIDIA A800) on {socket.gethostname()} ")
+    assert "unit llm, stage 1, is planned with up to 74.1 GiB" in caught.value.why
+    assert "cluster.memory_gib" in caught.value.next_step

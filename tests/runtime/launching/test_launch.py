@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from disttrain_cli.errors import RankFailedError
+from disttrain_cli.errors import RankFailedError, RankLostError
 from disttrain_cli.runtime.launching.launch import _failure, launch
 from disttrain_cli.runtime.launching.rank import ALLOCATOR, settle
 from tests.runtime.factory import write_run
@@ -67,6 +69,34 @@ def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) 
         psutil.Process(int(pid.read_text())).wait(timeout=20)
 
 
+def test_a_starter_whose_launcher_is_gone_before_it_looks_ends(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "0"]) as gone:
+        gone.wait()
+    told, tell = os.pipe()
+    with os.fdopen(told) as ends:
+        starter = subprocess.run(
+            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch",
+             "tests.runtime.launching.launch_worker:killed", str(gone.pid), str(tmp_path), str(tell)],
+            input='{"rank": "none"}', text=True, stderr=subprocess.PIPE, pass_fds=[tell],
+            env=os.environ | {"WORLD_SIZE": "1"}, timeout=300)
+        os.close(tell)
+        assert starter.returncode == 1 and "Traceback" not in starter.stderr
+        assert ends.read() == ""  # also the rank that it may have forked is gone
+
+
+def test_a_starter_that_is_killed_says_so(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    def kill_the_starter() -> None:
+        if pid.exists() and pid.read_text():
+            psutil.Process(int(pid.read_text())).parents()[0].kill()
+
+    with pytest.raises(RankLostError, match="The process that starts the ranks was killed by SIGKILL") as caught:
+        launch(1, "tests.runtime.launching.launch_worker:report_and_wait", {"folder": str(tmp_path), "stopped": False},
+               tmp_path, on_poll=kill_the_starter)
+    assert "memory" in caught.value.why
+
+
 def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
     launch(2, "tests.runtime.launching.launch_worker:listening", {"folder": str(tmp_path)}, tmp_path / "logs",
            timeout_s=120)
@@ -106,7 +136,8 @@ LOST = "RuntimeError: [pair.cc] Connection closed by peer"
     ({1: -6, 0: 4}, {2: "mine"}, 2),  # NCCL has aborted rank 1, and rank 2 still closes what it has open
     ({1: 1, 0: 1, 2: -9}, {1: LOST, 0: LOST}, 2), ({2: -9, 1: 4}, {1: "follows from it"}, 2),
     ({0: 1, 1: 1}, {0: LOST, 1: "mine"}, 1), ({0: 1}, {0: LOST}, 0), ({3: -6}, {}, 3),
-    ({2: -14, 1: 4}, {2: "mine"}, 2)])  # it was stuck while it closed
+    ({1: 0, 0: 1}, {0: LOST}, 1),  # some library has ended it
+    ({1: 0, 0: 1}, {0: "mine"}, 0), ({2: -14, 1: 4}, {2: "mine"}, 2)])  # it was stuck while it closed
 def test_the_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, codes: dict[int, int], errors: dict[int, str],
                                                      cause: int) -> None:
     for rank in range(4):

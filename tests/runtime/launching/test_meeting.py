@@ -20,8 +20,9 @@ import torch.distributed as dist
 from disttrain_cli.errors import DisttrainError, MismatchError, SpecError
 from disttrain_cli.runtime.launching import process
 from disttrain_cli.runtime.launching.begin import check_port
-from disttrain_cli.runtime.launching.meeting import Guest, meet
+from disttrain_cli.runtime.launching.meeting import Guest, check_name, meet, wait_until_built
 from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
+from tests.runtime.watching.test_hang import topology
 
 FACTS = {"program": "0.1.0", "plan": "aaaa"}
 ROOT = Path(__file__).parents[3]
@@ -67,6 +68,24 @@ def test_missing_ranks_are_named_while_they_are_waited_for_and_at_the_end(
         assert error.what == f"4 of 6 ranks did not join within 0.5 s: {named}"
         assert socket.gethostname() in error.why
     assert set(said) == {f"waiting for 4 of 6 ranks: {named}"}
+
+
+def test_a_rank_that_does_not_finish_its_stage_is_named() -> None:
+    store = dist.HashStore()
+
+    def rank(number: int) -> DisttrainError | None:
+        try:
+            wait_until_built(store, topology(dp=2), number, 0.5 if number == 0 else 60.0)
+        except DisttrainError as error:
+            return error
+        return None
+
+    ranks = ThreadPoolExecutor(5)
+    others = [ranks.submit(rank, number) for number in (1, 2, 4)]
+    error = rank(0)
+    assert error is not None and error.why == "unit llm, stage 1"
+    assert error.what == "1 of 5 ranks have not built their stages, 0.5 s after rank 0: 3"
+    assert rank(3) is None and [other.result() for other in others] == [None] * 3
 
 
 def test_what_rank_0_cannot_decide_fails_on_every_rank() -> None:
@@ -137,6 +156,13 @@ def test_nobody_at_the_meeting_place_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(DisttrainError, match=f"No rank 0 answers at 127.0.0.1:{port}"):
         process.rendezvous(timedelta(seconds=1))
+
+
+def test_a_first_host_whose_name_nobody_knows_is_named() -> None:
+    check_name("127.0.0.1")
+    with pytest.raises(DisttrainError, match="does not know the first host by the name nowhere!") as caught:
+        check_name("nowhere!")
+    assert "cluster.hostfile" in caught.value.next_step
 
 
 def test_a_rank_finds_its_place_under_srun_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.launching.starts import Reports, begin_start, check_fresh, move_aside
+from disttrain_cli.errors import DisttrainError, SpecError
+from disttrain_cli.runtime.launching.begin import begin
+from disttrain_cli.runtime.launching.rank import JobFile
+from disttrain_cli.runtime.launching.starts import Reports, alone, begin_start, check_fresh, move_aside
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from tests.analysis import synthetic
+from tests.runtime.factory import write_run
 
 JOB = synthetic.make_job(synthetic.Synthetic(steps=1))
 
@@ -129,3 +132,11 @@ def test_lines_cut_by_a_full_disk_are_left_out_and_equal_notes_told_once(tmp_pat
     file.write_text(f'{note}{{"note": "cut{note}{note}{note}')
     Reports("start-000", file, None, lambda what, done, total: said.append(what), 3).poll()
     assert said == ["no more traces"]
+
+
+def test_a_job_of_scripts_does_not_begin_beside_another_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path, tmp_path / "data")
+    job = JobFile(target="a:b", payload={"run": str(run.path), "logs": str(run.dir.logs)}, logs=str(run.dir.logs),
+                  ranks=1)
+    with alone(run.dir), pytest.raises(DisttrainError, match="Another training of this run is under way"):
+        begin(job)

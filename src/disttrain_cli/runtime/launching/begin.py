@@ -17,11 +17,11 @@ from pathlib import Path
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
-from disttrain_cli.runtime.launching.starts import begin_start, check_fresh, job_of, step_to_resume
+from disttrain_cli.runtime.launching.starts import alone, begin_start, check_fresh, job_of, step_to_resume
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
-from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -31,9 +31,16 @@ def begin(job: JobFile, again: int = 0) -> str:
     Raises:
         SpecError, MismatchError: there is nothing to resume from that fits; or, where the job was not told to start
             anew, there is.
+        DisttrainError: another training of this run is under way.
     """
     payload = job.payload
     run, folder = read_run(Path(payload["run"])), RunDir(Path(payload["logs"]).parent)
+    with alone(folder):  # rank 0 holds it from when it joins
+        return _begin(job, again, run, folder)
+
+
+def _begin(job: JobFile, again: int, run: Run, folder: RunDir) -> str:
+    payload = job.payload
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     resume = bool(payload["resume"]) or (again > 0 and latest(folder.checkpoints) is not None)
     if resume and payload["steps"]:

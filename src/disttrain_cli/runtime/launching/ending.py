@@ -40,7 +40,8 @@ class Ending:
             return
         known = error if isinstance(error, DisttrainError) else DisttrainError(f"{type(error).__name__}: {error}")
         self.code = RankFailedError.exit_code if known is error else 1
-        self._text = f"rank {self._rank} ({socket.gethostname()}): {known}\nlog: {self._log}\n"
+        text = f"rank {self._rank} ({socket.gethostname()}): {known}\nlog: {self._log}\n"
+        self._text = text.encode(errors="backslashreplace").decode()  # names of files may be no Unicode
         timer = threading.Timer(CLOSING_S, self.leave)
         timer.daemon = True
         timer.start()

@@ -1,4 +1,4 @@
-"""Whether a rank's device has the kernels that its plan prices: asked before the ranks meet.
+"""Whether a rank's device has the kernels that its plan prices, and the memory: asked before the ranks meet.
 
 A kernel that is missing is not replaced silently: the plan's times and memory would be those of another one.
 """
@@ -13,6 +13,8 @@ from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.attention import CAPABILITY, HEAD_STEP, WIDEST_HEAD
 from disttrain_cli.models.configs.decoders import head_width
+from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile import Run
 
@@ -39,6 +41,30 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
             raise SpecError(f"No kernel attends with heads as wide as those of {module}",
                             f"{width}; allowed: up to {WIDEST_HEAD}, or multiples of {HEAD_STEP}",
                             f"Change head_dim or num_attention_heads of {module}, or train with train.precision: fp32.")
+
+
+def check_memory(plan: Plan, profiled: DeviceProfile, place: Place, device: torch.device) -> None:
+    """Compare what the plan puts on a device with what it has, and with what others have left of it.
+
+    Raises:
+        DisttrainError: the device is smaller than this rank's stage, or in use.
+    """
+    if device.type != "cuda":
+        return
+    free_gib, total_gib = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    peak_gib = next((stage.peak_gib for stage in plan.predicted.memory
+                     if (stage.unit, stage.stage) == (place.unit.name, place.stage.index)), 0.0)
+    where = f"{device} ({torch.cuda.get_device_name(device)}) on {socket.gethostname()}"
+    stage = f"unit {place.unit.name}, stage {place.stage.index}, is planned with up to {peak_gib:.1f} GiB"
+    if total_gib < peak_gib:
+        raise DisttrainError(
+            f"{where} is too small for its part of the plan", f"it has {total_gib:.1f} GiB; {stage}. The plan was "
+            f"made for: {profiled.name}, {profiled.memory_gib:.1f} GiB",
+            f"Use such devices, or plan for these: set cluster.memory_gib: {total_gib:.1f}, then disttrain plan")
+    if free_gib + profiled.context_gib < peak_gib:  # this process has its context already
+        raise DisttrainError(
+            f"{where} has too little memory left", f"{free_gib:.1f} of {total_gib:.1f} GiB are free; {stage}",
+            "See who uses it, and end that: nvidia-smi. Or plan with less: set cluster.memory_gib, then disttrain plan")
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching.ending import within
-from disttrain_cli.runtime.launching.meeting import MEETING_S, named
+from disttrain_cli.runtime.launching.meeting import MEETING_S, arrive, named
 from disttrain_cli.runtime.launching.process import LATE_S, REMEDIES
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.topology import Place
@@ -70,11 +70,9 @@ def call_roll(store: dist.Store, ranks: Sequence[int], own: int, limit_s: float)
 
     A member makes a few operations on the store, however many there are.
     """
-    store.set(f"here/{own}", "")
-    if store.add("here", 1) == len(ranks):
-        store.set("all here", "")
+    arrive(store, "here", own, len(ranks))
     try:
-        store.wait(["all here"], timedelta(seconds=limit_s))
+        store.wait(["here/complete"], timedelta(seconds=limit_s))
     except dist.DistError:
         return [rank for rank in ranks if not store.check([f"here/{rank}"])]
     return []

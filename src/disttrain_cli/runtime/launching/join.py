@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
@@ -23,23 +24,22 @@ from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
-from disttrain_cli.runtime.launching.fitness import check_fit
+from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.runtime.launching.launch import LISTENER
-from disttrain_cli.runtime.launching.meeting import MEETING_S, Guest, meet
+from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, check_name, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
+from disttrain_cli.runtime.launching.starts import alone
 from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.rundir import pulses
+from disttrain_cli.spec.rundir import RunDir, pulses
 from disttrain_cli.spec.runfile import Run, read_run
 
 #: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
 WORKERS = "DISTTRAIN_WORKERS"
-#: Environment variable: names of the job's hosts in order of ranks, with blanks between them.
-HOSTS = "DISTTRAIN_HOSTS"
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Joined:
     device: torch.device
     pulse: Pulse
     told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file; and the backend
+    store: dist.Store  # where the ranks met
 
 
 def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
@@ -67,6 +68,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
     topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
     place, train = topology.place(int(os.environ["RANK"])), run.file.train
+    if place.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
+        stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))
     pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s,
                                         follow).beating())
     index = read_index(run, profile.inputs)
@@ -76,8 +79,10 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     limit_s = min(MEETING_S, train.timeout_s)
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
+    check_memory(plan, profile.device, place, device)
     raise_limit(needed(topology.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
                        first=place.rank == 0, serves=serves_rendezvous()))
+    check_name(os.environ["MASTER_ADDR"])
     store = rendezvous(timedelta(seconds=limit_s))
 
     def decide(guests: list[Guest]) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     if LISTENER not in os.environ and place.rank in (0, topology.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), topology)
     stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
-    return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told)
+    return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told, store)
 
 
 def _hosts(payload: dict[str, Any]) -> list[str]:

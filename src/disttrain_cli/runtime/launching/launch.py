@@ -68,15 +68,14 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
     } | dict(variables or {})
-    with tempfile.TemporaryDirectory(prefix="disttrain-") as folder, (log_dir / "starter.log").open("wb") as log:
-        file = Path(folder) / "payload.json"
-        file.write_text(json.dumps(payload))
+    with tempfile.TemporaryFile("w+") as given, (log_dir / "starter.log").open("wb") as log:
+        json.dump(payload, given)
+        given.seek(0)
         told, tell = os.pipe()
         starter = subprocess.Popen(
-            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch", target, str(file), str(log_dir),
+            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch", target, str(os.getpid()), str(log_dir),
              str(tell)],
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            pass_fds=[tell])
+            env=environment, stdin=given, stdout=log, stderr=log, start_new_session=True, pass_fds=[tell])
         os.close(tell)
         with os.fdopen(told, "rb", buffering=0) as ends:
             try:
@@ -95,14 +94,17 @@ def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, lo
         told += ends.read() or b""
         lines = [json.loads(line) for line in told.split(b"\n")[:-1]]
         codes = {line["rank"]: line["code"] for line in lines if "code" in line}
-        if failed := {rank: code for rank, code in codes.items() if code}:
-            raise _failure(failed, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir)
+        if any(codes.values()):
+            raise _failure(codes, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir)
         if on_poll:
             on_poll()
         if len(codes) == world_size:
             return
         if starter_gone:
-            log = log_dir / "starter.log"
+            log, code = log_dir / "starter.log", starter.returncode
+            if code < 0:
+                raise RankLostError(f"The process that starts the ranks {_ending(code)}",
+                                    f"{_memory(code)}log: {log}", _read(log))
             raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}",
                                   _read(log))
         if deadline is not None and time.monotonic() > deadline:
@@ -117,23 +119,30 @@ def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path)
     """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why.
 
     Args:
-        codes: exit codes of the ranks that failed, in the order in which they ended.
+        codes: exit codes of the ranks that have ended, in this order; not all are 0.
         errors: what ranks said, in this order: what, why, next step; they may not have ended yet.
     """
     def alone(ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
 
+    failed, early = [rank for rank in codes if codes[rank]], [rank for rank in codes if not codes[rank]]
     killed = [rank for rank, code in codes.items() if code < 0 and rank not in errors]
     first = [rank for rank in killed if codes[rank] != -signal.SIGABRT]  # NCCL aborts a rank that has lost a peer
-    cause = [*first, *alone(errors), *killed, *alone(codes), *codes][0]
+    cause = [*first, *alone(errors), *killed, *alone(failed), *early, *failed][0]
     log, code = rank_log(log_dir, cause), codes.get(cause, RankFailedError.exit_code)
     what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]
     if code == RankFailedError.exit_code and cause in errors:
         return RankFailedError(f"Rank {cause} stopped: {what}", f"{why}\nlog: {log}".strip(), next_step or _read(log))
-    ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    memory = "Where nobody else did, the kernel did, for want of memory: dmesg -T | tail\n" \
+    return RankLostError(f"Rank {cause} {_ending(code)}", f"{what}\n{_memory(code)}log: {log}".strip(), _read(log))
+
+
+def _ending(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _memory(code: int) -> str:
+    return "Where nobody else did, the kernel did, for want of memory: dmesg -T | tail\n" \
         if -code == signal.SIGKILL else ""
-    return RankLostError(f"Rank {cause} {ending}", f"{what}\n{memory}log: {log}".strip(), _read(log))
 
 
 def _read(log: Path) -> str:
@@ -176,22 +185,22 @@ def _loopback_interface() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the starter: TARGET PAYLOAD_FILE LOG_DIR PIPE. Forks the ranks and tells how each ends."""
-    target, file, log_dir, tell = arguments
-    _end_with_parent()
-    payload = json.loads(Path(file).read_text())
+    """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE, the payload as input. Tells how each rank ends."""
+    target, launcher, log_dir, tell = arguments
+    _end_with(int(launcher))
+    payload = json.load(sys.stdin)
     settle(payload.get("device", "cpu"))
     module, function = resolve(target)
     if hasattr(module, "before_fork"):
         module.before_fork(payload)
     listener = socket.create_server((LOOPBACK, 0))
     os.environ |= {"MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(listener.fileno())}
-    ranks: dict[int, int] = {}
+    starter, ranks = os.getpid(), dict[int, int]()
     for rank in range(int(os.environ["WORLD_SIZE"])):
         pid = os.fork()
         if pid == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            _end_with_parent()
+            _end_with(starter)
             live(rank, function, payload, rank_log(Path(log_dir), rank), partial(_tell, int(tell), rank))
         ranks[pid] = rank
     listener.close()
@@ -213,9 +222,11 @@ def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
         limit //= 2
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, however it went; on Linux also if it is stopped itself."""
-    parent = os.getppid()
+def _end_with(parent: int) -> None:
+    """End this process when the one that started it is gone, however it went; on Linux also if it is stopped itself.
+
+    It may be gone already, and then tells nobody.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

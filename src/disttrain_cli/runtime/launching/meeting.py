@@ -13,16 +13,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError, MismatchError
 
+if TYPE_CHECKING:  # torchrun's agents need no DeepSpeed
+    from disttrain_cli.runtime.units.topology import Topology
+
+#: Environment variable: names of the job's hosts in order of ranks, with blanks between them.
+HOSTS = "DISTTRAIN_HOSTS"
 Facts = Mapping[str, str]
 MOST_NAMED, MOST_HOSTS = 4, 8
 #: Longest wait for the ranks that come last, and seconds between two words about who is missing.
 MEETING_S, NEWS_S = 300.0, 15.0
+POLL_S = 0.1
 ANSWER_S = 60.0  # more than `MEETING_S`, until rank 0 has answered
 
 
@@ -51,15 +57,10 @@ def meet(store: dist.Store, rank: int, world_size: int, own: Guest, decide: Call
         MismatchError: a host's facts are not those of most others; it and what differs are named.
         DisttrainError: ranks are missing and are named, or `decide` raises it.
     """
-    store.set(f"meet/{rank}", json.dumps(asdict(own)))
-    if store.add("meet/joined", 1) == world_size:
-        store.set("meet/complete", "")
+    arrive(store, "meet", rank, world_size, json.dumps(asdict(own)))
     if rank == 0:
         store.set("meet/verdict", json.dumps(_verdict(store, world_size, decide, limit_s, hosts, say)))
-    try:
-        store.wait(["meet/verdict"], timedelta(seconds=limit_s + ANSWER_S))
-    except dist.DistError:
-        raise DisttrainError("Rank 0 does not answer", f"waited {limit_s + ANSWER_S:g} s", "See its log.") from None
+    wait_for_the_first(store, "meet/verdict", limit_s)
     verdict = json.loads(store.get("meet/verdict"))
     if "error" in verdict:
         error = (MismatchError if verdict["unequal"] else DisttrainError)(*verdict["error"])
@@ -72,7 +73,8 @@ def _verdict(store: dist.Store, world_size: int, decide: Callable[[list[Guest]],
              hosts: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
     """What rank 0 tells all ranks: what it decides, or what is wrong."""
     try:
-        _wait_for_all(store, world_size, limit_s, hosts, say)
+        wait_for_all(store, "meet", world_size, limit_s, lambda missing: _not_joined(
+            store, missing, world_size, limit_s, hosts), hosts=hosts, say=say)
         said = store.multi_get([f"meet/{rank}" for rank in range(world_size)])
         guests = [Guest(**json.loads(one)) for one in said]
         _compare(guests)
@@ -81,24 +83,85 @@ def _verdict(store: dist.Store, world_size: int, decide: Callable[[list[Guest]],
         return {"unequal": isinstance(error, MismatchError), "error": [error.what, error.why, error.next_step]}
 
 
-def _wait_for_all(store: dist.Store, world_size: int, limit_s: float, hosts: Sequence[str],
-                  say: Callable[[str], None]) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        left_s = deadline - time.monotonic()
-        try:
-            store.wait(["meet/complete"], timedelta(seconds=max(0.01, min(NEWS_S, left_s))))
-            return
-        except dist.DistError:
-            missing = [rank for rank in range(world_size) if not store.check([f"meet/{rank}"])]
-        if left_s > NEWS_S:
-            say(f"waiting for {len(missing)} of {world_size} ranks: {named(missing, hosts)}")
-        elif missing:
-            known = {json.loads(store.get(f"meet/{rank}"))["host"] for rank in {*range(world_size)} - {*missing}}
-            raise DisttrainError(
-                f"{len(missing)} of {world_size} ranks did not join within {limit_s:g} s: {named(missing, hosts)}",
-                f"hosts that joined: {', '.join(sorted(known)[:MOST_HOSTS])}{', …' * (len(known) > MOST_HOSTS)}",
-                "Start the ranks of every host, and look at the logs of the missing.")
+def check_name(host: str) -> None:
+    """DisttrainError where this host cannot know the first one by its name; torch would try for minutes."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:  # others may pass
+            raise DisttrainError(f"{socket.gethostname()} does not know the first host by the name {host}",
+                                 f"{error.strerror} (MASTER_ADDR)", "Name hosts as all of them know each other "
+                                 "(cluster.hostfile), or by their addresses.") from None
+
+
+def arrive(store: dist.Store, place: str, number: int, count: int, word: str = "") -> None:
+    """Say that one of `count` ranks or hosts has come to a place of the program, and a word of its own."""
+    store.set(f"{place}/{number}", word)
+    if store.add(f"{place}/joined", 1) == count:
+        store.set(f"{place}/complete", "")
+
+
+def wait_for_all(store: dist.Store, place: str, count: int, limit_s: float,
+                 late: Callable[[list[int]], DisttrainError], *, kind: str = "ranks", hosts: Sequence[str] = (),
+                 say: Callable[[str], None] = print) -> None:
+    """Wait until all have come to a place; raises `late` of those that are missing after `limit_s`.
+
+    Args:
+        hosts: where every one of them is, if that is known.
+        say: hears now and then who is missing.
+    """
+    begun_s, news_s = time.monotonic(), NEWS_S
+    while not store.check([f"{place}/complete"]):
+        waited_s = time.monotonic() - begun_s
+        if waited_s >= min(news_s, limit_s):
+            missing = [number for number in range(count) if not store.check([f"{place}/{number}"])]
+            if missing and waited_s >= limit_s:
+                raise late(missing)
+            say(f"waiting for {len(missing)} of {count} {kind}: {named(missing, hosts)}")
+            news_s += NEWS_S
+        time.sleep(POLL_S)
+
+
+def wait_for_the_first(store: dist.Store, key: str, limit_s: float) -> None:
+    """Wait for what the first rank or host sets when it knows about all.
+
+    Raises:
+        DisttrainError: it has not, a while after its own limit.
+    """
+    try:
+        store.wait([key], timedelta(seconds=limit_s + ANSWER_S))
+    except dist.DistError:
+        raise DisttrainError("Rank 0 does not answer", f"waited {limit_s + ANSWER_S:g} s", "See its log.") from None
+
+
+def _not_joined(store: dist.Store, missing: Sequence[int], world_size: int, limit_s: float,
+                hosts: Sequence[str]) -> DisttrainError:
+    known = {json.loads(store.get(f"meet/{rank}"))["host"] for rank in {*range(world_size)} - {*missing}}
+    return DisttrainError(
+        f"{len(missing)} of {world_size} ranks did not join within {limit_s:g} s: {named(missing, hosts)}",
+        f"hosts that joined: {', '.join(sorted(known)[:MOST_HOSTS])}{', …' * (len(known) > MOST_HOSTS)}",
+        "Start the ranks of every host, and look at the logs of the missing.")
+
+
+def wait_until_built(store: dist.Store, topology: Topology, rank: int, limit_s: float) -> None:
+    """Wait until all ranks have built their stages.
+
+    Raises:
+        DisttrainError: some have not within the limit; rank 0 names them.
+    """
+    def late(missing: list[int]) -> DisttrainError:
+        stages = dict.fromkeys(f"unit {stage.unit.name}, stage {stage.index}" for stage in topology.stages
+                               if {*stage.ranks} & {*missing})
+        return DisttrainError(
+            f"{len(missing)} of {topology.world_size} ranks have not built their stages, {limit_s:g} s after rank 0: "
+            f"{named(missing, ())}", "\n".join([*stages][:MOST_NAMED]),
+            "See their logs; where large weights take so long to read, raise train.timeout_s.")
+
+    arrive(store, "built", rank, topology.world_size)
+    if rank == 0:
+        wait_for_all(store, "built", topology.world_size, limit_s, late)
+    else:
+        wait_for_the_first(store, "built/complete", limit_s)
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:

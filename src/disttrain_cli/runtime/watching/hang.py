@@ -143,7 +143,8 @@ class HangWatch:
             lines.append(f"and {len(waiting) - MOST_NAMED} more ranks wait")
         lines.append(f"No rank made progress for {self._hang_s:g} s (train.hang_s). What each was doing is at the end "
                      f"of its log: {rank_log(self._logs, named[0])}")
-        return RankLostError(what, "\n".join(lines), "Go on from the newest checkpoint: disttrain train --resume")
+        return RankLostError(what, "\n".join(lines), "Read those logs, and go on from the newest checkpoint, if there "
+                             "is one: disttrain train --resume")
 
     def _place(self, rank: int) -> str:
         stage = next(stage for stage in self._stages if rank in stage.ranks)
