@@ -24,7 +24,7 @@ from disttrain_cli.runtime.launching import process
 from disttrain_cli.runtime.launching.begin import check_port
 from disttrain_cli.runtime.launching.meeting import Guest, check_groups, meet
 from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
-from tests.runtime.watching.test_hang import topology
+from tests.runtime.watching.test_hang import graph_of
 
 FACTS = {"program": "0.1.0", "plan": "aaaa"}
 ROOT = Path(__file__).parents[3]
@@ -115,7 +115,7 @@ def groups(replicas: object) -> Any:
 
 
 def test_groups_that_work_are_timed_and_a_broken_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    place, device = topology().place(1), torch.device("cpu")
+    place, device = graph_of().coords(1), torch.device("cpu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert set(check_groups(groups(dist.group.WORLD), place, device, 5.0)) == {

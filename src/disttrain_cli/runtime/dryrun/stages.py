@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from disttrain_cli.models.graph import LayerInfo
-from disttrain_cli.runtime.units.topology import Stage, Topology
+from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
 
 class Message(BaseModel):
@@ -71,14 +71,14 @@ class StageSeen(BaseModel):
 
 def slots_in_flight(stage: Stage, microbatches: int) -> int:
     """Slots whose activations a stage keeps at a time, in DeepSpeed's 1F1B schedule."""
-    return min(microbatches, stage.line - stage.position)
+    return min(microbatches, stage.to_end)
 
 
-def distinct(topology: Topology, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
+def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
     """Stages in groups that do the same: equal layers and slots in flight, between the same neighbours."""
     groups: dict[tuple[object, ...], list[Stage]] = {}
-    for stage in topology.stages:
+    for stage in graph.stages:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
-        around = (tuple(topology.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
+        around = (tuple(graph.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
         groups.setdefault((stage.unit.name, layers, slots_in_flight(stage, microbatches), *around), []).append(stage)
     return list(groups.values())

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from disttrain_cli.errors import DisttrainError, MismatchError
 from disttrain_cli.runtime.launching.process import REMEDIES
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.spec.stage_graph import RankCoords
 
 Facts = Mapping[str, str]
 MOST_NAMED, MOST_HOSTS = 4, 8
@@ -133,7 +133,7 @@ def _compare(guests: Sequence[Guest]) -> None:
             "Give every host the same program, run file, plan, profile and data.")
 
 
-def check_groups(grid: UnitGrid, place: Place, device: torch.device, limit_s: float) -> dict[str, float]:
+def check_groups(grid: UnitGrid, place: RankCoords, device: torch.device, limit_s: float) -> dict[str, float]:
     """A small all-reduce in every group of this rank, the world first; returns the seconds that each took.
 
     Raises:
