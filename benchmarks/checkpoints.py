@@ -135,11 +135,11 @@ def _write_run(folder: Path, width: int, blocks: int) -> Path:
 def _engine(payload: dict[str, Any], device: Any) -> Any:
     from disttrain_cli.models.graph import layer_table
     from disttrain_cli.runtime.engine.assemble import build_engine
-    from disttrain_cli.runtime.units.topology import build_topology
     from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
     from disttrain_cli.spec.profile import Fingerprints
     from disttrain_cli.spec.runfile import read_run
+    from disttrain_cli.spec.stage_graph import stage_graph
 
     run = read_run(Path(payload["run"]))
     table = layer_table(run)
@@ -149,9 +149,9 @@ def _engine(payload: dict[str, Any], device: Any) -> Any:
     plan = Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout, search=Search(
         solve_s=0, candidates=1, exact=True), predicted=Prediction(
             iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0, bubble_fraction=0, memory=[]))
-    topology = build_topology(layout, [info.module for info in table])
-    place = topology.place(int(os.environ["RANK"]))
-    return build_engine(run, plan, topology, place, device, Tracer(Path(payload["folder"]), "b", place, wall_clock()))
+    graph = stage_graph(layout, "llm")
+    place = graph.coords(int(os.environ["RANK"]))
+    return build_engine(run, plan, graph, place, device, Tracer(Path(payload["folder"]), "b", place, wall_clock()))
 
 
 def _stock(engine: Any) -> Any:

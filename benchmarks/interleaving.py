@@ -136,7 +136,7 @@ def best_of(line: Line) -> tuple[float, float]:
 
 def compared(preset: str, plan: str, layout: Layout, profile: Any, cluster: Any, steps: int) -> list[dict[str, Any]]:
     """Rows of one plan by virtual stages."""
-    llm = layout.place_of(profile.inputs.llm)
+    llm = layout.index_of(profile.inputs.llm)
     start = sum(unit.pp for unit in layout.units[:llm])
     unit = slice(start, start + layout.units[llm].pp)
     pipelines = [simulated_step(profile, layout, cluster, number).pipeline for number in range(steps)]

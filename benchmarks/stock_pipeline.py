@@ -117,10 +117,10 @@ def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) ->
     from disttrain_cli.models.layer import Batch
     from disttrain_cli.runtime.engine.assemble import build_engine
     from disttrain_cli.runtime.engine.optimizer import set_rates
-    from disttrain_cli.runtime.units.topology import build_topology
     from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
     from disttrain_cli.spec.profile import Fingerprints
+    from disttrain_cli.spec.stage_graph import stage_graph
 
     slots, dp, microbatch, length = *tokens.shape[:3], tokens.shape[3] - 1
     table, inputs = layer_table(run), describe(run)
@@ -130,10 +130,10 @@ def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) ->
     plan = Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout, search=Search(
         solve_s=0, candidates=1, exact=True), predicted=Prediction(
         iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0, bubble_fraction=0, memory=[]))
-    topology = build_topology(layout, [info.module for info in table])
-    place = topology.place(int(os.environ["RANK"]))
+    graph = stage_graph(layout, "llm")
+    place = graph.coords(int(os.environ["RANK"]))
     tracer = Tracer(Path(payload["out"]), "stock", place, wall_clock())
-    engine = build_engine(run, plan, topology, place, device, tracer)
+    engine = build_engine(run, plan, graph, place, device, tracer)
     everything = np.full(dp * microbatch, length)
     own_items = np.arange(dp * microbatch).reshape(dp, microbatch)
     replicas = [ReplicaItems(sequences, no_items(), no_items()) for sequences in own_items]

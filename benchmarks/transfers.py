@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,16 +52,18 @@ def _step(rank: int, ranks_of_group: Any, slots: int, sequences: int, split: boo
     from disttrain_cli.models.layer import TensorSpec
     from disttrain_cli.models.parallel import Group
     from disttrain_cli.runtime.units.broker import Broker
-    from disttrain_cli.runtime.units.topology import Place, Stage
-    from disttrain_cli.spec.plan import UnitPlan
+    from disttrain_cli.spec.plan import Layout, UnitPlan
+    from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 
     tp = TP if split else 1
     units = [UnitPlan(name=name, modules=[name], tp=tp, gpus=tp, layers_per_stage=[1]) for name in ("before", "after")]
-    stages = [Stage(place, unit, 0, range(place, place + 1), tuple(range(place * TP, place * TP + TP)) if split else
-                    (place * TP + rank % TP,)) for place, unit in enumerate(units)]
+    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=2 * tp, units=units)
+    stages = stage_graph(layout, "after").stages
+    if not split:
+        stages = tuple(replace(stage, ranks=(stage.number * TP + rank % TP,)) for stage in stages)
     side, tp_rank = rank // TP, rank % TP if split else 0
     spec = TensorSpec("hidden", "sequence", "tokens", (WIDTH,), split=True)
-    broker = Broker(Place(rank, stages[side], 0, tp_rank), stages[1 - side], [spec] if side == 0 else [],
+    broker = Broker(RankCoords(rank, stages[side], 0, tp_rank), stages[1 - side], [spec] if side == 0 else [],
                     [spec] if side == 1 else [], torch.float32, torch.device("cpu"),
                     Group(ranks_of_group, TP, rank % TP) if split else None)
     order = [_slot(sequences) for _ in range(slots)]

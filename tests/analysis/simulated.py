@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import Stage, amount, optimizer_s, stages_of
+from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, stages_of
 from disttrain_cli.data.ordering.assigning import assign, count_costs
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.sizes import Sizes, sampled_batch, sizes_of_sample
@@ -135,7 +135,7 @@ def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeS
         yield batch, loads, pipeline, simulate(pipeline)
 
 
-def _rows(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats], timeline: Timeline,
+def _rows(profile: Profile, layout: Layout, stages: list[CostedStage], loads: dict[str, Floats], timeline: Timeline,
           reduce_s: Floats, held_s: Floats, clock: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """(rank, row) of one step, without its number."""
     rank, whole_ns = 0, round(1e9 * timeline.iteration_s)
@@ -175,11 +175,11 @@ def _rows(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str
             rank += 1
 
 
-def _longest(profile: Profile, layout: Layout, stages: list[Stage]) -> int:
+def _longest(profile: Profile, layout: Layout, stages: list[CostedStage]) -> int:
     return max(round(1e9 * optimizer_s(profile, layout, stage, GPUS_PER_NODE)) for stage in stages)
 
 
-def _modules(profile: Profile, stage: Stage, loads: dict[str, Floats], slot: int, replica: int, forward: bool,
+def _modules(profile: Profile, stage: CostedStage, loads: dict[str, Floats], slot: int, replica: int, forward: bool,
              start: int, end: int) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
     """A pass divided over its modules in proportion to what each costs."""
     times = [float(amount(cost.forward_ms if forward else cost.backward_ms, loads[cost.module][slot, replica]))

@@ -11,7 +11,6 @@ from disttrain_cli.costs.memory import (
     bytes_per_parameter,
     communicators,
     layout_memory,
-    stages_to_end,
     worst_mix,
 )
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -33,23 +32,6 @@ def layout(microbatches: int) -> Layout:
              UnitPlan(name="g", modules=["image_generator"], gpus=1, layers_per_stage=[4])]
     return Layout(global_batch_size=4 * microbatches, microbatch_size=2, microbatches=microbatches, gpus_used=8,
                   units=units)
-
-
-def test_slots_in_flight_count_over_all_units() -> None:
-    assert stages_to_end(layout(8), "llm") == [[4], [3, 2], [1]]
-
-
-def test_slots_in_flight_on_an_encoder_do_not_count_the_one_beside_it() -> None:
-    audio = UnitPlan(name="a", modules=["audio_encoder"], pp=2, gpus=2, layers_per_stage=[2, 2])
-    first, *others = layout(8).units
-    both = layout(8).model_copy(update={"units": [first, audio, *others]})
-    assert stages_to_end(both, "llm") == [[4], [5, 4], [3, 2], [1]]
-
-
-def test_a_shorter_generator_keeps_as_many_slots_as_its_peers_of_a_longer_one() -> None:
-    beside = UnitPlan(name="r", modules=["refiner"], pp=2, gpus=2, layers_per_stage=[2, 2])
-    both = layout(8).model_copy(update={"units": [*layout(8).units, beside]})
-    assert stages_to_end(both, "llm") == [[5], [4, 3], [2], [2, 1]]
 
 
 def test_llm_stage_by_hand() -> None:

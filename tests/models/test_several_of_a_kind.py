@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.graph import build_layers, describe, layer_table, line_of, live_tensors
+from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors, parallel_layers
 from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import probe_batch
 from disttrain_cli.spec.runfile import ModelSpec
@@ -37,10 +37,10 @@ def test_every_generator_reads_the_llm_and_nothing_of_the_other(several):
     assert [head.shape for head in inputs.targets] == [(3, 16, 16), (3, 8, 8)]
     assert [layer.loss for layer in table if layer.loss] == ["text", "image", "image/second"]
     for name in inputs.generators:
-        line = line_of(table, inputs, name)
-        places = [place for place, layer in enumerate(line) if layer.module == name]
-        assert [spec.name for spec in live_tensors(line, places[0])] == ["context"]
-        assert places[-1] == len(line) - 1
+        apart = parallel_layers(table, inputs.llm, name)
+        local = [index for index, layer in enumerate(table) if layer.module == name]
+        assert [spec.name for spec in live_tensors(table, local[0], apart)] == ["context"]
+        assert apart.isdisjoint(local) and apart | set(local) >= set(range(local[-1] + 1, len(table)))
     crossing = next(place for place, layer in enumerate(table) if layer.module == "second")
     assert [spec.name for spec in live_tensors(table, crossing)] == ["context"]  # passed on in a line of both
 

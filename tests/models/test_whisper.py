@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.graph import build_layers, describe, layer_table, line_of, live_tensors
+from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors, parallel_layers
 from disttrain_cli.models.probe import probe_batch
 
 DOCUMENTS = [[20, 20], [41]]
@@ -106,11 +106,11 @@ def test_encoders_stand_side_by_side(make_run):
     table, inputs = layer_table(run), describe(run)
     assert inputs.encoders == ["image_encoder", "audio_encoder"]
     for module, made in (("image_encoder", "image"), ("audio_encoder", "audio")):
-        line = line_of(table, inputs, module)
-        places = [place for place, layer in enumerate(line) if layer.module == module]
-        crossing = [[spec.name for spec in live_tensors(line, place + 1)] for place in places]
+        apart = parallel_layers(table, inputs.llm, module)
+        crossing = [[spec.name for spec in live_tensors(table, index + 1, apart)]
+                    for index, layer in enumerate(table) if layer.module == module]
         assert crossing == [[f"{made}_hidden"]] * 3 + [[f"{made}_embeds"]]
-    assert line_of(table, inputs, "llm") == line_of(table, inputs, "image_generator") == table
+    assert not any(parallel_layers(table, inputs.llm, module) for module in ("llm", "image_generator"))
     assert {spec.name for spec in live_tensors(table, 8)} == {"image_embeds", "audio_embeds"}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from disttrain_cli.errors import DataError
-from disttrain_cli.models.graph import describe, layer_table, line_of
+from disttrain_cli.models.graph import describe, layer_table, parallel_layers
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.profiling import measure as room
 from disttrain_cli.profiling import preprocess
@@ -47,7 +47,8 @@ def test_bytes_of_side_by_side_encoders_equal_those_of_the_tensors(tmp_path: Pat
             for name in run.file.model.order}
     mean = {name: amount.scaled(0.5) for name, amount in work.items()}  # two sequences
     for module in work:
-        line, crossing = line_of(table, inputs, module), []
+        apart, crossing = parallel_layers(table, inputs.llm, module), []
+        line = [layer for index, layer in enumerate(table) if index not in apart]
         for place, layer in enumerate(line):
             if layer.module == module:
                 read = state_at(line, place, inputs, batch, "meta")

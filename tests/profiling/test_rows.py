@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_cli.models.graph import describe, layer_table, line_of
+from disttrain_cli.models.graph import describe, layer_table, parallel_layers
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.runfile import Run
@@ -69,7 +69,8 @@ def test_bytes_of_generators_and_encoders_side_by_side_equal_those_of_the_tensor
     mean = {name: probe_work(inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}).scaled(0.5)
             for name in run.file.model.order}
     for module in mean:
-        line, crossing = line_of(table, inputs, module), []
+        apart, crossing = parallel_layers(table, inputs.llm, module), []
+        line = [layer for index, layer in enumerate(table) if index not in apart]
         for place, layer in enumerate(line):
             if layer.module == module:
                 read = state_at(line, place, inputs, batch, "meta")

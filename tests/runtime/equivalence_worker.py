@@ -28,10 +28,10 @@ from disttrain_cli.runtime.messages.recorder import Recorder
 from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.runtime.units import broker, communicators
 from disttrain_cli.runtime.units.routes import Route
-from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.stage_graph import stage_graph
 from tests.commands.conftest import MODULES, make_profile, module_profile
 
 GATHER = broker._gather
@@ -98,13 +98,13 @@ def ranks(payload: dict[str, Any]) -> None:
         for case in _in_turn(payload["cases"]):
             run = read_run(Path(case["run"]))
             plan = Plan.model_validate(case["plan"])
-            topology = build_topology(plan.plan, [info.module for info in layer_table(run)], describe(run).llm)
-            place = topology.place(int(os.environ["RANK"]))
+            graph = stage_graph(plan.plan, "llm")
+            place = graph.coords(int(os.environ["RANK"]))
             stage_layers = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
             out = Path(case["out"])
             broker._gather = _reversed_rows if case["name"] == "faulty" else GATHER
             tracer = Tracer(out / "traces", "test", place, wall_clock())
-            engine = build_engine(run, plan, topology, place, device, tracer)
+            engine = build_engine(run, plan, graph, place, device, tracer)
             dtype = message_dtype(run.file.train)
             history = []
             orders = orders_of(run, plan.plan)

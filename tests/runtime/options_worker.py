@@ -23,10 +23,10 @@ from disttrain_cli.runtime.engine.faults import NotFiniteError
 from disttrain_cli.runtime.engine.optimizer import set_rates
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.process import joined
-from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.stage_graph import stage_graph
 
 
 class CountingTracer(Tracer):
@@ -56,11 +56,11 @@ def ranks(payload: dict[str, Any]) -> None:
 def _train(case: dict[str, Any], device: torch.device) -> None:
     run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
     table = layer_table(run)
-    topology = build_topology(plan.plan, [info.module for info in table])
-    place = topology.place(int(os.environ["RANK"]))
+    graph = stage_graph(plan.plan, "llm")
+    place = graph.coords(int(os.environ["RANK"]))
     own = table[place.stage.layers.start:place.stage.layers.stop]
     tracer = CountingTracer(out / "traces", "test", place, wall_clock())
-    engine = build_engine(run, plan, topology, place, device, tracer)
+    engine = build_engine(run, plan, graph, place, device, tracer)
     history, stopped = [], ""
     with Loader(run, Orders(run.file, plan.plan, read_index(run, describe(run))), unit=place.unit.name,
                 replica=place.replica, fields={field for info in own for field in info.needs}) as loader:

@@ -18,8 +18,8 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime.evaluation import Evaluation, told
 from disttrain_cli.runtime.feeding import to_batch
-from disttrain_cli.runtime.units.topology import Place, build_topology
 from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
+from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.factory import plan_of, unit, write_run
 
@@ -85,8 +85,8 @@ def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Pa
     engine: Any = OneProcess(run)
     modules = [info.module for info in layer_table(run)]
     layout = plan_of(run, [unit("all", list(dict.fromkeys(modules)), [len(modules)])], 3).plan
-    place = build_topology(layout, modules).place(0)
-    assert isinstance(place, Place)
+    place = stage_graph(layout, "llm").coords(0)
+    assert isinstance(place, RankCoords)
     evaluation = Evaluation(run, EvaluationSpec(every_steps=3, sequences=SEQUENCES), layout, index, place,
                             fields_of(run), torch.float32)
     assert [step for step in range(9) if evaluation.due(step)] == [2, 5, 8]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from disttrain_cli.costs.layout import Stage, stages_of
+from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
 from disttrain_cli.planning.predict import loads_of
 from disttrain_cli.simulation.faults import check_faults, inject, slowdown
@@ -22,7 +22,7 @@ TIMES = ("forward_s", "backward_s", "transfer_s", "load_s")
 
 
 @pytest.fixture
-def case() -> tuple[Pipeline, list[Stage]]:
+def case() -> tuple[Pipeline, list[CostedStage]]:
     """Stages: encoder (DP 2), LLM 0 and 1 (DP 2), generator 0 and 1 (DP 1)."""
     layout = three()
     stages, loads = stages_of(PROFILE, layout), loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0)
@@ -46,7 +46,7 @@ def factors(before: Pipeline, after: Pipeline) -> dict[str, dict[tuple[int, ...]
     return found
 
 
-def test_every_kind_by_hand(case: tuple[Pipeline, list[Stage]]) -> None:
+def test_every_kind_by_hand(case: tuple[Pipeline, list[CostedStage]]) -> None:
     pipeline, stages = case
     def both(places: dict[tuple[int, ...], float]) -> dict[str, dict[tuple[int, ...], float]]:
         return {"forward_s": places, "backward_s": places}
@@ -63,7 +63,7 @@ def test_every_kind_by_hand(case: tuple[Pipeline, list[Stage]]) -> None:
         assert factors(pipeline, inject(pipeline, stages, [fault])) == expected
 
 
-def test_faults_multiply_and_leave_their_pipeline_alone(case: tuple[Pipeline, list[Stage]]) -> None:
+def test_faults_multiply_and_leave_their_pipeline_alone(case: tuple[Pipeline, list[CostedStage]]) -> None:
     pipeline, stages = case
     kept = {name: getattr(pipeline, name).copy() for name in TIMES}
     slower = inject(pipeline, stages, [FaultSpec(slow="stage", unit="llm", factor=2.0),
@@ -73,7 +73,7 @@ def test_faults_multiply_and_leave_their_pipeline_alone(case: tuple[Pipeline, li
     assert factors(pipeline, inject(pipeline, stages, [])) == {}
 
 
-def test_a_place_of_its_own_has_the_factors_of_the_whole(case: tuple[Pipeline, list[Stage]]) -> None:
+def test_a_place_of_its_own_has_the_factors_of_the_whole(case: tuple[Pipeline, list[CostedStage]]) -> None:
     pipeline, stages = case
     faults = [FaultSpec(slow="stage", unit="llm", stage=1, factor=2.0),
               FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=3.0),
@@ -101,7 +101,7 @@ def test_a_place_of_its_own_has_the_factors_of_the_whole(case: tuple[Pipeline, l
     ({"slow": "worker", "unit": "image_generator", "replica": 1}, "replica", "0"),
     ({"slow": "link", "unit": "image_generator", "stage": 1}, "stage", "0"),
 ])
-def test_places_that_the_layout_lacks_are_named(case: tuple[Pipeline, list[Stage]], fault: dict[str, object],
+def test_places_that_the_layout_lacks_are_named(case: tuple[Pipeline, list[CostedStage]], fault: dict[str, object],
                                                 field: str, allowed: str) -> None:
     pipeline, stages = case
     faults = [FaultSpec(slow="stage", unit="llm", factor=2.0), FaultSpec(**fault, factor=2.0)]
@@ -116,7 +116,7 @@ def with_rates(images: float, sequences: float) -> Profile:
                                                                       sequences_per_s_per_core=sequences)})
 
 
-def test_a_worker_that_prepares_nothing_is_refused(case: tuple[Pipeline, list[Stage]]) -> None:
+def test_a_worker_that_prepares_nothing_is_refused(case: tuple[Pipeline, list[CostedStage]]) -> None:
     pipeline, stages = case
     worker = [FaultSpec(slow="worker", unit="llm", factor=2.0)]
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].unit") as error:

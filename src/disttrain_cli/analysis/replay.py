@@ -23,8 +23,9 @@ from disttrain_cli.analysis.own.costing import shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import chosen_steps
 from disttrain_cli.analysis.walk import Feeds, Floats, Ints, Walk, walk_of
-from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import Job
 
 #: Of every pass, what came before it and what went on.
@@ -224,7 +225,7 @@ def build_graph(database: Database) -> Graph | None:
     )
 
 
-def _unheard(stages: list[Stage], columns: dict[str, Any], backward: NDArray[np.bool_], received_peer: Floats
+def _unheard(stages: list[CostedStage], columns: dict[str, Any], backward: NDArray[np.bool_], received_peer: Floats
              ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
     """`Graph.unheard` and `Graph.lost`; of stages of one unit only the same replica sends.
 
@@ -247,17 +248,17 @@ def _unheard(stages: list[Stage], columns: dict[str, Any], backward: NDArray[np.
     return found, [list(lost) for lost in groups]
 
 
-def update_s(job: Job, layout: Layout, stages: list[Stage]) -> float:
+def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
     """What the profile expects of the end of a step: the longest reduction, then the longest optimizer step."""
     return (max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages)
             + max(optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages))
 
 
-def _expected_update_s(job: Job | None, stages: list[Stage]) -> float:
+def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
     return np.inf if job is None or not stages or shares_cores(job) else update_s(job, job.layout, stages)
 
 
-def expected_transfers(job: Job, layout: Layout, stages: list[Stage], backward: NDArray[np.bool_],
+def expected_transfers(job: Job, layout: Layout, stages: list[CostedStage], backward: NDArray[np.bool_],
                        depth: Ints) -> Floats:
     """Seconds that the profile expects of the transfer before each pass, of mean data; infinite where it has none.
 
@@ -267,7 +268,7 @@ def expected_transfers(job: Job, layout: Layout, stages: list[Stage], backward: 
     found = np.full(len(backward), np.inf)
     if shares_cores(job):
         return found
-    cuts = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
+    cuts = cuts_of(stages)
     seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
     for back in (False, True):
         for place in range(len(stages)):

@@ -12,10 +12,10 @@ from disttrain_cli.console import Console
 if TYPE_CHECKING:
     from disttrain_cli.runtime.launching.emit.hosts import Node
     from disttrain_cli.runtime.launching.emit.scripts import Emitted
-    from disttrain_cli.runtime.units.topology import Topology
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
     from disttrain_cli.spec.runfile import Run
+    from disttrain_cli.spec.stage_graph import StageGraph
 
 Emit = Literal["torchrun", "slurm"]
 MOST_HOSTS = 12  # shown; --json has all
@@ -25,17 +25,17 @@ MOST_GROUPS = 3
 def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, train: str) -> None:
     """Who would run what, where, with whom, and how it would be started (`train`); nothing is started or written."""
     from disttrain_cli.runtime.launching.emit.hosts import hosts_of, place_ranks
-    from disttrain_cli.runtime.train import topology_of
+    from disttrain_cli.spec.stage_graph import stage_graph
 
-    topology = topology_of(chosen, profile)
-    nodes = place_ranks(topology, hosts_of(run))
-    stages = _stages(chosen, topology, nodes)
+    graph = stage_graph(chosen.plan, profile.inputs.llm)
+    nodes = place_ranks(graph, hosts_of(run))
+    stages = _stages(chosen, graph, nodes)
     commands = _commands(run, nodes, kind, train)
     console.result({
-        "plan": chosen.plan.model_dump(mode="json"), "ranks": topology.world_size, "stages": stages,
-        "groups": {"tp": _groups(topology, "tp"), "dp": _groups(topology, "dp")},
+        "plan": chosen.plan.model_dump(mode="json"), "ranks": graph.world_size, "stages": stages,
+        "groups": {"tp": _groups(graph, "tp"), "dp": _groups(graph, "dp")},
         "hosts": [{"host": node.host, "ranks": list(node.ranks)} for node in nodes], "commands": commands})
-    console.say(f"{topology.world_size} ranks on {len(nodes)} host(s), {chosen.plan.microbatches} slots per step. "
+    console.say(f"{graph.world_size} ranks on {len(nodes)} host(s), {chosen.plan.microbatches} slots per step. "
                 "Nothing was started.")
     console.table("Stages; ranks of equal TP rank are a data-parallel group",
                   ["stage", "unit", "stage of unit", "TP", "DP", "ranks", "hosts", "layers", "peak GiB"],
@@ -44,7 +44,7 @@ def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind:
                     span(stage["layers"]), "–" if stage["peak_gib"] is None else f"{stage['peak_gib']:.3f}"]
                    for stage in stages])
     for what, name in (("tp", "Tensor-parallel"), ("dp", "Data-parallel")):
-        groups = [group for group in _groups(topology, what) if len(group) > 1]
+        groups = [group for group in _groups(graph, what) if len(group) > 1]
         if groups:
             shown = ", ".join(_listed(group) for group in groups[:MOST_GROUPS])
             more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
@@ -60,7 +60,7 @@ def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind:
         console.say(f"  and {len(commands) - MOST_HOSTS} more")
 
 
-def _stages(chosen: Plan, topology: Topology, nodes: Sequence[Node]) -> list[dict[str, Any]]:
+def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[dict[str, Any]]:
     memory = {(stage.unit, stage.stage): stage for stage in chosen.predicted.memory}
     return [
         {"stage": stage.number, "unit": stage.unit.name, "unit_stage": stage.index, "tp": stage.tp,
@@ -69,14 +69,14 @@ def _stages(chosen: Plan, topology: Topology, nodes: Sequence[Node]) -> list[dic
                    if stage.ranks[0] <= node.ranks[-1] and node.ranks[0] <= stage.ranks[-1]],
          "layers": [stage.layers.start, stage.layers.stop - 1],
          "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None)}
-        for stage in topology.stages]
+        for stage in graph.stages]
 
 
-def _groups(topology: Topology, what: str) -> list[list[int]]:
+def _groups(graph: StageGraph, what: str) -> list[list[int]]:
     """All groups of tensor or data parallelism, by stage."""
     if what == "tp":
-        return [stage.tp_group(replica) for stage in topology.stages for replica in range(stage.unit.dp)]
-    return [stage.dp_group(tp_rank) for stage in topology.stages for tp_rank in range(stage.tp)]
+        return [stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)]
+    return [stage.dp_group(tp_rank) for stage in graph.stages for tp_rank in range(stage.tp)]
 
 
 def _commands(run: Run, nodes: Sequence[Node], kind: Emit | None, train: str) -> list[str]:

@@ -17,8 +17,9 @@ from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.links import all_gather_s, all_reduce_s, p2p_s
 from disttrain_cli.costs.memory import WEIGHT_BYTES
 from disttrain_cli.costs.stage import backward_parts, shard_of
-from disttrain_cli.spec.plan import Layout, UnitPlan, stage_cuts
+from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import LinkTimes, Polynomial, Profile
+from disttrain_cli.spec.stage_graph import Stage, cuts_of, stage_graph
 
 Floats = NDArray[np.float64]
 GRADIENT_BYTES = 4.0  # reduced in fp32 in both precisions
@@ -36,49 +37,32 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stage of a layout."""
+class CostedStage(Stage):
+    """A stage of the graph with what it costs."""
 
-    unit: UnitPlan
-    index: int  # inside the unit
     costs: list[Cost]
     trained: float  # parameters that one rank trains
-    before: tuple[int, ...]  # numbers of the stages whose output it takes
-    after: tuple[int, ...]  # of those that take its output
     cut_bytes: float  # that one packed sequence sends to each of these
     gradients_back: bool  # whether something up to here is trained, so that gradients come back over the cut
     begins: list[str]  # modules whose first layer it holds: it loads their inputs
 
-    @property
-    def name(self) -> str:
-        return f"{self.unit.name} stage {self.index}"
 
-    @property
-    def ranks(self) -> int:
-        return self.unit.tp * self.unit.dp
-
-
-def stages_of(profile: Profile, layout: Layout) -> list[Stage]:
+def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     """All stages in pipeline order."""
     does = backwards(profile, layout.trained)
-    llm = layout.place_of(profile.inputs.llm)
-    cuts = stage_cuts([unit.pp for unit in layout.units], llm)
-    stages: list[Stage] = []
-    for place, unit in enumerate(layout.units):
-        trains = place >= llm and any(stage.trained for stage in stages if stage.unit in layout.units[:llm + 1])
-        layers = [(name, layer) for name in unit.modules for layer in range(len(profile.modules[name].layers))]
-        stop = 0
-        for index, count in enumerate(unit.layers_per_stage):
-            own = layers[stop:stop + count]
-            stop += count
-            kinds = [(name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in own]
-            parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
-                          for name, kind, what in kinds if what == "trained"]
-            trains = trains or bool(parameters)
-            before, after = (tuple(cut[side] for cut in cuts if cut[1 - side] == len(stages)) for side in (0, 1))
-            stages.append(Stage(unit, index, list(_costs(profile, unit, kinds)), float(sum(parameters)), before, after,
-                                _cut_bytes(profile, layout, unit, *own[-1]), trains,
-                                [name for name, layer in own if layer == 0]))
+    layers = [(name, layer) for unit in layout.units for name in unit.modules
+              for layer in range(len(profile.modules[name].layers))]
+    stages: list[CostedStage] = []
+    for stage in stage_graph(layout, profile.inputs.llm).stages:
+        unit, local = stage.unit, layers[stage.layers.start:stage.layers.stop]
+        kinds = [(name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in local]
+        parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
+                      for name, kind, what in kinds if what == "trained"]
+        stages.append(CostedStage(
+            **vars(stage), costs=list(_costs(profile, unit, kinds)), trained=float(sum(parameters)),
+            cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
+            gradients_back=bool(parameters) or any(stages[sender].gradients_back for sender in stage.before),
+            begins=[name for name, layer in local if layer == 0]))
     return stages
 
 
@@ -124,9 +108,9 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
     return np.where(work.any(axis=-1), value, 0.0)
 
 
-def crossings(stages: list[Stage]) -> list[tuple[Stage, Stage]]:
-    """Both sides of all cuts, numbered as in `spec.plan.stage_cuts`."""
-    return [(stage, stages[taker]) for stage in stages for taker in stage.after]
+def crossings(stages: list[CostedStage]) -> list[tuple[CostedStage, CostedStage]]:
+    """Both sides of all cuts, in the order of `spec.stage_graph.cuts_of`."""
+    return [(stages[sender], stages[taker]) for sender, taker in cuts_of(stages)]
 
 
 def in_one_node(ranks: int, gpus_per_node: int) -> bool:
@@ -134,33 +118,33 @@ def in_one_node(ranks: int, gpus_per_node: int) -> bool:
     return ranks <= gpus_per_node
 
 
-def link_between(profile: Profile, layout: Layout, before: Stage, after: Stage, gpus_per_node: int) -> LinkTimes:
+def link_between(profile: Profile, before: CostedStage, after: CostedStage, gpus_per_node: int) -> LinkTimes:
     """The links between two neighbouring stages: a stage's ranks lie together, so both must fit into a node."""
-    return profile.links.of(in_one_node(before.ranks + after.ranks, gpus_per_node))
+    return profile.links.of(in_one_node(len(before.ranks) + len(after.ranks), gpus_per_node))
 
 
-def transfers_s(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> Floats:
+def transfers_s(profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int) -> Floats:
     """[S-1] one crossing of a slot's tensors over each cut (`crossings`), either way.
 
     They are split over all ranks of the narrower side, those of a TP group too.
     """
     sequences = layout.global_batch_size // layout.microbatches
-    return np.array([p2p_s(link_between(profile, layout, before, after, gpus_per_node),
-                           before.cut_bytes * sequences / min(before.ranks, after.ranks))
+    return np.array([p2p_s(link_between(profile, before, after, gpus_per_node),
+                           before.cut_bytes * sequences / min(len(before.ranks), len(after.ranks)))
                      for before, after in crossings(stages)])
 
 
-def reduce_s(profile: Profile, stage: Stage, gpus_per_node: int) -> float:
+def reduce_s(profile: Profile, stage: CostedStage, gpus_per_node: int) -> float:
     """Reduction of the gradients of a stage over its replicas."""
-    link = profile.links.of(in_one_node(stage.ranks, gpus_per_node))
+    link = profile.links.of(in_one_node(len(stage.ranks), gpus_per_node))
     return all_reduce_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp) if stage.trained else 0.0
 
 
-def optimizer_s(profile: Profile, layout: Layout, stage: Stage, gpus_per_node: int) -> float:
+def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
     """Optimizer step of a stage; under ZeRO-1 of a replica's share, whose weights are then gathered."""
     per_parameter_s = profile.device.optimizer_ns_per_parameter * 1e-9
     if layout.zero_stage == 0 or not stage.trained:
         return stage.trained * per_parameter_s
-    link = profile.links.of(in_one_node(stage.ranks, gpus_per_node))
+    link = profile.links.of(in_one_node(len(stage.ranks), gpus_per_node))
     weights_bytes = stage.trained * WEIGHT_BYTES[profile.precision]
     return stage.trained / stage.unit.dp * per_parameter_s + all_gather_s(link, weights_bytes, stage.unit.dp)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from disttrain_cli.costs.freezing import Backward, backwards
 from disttrain_cli.costs.stage import slope
-from disttrain_cli.spec.plan import Layout, StageMemory, neighbours, to_end
+from disttrain_cli.spec.plan import Layout, StageMemory
 from disttrain_cli.spec.profile import LayerCost, Polynomial, Profile
+from disttrain_cli.spec.stage_graph import neighbours, stage_graph
 from disttrain_cli.spec.work import Work
 
 Floats = NDArray[np.float64]
@@ -173,12 +174,6 @@ def parameters(profile: Profile, modules: Sequence[str], tp: int) -> Floats:
                      for name in modules for kind in profile.modules[name].layers])
 
 
-def stages_to_end(layout: Layout, llm: str) -> list[list[int]]:
-    """For every stage of every unit, the stages from it to the end of its own line (itself included)."""
-    left = to_end([unit.pp for unit in layout.units], layout.place_of(llm))
-    return [[count - stage for stage in range(unit.pp)] for unit, count in zip(layout.units, left, strict=True)]
-
-
 def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:
     """Peak memory of every stage of a layout.
 
@@ -187,7 +182,8 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     waste = profile.device.fragmentation
     result: list[StageMemory] = []
-    for unit, left in zip(layout.units, stages_to_end(layout, profile.inputs.llm), strict=True):
+    stages = stage_graph(layout, profile.inputs.llm).stages
+    for unit in layout.units:
         dp = np.array([float(unit.dp)])
         mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, dp))[:, 0]
         weights = np.array([1.0, *mix])
@@ -201,15 +197,15 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         states = (weight, unsharded - weight, kept + shared * mine - unsharded)
         reserved = float(reserved_bytes(profile, unit.modules, unit.tp, dp)[0])
         moved = message_bytes(profile, unit.modules, unit.tp, dp, slot)
-        start = 0
-        for stage, layers in enumerate(unit.layers_per_stage):
-            flight = min(layout.microbatches, left[stage])
-            span = slice(start, start + layers)
+        local = [stage for stage in stages if stage.unit is unit]
+        for stage in local:
+            flight = min(layout.microbatches, stage.to_end)
+            span = slice(*(layer - local[0].layers.start for layer in (stage.layers.start, stage.layers.stop)))
             own, held = activations[span], np.cumsum(activations[span]) - activations[span] + working[span]
             fullest = int(held.argmax())  # the layer that runs in the fullest moment
             keeps = (flight - 1) * own.sum() + own[:fullest + 1].sum()
             transient = held[fullest] - own[:fullest + 1].sum()
-            messages = float(moved.of_stage(stage == 0, stage == unit.pp - 1)[0])
+            messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
             moving = float(keeps + transient) + messages
             parts = {
                 **{name: float(values[span].sum())
@@ -217,7 +213,6 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 "activations": float(keeps), "transient": float(transient), "messages": messages,
                 "fragmentation": waste * moving, "reserve": reserved}
             result.append(StageMemory(
-                unit=unit.name, stage=stage, peak_gib=sum(parts.values()) / GIB, limit_gib=limit_gib,
+                unit=unit.name, stage=stage.index, peak_gib=sum(parts.values()) / GIB, limit_gib=limit_gib,
                 **{f"{name}_gib": size / GIB for name, size in parts.items()}))
-            start += layers
     return result

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import Stage
+from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -34,7 +34,7 @@ def item_s(profile: Profile, module: str) -> float:
     return 0.0 if item == "target" and module not in decoded else image_s
 
 
-def prepare_s(profile: Profile, stage: Stage, loads: Mapping[str, Floats], workers: int) -> Floats:
+def prepare_s(profile: Profile, stage: CostedStage, loads: Mapping[str, Floats], workers: int) -> Floats:
     """[n slots, DP] seconds in which `workers` cores prepare what a stage loads for every replica in every slot.
 
     Args:

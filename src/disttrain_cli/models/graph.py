@@ -22,6 +22,7 @@ from disttrain_cli.models.towers import embeds_name
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import parallel_to
 
 
 @dataclass(frozen=True)
@@ -97,30 +98,28 @@ def build_layers(
     return [maker.build(run.file.train.seed, device, dtype, tp, tp_rank) for maker in makers[start:stop]]
 
 
-def live_tensors(table: Sequence[LayerInfo], cut: int, beside: Container[int] = ()) -> list[TensorSpec]:
+def live_tensors(table: Sequence[LayerInfo], cut: int, parallel: Container[int] = ()) -> list[TensorSpec]:
     """State tensors that cross the cut before layer `cut`: written before it and read at or after it.
 
-    In the order in which they are first written, with the shape that the last writer before the cut gives them; as if
-    there were no layers `beside`.
+    Layers of `parallel` branches neither send nor take anything over it. In the order in which tensors are first
+    written, with the shape that the last writer before the cut gives them.
     """
-    line = [None if number in beside else layer for number, layer in enumerate(table)]
-    written = {spec.name: spec for layer in filter(None, line[:cut]) for spec in layer.writes}
+    before, after = ([table[number] for number in side if number not in parallel]
+                     for side in (range(cut), range(cut, len(table))))
+    written = {spec.name: spec for layer in before for spec in layer.writes}
     wanted: set[str] = set()
     replaced: set[str] = set()
-    for layer in filter(None, line[cut:]):
+    for layer in after:
         wanted.update(name for name in layer.reads if name not in replaced)
         replaced.update(spec.name for spec in layer.writes)
     return [spec for name, spec in written.items() if name in wanted]
 
 
-def line_of(table: list[LayerInfo], inputs: ModelInputs, module: str) -> list[LayerInfo]:
-    """The layers that tensors pass through together with a module's: all but those of others of its kind.
-
-    Encoders stand side by side, and so do generators: what crosses a cut of one of them is `live_tensors` of its line,
-    where nothing passes through that another one made or reads.
-    """
-    beside = {other for side in (inputs.encoders, inputs.generators) if module in side for other in side} - {module}
-    return [layer for layer in table if layer.module not in beside]
+def parallel_layers(table: list[LayerInfo], llm: str, module: str) -> frozenset[int]:
+    """The layers of a module's parallel branches, by index in the table (`spec.stage_graph`)."""
+    modules = list(dict.fromkeys(layer.module for layer in table))
+    others = {modules[other] for other in parallel_to(modules.index(module), len(modules), modules.index(llm))}
+    return frozenset(index for index, layer in enumerate(table) if layer.module in others)
 
 
 def _remember_makers(run: Run) -> str:

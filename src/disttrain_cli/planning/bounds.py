@@ -31,7 +31,7 @@ from disttrain_cli.planning.options import (
     without_idle,
 )
 from disttrain_cli.planning.units import Cluster, Unit, holder_of, units_after
-from disttrain_cli.spec.plan import in_line
+from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -20,8 +20,9 @@ from disttrain_cli.planning.bounds import divisors
 from disttrain_cli.planning.options import layer_gib, layers_per_stage
 from disttrain_cli.planning.partition import fewest_stages
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of
-from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan, in_line
+from disttrain_cli.spec.plan import Layout, StageMemory, Strategy, UnitPlan
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.stage_graph import in_line
 
 Ints = NDArray[np.int64]
 EXACT_TO = 1.01  # memory that is enough, over memory that is not

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.planning.units import Unit, holder_of
-from disttrain_cli.spec.plan import Layout, in_line
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.stage_graph import in_line
 
 Floats = NDArray[np.float64]
 

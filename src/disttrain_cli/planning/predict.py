@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from disttrain_cli.costs.flops import mfu, peak_tflops
-from disttrain_cli.costs.layout import Stage, amount, reduce_s, stages_of
+from disttrain_cli.costs.layout import CostedStage, amount, reduce_s, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.data.ordering.loads import replica_loads
 from disttrain_cli.data.ordering.orders import Policy
@@ -36,7 +36,7 @@ BATCHES, SEQUENCES = 3, 256  # global batches whose simulated times are averaged
 class Step:
     """One simulated step of a layout."""
 
-    stages: list[Stage]
+    stages: list[CostedStage]
     loads: dict[str, Floats]  # by module [n, DP, 3]
     pipeline: Pipeline
     timeline: Timeline
@@ -202,7 +202,7 @@ def _stage_times(profile: Profile, steps: list[Step], layout: Layout, flops: lis
                                      for step in steps], axis=0)
         rows.append(StageTime(unit=stage.unit.name, stage=stage.index, forward_ms=1e3 * float(forward),
                               backward_ms=1e3 * float(backward),
-                              mfu=_mfu(profile.device, layout, flops[own], stage.ranks, iteration_s)))
+                              mfu=_mfu(profile.device, layout, flops[own], len(stage.ranks), iteration_s)))
     return rows
 
 

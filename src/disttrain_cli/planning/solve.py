@@ -22,19 +22,10 @@ from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, Found, search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import (
-    Alternative,
-    Baseline,
-    Layout,
-    Plan,
-    Prediction,
-    Search,
-    Strategy,
-    UnitPlan,
-    in_line,
-)
+from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Prediction, Search, Strategy, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.stage_graph import in_line
 
 BASELINES: tuple[Strategy, ...] = ("megatron", "distmm", "paper")
 POOL = 16  # of the formula's best, from which the different ones of a round of finalists are taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from disttrain_cli.costs.freezing import Backward, backwards
-from disttrain_cli.costs.layout import GRADIENT_BYTES, Stage, crossings, in_one_node
+from disttrain_cli.costs.layout import GRADIENT_BYTES, CostedStage, crossings, in_one_node
 from disttrain_cli.costs.links import GIGABIT_BYTES
 from disttrain_cli.costs.memory import GIB, WEIGHT_BYTES
 from disttrain_cli.costs.preparing import item_s
@@ -14,7 +14,7 @@ from disttrain_cli.spec.profile import Pass, Profile
 from disttrain_cli.spec.work import Work
 
 
-def traffic_of(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> list[Traffic]:
+def traffic_of(profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int) -> list[Traffic]:
     """Messages of one step by kind and unit; kinds that send nothing are left out."""
     rows = _crossings(profile, layout, stages, gpus_per_node)
     for unit in layout.units:
@@ -23,13 +23,13 @@ def traffic_of(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_n
     return [row for row in rows if row.job_gib > 0]
 
 
-def _crossings(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_node: int) -> list[Traffic]:
+def _crossings(profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int) -> list[Traffic]:
     """Activations and gradients over the cuts between stages, those inside a unit added up."""
     rows: dict[tuple[str, str | None, bool], Traffic] = {}
     for before, after in crossings(stages):
-        inside = in_one_node(before.ranks + after.ranks, gpus_per_node)
+        inside = in_one_node(len(before.ranks) + len(after.ranks), gpus_per_node)
         sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
-        rank_bytes = sent / min(before.ranks, after.ranks)
+        rank_bytes = sent / min(len(before.ranks), len(after.ranks))
         row = Traffic(
             kind="between_units" if after.index == 0 else "between_stages", unit=before.unit.name,
             to=after.unit.name if after.index == 0 else None, inside_a_node=inside, job_gib=sent / GIB,
@@ -44,10 +44,10 @@ def _crossings(profile: Profile, layout: Layout, stages: list[Stage], gpus_per_n
     return list(rows.values())
 
 
-def _over_replicas(profile: Profile, layout: Layout, own: list[Stage], gpus_per_node: int) -> list[Traffic]:
+def _over_replicas(profile: Profile, layout: Layout, own: list[CostedStage], gpus_per_node: int) -> list[Traffic]:
     """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a unit's stages."""
     unit = own[0].unit
-    inside = in_one_node(own[0].ranks, gpus_per_node)
+    inside = in_one_node(len(own[0].ranks), gpus_per_node)
     link = profile.links.of(inside)
     ring = (unit.dp - 1) / unit.dp
     most, total = max(stage.trained for stage in own), sum(stage.trained for stage in own)
@@ -55,8 +55,9 @@ def _over_replicas(profile: Profile, layout: Layout, own: list[Stage], gpus_per_
     if layout.zero_stage == 1:
         kinds.append(("weights", WEIGHT_BYTES[profile.precision], link.all_gather_gbps))
     return [Traffic.model_validate({
-        "kind": kind, "unit": unit.name, "inside_a_node": inside, "job_gib": ring * size * total * own[0].ranks / GIB,
-        "rank_gib": ring * size * most / GIB, "rank_s": ring * size * most / (gbps * GIGABIT_BYTES)})
+        "kind": kind, "unit": unit.name, "inside_a_node": inside,
+        "job_gib": ring * size * total * len(own[0].ranks) / GIB, "rank_gib": ring * size * most / GIB,
+        "rank_s": ring * size * most / (gbps * GIGABIT_BYTES)})
         for kind, size, gbps in kinds]
 
 

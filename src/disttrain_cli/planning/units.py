@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from disttrain_cli.costs.memory import GIB, activation_terms, state_bytes, working_terms
 from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
-from disttrain_cli.spec.plan import Layout, in_line, neighbours
+from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import MONOLITH
+from disttrain_cli.spec.stage_graph import in_line, neighbours
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,7 +13,7 @@ import numpy as np
 
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import waited_transfers
-from disttrain_cli.costs.layout import Stage, crossings, in_one_node, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import CostedStage, crossings, in_one_node, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.profiling.factors import each_error_pct, fit_factors
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import Job
@@ -133,7 +133,8 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
                         for profile in (job.profile, _without_latency(job.profile, "p2p")))
     samples, places = [], {(number[before.name], number[after.name]): cut for cut, (before, after) in enumerate(cuts)}
     for row in found:
-        place, ranks = places[row["before"], row["after"]], stages[row["before"]].ranks + stages[row["after"]].ranks
+        place = places[row["before"], row["after"]]
+        ranks = sum(len(stages[row[side]].ranks) for side in ("before", "after"))
         samples.append(_Sample(_inside(job, ranks), float(whole_s[place] - bytes_s[place]), float(bytes_s[place]),
                                row["measured_ms"] / 1e3))
     return samples
@@ -146,11 +147,11 @@ def _reductions(database: Database, job: Job) -> list[_Sample]:
     for stage, measured_s in _updates(database, "reduce"):
         whole_s, bytes_s = (reduce_s(profile, stage, job.gpus_per_node) for profile in (job.profile, bare))
         if whole_s:
-            samples.append(_Sample(_inside(job, stage.ranks), whole_s - bytes_s, bytes_s, measured_s))
+            samples.append(_Sample(_inside(job, len(stage.ranks)), whole_s - bytes_s, bytes_s, measured_s))
     return samples
 
 
-def _updates(database: Database, operation: str) -> list[tuple[Stage, float]]:
+def _updates(database: Database, operation: str) -> list[tuple[CostedStage, float]]:
     """Stages with the seconds of their reduction or optimizer step, without waiting for others."""
     measured_ms = {(row["unit"], row["stage"]): row["measured_ms"] for row in database.query("updates")
                    if row["operation"] == operation and row["measured_ms"]}

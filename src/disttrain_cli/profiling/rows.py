@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from disttrain_cli.models.graph import LayerInfo, line_of, live_tensors
+from disttrain_cli.models.graph import LayerInfo, live_tensors, parallel_layers
 from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.profiling.fitting import combine
 from disttrain_cli.spec.inputs import ModelInputs, number_of
@@ -75,14 +75,11 @@ def _field_bytes(field: str, inputs: ModelInputs, value_bytes: int) -> Polynomia
 
 def cut_bytes(module: str, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],
               value_bytes: int) -> list[float]:
-    """Bytes that one packed sequence sends over the cut after each layer of a module.
-
-    Encoders stand side by side: what one of them made does not pass through another.
-    """
-    line = line_of(table, inputs, module)
-    places = [place for place, layer in enumerate(line) if layer.module == module]
+    """Bytes that one packed sequence sends over the cut after each layer of a module."""
+    parallel = parallel_layers(table, inputs.llm, module)
     return [sum(rows(spec, inputs)(mean[_owner(spec, inputs, module)]) * math.prod(spec.shape) * value_bytes
-                for spec in live_tensors(line, place + 1)) for place in places]
+                for spec in live_tensors(table, number + 1, parallel))
+            for number, layer in enumerate(table) if layer.module == module]
 
 
 def _owner(spec: TensorSpec, inputs: ModelInputs, module: str) -> str:

@@ -14,9 +14,9 @@ from disttrain_cli.data.index import Index, held_out
 from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.runtime.feeding import fetcher
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
+from disttrain_cli.spec.stage_graph import RankCoords
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
@@ -32,7 +32,7 @@ class Evaluation:
         fields: what the layers of the rank's stage need of a batch (`Loader`).
     """
 
-    def __init__(self, run: Run, spec: EvaluationSpec, layout: Layout, index: Index, place: Place,
+    def __init__(self, run: Run, spec: EvaluationSpec, layout: Layout, index: Index, place: RankCoords,
                  fields: set[str], dtype: torch.dtype) -> None:
         # As packed: what a policy finds for a layout does not matter here, and searches take time.
         train = run.file.train.model_copy(update={"ordering": "none"})

@@ -17,7 +17,6 @@ from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
 from disttrain_cli.runtime.launching.starts import Reports, alone, check_fresh, job_of, run_ranks, step_to_resume
-from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.runtime.watching.supervise import merged, stop_request, supervised
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
@@ -25,6 +24,7 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.rundir import stopped_file
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.samples import Samples, read_samples
+from disttrain_cli.spec.stage_graph import stage_graph
 
 
 class TrainResult(BaseModel):
@@ -98,7 +98,7 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
 
     with alone(root):
         with stop_request() as request:
-            _, losses = supervised(run, topology_of(plan, profile), resume, request, progress, start)
+            _, losses = supervised(run, stage_graph(plan.plan, profile.inputs.llm), resume, request, progress, start)
         said = stopped_file(root.logs)
         stopped = said.read_text() if said.exists() else None
         newest = latest(root.checkpoints)
@@ -150,12 +150,6 @@ def check_profiled(steps: range, total: int, first: int = 0) -> None:
         raise UsageError(f"--profile-steps {steps.start}:{steps.stop} is past",
                          f"the run goes on from its checkpoint of step {first}",
                          f"Profile later steps: --profile-steps {first}:{min(total, first + 3)}")
-
-
-def topology_of(plan: Plan, profile: Profile) -> Topology:
-    """Who is who, without building the model: which module of its unit a layer belongs to does not matter here."""
-    modules = [unit.modules[0] for unit in plan.plan.units for _ in range(sum(unit.layers_per_stage))]
-    return build_topology(plan.plan, modules, profile.inputs.llm)
 
 
 def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:

@@ -34,7 +34,6 @@ from disttrain_cli.runtime.launching.join import join
 from disttrain_cli.runtime.launching.meeting import wait_until_built
 from disttrain_cli.runtime.steps import Task, peak_gib, publish, run_steps
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.profiles import StepProfiler
@@ -45,6 +44,7 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file, stopped_file
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -85,12 +85,12 @@ def main(payload: dict[str, Any]) -> None:
             print(note)
         idle_gib = peak_gib(job.device)
         tracer.begin("preflight")
-        grid = UnitGrid(job.topology, place)
+        grid = UnitGrid(job.graph, place)
         check_groups(grid, place, job.device, run.file.train.timeout_s)
         tracer.begin("building")
-        engine = build_engine(run, job.plan, job.topology, place, job.device, tracer,
+        engine = build_engine(run, job.plan, job.graph, place, job.device, tracer,
                               origin.given_layers(run, start) if start else (), grid)
-        wait_until_built(job.store, job.topology, place.rank, run.file.train.timeout_s)
+        wait_until_built(job.store, job.graph, place.rank, run.file.train.timeout_s)
         if start is not None:
             origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
@@ -120,7 +120,7 @@ def preflight(payload: dict[str, Any]) -> None:
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
-        took_s = check_groups(UnitGrid(job.topology, job.place), job.place, job.device,
+        took_s = check_groups(UnitGrid(job.graph, job.place), job.place, job.device,
                               job.run.file.train.timeout_s)
         if job.place.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
@@ -129,8 +129,8 @@ def preflight(payload: dict[str, Any]) -> None:
         dist.barrier()
 
 
-def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place: Place, fields: set[str], first: int,
-                reports: Path) -> Loader:
+def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place: RankCoords, fields: set[str],
+                first: int, reports: Path) -> Loader:
     """A rank's loader over the workers that the run file names, or over its own threads.
 
     A stage that reads no file needs no worker, unless for what takes a search. What workers make a rank wait for is

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from disttrain_cli.costs.layout import Stage
+from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.errors import SpecError
 from disttrain_cli.simulation.timeline import Pipeline
@@ -16,7 +16,7 @@ from disttrain_cli.spec.runfile import FaultSpec
 EDIT = "Correct it in the run file."
 
 
-def check_faults(stages: Sequence[Stage], faults: Sequence[FaultSpec], profile: Profile) -> None:
+def check_faults(stages: Sequence[CostedStage], faults: Sequence[FaultSpec], profile: Profile) -> None:
     """Refuse faults that this layout cannot have.
 
     Raises:
@@ -30,13 +30,13 @@ def check_faults(stages: Sequence[Stage], faults: Sequence[FaultSpec], profile: 
             raise _error(number, "unit", fault.unit, "no data are prepared for it", prepared)
 
 
-def _loads(profile: Profile, stage: Stage) -> bool:
+def _loads(profile: Profile, stage: CostedStage) -> bool:
     """Whether preparing what a stage loads takes time, as far as the profile knows."""
     return any(item_s(profile, module) * profile.modules[module].work_per_sequence.items > 0.0
                for module in stage.begins)
 
 
-def inject(pipeline: Pipeline, stages: Sequence[Stage], faults: Sequence[FaultSpec]) -> Pipeline:
+def inject(pipeline: Pipeline, stages: Sequence[CostedStage], faults: Sequence[FaultSpec]) -> Pipeline:
     """The pipeline with every fault's factor on the times it concerns; `stages` are those of its layout.
 
     Raises:
@@ -68,7 +68,7 @@ def slowdown(faults: Sequence[FaultSpec], slow: str, unit: str, stage: int, repl
                      and (slow == "worker" or fault.stage == stage) and fault.replica in (None, replica))
 
 
-def _numbers(stages: Sequence[Stage], number: int, fault: FaultSpec) -> list[int]:
+def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
     """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such place."""
     own = [place for place, stage in enumerate(stages) if stage.unit.name == fault.unit]
     if not own:

@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import Stage, amount, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import CostedStage, amount, optimizer_s, reduce_s, transfers_s
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.stage_graph import cuts_of
 
 Floats = NDArray[np.float64]
 
 
-def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: dict[str, Floats],
+def pipeline_of(profile: Profile, layout: Layout, stages: list[CostedStage], loads: dict[str, Floats],
                 gpus_per_node: int) -> Pipeline:
     """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3]."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
@@ -28,14 +29,14 @@ def pipeline_of(profile: Profile, layout: Layout, stages: list[Stage], loads: di
             backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
     return Pipeline(
         replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
-        cuts=tuple((number, taker) for number, stage in enumerate(stages) for taker in stage.after),
+        cuts=tuple(cuts_of(stages)),
         forward_s=forward_s, backward_s=backward_s,
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
         step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
 
 
-def fed(pipeline: Pipeline, profile: Profile, stages: Sequence[Stage], loads: Mapping[str, Floats], workers: int,
+def fed(pipeline: Pipeline, profile: Profile, stages: Sequence[CostedStage], loads: Mapping[str, Floats], workers: int,
         prefetch: int) -> Pipeline:
     """The step with data that `workers` cores prepare for every replica, `prefetch` slots ahead; `loads` as above."""
     load_s = np.zeros_like(pipeline.forward_s)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from disttrain_cli.spec.stage_graph import stages_to_end
+
 Floats = NDArray[np.float64]
 
 
@@ -24,7 +26,7 @@ class Pipeline:
 
     replicas: NDArray[np.int64]  # [S] replicas of each stage
     entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
-    cuts: tuple[tuple[int, int], ...]  # stages on both sides of every cut, sender first (`spec.plan.stage_cuts`)
+    cuts: tuple[tuple[int, int], ...]  # stages on both sides of every cut, sender first (`spec.stage_graph.stage_cuts`)
     forward_s: Floats  # [n, S, R]
     backward_s: Floats  # [n, S, R]
     transfer_s: Floats  # [S-1] time of one crossing of each cut, either way
@@ -40,17 +42,8 @@ class Pipeline:
 
     @property
     def to_end(self) -> NDArray[np.int64]:
-        """[S] stages from each one to the end of its line, itself included.
-
-        Of lines that begin at one stage the longest counts: a stage of a shorter one is as far from the end as its
-        peers there.
-        """
-        counts = [1] * len(self.replicas)
-        for sender, taker in reversed(self.cuts):
-            counts[sender] = max(counts[sender], 1 + counts[taker])
-        for sender, taker in self.cuts:
-            counts[taker] = counts[sender] - 1
-        return np.array(counts)
+        """[S] stages from each one to the end of its line, itself included."""
+        return np.array(stages_to_end(self.cuts, len(self.replicas)))
 
     def before(self, stage: int) -> list[int]:
         """Numbers of the cuts before a stage: over which it takes what others hand over."""

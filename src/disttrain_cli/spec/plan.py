@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -16,40 +14,6 @@ from disttrain_cli.spec.runfile import MOST_GPUS, MOST_SEQUENCES, UNIT_NAME
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
-Number = TypeVar("Number", int, float)
-
-
-def neighbours(count: int, llm: int) -> list[tuple[int, int]]:
-    """(Sender, taker) of all cuts between `count` units in pipeline order, of which the one at `llm` holds the LLM.
-
-    Units before the LLM's hold encoders: they stand side by side, and each hands over to the LLM's. Units behind it
-    hold generators: they stand side by side too, and each takes what the LLM's hands over. The same holds for modules.
-    """
-    return [(place, llm) for place in range(llm)] + [(llm, place) for place in range(llm + 1, count)]
-
-
-def stage_cuts(counts: Sequence[int], llm: int) -> list[tuple[int, int]]:
-    """(Sender, taker) of all cuts between stages, numbered through all units of so many stages each (`neighbours`)."""
-    first = [0, *itertools.accumulate(counts)]
-    inside = [(stage, stage + 1) for start, stop in itertools.pairwise(first) for stage in range(start, stop - 1)]
-    between = [(first[sender + 1] - 1, first[taker]) for sender, taker in neighbours(len(counts), llm)]
-    return sorted([*inside, *between])
-
-
-def to_end(amounts: Sequence[Number], llm: int) -> list[Number]:
-    """By unit, its amount and the most of any line of units behind it; units stand as in `neighbours`.
-
-    Of a generator's unit the most of all generators' units: a pipeline of equal length lies behind the LLM whichever
-    way it is followed (a shorter line waits at its end, so that DeepSpeed's schedule fits all of them).
-    """
-    behind = max(amounts[llm + 1:], default=amounts[0] * 0)
-    return [own + amounts[llm] + behind if place < llm else own + behind if place == llm else behind
-            for place, own in enumerate(amounts)]
-
-
-def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
-    """By unit, its amount and all those behind it, as if generators followed each other: never less than `to_end`."""
-    return [own + sum(amounts[max(place + 1, llm):]) for place, own in enumerate(amounts)]
 
 
 class UnitPlan(Strict):
@@ -99,13 +63,13 @@ class Layout(Strict):
             raise ValueError(f"gpus_used must be the sum over units = {total}; given: {self.gpus_used}")
         return self
 
-    def place_of(self, module: str) -> int:
+    def index_of(self, module: str) -> int:
         """Number of the unit that holds a module."""
-        return next(place for place, unit in enumerate(self.units) if module in unit.modules)
+        return next(index for index, unit in enumerate(self.units) if module in unit.modules)
 
     def unit_of(self, module: str) -> UnitPlan:
         """The unit that holds a module."""
-        return self.units[self.place_of(module)]
+        return self.units[self.index_of(module)]
 
     def check_slots(self, llm: str) -> None:
         """Raise ValueError unless DP_lm · M · n = global batch size."""

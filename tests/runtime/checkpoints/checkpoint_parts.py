@@ -14,7 +14,8 @@ from torch import nn
 
 from disttrain_cli.models.division import Shard, piece
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.runtime.units.topology import Place, Stage
+from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.stage_graph import stage_graph
 from tests.runtime.factory import unit
 
 SHAPES = {"matrix": (8, 6), "fused": (8, 3), "kernel": (4, 3, 2, 2), "vector": (5,), "number": ()}
@@ -40,8 +41,9 @@ class Weights(PipelineLayer):
 def engine_of(seed: int = 0, *, dp: int = 1, replica: int = 0, tp: int = 1, tp_rank: int = 0, zero: bool = False,
               trained: bool = True) -> Any:
     """A rank's engine as far as a checkpoint looks at it: two layers, AdamW after one step, ZeRO-1 if `zero`."""
-    own = unit("llm", ["llm"], [2], dp).model_copy(update={"tp": tp})
-    stage = Stage(0, own, 0, range(2), tuple(range(dp * tp)))
+    layout = Layout(global_batch_size=dp, microbatch_size=1, microbatches=1, gpus_used=dp * tp,
+                    units=[unit("llm", ["llm"], [2], dp, tp)])
+    coords = stage_graph(layout, "llm").coords(tp_rank + tp * replica)
     layers = [Weights(f"layer{number}", "llm", seed + number, tp, tp_rank) for number in range(2)]
     parameters = [p for layer in layers for p in layer.parameters()]
     if not trained:
@@ -57,8 +59,9 @@ def engine_of(seed: int = 0, *, dp: int = 1, replica: int = 0, tp: int = 1, tp_r
         for parameter, (start, values) in zip(parameters, _fragments(parameters, dp, replica, flat[0]), strict=True):
             if len(values):
                 parameter.data.view(-1)[start:start + len(values)] = values
-    return SimpleNamespace(module=SimpleNamespace(layers=layers), place=Place(tp_rank + tp * replica, stage, replica,
-                           tp_rank), basic_optimizer=basic, device=torch.device("cpu"),
+    return SimpleNamespace(module=SimpleNamespace(layers=layers),
+                           place=coords,
+                           basic_optimizer=basic, device=torch.device("cpu"),
                            skipped_steps=0, updates={"llm": 1} if trained else {})
 
 

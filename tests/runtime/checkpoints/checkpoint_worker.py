@@ -21,10 +21,10 @@ from disttrain_cli.runtime.engine.optimizer import set_rates
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.process import joined
-from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.stage_graph import stage_graph
 
 MADE_FROM = {"model": "test"}
 
@@ -44,13 +44,13 @@ def ranks(payload: dict[str, Any]) -> None:
 def _train(case: dict[str, Any], device: torch.device) -> None:
     """Steps `first` .. `last` - 1 from the checkpoint `load`, or with the weights of `start`, with ones at `save`."""
     run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
-    topology = build_topology(plan.plan, [info.module for info in layer_table(run)])
-    place = topology.place(int(os.environ["RANK"]))
+    graph = stage_graph(plan.plan, "llm")
+    place = graph.coords(int(os.environ["RANK"]))
     own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
     fields = {field for info in own for field in info.needs}
     tracer = Tracer(out / "traces", "test", place, wall_clock())
     start = Path(case["start"]) if case["start"] else None
-    engine = build_engine(run, plan, topology, place, device, tracer, origin.given_layers(run, start) if start else ())
+    engine = build_engine(run, plan, graph, place, device, tracer, origin.given_layers(run, start) if start else ())
     if start is not None:
         origin.start_from(start, engine, run)
     index, dtype = read_index(run, describe(run)), message_dtype(run.file.train)

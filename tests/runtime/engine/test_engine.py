@@ -22,11 +22,11 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, NotFiniteError, OutOfMemoryError
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.process import joined
-from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import wall_clock
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import stage_graph
 from tests.runtime.factory import plan_of, unit, write_run
 from tests.runtime.options_worker import CountingTracer
 
@@ -58,12 +58,12 @@ class Job:
         build_index(self.run, describe(self.run), silent)
         table = layer_table(self.run)
         plan = plan_of(self.run, [unit("all", list(modules), [len(table)])], 1)
-        topology = build_topology(plan.plan, [info.module for info in table])
-        place = topology.place(0)
+        graph = stage_graph(plan.plan, "llm")
+        place = graph.coords(0)
         now = wall_clock()
         self.tracer = CountingTracer(folder / name / "traces", "test", place, now, print,
                                      DeviceClock(now) if device.type == "cuda" else None)
-        self.engine: UnitEngine = build_engine(self.run, plan, topology, place, device, self.tracer)
+        self.engine: UnitEngine = build_engine(self.run, plan, graph, place, device, self.tracer)
         orders = Orders(self.run.file, plan.plan, read_index(self.run, describe(self.run)))
         self.loader = Loader(self.run, orders, unit="all", replica=0,
                              fields={field for info in table for field in info.needs})

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from disttrain_cli.runtime.engine.faults import OutOfMemoryError, memory_advice, not_finite, out_of_memory
-from disttrain_cli.runtime.units.topology import Place, build_topology
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 
 
-def _place(**unit: object) -> tuple[Place, Layout]:
+def _place(**unit: object) -> tuple[RankCoords, Layout]:
     made = UnitPlan.model_validate({"name": "llm", "modules": ["llm"], "dp": 2, "pp": 2, "gpus": 4,
                                     "layers_per_stage": [1, 2], **unit})
     layout = Layout(global_batch_size=16, microbatch_size=4, microbatches=2, zero_stage=0, gpus_used=made.gpus,
                     units=[made])
-    return build_topology(layout, ["llm"] * 3).place(3), layout
+    return stage_graph(layout, "llm").coords(3), layout
 
 
 @pytest.mark.parametrize("error", [

@@ -27,13 +27,13 @@ from disttrain_cli.runtime.launching.emit.hosts import place_ranks
 from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
 from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 from disttrain_cli.runtime.launching.rank import JobFile
-from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.spec.files import parse_yaml
 from disttrain_cli.spec.hostfile import Host, read_hostfile
 from disttrain_cli.spec.plan import Layout, Plan, UnitPlan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file
 from disttrain_cli.spec.runfile import Run, RunFile, read_run
+from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 from tests.commands.conftest import MODULES, make_profile
 from tests.runtime.factory import make_job, plan_of, unit
 
@@ -55,13 +55,13 @@ def make_run(folder: Path, cluster: dict[str, Any], **sections: Any) -> tuple[Ru
     return run, plan, make_profile(run.file)
 
 
-def topology(*shapes: tuple[int, int]) -> Topology:
+def graph_of(*shapes: tuple[int, int]) -> StageGraph:
     """One unit with one stage for every (TP, DP)."""
     units = [UnitPlan(name=f"u{number}", modules=[f"m{number}"], tp=tp, dp=dp, gpus=tp * dp, layers_per_stage=[1])
              for number, (tp, dp) in enumerate(shapes)]
     layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, units=units,
                     gpus_used=sum(each.gpus for each in units))
-    return build_topology(layout, [f"m{number}" for number in range(len(shapes))])
+    return stage_graph(layout, "m0")
 
 
 # ---- hosts -------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5)), min_size=1, max_size=4),
        st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_ranks_fill_hosts_in_order_and_no_tp_group_is_divided(shapes: list[tuple[int, int]], slots: list[int]) -> None:
-    placed_on, wanted = [Host(f"h{number}", count) for number, count in enumerate(slots)], topology(*shapes)
+    placed_on, wanted = [Host(f"h{number}", count) for number, count in enumerate(slots)], graph_of(*shapes)
     try:
         nodes = place_ranks(wanted, placed_on)
     except SpecError as error:
@@ -104,9 +104,9 @@ def test_ranks_fill_hosts_in_order_and_no_tp_group_is_divided(shapes: list[tuple
 
 def test_too_few_slots_are_refused_with_both_numbers() -> None:
     with pytest.raises(SpecError, match=r"6 ranks do not fit on 2 host\(s\) with 5 slot\(s\)"):
-        place_ranks(topology((1, 6)), [Host("a", 3), Host("b", 2)])
+        place_ranks(graph_of((1, 6)), [Host("a", 3), Host("b", 2)])
     with pytest.raises(SpecError) as caught:
-        place_ranks(topology((4, 2)), [Host("a", 6), Host("b", 2)])
+        place_ranks(graph_of((4, 2)), [Host("a", 6), Host("b", 2)])
     assert "TP group (up to 4)" in caught.value.why
 
 

@@ -16,7 +16,7 @@ from disttrain_cli.runtime.launching.fitness import check_fit, check_memory
 from disttrain_cli.spec.plan import StageMemory
 from disttrain_cli.spec.profile import DeviceProfile
 from tests.runtime.factory import write_run
-from tests.runtime.watching.test_hang import topology
+from tests.runtime.watching.test_hang import graph_of
 
 CUDA = torch.device("cuda", 1)
 
@@ -69,7 +69,7 @@ def test_a_device_without_the_memory_that_is_planned_is_refused(tmp_path: Path, 
                                                                 refused: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A800")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * 2**30, total_gib * 2**30))
-    layout = topology()
+    layout = graph_of()
     plan: Any = SimpleNamespace(predicted=SimpleNamespace(memory=[
         StageMemory(unit="encoder", stage=0, peak_gib=99, limit_gib=79),
         StageMemory(unit="llm", stage=1, peak_gib=74.1, limit_gib=79)]))

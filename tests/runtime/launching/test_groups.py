@@ -15,9 +15,9 @@ import torch.distributed as dist
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.launching import groups
 from disttrain_cli.runtime.launching.groups import call_roll, check_groups
-from tests.runtime.watching.test_hang import topology
+from tests.runtime.watching.test_hang import graph_of
 
-PLACE, CPU = topology().place(1), torch.device("cpu")
+PLACE, CPU = graph_of().coords(1), torch.device("cpu")
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from disttrain_cli.runtime.launching import process
 from disttrain_cli.runtime.launching.begin import check_port
 from disttrain_cli.runtime.launching.meeting import Guest, check_name, meet, wait_until_built
 from disttrain_cli.runtime.launching.rank import JobFile, place_in_job
-from tests.runtime.watching.test_hang import topology
+from tests.runtime.watching.test_hang import graph_of
 
 FACTS = {"program": "0.1.0", "plan": "aaaa"}
 ROOT = Path(__file__).parents[3]
@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_finish_its_stage_is_named() -> None:
 
     def rank(number: int) -> DisttrainError | None:
         try:
-            wait_until_built(store, topology(dp=2), number, 0.5 if number == 0 else 60.0)
+            wait_until_built(store, graph_of(dp=2), number, 0.5 if number == 0 else 60.0)
         except DisttrainError as error:
             return error
         return None

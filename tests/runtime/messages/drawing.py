@@ -20,10 +20,10 @@ from disttrain_cli.data.slots import Assignment, Ints, ReplicaItems, Slot, StepO
 from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.messages.hollow import record_steps
 from disttrain_cli.runtime.messages.records import Record
-from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 from tests.runtime.factory import MODEL, REFINER, unit
 from tests.runtime.test_audio import WHISPER
 from tests.runtime.test_several_of_a_kind import SIGLIP
@@ -46,12 +46,12 @@ class Drawn:
     name: str
     run: Run
     layout: Layout
-    topology: Topology
+    graph: StageGraph
     order: StepOrder
 
     def records(self) -> list[Record]:
         """Of all ranks."""
-        return list(record_steps(self.run, self.topology, self.order))
+        return list(record_steps(self.run, self.graph, self.order))
 
 
 def write_models(folder: Path) -> list[Run]:
@@ -99,8 +99,8 @@ def draw(runs: list[Run], seed: int) -> Drawn:
 def step_of(name: str, run: Run, layout: Layout, generator: random.Random) -> Drawn:
     """A step of a plan of a run, with data drawn for it."""
     inputs = describe(run)
-    topology = build_topology(layout, [info.module for info in layer_table(run)], inputs.llm)
-    return Drawn(name, run, layout, topology, _order(generator, inputs, layout))
+    graph = stage_graph(layout, inputs.llm)
+    return Drawn(name, run, layout, graph, _order(generator, inputs, layout))
 
 
 def _grouped(generator: random.Random, modules: list[str]) -> list[list[str]]:

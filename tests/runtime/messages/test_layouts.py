@@ -11,12 +11,12 @@ import pytest
 from disttrain_cli.commands.init import preset_text
 from disttrain_cli.data.index import open_index
 from disttrain_cli.data.ordering.orders import Orders
-from disttrain_cli.models.graph import describe, layer_table
+from disttrain_cli.models.graph import describe
 from disttrain_cli.runtime.messages.hollow import record_steps
 from disttrain_cli.runtime.messages.proof import faults
-from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.stage_graph import stage_graph
 from tests.runtime import test_equivalence, test_equivalence_matrix, test_several_of_a_kind
 from tests.runtime.factory import plan_of, unit
 from tests.runtime.messages.drawing import (
@@ -63,7 +63,7 @@ def test_drawn_plans(tmp_path: Path) -> None:
     runs, most = write_models(tmp_path), 0
     for seed in range(PLANS):
         one = draw(runs, seed)
-        most = max(most, one.topology.world_size)
+        most = max(most, one.graph.world_size)
         assert (one.name, faults(one.records())) == (one.name, [])
     assert most == MOST_RANKS
 
@@ -76,9 +76,9 @@ def test_the_largest_preset_on_1296_ranks(tmp_path: Path) -> None:
     units = [unit(EYE, [EYE], [17, 17], 108), unit(LLM, [LLM], [17, 16, 16, 16, 17], 48, tp=4),
              unit(FIRST, [FIRST], [13], 120)]
     layout = Layout(global_batch_size=1920, microbatch_size=1, microbatches=40, gpus_used=1296, units=units)
-    topology = build_topology(layout, [info.module for info in layer_table(run)], describe(run).llm)
+    graph = stage_graph(layout, "llm")
     packed = run.file.model_copy(update={"train": run.file.train.model_copy(update={"ordering": "none"})})
     order, _ = Orders(packed, layout, open_index(run, describe(run))).of(0)
-    records = list(record_steps(run, topology, replace(order, slots=order.slots[:10])))
+    records = list(record_steps(run, graph, replace(order, slots=order.slots[:10])))
     assert len(records) == 1296 and sum(len(record.operations) for record in records) > 100_000
     assert faults(records) == []

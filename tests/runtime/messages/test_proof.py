@@ -70,13 +70,13 @@ def test_an_evaluation_of_slots_in_another_order_is_found(drawn: list[Drawn], mo
         return stock(self, replace(order, slots=order.slots[::-1]) if self.place.stage.number == 0 else order, *more)
 
     monkeypatch.setattr(UnitEngine, "evaluate", turned)
-    several = [one for one in drawn if 1 < len(one.topology.stages) <= 8 and len(one.order.slots) > 2]
+    several = [one for one in drawn if 1 < len(one.graph.stages) <= 8 and len(one.order.slots) > 2]
     assert sum(bool(faults(one.records())) for one in several) >= 2
 
 
 def test_what_one_rank_leaves_out_after_the_norm_is_found(drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch) -> None:
     """What each tells the others, and the gathering of updated weights over replicas."""
-    one = next(one for one in drawn if one.topology.stages[0].unit.dp > 1)
+    one = next(one for one in drawn if one.graph.stages[0].unit.dp > 1)
 
     def alone(self: HollowEngine) -> None:
         if self.place.rank == 0:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.runtime.rehearsal.joining import joined_layout, joined_order, ranks_of, replicas_of
 from disttrain_cli.runtime.units.routes import End, local_rows, routes
-from disttrain_cli.runtime.units.topology import build_topology
 from disttrain_cli.simulation.grouping import unit_shares
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.stage_graph import stage_graph
 
 INPUTS = ModelInputs(llm="llm", vocabulary=10, sequence_length=64,
                      image=ImageInput(module="eye", patch_px=8, merge=1, max_pixels=4096))
@@ -68,7 +68,7 @@ def test_shares_follow_the_tensor_parallel_groups() -> None:
 
 
 def test_processes_are_known_by_the_rank_that_they_stand_for():
-    whole, shares, modules = layout(3, 4, tp=2), {"eye": [1, 2], "llm": [1, 1, 2]}, ["eye", "eye", "llm", "llm"]
-    processes = build_topology(joined_layout(whole, shares), modules, "llm")
-    assert ranks_of(processes, build_topology(whole, modules, "llm"), shares) == {
+    whole, shares = layout(3, 4, tp=2), {"eye": [1, 2], "llm": [1, 1, 2]}
+    processes = stage_graph(joined_layout(whole, shares), "llm")
+    assert ranks_of(processes, stage_graph(whole, "llm"), shares) == {
         0: 16, 1: -1, 2: 0, 3: 2, 4: -1, 5: 8, 6: 10, 7: -1}

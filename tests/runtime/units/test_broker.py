@@ -20,9 +20,9 @@ from disttrain_cli.runtime.messages.hollow import alone
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Topology, build_topology
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 from tests.runtime.factory import unit
 
 INPUTS = ModelInputs(llm="llm", vocabulary=272, sequence_length=16,
@@ -30,10 +30,10 @@ INPUTS = ModelInputs(llm="llm", vocabulary=272, sequence_length=16,
 ROWS = TensorSpec("rows", "image", "patches", (3,))
 
 
-def topology(*units: UnitPlan) -> Topology:
+def graph_of(*units: UnitPlan) -> StageGraph:
     layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in units),
                     units=list(units))
-    return build_topology(layout, [name for u in units for name in u.modules for _ in u.layers_per_stage])
+    return stage_graph(layout, units[-1].modules[0])
 
 
 def slot(images: int = 4) -> Slot:
@@ -73,8 +73,8 @@ def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def broker(sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
-    places = topology(unit("all", ["m"], [1, 1]))
-    return Broker(places.place(0), places.stages[1], sends, receives, torch.float32, torch.device("cpu"))
+    graph = graph_of(unit("all", ["m"], [1, 1]))
+    return Broker(graph.coords(0), graph.stages[1], sends, receives, torch.float32, torch.device("cpu"))
 
 
 def held(sent: list[Any]) -> list[bool]:
@@ -139,19 +139,18 @@ UNITS = (unit("eye", ["eye"], [1, 1], 3), unit("ear", ["ear"], [1], 2), unit("ll
          unit("draw", ["draw"], [1]))
 
 
-def branched() -> Topology:
+def branched() -> StageGraph:
     layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in UNITS),
                     units=list(UNITS))
-    return build_topology(layout, [name for u in UNITS for name in u.modules for _ in range(sum(u.layers_per_stage))],
-                          "llm")
+    return stage_graph(layout, "llm")
 
 
 def test_communicators_are_as_many_as_the_memory_model_counts() -> None:
-    places = branched()
-    for rank in range(places.world_size):
-        place = places.place(rank)
-        with alone(rank, places.world_size):
-            grid = UnitGrid(places, place)
+    graph = branched()
+    for rank in range(graph.world_size):
+        place = graph.coords(rank)
+        with alone(rank, graph.world_size):
+            grid = UnitGrid(graph, place)
             sizes = [dist.get_world_size(group) for group in grid.groups.values()]
             here, stage = place.stage.number, place.stage
             assert sum(size > 1 for size in sizes) == counted(
@@ -160,14 +159,14 @@ def test_communicators_are_as_many_as_the_memory_model_counts() -> None:
                                       for way in ((here, other), (other, here))}
             for (sender, taker), group in grid.ways.items():
                 assert set(dist.get_process_group_ranks(group)) == {
-                    *places.stages[sender].ranks, *places.stages[taker].ranks}
+                    *graph.stages[sender].ranks, *graph.stages[taker].ranks}
     assert len({*grid.groups.values()}) == len(grid.groups)
 
 
 def test_gloo_sends_over_the_world() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        grid = UnitGrid(topology(unit("all", ["m"], [1])), topology(unit("all", ["m"], [1])).place(0))
+        grid = UnitGrid(graph_of(unit("all", ["m"], [1])), graph_of(unit("all", ["m"], [1])).coords(0))
         assert not communicators.in_order() and not grid.ways and list(grid.groups) == [
             "world", "replicas of all stage 0, TP rank 0"]
     finally:
@@ -176,7 +175,7 @@ def test_gloo_sends_over_the_world() -> None:
 
 def test_neighbours_along_a_line_do_not_wait_for_a_chain() -> None:
     """A stage makes the communicators of one cut while its other neighbour makes those of the next but one."""
-    line = topology(unit("all", ["m"], [1] * 8))
+    line = graph_of(unit("all", ["m"], [1] * 8))
     ways = [one.way for one in communicators.communicators(line, messages=True) if one.way is not None]
     assert ways[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)] and ways[8:10] == [(1, 2), (2, 1)] and len(ways) == 14
 
@@ -185,8 +184,8 @@ LARGE = (unit("eye", ["eye"], [1, 1], 108), unit("llm", ["llm"], [1] * 5, 48, tp
 
 
 @pytest.mark.parametrize(("places", "count", "most"), [
-    (branched(), 26, 8), (topology(unit("all", ["m"], [1] * 8, 2, tp=2)), 46, 6), (topology(*LARGE), 277, 6)])
-def test_communicators_are_made_in_as_few_rounds_as_a_rank_has(places: Topology, count: int, most: int) -> None:
+    (branched(), 26, 8), (graph_of(unit("all", ["m"], [1] * 8, 2, tp=2)), 46, 6), (graph_of(*LARGE), 277, 6)])
+def test_communicators_are_made_in_as_few_rounds_as_a_rank_has(places: StageGraph, count: int, most: int) -> None:
     """Those that share no rank are made side by side, each as soon as all of its ranks have made their earlier ones."""
     made, own = dict.fromkeys(range(places.world_size), 0), Counter[int]()
     found = list(communicators.communicators(places, messages=True))

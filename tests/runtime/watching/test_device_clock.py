@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.device_clock import DeviceClock, Mark
 from disttrain_cli.runtime.watching.pulse import Pulse, read_state
 from disttrain_cli.runtime.watching.tracing import Tracer
-from tests.runtime.watching.test_hang import topology
+from disttrain_cli.spec.stage_graph import RankCoords
+from tests.runtime.watching.test_hang import graph_of
 
 LAUNCH_NS = 4_000  # from a call on the host until an idle device does what it asks for
 
@@ -143,7 +143,7 @@ def test_an_interrupted_host_sets_its_anchor_again(gpu: Gpu) -> None:
 def test_rows_come_when_their_times_are_known(gpu: Gpu, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    tracer = Tracer(tmp_path, "start-000", Place(0, topology().stages[0], 0), gpu.now, pytest.fail,
+    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), gpu.now, pytest.fail,
                     DeviceClock(gpu.now))
     for tracer.step in range(3):
         for slot in range(2):
@@ -168,7 +168,7 @@ def test_rows_come_when_their_times_are_known(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path, "start-000", Place(0, topology().stages[0], 0), gpu.now, pytest.fail,
+    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), gpu.now, pytest.fail,
                     DeviceClock(gpu.now))
     tracer.pulse = Pulse(tmp_path, 0, 60.0)
 
@@ -196,7 +196,7 @@ def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
 def test_a_device_that_answers_no_more_costs_the_last_rows_only(gpu: Gpu, tmp_path: Path, ending: str) -> None:
     import pyarrow.parquet as pq
 
-    tracer = Tracer(tmp_path, "start-000", Place(0, topology().stages[0], 0), gpu.now, pytest.fail,
+    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), gpu.now, pytest.fail,
                     DeviceClock(gpu.now))
     tracer.pulse = Pulse(tmp_path, 0, 60.0)
     for tracer.step in range(2):

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from disttrain_cli.runtime.units.topology import Place, Stage
 from disttrain_cli.runtime.watching.profiles import StepProfiler
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
-from disttrain_cli.spec.plan import UnitPlan
+from disttrain_cli.spec.plan import Layout, UnitPlan
+from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 from disttrain_cli.spec.trace import profile_file, read_mark
 
 
-def place() -> Place:
+def place() -> RankCoords:
     unit = UnitPlan(name="llm", modules=["llm"], gpus=1, layers_per_stage=[1])
-    return Place(3, Stage(0, unit, 0, range(1), (3,)), 0)
+    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=1, units=[unit])
+    return replace(stage_graph(layout, "llm").coords(0), rank=3)
 
 
 def run(folder: Path, steps: range, wanted: range) -> tuple[StepProfiler, list[str]]:

@@ -14,9 +14,9 @@ import pytest
 from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.analysis.own.database import open_database
 from disttrain_cli.errors import DataError
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.tracing import Tracer, size_writer, step_writer
-from tests.runtime.watching.test_hang import topology
+from disttrain_cli.spec.stage_graph import RankCoords
+from tests.runtime.watching.test_hang import graph_of
 
 STEP = {"run": "start-000", "loss": float("nan"), "loss_text": 1.5, "learning_rates": {"llm": 0.1}, "mfu": 0.5,
         "iteration_s": 1.0, "end_ns": 10}
@@ -24,8 +24,8 @@ STEP = {"run": "start-000", "loss": float("nan"), "loss_text": 1.5, "learning_ra
 
 def record(folder: Path, rank: int, steps: int, ending: str = "") -> None:
     """Some steps of a rank, of two rows each, and part of another one; what follows is lost or closed."""
-    stage = topology().stages[rank]
-    tracer = Tracer(folder, "start-000", Place(rank, stage, 0), lambda: 0, pytest.fail)
+    stage = graph_of().stages[rank]
+    tracer = Tracer(folder, "start-000", RankCoords(rank, stage, 0), lambda: 0, pytest.fail)
     reports, sizes = step_writer(folder, "start-000"), size_writer(folder, "start-000")
     for step in range(steps):
         tracer.step = step
@@ -112,7 +112,7 @@ def test_before_the_first_step_there_is_no_trace_yet(recorded: Path) -> None:
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
     said: list[str] = []
-    tracer = Tracer(tmp_path, "start-000", Place(0, topology().stages[0], 0), lambda: 0, said.append)
+    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), lambda: 0, said.append)
     (tmp_path / "rank-00000").mkdir()
     (tmp_path / "rank-00000" / "segment-start-000-00000.arrows").symlink_to("/dev/full")
     for tracer.step in range(3):

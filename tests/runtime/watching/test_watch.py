@@ -18,7 +18,7 @@ from disttrain_cli.runtime.watching import supervise
 from disttrain_cli.runtime.watching.trackers import Tracker, figures, trackers_of
 from disttrain_cli.spec.progress import silent
 from tests.runtime.factory import write_run
-from tests.runtime.watching.test_hang import topology
+from tests.runtime.watching.test_hang import graph_of
 
 ROW = {"step": 3, "loss": 2.5, "loss_text": 2.0, "loss_image": float("nan"), "mfu": 0.25, "tokens": 100,
        "unit_mfu": {"llm": 0.5}}
@@ -125,7 +125,7 @@ def run_supervised(folder: Path, restarts: int, outcomes: list[object],
             raise outcome
         return outcome  # type: ignore[return-value]
 
-    _, losses = supervise.supervised(Run(folder, restarts), topology(), False,  # type: ignore[arg-type]
+    _, losses = supervise.supervised(Run(folder, restarts), graph_of(), False,  # type: ignore[arg-type]
                                      request or supervise.StopRequest(), silent, start)
     return resumed, losses
 

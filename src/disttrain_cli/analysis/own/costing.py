@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from disttrain_cli.costs.flops import peak_tflops
-from disttrain_cli.costs.layout import Stage, stages_of
+from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.trace import Job
 
@@ -31,7 +31,7 @@ class StageCost(NamedTuple):
     ms_per_length_sq: float
 
 
-def known_stages(job: Job, warnings: list[str]) -> list[Stage]:
+def known_stages(job: Job, warnings: list[str]) -> list[CostedStage]:
     """The stages of the job's layout; none, and a warning, where its profile does not describe them."""
     left_out = "its FLOPs and predicted times are left out"
     for unit in job.layout.units:
@@ -46,7 +46,7 @@ def known_stages(job: Job, warnings: list[str]) -> list[Stage]:
         return []
 
 
-def stage_costs(job: Job, stages: list[Stage]) -> list[StageCost]:
+def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
     """A row per (unit, stage, module, forward or backward)."""
     rows = []
     for stage in stages:

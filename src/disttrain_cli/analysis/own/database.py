@@ -23,9 +23,10 @@ from disttrain_cli.analysis.own.unpacking import TYPES, unpack
 from disttrain_cli.analysis.result import HostClock
 from disttrain_cli.analysis.sql import connect, literals, lock, no_glob, query_text, rows_of
 from disttrain_cli.analysis.views import ask_internal, inside, publish
-from disttrain_cli.costs.layout import Stage
+from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.rundir import RunDir, run_folder
+from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import LATER_COLUMNS, SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Database:
     run: str
     name: str  # of the run, or of its folder
     paths: list[Path]
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[CostedStage] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     clocks: list[HostClock] = field(default_factory=list)
     _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
@@ -207,18 +208,17 @@ def _choose_starts(connection: DuckDBPyConnection, job: Job | None, warnings: li
     return last
 
 
-def _make_cuts(connection: DuckDBPyConnection, stages: list[Stage]) -> None:
+def _make_cuts(connection: DuckDBPyConnection, stages: list[CostedStage]) -> None:
     """Table `cuts`: the stages, by their depth in the pipeline, on both sides of every cut; in a line if not known."""
     connection.execute("CREATE TABLE cuts (before INTEGER, after INTEGER)")
     if len(stages) > 1:
-        connection.executemany("INSERT INTO cuts VALUES (?, ?)",
-                               [[depth, taker] for depth, stage in enumerate(stages) for taker in stage.after])
+        connection.executemany("INSERT INTO cuts VALUES (?, ?)", cuts_of(stages))
     elif not stages:
         connection.execute(
             "INSERT INTO cuts SELECT range, range + 1 FROM range(0, (SELECT sum(pp)::BIGINT FROM units) - 1)")
 
 
-def _make_layout(connection: DuckDBPyConnection, job: Job | None, stages: list[Stage]) -> None:
+def _make_layout(connection: DuckDBPyConnection, job: Job | None, stages: list[CostedStage]) -> None:
     """Tables `units` (the plan, or what the trace shows of it) and `costs` (coefficients per stage and module).
 
     Of a TP group often one rank is recorded: it stands for the devices of the others too.

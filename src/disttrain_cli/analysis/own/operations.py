@@ -15,6 +15,7 @@ from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import expected_s, waited_transfers
 from disttrain_cli.analysis.result import OperationRow
 from disttrain_cli.costs.layout import optimizer_s, reduce_s, transfers_s
+from disttrain_cli.spec.stage_graph import cuts_of
 from disttrain_cli.spec.trace import COMPUTE, Job
 
 
@@ -69,7 +70,7 @@ def _passes(database: Database, job: Job) -> list[dict[str, Any]]:
 def _transfers(database: Database, job: Job) -> list[dict[str, Any]]:
     """One crossing of every cut, either way, where a rank waited for it; named by the stage before the cut."""
     stages = database.stages
-    numbers = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
+    numbers = cuts_of(stages)
     times = dict(zip(numbers, transfers_s(job.profile, job.layout, stages, job.gpus_per_node).tolist(), strict=True))
     return [{"unit": stages[row["before"]].unit.name, "stage": stages[row["before"]].index,
              "operation": "transfer_activation" if row["direction"] == "forward" else "transfer_gradient",

@@ -23,7 +23,7 @@ from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import recorded_loads
 from disttrain_cli.analysis.replay import Delays, Graph, expected_transfers, update_s
 from disttrain_cli.analysis.walk import Floats, Ints, walk_of
-from disttrain_cli.costs.layout import Stage, stages_of
+from disttrain_cli.costs.layout import CostedStage, stages_of
 from disttrain_cli.costs.memory import layout_memory
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.trace import Job
@@ -35,7 +35,7 @@ class Record:
 
     graph: Graph
     job: Job
-    stages: list[Stage]
+    stages: list[CostedStage]
     items: dict[str, Floats]  # by unit [slots, steps]: sequences (of the LLM) or images of all replicas together
 
 
@@ -92,7 +92,7 @@ def with_replicas(job: Job, replicas: dict[str, int]) -> Layout | None:
     for unit in layout.units:
         dp = replicas.get(unit.name, unit.dp)
         units.append(unit.model_copy(update={"dp": dp, "gpus": unit.tp * dp * unit.pp}))
-    dp = units[layout.place_of(llm)].dp
+    dp = units[layout.index_of(llm)].dp
     slots = next((n for n in range(layout.microbatches, 0, -1) if layout.global_batch_size % (dp * n) == 0), 0)
     if not slots:
         return None

@@ -118,7 +118,7 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
     Encoders on units of their own stand side by side, and so do generators: of their stages as far from the LLM the
     slowest counts.
     """
-    meet = layout.place_of(llm)
+    meet = layout.index_of(llm)
     beside, behind = (np.zeros((len(places), max([0, *(unit.pp for unit in units)])), np.int64)
                       for units in (layout.units[:meet], layout.units[meet + 1:]))
     line: list[Ints] = []

@@ -19,11 +19,11 @@ from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
 from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
 from disttrain_cli.runtime.train import payload_of
-from disttrain_cli.runtime.units.topology import Stage, Topology, build_topology
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import Stage, StageGraph, stage_graph
 
 WORKER = "disttrain_cli.runtime.dryrun.worker:main"
 WAYS_BACK = {"send_activation": "receive_gradient", "receive_activation": "send_gradient"}
@@ -74,8 +74,8 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     """
     variables = environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     table = layer_table(run)
-    topology = build_topology(plan.plan, [info.module for info in table], profile.inputs.llm)
-    groups = distinct(topology, table, plan.plan.microbatches)
+    graph = stage_graph(plan.plan, profile.inputs.llm)
+    groups = distinct(graph, table, plan.plan.microbatches)
     memory_gib = run.file.cluster.memory_gib or profile.device.memory_gib
     capability = _capability(profile.device.name)
     at_once = min(len(groups) + 1, len(os.sched_getaffinity(0)))
@@ -100,9 +100,9 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
         seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
                 for number in range(len(groups))]
         order = OrderSeen.model_validate_json(Path(folder, "order.json").read_text())
-    stages = reports(profile, plan.plan, topology, seen, memory_gib)
+    stages = reports(profile, plan.plan, graph, seen, memory_gib)
     return DryRun(device=profile.device.name, capability=capability, memory_gib=memory_gib,
-                  ranks=topology.world_size, microbatches=plan.plan.microbatches, stages=stages, order=order,
+                  ranks=graph.world_size, microbatches=plan.plan.microbatches, stages=stages, order=order,
                   problems=[*(problem for stage in stages for problem in problems(stage)), *order.faults])
 
 
@@ -119,7 +119,7 @@ def _capability(device: str) -> tuple[int, int]:
         return CAPABILITY
 
 
-def reports(profile: Profile, layout: Layout, topology: Topology, seen: Sequence[StageSeen],
+def reports(profile: Profile, layout: Layout, graph: StageGraph, seen: Sequence[StageSeen],
             memory_gib: float) -> list[StageReport]:
     """What was seen of every distinct stage beside the plan's memory, and the price of the very work that was done."""
     exact = at_work(profile, layout, worst_slot(profile, layout))
@@ -127,7 +127,7 @@ def reports(profile: Profile, layout: Layout, topology: Topology, seen: Sequence
                        for given in (profile, exact))
     found = []
     for one in seen:
-        stages = [topology.stages[number] for number in one.stages]
+        stages = [graph.stages[number] for number in one.stages]
         unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
         kept = np.array([1.0, *(part[0] for part in worst_mix(
             profile.inputs.llm in unit.modules, slot_sequences(profile, layout), np.array([float(unit.dp)])))]) @ \

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from disttrain_cli.models.graph import LayerInfo, live_tensors
-from disttrain_cli.runtime.units.topology import Stage, Topology
+from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
 
 class Message(BaseModel):
@@ -72,17 +72,18 @@ class StageSeen(BaseModel):
 
 def slots_in_flight(stage: Stage, microbatches: int) -> int:
     """Slots whose activations a stage keeps at a time, in DeepSpeed's 1F1B schedule."""
-    return min(microbatches, stage.line - stage.position)
+    return min(microbatches, stage.to_end)
 
 
-def distinct(topology: Topology, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
+def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
     """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight and neighbours."""
     groups: dict[tuple[object, ...], list[Stage]] = {}
-    for stage in topology.stages:
+    for stage in graph.stages:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
-        cuts = (tuple((spec.item, spec.rows, spec.shape, spec.split) for spec in live_tensors(table, cut, stage.beside))
+        cuts = (tuple((spec.item, spec.rows, spec.shape, spec.split)
+                      for spec in live_tensors(table, cut, stage.parallel))
                 for cut in (stage.layers.start, stage.layers.stop))
-        around = (tuple(topology.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
+        around = (tuple(graph.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
         alike = (stage.unit.name, layers, slots_in_flight(stage, microbatches), *cuts, *around)
         groups.setdefault(alike, []).append(stage)
     return list(groups.values())

@@ -44,12 +44,12 @@ from disttrain_cli.runtime.feeding import pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone, record_steps
 from disttrain_cli.runtime.messages.proof import faults
-from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.device_clock import DeviceClock
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.stage_graph import RankCoords, StageGraph, stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 GIB = 2**30
@@ -76,36 +76,36 @@ def main(payload: dict[str, Any]) -> None:
         fcntl.flock(turn, fcntl.LOCK_EX)
         run, plan = read_run(Path(payload["run"])), Plan.model_validate(payload["plan"])
         profile = Profile.model_validate(payload["profile"])
-        topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
+        graph = stage_graph(plan.plan, profile.inputs.llm)
         if number == len(payload["stages"]):
-            write_whole(folder / ORDER, _order(run, plan, profile, topology).model_dump_json())
+            write_whole(folder / ORDER, _order(run, plan, profile, graph).model_dump_json())
             return
-        seen = _seen(payload, run, plan, profile, topology, payload["stages"][number])
+        seen = _seen(payload, run, plan, profile, graph, payload["stages"][number])
         write_whole(folder / f"stage-{number}.json", seen.model_dump_json())
 
 
-def _order(run: Run, plan: Plan, profile: Profile, topology: Topology) -> OrderSeen:
+def _order(run: Run, plan: Plan, profile: Profile, graph: StageGraph) -> OrderSeen:
     """All ranks' messages in as many slots as fill the pipeline and empty it again."""
     most = plan.plan.microbatches
-    slots = min(most, 1 + max(slots_in_flight(stage, most) for stage in topology.stages))
-    records = list(record_steps(run, topology, worst_step(profile, plan.plan, slots)))
+    slots = min(most, 1 + max(slots_in_flight(stage, most) for stage in graph.stages))
+    records = list(record_steps(run, graph, worst_step(profile, plan.plan, slots)))
     return OrderSeen(slots=slots, operations=sum(len(record.operations) for record in records),
                      faults=faults(records)[:MOST_FAULTS])
 
 
-def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, topology: Topology,
+def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, graph: StageGraph,
           stages: list[int]) -> StageSeen:
     began_s = time.monotonic()
-    place = topology.place(topology.stages[stages[0]].rank(0))
+    place = graph.coords(graph.stages[stages[0]].rank(0))
     flight = slots_in_flight(place.stage, plan.plan.microbatches)
     seen = StageSeen(stages=stages, rank=place.rank, slots_in_flight=flight,
                      slots=min(plan.plan.microbatches, flight + 1))
     _look_up_layouts(run, place, worst_slot(profile, plan.plan))
     with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
         try:
-            with alone(place.rank, topology.world_size):
+            with alone(place.rank, graph.world_size):
                 deepspeed.init_distributed(dist_backend="fake", verbose=False)
-                _take_steps(run, plan, profile, topology, place, seen)
+                _take_steps(run, plan, profile, graph, place, seen)
         except Exception as error:
             traceback.print_exc()
             seen.failure = _failure(error)
@@ -114,7 +114,7 @@ def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, topol
     return seen
 
 
-def _look_up_layouts(run: Run, place: Place, slot: Slot) -> None:
+def _look_up_layouts(run: Run, place: RankCoords, slot: Slot) -> None:
     """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors have none."""
     table, own = layer_table(run), place.stage.layers
     for number in {(table[number].module, table[number].kind): number for number in own}.values():
@@ -124,7 +124,7 @@ def _look_up_layouts(run: Run, place: Place, slot: Slot) -> None:
                 layer.layout(rows, columns)
 
 
-def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, place: Place, seen: StageSeen) -> None:
+def _take_steps(run: Run, plan: Plan, profile: Profile, graph: StageGraph, place: RankCoords, seen: StageSeen) -> None:
     """Build the engine, take a short step, in which optimizers make their states, and the one that is looked at."""
     now, table, own = wall_clock(), layer_table(run), place.stage.layers
     tracer = Tracer(Path(os.devnull), "dry-run", place, now, device_clock=DeviceClock(now))
@@ -132,7 +132,7 @@ def _take_steps(run: Run, plan: Plan, profile: Profile, topology: Topology, plac
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     with Observer() as observer:
         with Waits():
-            engine = build_engine(run, plan, topology, place, DEVICE, tracer, [info.name for info in table])
+            engine = build_engine(run, plan, graph, place, DEVICE, tracer, [info.name for info in table])
         seen.built_gib = observer.peak_bytes / GIB
         left: list[int] = []  # bytes alive after each step
         for slots in (1, seen.slots):

@@ -21,13 +21,13 @@ from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
 from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.communicators import Ways
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place, Stage, Topology
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.runfile import PROJECTORS, Run, TrainSpec
+from disttrain_cli.spec.stage_graph import RankCoords, Stage, StageGraph
 
 
-def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device, tracer: Tracer,
+def build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, device: torch.device, tracer: Tracer,
                  given: Collection[str] = (), grid: UnitGrid | None = None) -> UnitEngine:
     """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around them.
 
@@ -39,10 +39,10 @@ def build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device:
         OutOfMemoryError: the device has not enough memory for the stage.
     """
     with out_of_memory(place, plan.plan, "start", -1):
-        return _build_engine(run, plan, topology, place, device, tracer, given, grid or UnitGrid(topology, place))
+        return _build_engine(run, plan, graph, place, device, tracer, given, grid or UnitGrid(graph, place))
 
 
-def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device: torch.device, tracer: Tracer,
+def _build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, device: torch.device, tracer: Tracer,
                   given: Collection[str], grid: UnitGrid) -> UnitEngine:
     table, stage = layer_table(run), place.stage
     layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device, tp=stage.tp,
@@ -53,7 +53,7 @@ def _build_engine(run: Run, plan: Plan, topology: Topology, place: Place, device
         join(layer, grid.tp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
-    upstream, downstream = brokers(topology, place, table, message_dtype(run.file.train), device,
+    upstream, downstream = brokers(graph, place, table, message_dtype(run.file.train), device,
                                    flow.carrying.__getitem__, grid.tp, grid.ways)
     runner = StageRunner(
         build_segments(layers, stage.layers.start, lambda cut: live_at(table, stage, cut), flow.carrying.__getitem__),
@@ -70,7 +70,7 @@ def message_dtype(train: TrainSpec) -> torch.dtype:
     return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
-def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: torch.dtype, device: torch.device,
+def brokers(graph: StageGraph, place: RankCoords, table: list[LayerInfo], dtype: torch.dtype, device: torch.device,
             carrying: Callable[[int], frozenset[str]] | None = None,
             group: Group | None = None, ways: Ways | None = None) -> tuple[list[Broker], list[Broker]]:
     """Brokers to the stages before and after a rank's own.
@@ -82,7 +82,7 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
 
     def crossing(before: Stage, after: Stage) -> tuple[list[TensorSpec], list[TensorSpec]]:
         cut = after.layers.start
-        specs = live_tensors(table, cut, before.beside | after.beside)
+        specs = live_tensors(table, cut, before.parallel | after.parallel)
         return specs, [spec for spec in specs if carrying is None or spec.name in carrying(cut)]
 
     def between(neighbour: Stage, sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
@@ -91,10 +91,10 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
                       leaving=ways.get((here, there)), coming=ways.get((there, here)))
 
     upstream, downstream = list[Broker](), list[Broker]()
-    for neighbour in (topology.stages[number] for number in stage.before):
+    for neighbour in (graph.stages[number] for number in stage.before):
         activations, gradients = crossing(neighbour, stage)
         upstream.append(between(neighbour, gradients, activations))
-    for neighbour in (topology.stages[number] for number in stage.after):
+    for neighbour in (graph.stages[number] for number in stage.after):
         activations, gradients = crossing(stage, neighbour)
         downstream.append(between(neighbour, activations, gradients))
     return upstream, downstream
@@ -102,10 +102,10 @@ def brokers(topology: Topology, place: Place, table: list[LayerInfo], dtype: tor
 
 def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
     """State tensors that cross a cut inside a stage or at its ends: of those on its own line."""
-    return live_tensors(table, cut, stage.beside)
+    return live_tensors(table, cut, stage.parallel)
 
 
-def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: Place,
+def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: RankCoords,
                  layers: Sequence[PipelineLayer]) -> dict[str, Any]:
     """What an engine is made of besides its runner, brokers and tracer: module, optimizer, configuration."""
     train = run.file.train

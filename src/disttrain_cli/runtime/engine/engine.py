@@ -41,16 +41,16 @@ from disttrain_cli.runtime.engine.stage import StageRunner
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.broker import Broker, Brokers
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import TrainSpec
+from disttrain_cli.spec.stage_graph import RankCoords
 
 
 class StageModule(PipelineModule):
     """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap 2)."""
 
-    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, place: Place) -> None:
+    def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, place: RankCoords) -> None:
         nn.Module.__init__(self)
         self.layers = nn.ModuleList(layers)
         self._grid, self._topo = grid, grid.topology()
@@ -75,7 +75,7 @@ class UnitEngine(PipelineEngine):
 
     def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any],
                  runner: StageRunner, upstream: Broker | Brokers | None, downstream: Broker | Brokers | None,
-                 place: Place, tracer: Tracer, layout: Layout, train_spec: TrainSpec,
+                 place: RankCoords, tracer: Tracer, layout: Layout, train_spec: TrainSpec,
                  loss_modules: dict[str, str], trained: Sequence[str]) -> None:
         super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
                          config_class=DeepSpeedConfig(config, module.mpu()))
@@ -130,8 +130,9 @@ class UnitEngine(PipelineEngine):
         for broker in (self.upstream, self.downstream):
             if broker is not None:
                 broker.expect(order.slots)
-        self._exec_schedule(schedule.TrainSchedule(micro_batches=len(order.slots), stages=self.place.stage.line,
-                                                   stage_id=self.place.stage.position))
+        stage = self.place.stage
+        self._exec_schedule(schedule.TrainSchedule(
+            micro_batches=len(order.slots), stages=stage.depth + stage.to_end, stage_id=stage.depth))
 
     def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> dict[str, float]:
         """The forward half of a step: the world's losses, weighted, by name; no row tells of it.

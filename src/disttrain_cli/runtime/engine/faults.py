@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from disttrain_cli.errors import DisttrainError
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.stage_graph import RankCoords
 
 #: Steps that may be skipped one after the other: a model that does not recover is not trained on.
 MOST_SKIPPED = 10
@@ -85,7 +85,7 @@ def not_finite(step: int, losses: dict[str, float], norm: float, where: tuple[st
 
 
 @contextmanager
-def out_of_memory(place: Place, layout: Layout, operation: str, slot: int) -> Iterator[None]:
+def out_of_memory(place: RankCoords, layout: Layout, operation: str, slot: int) -> Iterator[None]:
     """Turn a device's failure to allocate into an error that names the unit, and what to change.
 
     Raises:
@@ -101,7 +101,7 @@ def out_of_memory(place: Place, layout: Layout, operation: str, slot: int) -> It
         raise OutOfMemoryError(what, str(error).strip().splitlines()[0], memory_advice(place, layout)) from error
 
 
-def memory_advice(place: Place, layout: Layout) -> str:
+def memory_advice(place: RankCoords, layout: Layout) -> str:
     """What makes a stage of a layout smaller, as far as it is not done yet."""
     unit = place.unit
     changes = []

@@ -13,10 +13,10 @@ from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.models.attention import CAPABILITY, HEAD_STEP, WIDEST_HEAD
 from disttrain_cli.models.configs.decoders import head_width
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import DeviceProfile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import RankCoords
 
 
 def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
@@ -43,7 +43,7 @@ def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
                             f"Change head_dim or num_attention_heads of {module}, or train with train.precision: fp32.")
 
 
-def check_memory(plan: Plan, profiled: DeviceProfile, place: Place, device: torch.device) -> None:
+def check_memory(plan: Plan, profiled: DeviceProfile, place: RankCoords, device: torch.device) -> None:
     """Compare what the plan puts on a device with what it has, and with what others have left of it.
 
     Raises:

@@ -20,12 +20,12 @@ from disttrain_cli.runtime.launching.ending import within
 from disttrain_cli.runtime.launching.meeting import MEETING_S, arrive, named
 from disttrain_cli.runtime.launching.process import LATE_S, REMEDIES
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place
+from disttrain_cli.spec.stage_graph import RankCoords
 
 CONNECTING_S = 60.0  # longest time of connecting one group, when its members have come
 
 
-def check_groups(grid: UnitGrid, place: Place, device: torch.device, limit_s: float) -> dict[str, float]:
+def check_groups(grid: UnitGrid, place: RankCoords, device: torch.device, limit_s: float) -> dict[str, float]:
     """Connect every group of this rank, the world first; returns the seconds that each took.
 
     Args:
@@ -39,7 +39,7 @@ def check_groups(grid: UnitGrid, place: Place, device: torch.device, limit_s: fl
     return {name: _connect(name, group, place, device, limit_s) for name, group in grid.groups.items()}
 
 
-def _connect(name: str, group: dist.ProcessGroup, place: Place, device: torch.device, limit_s: float) -> float:
+def _connect(name: str, group: dist.ProcessGroup, place: RankCoords, device: torch.device, limit_s: float) -> float:
     size, backend = dist.get_world_size(group), dist.get_backend(group)
     waited_s, limit_s = min(MEETING_S, limit_s), min(CONNECTING_S, limit_s)
     where = f"unit {place.unit.name}, stage {place.stage.index}, host {socket.gethostname()}"

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from disttrain_cli.data.index import Index, read_index
 from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.errors import RankLostError
-from disttrain_cli.models.graph import layer_table
 from disttrain_cli.runtime.launching.descriptors import needed, raise_limit
 from disttrain_cli.runtime.launching.devices import choose_backend, identity, rank_device
 from disttrain_cli.runtime.launching.ending import follow
@@ -29,7 +28,6 @@ from disttrain_cli.runtime.launching.launch import LISTENER
 from disttrain_cli.runtime.launching.meeting import HOSTS, MEETING_S, Guest, check_name, meet
 from disttrain_cli.runtime.launching.process import joined, rendezvous, serves_rendezvous
 from disttrain_cli.runtime.launching.starts import alone
-from disttrain_cli.runtime.units.topology import Place, Topology, build_topology
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.runtime.watching.pulse import Pulse, interval_s
 from disttrain_cli.spec.files import fingerprint
@@ -37,6 +35,7 @@ from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir, pulses
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.stage_graph import RankCoords, StageGraph, stage_graph
 
 #: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
 WORKERS = "DISTTRAIN_WORKERS"
@@ -50,8 +49,8 @@ class Joined:
     plan: Plan
     profile: Profile
     index: Index
-    topology: Topology
-    place: Place
+    graph: StageGraph
+    place: RankCoords
     device: torch.device
     pulse: Pulse
     told: dict[str, Any]  # by rank 0, of this start: name, resume, steps_file; and the backend
@@ -66,8 +65,8 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     """
     run = read_run(Path(payload["run"]))
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
-    topology = build_topology(plan.plan, [info.module for info in layer_table(run)], profile.inputs.llm)
-    place, train = topology.place(int(os.environ["RANK"])), run.file.train
+    graph = stage_graph(plan.plan, profile.inputs.llm)
+    place, train = graph.coords(int(os.environ["RANK"])), run.file.train
     if place.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
         stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))
     pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s,
@@ -80,7 +79,7 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
     check_memory(plan, profile.device, place, device)
-    raise_limit(needed(topology.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
+    raise_limit(needed(graph.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
                        first=place.rank == 0, serves=serves_rendezvous()))
     check_name(os.environ["MASTER_ADDR"])
     store = rendezvous(timedelta(seconds=limit_s))
@@ -89,12 +88,12 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
         backend = choose_backend([(guest.host, guest.device) for guest in guests], run.file.cluster.device == "cuda")
         return _start_of(payload) | {"backend": backend}
 
-    told = meet(store, place.rank, topology.world_size, Guest(facts, identity(device)), decide, limit_s,
+    told = meet(store, place.rank, graph.world_size, Guest(facts, identity(device)), decide, limit_s,
                 hosts=_hosts(payload), say=partial(_say, payload))
-    if LISTENER not in os.environ and place.rank in (0, topology.world_size - 1):
-        _watch_for_hangs(run, Path(payload["logs"]), topology)
+    if LISTENER not in os.environ and place.rank in (0, graph.world_size - 1):
+        _watch_for_hangs(run, Path(payload["logs"]), graph)
     stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
-    return Joined(with_workers(run), plan, profile, index, topology, place, device, pulse, told, store)
+    return Joined(with_workers(run), plan, profile, index, graph, place, device, pulse, told, store)
 
 
 def _hosts(payload: dict[str, Any]) -> list[str]:
@@ -127,10 +126,10 @@ def with_workers(run: Run) -> Run:
     return run.model_copy(update={"file": run.file.model_copy(update={"preprocess": preprocess})})
 
 
-def _watch_for_hangs(run: Run, logs: Path, topology: Topology) -> None:
+def _watch_for_hangs(run: Run, logs: Path, graph: StageGraph) -> None:
     """Look after the job from inside, where no launcher of ours does; two ranks do, as one of them may hang."""
     def look() -> None:
-        watch = HangWatch(pulses(logs), logs, topology.stages, run.file.train.longest_hang_s)
+        watch = HangWatch(pulses(logs), logs, graph.stages, run.file.train.longest_hang_s)
         while True:
             time.sleep(interval_s(run.file.train.longest_hang_s))
             try:

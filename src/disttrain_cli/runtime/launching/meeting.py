@@ -13,14 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from disttrain_cli.errors import DisttrainError, MismatchError
-
-if TYPE_CHECKING:  # torchrun's agents need no DeepSpeed
-    from disttrain_cli.runtime.units.topology import Topology
+from disttrain_cli.spec.stage_graph import StageGraph
 
 #: Environment variable: names of the job's hosts in order of ranks, with blanks between them.
 HOSTS = "DISTTRAIN_HOSTS"
@@ -143,23 +141,23 @@ def _not_joined(store: dist.Store, missing: Sequence[int], world_size: int, limi
         "Start the ranks of every host, and look at the logs of the missing.")
 
 
-def wait_until_built(store: dist.Store, topology: Topology, rank: int, limit_s: float) -> None:
+def wait_until_built(store: dist.Store, graph: StageGraph, rank: int, limit_s: float) -> None:
     """Wait until all ranks have built their stages.
 
     Raises:
         DisttrainError: some have not within the limit; rank 0 names them.
     """
     def late(missing: list[int]) -> DisttrainError:
-        stages = dict.fromkeys(f"unit {stage.unit.name}, stage {stage.index}" for stage in topology.stages
+        stages = dict.fromkeys(f"unit {stage.unit.name}, stage {stage.index}" for stage in graph.stages
                                if {*stage.ranks} & {*missing})
         return DisttrainError(
-            f"{len(missing)} of {topology.world_size} ranks have not built their stages, {limit_s:g} s after rank 0: "
+            f"{len(missing)} of {graph.world_size} ranks have not built their stages, {limit_s:g} s after rank 0: "
             f"{named(missing, ())}", "\n".join([*stages][:MOST_NAMED]),
             "See their logs; where large weights take so long to read, raise train.timeout_s.")
 
-    arrive(store, "built", rank, topology.world_size)
+    arrive(store, "built", rank, graph.world_size)
     if rank == 0:
-        wait_for_all(store, "built", topology.world_size, limit_s, late)
+        wait_for_all(store, "built", graph.world_size, limit_s, late)
     else:
         wait_for_the_first(store, "built/complete", limit_s)
 

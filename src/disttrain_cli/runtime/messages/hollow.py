@@ -27,24 +27,24 @@ from disttrain_cli.runtime.messages.records import Record
 from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import local_rows
-from disttrain_cli.runtime.units.topology import Place, Topology
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.runfile import Run, TrainSpec
+from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
 #: Where tensors have a shape and nothing else.
 NOWHERE = torch.device("meta")
 
 
-def record_steps(run: Run, topology: Topology, order: StepOrder,
+def record_steps(run: Run, graph: StageGraph, order: StepOrder,
                  ranks: Iterable[int] | None = None) -> Iterator[Record]:
     """What ranks (all of them if not given) send, receive and join over NCCL: in the step of `order`, and then in an
     evaluation of its slots.
     """
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
-    for rank in range(topology.world_size) if ranks is None else ranks:
-        with alone(rank, topology.world_size), Recorder(rank) as recorder:
-            engine = HollowEngine(run.file.train, table, carrying, topology, topology.place(rank))
+    for rank in range(graph.world_size) if ranks is None else ranks:
+        with alone(rank, graph.world_size), Recorder(rank) as recorder:
+            engine = HollowEngine(run.file.train, table, carrying, graph, graph.coords(rank))
             engine.run_step(order, _nothing, lambda: [0.0])
             engine.evaluate(order, _nothing)
         yield recorder.record
@@ -65,7 +65,7 @@ def alone(rank: int, world_size: int) -> Iterator[None]:
 class HollowRunner(StageRunner):
     """A stage whose layers leave empty tensors."""
 
-    def __init__(self, segments: list[Segment], place: Place, order: Callable[[], StepOrder], grid: UnitGrid,
+    def __init__(self, segments: list[Segment], place: RankCoords, order: Callable[[], StepOrder], grid: UnitGrid,
                  links: tuple[Sequence[Broker], Sequence[Broker]]) -> None:
         super().__init__(segments)
         self._place, self._order, self._grid, self._links = place, order, grid, links
@@ -95,14 +95,14 @@ class HollowEngine(UnitEngine):
     """The engine around a hollow stage; DeepSpeed's own constructor, which wants weights, is left out."""
 
     def __init__(self, train: TrainSpec, table: list[LayerInfo], carrying: Sequence[frozenset[str]],
-                 topology: Topology, place: Place) -> None:
+                 graph: StageGraph, place: RankCoords) -> None:
         nn.Module.__init__(self)
         self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
         self.place, self.tracer, self.train_spec = place, cast(Tracer, _Silence()), train
         self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
         self.loss_modules = {info.loss: info.module for info in table if info.loss is not None}
-        grid, own = UnitGrid(topology, place), place.stage.layers
-        links = brokers(topology, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)
+        grid, own = UnitGrid(graph, place), place.stage.layers
+        links = brokers(graph, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)
         self.upstream, self.downstream = map(together, links)
         self.module = StageModule([], grid, place)
         segments = build_segments(cast(Sequence[PipelineLayer], table[own.start:own.stop]), own.start,

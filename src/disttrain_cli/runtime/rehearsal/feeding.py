@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.layout import Cost, Stage, amount
+from disttrain_cli.costs.layout import Cost, CostedStage, amount
 from disttrain_cli.costs.preparing import prepare_s
 from disttrain_cli.data.index import Index, open_index, read_index
 from disttrain_cli.data.ordering.loads import unit_loads
@@ -26,11 +26,11 @@ from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.joining import Shares, joined_order, replicas_of
 from disttrain_cli.runtime.rehearsal.layers import EmulatedBatch
 from disttrain_cli.runtime.units.routes import local_rows
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.simulation.faults import slowdown
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run, RunFile
+from disttrain_cli.spec.stage_graph import RankCoords
 
 Floats = NDArray[np.float64]
 
@@ -64,8 +64,8 @@ class StepWork:
 class Feeder:
     """The steps' work of one process."""
 
-    def __init__(self, run: RunFile, profile: Profile, shares: Shares, orders: Orders, stage: Stage,
-                 place: Place, device: Device) -> None:
+    def __init__(self, run: RunFile, profile: Profile, shares: Shares, orders: Orders, stage: CostedStage,
+                 place: RankCoords, device: Device) -> None:
         self._run, self._profile, self._shares = run, profile, shares
         self._stage, self._place, self._device = stage, place, device
         self.replicas = replicas_of(shares[place.unit.name], place.replica)

@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from disttrain_cli.data.slots import ReplicaItems, StepOrder
-from disttrain_cli.runtime.units.topology import Topology
 from disttrain_cli.spec.plan import Layout
+from disttrain_cli.spec.stage_graph import StageGraph
 
 #: By unit name, how many neighbouring replicas each process of its stages stands for.
 Shares = Mapping[str, Sequence[int]]
@@ -33,7 +33,7 @@ def replicas_of(shares: Sequence[int], process: int) -> range:
     return range(first, first + shares[process])
 
 
-def ranks_of(processes: Topology, whole: Topology, shares: Shares) -> dict[int, int]:
+def ranks_of(processes: StageGraph, whole: StageGraph, shares: Shares) -> dict[int, int]:
     """By process, the (first) rank of the replica that it stands for; -1 where there are several replicas."""
     found = {}
     for stage, own in zip(processes.stages, whole.stages, strict=True):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from disttrain_cli.costs.layout import Stage, optimizer_s, reduce_s, stages_of, transfers_s
+from disttrain_cli.costs.layout import CostedStage, optimizer_s, reduce_s, stages_of, transfers_s
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.data.slots import Assignment, StepOrder
 from disttrain_cli.models.graph import LayerInfo, layer_table
@@ -36,13 +36,13 @@ from disttrain_cli.runtime.rehearsal.transfers import EmulatedBroker
 from disttrain_cli.runtime.steps import Task, publish, run_steps
 from disttrain_cli.runtime.units.broker import Broker, Brokers, together
 from disttrain_cli.runtime.units.grid import UnitGrid
-from disttrain_cli.runtime.units.topology import Place, build_topology
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.simulation.faults import slowdown
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.runfile import Run, read_run
+from disttrain_cli.spec.stage_graph import RankCoords, cuts_of, stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -56,9 +56,8 @@ def main(payload: dict[str, Any]) -> None:
     run = read_run(Path(payload["run"]))
     layout, profile = Plan.model_validate(payload["plan"]).plan, Profile.model_validate(payload["profile"])
     table, shares, folder = layer_table(run), payload["shares"], RunDir(Path(payload["folder"]))
-    modules = [info.module for info in table]
-    topology = build_topology(joined_layout(layout, shares), modules, profile.inputs.llm)
-    place = topology.place(int(os.environ["RANK"]))
+    graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
+    place = graph.coords(int(os.environ["RANK"]))
     stages = stages_of(profile, layout)
     stage, own = stages[place.stage.number], table[place.stage.layers.start:place.stage.layers.stop]
     clock = Device(payload["time_scale"])
@@ -68,23 +67,23 @@ def main(payload: dict[str, Any]) -> None:
         known = {int(step): Assignment(np.array(places), carry)
                  for step, (places, carry) in payload["assignments"].items()}
         feeder = Feeder(run.file, profile, shares, Orders(run.file, layout, index, profile, known), stage, place, clock)
-        whole = build_topology(layout, modules, profile.inputs.llm)
+        whole = stage_graph(layout, profile.inputs.llm)
         reports = Path(payload["steps_file"])
 
         def say(text: str) -> None:
             publish(reports, {"note": text, "done": 0, "total": 0})
 
         tracer = NodeTracer([
-            Tracer(folder.traces, payload["name"], Place(whole.stages[place.stage.number].rank(replica), place.stage,
-                                                         replica),
+            Tracer(folder.traces, payload["name"],
+                   RankCoords(whole.stages[place.stage.number].rank(replica), place.stage, replica),
                    cluster_clock(clock, payload["began_ns"]), say) for replica in feeder.replicas],
-            ranks_of(topology, whole, shares))
+            ranks_of(graph, whole, shares))
         stack.callback(tracer.close)
-        links = brokers(topology, place, table, message_dtype(run.file.train), device)
+        links = brokers(graph, place, table, message_dtype(run.file.train), device)
         upstream, downstream = emulated_brokers(run, profile, layout, stages, place, clock, links,
                                                 payload["gpus_per_node"])
         engine = EmulatedEngine(
-            **engine_parts(run, layout, UnitGrid(topology, place), place, [EmulatedLayer(info) for info in own]),
+            **engine_parts(run, layout, UnitGrid(graph, place), place, [EmulatedLayer(info) for info in own]),
             runner=emulated_runner(run, table, place, clock), upstream=upstream, downstream=downstream, tracer=tracer)
         engine.clock, engine.feeder = clock, feeder
         engine.reduce_s = reduce_s(profile, stage, payload["gpus_per_node"])
@@ -100,7 +99,7 @@ def main(payload: dict[str, Any]) -> None:
         _tell(folder.logs / f"{payload['name']}-host-{place.rank:05d}.json", clock, time.process_time() - cpu_s)
 
 
-def emulated_runner(run: Run, table: list[LayerInfo], place: Place, clock: Device) -> StageRunner:
+def emulated_runner(run: Run, table: list[LayerInfo], place: RankCoords, clock: Device) -> StageRunner:
     """The stage's computation, a wait for each module."""
     first, own = place.stage.layers.start, table[place.stage.layers.start:place.stage.layers.stop]
     dtype, scaled = message_dtype(run.file.train), run.file.rehearse.messages == "scaled"
@@ -112,13 +111,12 @@ def emulated_runner(run: Run, table: list[LayerInfo], place: Place, clock: Devic
     return StageRunner(segments)
 
 
-def emulated_brokers(run: Run, profile: Profile, layout: Layout, stages: list[Stage], place: Place, clock: Device,
-                     links: tuple[list[Broker], list[Broker]],
+def emulated_brokers(run: Run, profile: Profile, layout: Layout, stages: list[CostedStage], place: RankCoords,
+                     clock: Device, links: tuple[list[Broker], list[Broker]],
                      gpus_per_node: int) -> list[Broker | Brokers | None]:
     """The brokers over emulated links: to the stages before and after."""
     scaled, number = run.file.rehearse.messages == "scaled", place.stage.number
-    cuts = [(sender, taker) for sender, stage in enumerate(stages) for taker in stage.after]
-    times_s = dict(zip(cuts, transfers_s(profile, layout, stages, gpus_per_node).tolist(), strict=True))
+    times_s = dict(zip(cuts_of(stages), transfers_s(profile, layout, stages, gpus_per_node).tolist(), strict=True))
 
     def emulated(link: Broker) -> EmulatedBroker:
         sender, taker = sorted((number, link.neighbour.number))

@@ -1,5 +1,5 @@
-"""Who is who, and what travels between units.
+"""What travels between units, and over which communicators.
 
-`topology` places every rank, `grid` shows the places to DeepSpeed, `routes` says which rows cross a cut, `broker`
-moves them.
+`grid` shows the stage graph to DeepSpeed, `communicators` says which ranks share one, `routes` which rows cross a cut,
+`broker` moves them.
 """

@@ -25,7 +25,7 @@ from disttrain_cli.models.layer import TensorSpec
 from disttrain_cli.models.parallel import Group, gather, wire
 from disttrain_cli.runtime.units import communicators
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
-from disttrain_cli.runtime.units.topology import Place, Stage
+from disttrain_cli.spec.stage_graph import RankCoords, Stage
 
 #: Slots whose rows are on their way while another is computed.
 AHEAD = 1
@@ -46,7 +46,7 @@ class _Arriving:
 class Broker:
     """Transfers of one rank across the cut between its stage and `neighbour`."""
 
-    place: Place
+    place: RankCoords
     neighbour: Stage
     sends: Sequence[TensorSpec]  # what leaves here: activations downstream, or gradients upstream, in a fixed order
     receives: Sequence[TensorSpec]  # what comes back

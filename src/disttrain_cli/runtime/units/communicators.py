@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from disttrain_cli.runtime.units.topology import Stage, Topology
+from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
 #: By (number of the stage that sends, of the one that receives), the group whose communicator messages take.
 Ways = dict[tuple[int, int], dist.ProcessGroup]
@@ -37,13 +37,13 @@ def in_order() -> bool:
     return dist.get_backend() != "gloo"
 
 
-def communicators(topology: Topology, messages: bool) -> Iterator[Communicator]:
+def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
     """All but the world's; with `messages` also those of neighbouring stages.
 
     A rank joins its own one after the other, so cuts at even places of a line come before those at odd ones: stages
     along a line wait for one neighbour, not for a chain of them.
     """
-    for stage in topology.stages:
+    for stage in graph.stages:
         for tp_rank in range(stage.tp):
             yield Communicator("data parallel", f"replicas of {name_of(stage)}, TP rank {tp_rank}",
                                tuple(stage.dp_group(tp_rank)))
@@ -51,8 +51,8 @@ def communicators(topology: Topology, messages: bool) -> Iterator[Communicator]:
             yield Communicator("tensor parallel", f"TP group of {name_of(stage)}, replica {replica}",
                                tuple(stage.tp_group(replica)))
     if messages:
-        for sender in sorted(topology.stages, key=lambda stage: stage.position % 2):
-            for taker in (topology.stages[number] for number in sender.after):
+        for sender in sorted(graph.stages, key=lambda stage: stage.depth % 2):
+            for taker in (graph.stages[number] for number in sender.after):
                 for here, there in ((sender, taker), (taker, sender)):
                     yield Communicator("messages", f"{name_of(here)} to {name_of(there)}",
                                        tuple(sorted((*here.ranks, *there.ranks))), (here.number, there.number))

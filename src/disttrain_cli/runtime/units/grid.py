@@ -1,4 +1,4 @@
-"""DeepSpeed's view of the ranks: a ragged topology and grid in which every unit has its own DP and TP sizes.
+"""DeepSpeed's view of the ranks: a ragged graph and grid in which every unit has its own DP and TP sizes.
 
 DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit. Every rank
 creates every group in the same order (`communicators`). The model-parallel group is the world, whose ranks are counted
@@ -12,17 +12,17 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 
 from disttrain_cli.models.parallel import Group
 from disttrain_cli.runtime.units import communicators
-from disttrain_cli.runtime.units.topology import Place, Topology
+from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
 
 class RaggedTopology(ProcessTopology):
     """Coordinates (pipe, data, model) of all ranks; `get_dim('data' | 'model')` answers for the caller's unit."""
 
-    def __init__(self, topology: Topology, place: Place) -> None:
+    def __init__(self, graph: StageGraph, place: RankCoords) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[0, 0, 0])
-        self.dims = [len(topology.stages), place.unit.dp, place.unit.tp]
+        self.dims = [len(graph.stages), place.unit.dp, place.unit.tp]
         self.mapping = {self.ProcessCoord(pipe=stage.number, data=replica, model=tp_rank): stage.rank(replica, tp_rank)
-                        for stage in topology.stages for replica in range(stage.unit.dp) for tp_rank in range(stage.tp)}
+                        for stage in graph.stages for replica in range(stage.unit.dp) for tp_rank in range(stage.tp)}
 
 
 class UnitGrid(PipelineParallelGrid):
@@ -32,23 +32,23 @@ class UnitGrid(PipelineParallelGrid):
     groups: dict[str, dist.ProcessGroup]  # all that this rank is in, by name, in the order in which they are made
     ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
 
-    def __init__(self, topology: Topology, place: Place) -> None:
-        self._topo = RaggedTopology(topology, place)
+    def __init__(self, graph: StageGraph, place: RankCoords) -> None:
+        self._topo = RaggedTopology(graph, place)
         self.global_rank = place.rank
-        self.world_size = topology.world_size
+        self.world_size = graph.world_size
         self.data_parallel_size = place.unit.dp
-        self.pipe_parallel_size = len(topology.stages)
+        self.pipe_parallel_size = len(graph.stages)
         self.model_parallel_size = self.slice_parallel_size = 1
         self.stage_id = place.stage.number
         self.data_parallel_id = place.replica
         self.is_first_stage = self.is_last_stage = True
         self.ds_model_proc_group = dist.group.WORLD
-        self.ds_model_world_size = sum(stage.tp for stage in topology.stages)
-        self.ds_model_rank = sum(stage.tp for stage in topology.stages[:place.stage.number]) + place.tp_rank
+        self.ds_model_world_size = sum(stage.tp for stage in graph.stages)
+        self.ds_model_rank = sum(stage.tp for stage in graph.stages[:place.stage.number]) + place.tp_rank
         self.dp_groups: list[list[int]] = []
         self.p2p_groups: list[list[int]] = []
         self.groups, self.ways = {"world": dist.group.WORLD}, {}
-        for one in communicators.communicators(topology, messages=communicators.in_order()):
+        for one in communicators.communicators(graph, messages=communicators.in_order()):
             group = dist.new_group(list(one.ranks), group_desc=one.name)
             if one.kind == "data parallel":
                 self.dp_groups.append(list(one.ranks))
@@ -58,7 +58,7 @@ class UnitGrid(PipelineParallelGrid):
         self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
         self.slice_group, self.slice_proc_group = [place.rank], None
 
-    def _join(self, one: communicators.Communicator, group: dist.ProcessGroup, place: Place) -> None:
+    def _join(self, one: communicators.Communicator, group: dist.ProcessGroup, place: RankCoords) -> None:
         if one.kind == "data parallel":
             self.dp_group, self.dp_proc_group = list(one.ranks), group
         elif one.kind == "tensor parallel":

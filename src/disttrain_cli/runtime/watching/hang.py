@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disttrain_cli.errors import RankLostError
-from disttrain_cli.runtime.units.topology import Stage
 from disttrain_cli.runtime.watching.pulse import State, interval_s, read_state
 from disttrain_cli.runtime.watching.verdict import Verdict, publish_verdict
 from disttrain_cli.spec.rundir import rank_log
+from disttrain_cli.spec.stage_graph import Stage
 from disttrain_cli.spec.trace import COMPUTE
 
 MISSED_BEATS = 5  # after so many a rank counts as one that does not answer

@@ -15,11 +15,11 @@ from typing import Any
 from disttrain_cli.errors import RankLostError, SpecError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.starts import Reports
-from disttrain_cli.runtime.units.topology import Topology
 from disttrain_cli.runtime.watching.hang import HangWatch
 from disttrain_cli.spec.progress import Progress
 from disttrain_cli.spec.rundir import pulses, stop_file
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import StageGraph
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -61,7 +61,7 @@ def stop_request() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def supervised(run: Run, topology: Topology, resume: bool, request: StopRequest, progress: Progress,
+def supervised(run: Run, graph: StageGraph, resume: bool, request: StopRequest, progress: Progress,
                start: Callable[[bool, Callable[[], None]], Reports]) -> tuple[Reports, list[str]]:
     """Call `start(resume, watch)`, again for every lost rank as often as `train.restarts` allows.
 
@@ -72,7 +72,7 @@ def supervised(run: Run, topology: Topology, resume: bool, request: StopRequest,
     """
     losses: list[str] = []
     while True:
-        hangs = HangWatch(pulses(run.dir.logs), run.dir.logs, topology.stages, run.file.train.longest_hang_s)
+        hangs = HangWatch(pulses(run.dir.logs), run.dir.logs, graph.stages, run.file.train.longest_hang_s)
 
         def watch(hangs: HangWatch = hangs) -> None:
             request.pass_on(run.dir.logs, progress)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.units.topology import Place
 from disttrain_cli.runtime.watching.pulse import Pulse
+from disttrain_cli.spec.stage_graph import RankCoords
 from disttrain_cli.spec.trace import OPEN_SEGMENT, SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
 from disttrain_cli.spec.whole import write_whole
 
@@ -120,7 +120,7 @@ class Tracer:
     silent = False  # rows are dropped
     _device: DeviceClock | None = None
 
-    def __init__(self, folder: Path, run: str, place: Place, clock: Callable[[], int],
+    def __init__(self, folder: Path, run: str, place: RankCoords, clock: Callable[[], int],
                  say: Callable[[str], None] = print, device_clock: DeviceClock | None = None) -> None:
         self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run, say)
         self.now, self._device = clock, device_clock

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.units.topology import Topology
 from disttrain_cli.spec.hostfile import Host, read_hostfile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import StageGraph
 
 
 class Node(NamedTuple):
@@ -28,7 +28,7 @@ def hosts_of(run: Run) -> list[Host]:
     return [Host(f"node-{number}", cluster.gpus_per_node) for number in range(cluster.nodes)]
 
 
-def place_ranks(topology: Topology, hosts: Sequence[Host]) -> list[Node]:
+def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
     """Fill hosts with ranks in order; a TP group that would not fit on a host whole begins on the next one.
 
     Hosts that are not needed are left out.
@@ -36,14 +36,14 @@ def place_ranks(topology: Topology, hosts: Sequence[Host]) -> list[Node]:
     Raises:
         SpecError: the hosts have too few slots, or a TP group is larger than a host.
     """
-    groups = sorted(stage.tp_group(replica) for stage in topology.stages for replica in range(stage.unit.dp))
+    groups = sorted(stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp))
     counts = [0] * len(hosts)
     place = 0
     for group in groups:
         while place < len(hosts) and counts[place] + len(group) > hosts[place].slots:
             place += 1
         if place == len(hosts):
-            raise _too_few(topology, hosts, max(len(each) for each in groups))
+            raise _too_few(graph, hosts, max(len(each) for each in groups))
         counts[place] += len(group)
     first = 0
     nodes: list[Node] = []
@@ -54,9 +54,9 @@ def place_ranks(topology: Topology, hosts: Sequence[Host]) -> list[Node]:
     return nodes
 
 
-def _too_few(topology: Topology, hosts: Sequence[Host], tp: int) -> SpecError:
+def _too_few(graph: StageGraph, hosts: Sequence[Host], tp: int) -> SpecError:
     slots = sum(host.slots for host in hosts)
-    what = f"The plan's {topology.world_size} ranks do not fit on {len(hosts)} host(s) with {slots} slot(s)"
-    why = "" if topology.world_size > slots else f"the ranks of a TP group (up to {tp}) stay on one host"
+    what = f"The plan's {graph.world_size} ranks do not fit on {len(hosts)} host(s) with {slots} slot(s)"
+    why = "" if graph.world_size > slots else f"the ranks of a TP group (up to {tp}) stay on one host"
     return SpecError(what, why, "Name more hosts in cluster.hostfile or cluster.nodes, or plan for fewer GPUs: "
                      "disttrain plan --gpus N")

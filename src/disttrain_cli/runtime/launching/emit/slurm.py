@@ -8,11 +8,11 @@ from pathlib import Path
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node, place_ranks
 from disttrain_cli.runtime.launching.emit.scripts import Emitted, common, filled, plain_path, write_job
-from disttrain_cli.runtime.train import topology_of
 from disttrain_cli.spec.hostfile import Host
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 SERVE_PORT = 8815  # of the first worker of a preprocessing node, the others follow
@@ -28,7 +28,7 @@ def emit_slurm(run: Run, plan: Plan, profile: Profile, folder: Path, *, plan_fil
     """
     cluster = run.file.cluster
     hosts = [Host(f"node-{number}", cluster.gpus_per_node) for number in range(cluster.nodes)]
-    nodes = place_ranks(topology_of(plan, profile), hosts)
+    nodes = place_ranks(stage_graph(plan.plan, profile.inputs.llm), hosts)
     serving = cluster.cpu_nodes > 0 and not preflight
     if serving:
         _check_protected(run)

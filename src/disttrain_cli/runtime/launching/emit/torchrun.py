@@ -9,10 +9,10 @@ from pathlib import Path
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node, hosts_of, place_ranks
 from disttrain_cli.runtime.launching.emit.scripts import Emitted, common, filled, write_job
-from disttrain_cli.runtime.train import topology_of
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 
@@ -28,7 +28,7 @@ def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps
         raise SpecError("torchrun must know the hosts by name", f"cluster.nodes: {run.file.cluster.nodes}, "
                         "cluster.hostfile: none", "Write a hostfile with lines such as 'worker-1 slots=8', and name it "
                         "in cluster.hostfile.")
-    nodes = place_ranks(topology_of(plan, profile), hosts_of(run))
+    nodes = place_ranks(stage_graph(plan.plan, profile.inputs.llm), hosts_of(run))
     job = write_job(run, plan, profile, folder, nodes, steps, resume, preflight, profile_steps, restart, origin)
     logs = (run.dir.preflight if preflight else run.dir).logs
     texts = _scripts(run, nodes, job, logs.resolve(), 0 if preflight else run.file.train.restarts)

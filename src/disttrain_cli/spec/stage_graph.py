@@ -1,0 +1,185 @@
+"""The stage graph: every stage of a layout, its ranks, and who is before and after whom.
+
+Units are in pipeline order around the one that holds the LLM. Those before it hold encoders: they are parallel
+branches, and each hands over to the LLM's first stage. Those behind it hold generators: parallel branches too, and
+each takes what the LLM's last stage hands over. Inside a unit, stages follow each other. Modules are arranged in the
+same way.
+
+Planner, simulator, runtime, analysis and pictures ask this graph; nothing else derives neighbours, depths or cuts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from disttrain_cli.spec.plan import Layout, UnitPlan
+
+Number = TypeVar("Number", int, float)
+Cut = tuple[int, int]  # (stage that sends activations, stage that takes them), by number
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive layers of a unit, on ranks of their own."""
+
+    number: int  # through all units
+    unit: UnitPlan
+    index: int  # inside the unit
+    layers: range  # of the whole model
+    ranks: tuple[int, ...]  # by replica, the TP ranks of each next to each other
+    before: tuple[int, ...]  # numbers of the stages whose output it takes
+    after: tuple[int, ...]  # numbers of the stages that take its output
+    depth: int  # stages before it on its line, the longest where lines meet
+    to_end: int  # stages from it to the end of its line, itself included, the longest where the line parts
+    parallel: frozenset[int]  # layers of parallel branches: their tensors never come here
+
+    @property
+    def name(self) -> str:
+        return f"{self.unit.name} stage {self.index}"
+
+    @property
+    def tp(self) -> int:
+        return self.unit.tp
+
+    def rank(self, replica: int, tp_rank: int = 0) -> int:
+        """The rank of a replica's TP rank."""
+        return self.ranks[replica * self.tp + tp_rank]
+
+    def tp_group(self, replica: int) -> list[int]:
+        """The ranks that share a replica's layers."""
+        return list(self.ranks[replica * self.tp:(replica + 1) * self.tp])
+
+    def dp_group(self, tp_rank: int) -> list[int]:
+        """The ranks that hold equal weights, by replica."""
+        return list(self.ranks[tp_rank::self.tp])
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """One rank by its stage, replica and TP rank."""
+
+    rank: int
+    stage: Stage
+    replica: int
+    tp_rank: int = 0
+
+    @property
+    def unit(self) -> UnitPlan:
+        return self.stage.unit
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """All stages of a layout, numbered in pipeline order."""
+
+    stages: tuple[Stage, ...]
+
+    @cached_property
+    def cuts(self) -> list[Cut]:
+        """All cuts between stages, in ascending order."""
+        return cuts_of(self.stages)
+
+    @cached_property
+    def world_size(self) -> int:
+        return sum(len(stage.ranks) for stage in self.stages)
+
+    def coords(self, rank: int) -> RankCoords:
+        """Stage, replica and TP rank of a rank."""
+        stage = next(stage for stage in self.stages if rank in stage.ranks)
+        return RankCoords(rank, stage, *divmod(stage.ranks.index(rank), stage.tp))
+
+
+def stage_graph(layout: Layout, llm: str) -> StageGraph:
+    """The graph of a layout in which the module `llm` is the LLM.
+
+    Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by replica, inside a replica
+    by TP rank, so that neighbours in a pipeline and the replicas of a stage lie close. Units come in pipeline order,
+    unless their TP sizes differ: those of larger ones are numbered first, so that every TP group starts at a multiple
+    of its size and stays inside a node.
+    """
+    counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
+    cuts = stage_cuts(counts, branch_point)
+    depths, left = depths_of(cuts, sum(counts)), stages_to_end(cuts, sum(counts))
+    ends = list(itertools.accumulate(sum(unit.layers_per_stage) for unit in layout.units))
+    spans = [range(end - sum(unit.layers_per_stage), end) for unit, end in zip(layout.units, ends, strict=True)]
+    first_ranks = _first_ranks(layout.units)
+    stages: list[Stage] = []
+    for position, unit in enumerate(layout.units):
+        parallel = frozenset(layer for other in parallel_to(position, len(counts), branch_point)
+                             for layer in spans[other])
+        stops = list(itertools.accumulate(unit.layers_per_stage, initial=spans[position].start))
+        size = unit.tp * unit.dp
+        for index, (start, stop) in enumerate(itertools.pairwise(stops)):
+            number, rank = len(stages), first_ranks[unit.name] + index * size
+            stages.append(Stage(
+                number, unit, index, range(start, stop), tuple(range(rank, rank + size)),
+                before=tuple(sender for sender, taker in cuts if taker == number),
+                after=tuple(taker for sender, taker in cuts if sender == number),
+                depth=depths[number], to_end=left[number], parallel=parallel))
+    return StageGraph(tuple(stages))
+
+
+def _first_ranks(units: Iterable[UnitPlan]) -> dict[str, int]:
+    """By unit, its first rank: those of larger TP groups first."""
+    ordered = sorted(units, key=lambda unit: -unit.tp)
+    starts = itertools.accumulate((unit.gpus for unit in ordered), initial=0)
+    return {unit.name: start for unit, start in zip(ordered, starts, strict=False)}
+
+
+def neighbours(count: int, llm: int) -> list[tuple[int, int]]:
+    """(Sender, taker) of all cuts between `count` units (or modules) in pipeline order, the LLM's at index `llm`."""
+    return [(index, llm) for index in range(llm)] + [(llm, index) for index in range(llm + 1, count)]
+
+
+def parallel_to(index: int, count: int, llm: int) -> list[int]:
+    """The units (or modules) on parallel branches of the one at `index`, of `count` around the LLM's."""
+    side = range(llm) if index < llm else range(llm + 1, count) if index > llm else range(0)
+    return [other for other in side if other != index]
+
+
+def stage_cuts(counts: Sequence[int], llm: int) -> list[Cut]:
+    """All cuts between stages, numbered through all units of so many stages each, in ascending order."""
+    first = [0, *itertools.accumulate(counts)]
+    inside = [(stage, stage + 1) for start, stop in itertools.pairwise(first) for stage in range(start, stop - 1)]
+    between = [(first[sender + 1] - 1, first[taker]) for sender, taker in neighbours(len(counts), llm)]
+    return sorted([*inside, *between])
+
+
+def cuts_of(stages: Sequence[Stage]) -> list[Cut]:
+    """All cuts between stages, in ascending order."""
+    return [(stage.number, taker) for stage in stages for taker in stage.after]
+
+
+def depths_of(cuts: Sequence[Cut], count: int) -> list[int]:
+    """By stage, the stages before it on the longest line that leads to it."""
+    depths = [0] * count
+    for sender, taker in cuts:
+        depths[taker] = max(depths[taker], depths[sender] + 1)
+    return depths
+
+
+def stages_to_end(cuts: Sequence[Cut], count: int) -> list[int]:
+    """By stage, the stages from it to the end of its line, itself included.
+
+    Of lines that begin at one stage the longest counts: a stage of a shorter one is as far from the end as its peers
+    there, so that DeepSpeed's schedule fits all of them.
+    """
+    left = [1] * count
+    for sender, taker in reversed(cuts):
+        left[sender] = max(left[sender], 1 + left[taker])
+    for sender, taker in cuts:
+        left[taker] = left[sender] - 1
+    return left
+
+
+def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
+    """By unit, its amount and all those behind it, as if generators followed each other.
+
+    Of stages never fewer than `stages_to_end` of an encoder or the LLM; of a generator those after it only, so that
+    what a search prices in this way is checked again as a whole (`costs.memory.layout_memory`).
+    """
+    return [own + sum(amounts[max(index + 1, llm):]) for index, own in enumerate(amounts)]
