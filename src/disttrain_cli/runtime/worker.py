@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,9 @@ def main(payload: dict[str, Any]) -> None:
         grid = UnitGrid(job.graph, place)
         check_groups(grid, place, job.device, run.file.train.timeout_s)
         tracer.begin("building")
-        engine = build_engine(run, job.plan, job.graph, place, job.device, tracer,
-                              origin.given_layers(run, start) if start else (), grid)
-        wait_until_built(job.store, job.graph, place.rank, run.file.train.timeout_s)
+        engine = build_engine(
+            run, job.plan, job.graph, place, job.device, tracer, origin.given_layers(run, start) if start else (), grid,
+            partial(wait_until_built, job.store, job.graph, place.rank, run.file.train.timeout_s))
         if start is not None:
             origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None

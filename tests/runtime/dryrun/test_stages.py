@@ -18,7 +18,7 @@ def test_stages_with_other_tensors_over_their_cuts_differ(tmp_path: Path) -> Non
     units = [unit("llm", ["llm"], [len(kinds["llm"])]), unit("refiner", ["refiner"], [1] * len(kinds["refiner"]))]
     layout = plan_of(run, units, 6).plan
     assert layout.microbatches == 1  # so that all have as many slots in flight
-    groups = distinct(stage_graph(layout, [info.module for info in table], describe(run).llm), table, 1)
+    groups = distinct(stage_graph(layout, describe(run).llm), table, 1)
     blocks = [place for place, kind in enumerate(kinds["refiner"]) if kind == "block"]
     of_blocks = [[stage.index for stage in group] for group in groups
                  if group[0].unit.name == "refiner" and group[0].index in blocks]

@@ -100,11 +100,11 @@ def emitted(payload: dict[str, Any]) -> None:
              "GLOO_SOCKET_IFNAME")
     told = {name: os.environ.get(name) for name in names}
     told["start"] = json.loads(Path(payload["start_file"]).read_text())
-    (folder / f"told-{rank}.json").write_text(json.dumps(told))
+    write_whole(folder / f"told-{rank}.json", json.dumps(told))
     how = (folder.parent / "how").read_text()
     if how == "fail":  # as all do when one of a training's ranks does
         raise ValueError("this rank is broken")
-    while how == "wait" and not (folder / "stop").exists():
+    while how == "wait" and folder.exists() and not (folder / "stop").exists():
         time.sleep(0.02)
-    if how == "wait":
+    if how == "wait" and folder.exists():
         write_whole(folder / "stopped", (folder / "stop").read_text().strip() or "stop file")

@@ -74,12 +74,12 @@ def test_a_device_without_the_memory_that_is_planned_is_refused(tmp_path: Path, 
         StageMemory(unit="encoder", stage=0, peak_gib=99, limit_gib=79),
         StageMemory(unit="llm", stage=1, peak_gib=74.1, limit_gib=79)]))
     device = profiled("analytic", "A800").model_copy(update={"context_gib": 1.0})
-    check_memory(plan, device, layout.place(2), torch.device("cpu"))
+    check_memory(plan, device, layout.coords(2), torch.device("cpu"))
     if not refused:
-        check_memory(plan, device, layout.place(2), CUDA)
+        check_memory(plan, device, layout.coords(2), CUDA)
         return
     with pytest.raises(DisttrainError, match=refused) as caught:
-        check_memory(plan, device, layout.place(2), CUDA)
+        check_memory(plan, device, layout.coords(2), CUDA)
     assert caught.value.what.startswith(f"cuda:1 (NVIDIA A800) on {socket.gethostname()} ")
     assert "unit llm, stage 1, is planned with up to 74.1 GiB" in caught.value.why
     assert "cluster.memory_gib" in caught.value.next_step

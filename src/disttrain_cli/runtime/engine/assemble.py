@@ -28,22 +28,25 @@ from disttrain_cli.spec.stage_graph import RankCoords, Stage, StageGraph
 
 
 def build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, device: torch.device, tracer: Tracer,
-                 given: Collection[str] = (), grid: UnitGrid | None = None) -> UnitEngine:
+                 given: Collection[str] = (), grid: UnitGrid | None = None,
+                 built: Callable[[], None] = lambda: None) -> UnitEngine:
     """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around them.
 
-    Layers named in `given` get other weights afterwards, so that those of folders are not read. `grid`: the rank's
-    groups, where they are made already.
+    Args:
+        given: layers that get other weights afterwards, so that those of folders are not read.
+        grid: the rank's groups, where they are made already.
+        built: called when the layers are there, before the engine talks to other ranks.
 
     Raises:
         SpecError: published weights do not fit the model.
         OutOfMemoryError: the device has not enough memory for the stage.
     """
     with out_of_memory(place, plan.plan, "start", -1):
-        return _build_engine(run, plan, graph, place, device, tracer, given, grid or UnitGrid(graph, place))
+        return _build_engine(run, plan, graph, place, device, tracer, given, grid or UnitGrid(graph, place), built)
 
 
 def _build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, device: torch.device, tracer: Tracer,
-                  given: Collection[str], grid: UnitGrid) -> UnitEngine:
+                  given: Collection[str], grid: UnitGrid, built: Callable[[], None]) -> UnitEngine:
     table, stage = layer_table(run), place.stage
     layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device, tp=stage.tp,
                           tp_rank=place.tp_rank)
@@ -58,6 +61,7 @@ def _build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, de
     runner = StageRunner(
         build_segments(layers, stage.layers.start, lambda cut: live_at(table, stage, cut), flow.carrying.__getitem__),
         recompute=place.unit.checkpointing, sums=Sums([*run.file.model.order, PROJECTORS]))
+    built()
     engine = UnitEngine(**engine_parts(run, plan.plan, grid, place, layers), runner=runner, upstream=together(upstream),
                         downstream=together(downstream), tracer=tracer)
     if engine.optimizer is None:  # DeepSpeed casts what it optimizes
