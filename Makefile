@@ -12,7 +12,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test test-slow test-oldest test-all bench check docs clean
@@ -22,16 +22,16 @@ run: $(VENV)/.demo
 	cd demo && $(BIN)/disttrain profile && $(BIN)/disttrain plan && $(BIN)/disttrain train --restart && $(BIN)/disttrain analyze
 
 test: $(VENV)/.dev
-	$(PYTEST) -q -m "not slow" -n 2 --dist loadfile
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev
-	$(PYTEST) -q -m slow
+	$(PYTEST) -m slow
 
 test-oldest: $(OLDEST)/.dev
 	$(OLDEST)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests/models tests/runtime tests/profiling
 
 test-all: $(VENV)/.dev
-	$(PYTEST) -q
+	$(PYTEST)
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.decode
