@@ -220,9 +220,8 @@ def large_job(folder: Path, template: Job) -> tuple[Job, Index, float]:
     inputs = template[2].inputs.model_copy(update={
         "sequence_length": 2**13, "image": image.model_copy(update={"max_pixels": 2**18})})
     index = build_index(run, inputs)
-    units = [UnitPlan(name="image_encoder", modules=["image_encoder"], gpus=1, layers_per_stage=[1]),
-             UnitPlan(name="llm", modules=["llm"], gpus=1, layers_per_stage=[1]),
-             UnitPlan(name="image_generator", modules=["image_generator"], gpus=1, layers_per_stage=[1])]
+    units = [UnitPlan(name=name, modules=[name], gpus=1, layers_per_stage=[len(module.layers)])
+             for name, module in template[2].modules.items()]
     layout = Layout(global_batch_size=6, microbatch_size=3, microbatches=2, gpus_used=3, units=units)
     plan = template[1].model_copy(update={"plan": layout})
     profile = template[2].model_copy(update={"inputs": inputs})

@@ -50,11 +50,11 @@ class CostedStage(Stage):
 def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     """All stages in pipeline order."""
     does = backwards(profile, layout.trained)
-    layers = [(name, layer) for unit in layout.units for name in unit.modules
-              for layer in range(len(profile.modules[name].layers))]
     stages: list[CostedStage] = []
     for stage in stage_graph(layout, profile.inputs.llm).stages:
-        unit, local = stage.unit, layers[stage.layers.start:stage.layers.stop]
+        unit, start = stage.unit, sum(stage.unit.layers_per_stage[:stage.index])
+        layers = [(name, layer) for name in unit.modules for layer in range(len(profile.modules[name].layers))]
+        local = layers[start:start + len(stage.layers)]
         kinds = [(name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in local]
         parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
                       for name, kind, what in kinds if what == "trained"]
