@@ -18,12 +18,12 @@ from disttrain_cli.spec.stage_graph import (
 from tests.runtime.factory import unit
 
 
-def _graph(shapes: list[tuple[int, int, int]]) -> StageGraph:
-    """Units of (TP, DP, PP), one module each."""
+def _graph(shapes: list[tuple[int, int, int]], llm: int = 0) -> StageGraph:
+    """Units of (TP, DP, PP), one module each; the LLM is that at index `llm`."""
     units = [unit(f"m{index}", [f"m{index}"], [1] * pp, dp, tp) for index, (tp, dp, pp) in enumerate(shapes)]
     layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in units),
                     units=units)
-    return stage_graph(layout, "m0")
+    return stage_graph(layout, f"m{llm}")
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4))
@@ -54,10 +54,7 @@ def test_larger_tp_groups_come_first() -> None:
 
 
 def test_encoders_are_parallel_branches_before_the_llm() -> None:
-    shapes = {"eye": 1, "ear": 2, "llm": 2, "generator": 1}
-    units = [unit(name, [name], [1] * pp) for name, pp in shapes.items()]
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=6, units=units)
-    stages = stage_graph(layout, "llm").stages
+    stages = _graph([(1, 1, pp) for pp in (1, 2, 2, 1)], llm=2).stages
     assert [(stage.before, stage.after) for stage in stages] == [
         ((), (3,)), ((), (2,)), ((1,), (3,)), ((0, 2), (4,)), ((3,), (5,)), ((4,), ())]
     assert [(stage.depth, stage.to_end) for stage in stages] == [(0, 4), (0, 5), (1, 4), (2, 3), (3, 2), (4, 1)]
@@ -66,10 +63,7 @@ def test_encoders_are_parallel_branches_before_the_llm() -> None:
 
 def test_generators_are_parallel_branches_behind_the_llm() -> None:
     """The shorter one's schedule is that of the longer one: its last stage is as far from the end as its peer there."""
-    shapes = {"eye": 1, "llm": 2, "short": 1, "long": 3}
-    units = [unit(name, [name], [1] * pp) for name, pp in shapes.items()]
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=7, units=units)
-    stages = stage_graph(layout, "llm").stages
+    stages = _graph([(1, 1, pp) for pp in (1, 2, 1, 3)], llm=1).stages
     assert [(stage.before, stage.after) for stage in stages] == [
         ((), (1,)), ((0,), (2,)), ((1,), (3, 4)), ((2,), ()), ((2,), (5,)), ((4,), (6,)), ((5,), ())]
     assert [stage.depth for stage in stages] == [0, 1, 2, 3, 3, 4, 5]

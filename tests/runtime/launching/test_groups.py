@@ -71,7 +71,7 @@ def test_nobody_waits_in_a_group_for_ranks_that_do_not_come(grid: Any, monkeypat
     grid.groups["world"].get_group_store().set("here/3", "")
     with pytest.raises(DisttrainError) as caught:
         check_groups(grid, PLACE, CPU, 0.2)
-    assert caught.value.what == '2 of 4 ranks did not come to the group "world" within 0.2 s: 0, 2'
+    assert caught.value.what == '2 of 4 ranks did not join the group "world" within 0.2 s: 0, 2'
     assert caught.value.why.startswith("rank 1 waited; unit llm, stage 0, host ")
 
 

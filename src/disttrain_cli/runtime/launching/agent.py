@@ -47,7 +47,7 @@ class Rendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
             if self.rank == 0:
                 wait_for_all(store, "hosts", self.world_size, MEETING_S, lambda missing: DisttrainError(
                     f"{len(missing)} of {self.world_size} hosts did not start within {MEETING_S:g} s: "
-                    f"{named(missing, hosts)}", f"they should have come to {self.master_addr}:{self.master_port}",
+                    f"{named(missing, hosts)}", f"hosts join at {self.master_addr}:{self.master_port}",
                     "Start the script of every host, and look at what it says there."),
                     kind="hosts", hosts=hosts, say=partial(print, flush=True))
             else:

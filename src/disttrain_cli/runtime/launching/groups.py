@@ -1,6 +1,6 @@
 """The process groups of a rank are connected and tried out one after the other, each within limits.
 
-NCCL makes a communicator when its group is first used: every member has to come, no other rank takes part, and there
+NCCL makes a communicator when its group is first used: every member has to join, no other rank takes part, and there
 is no time limit. So the members call each other's roll first, through the store, and then send a few bytes. All ranks
 make their groups in one order (`communicators`), so that nobody waits for a rank that waits for it.
 """
@@ -22,7 +22,7 @@ from disttrain_cli.runtime.launching.process import LATE_S, REMEDIES
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.spec.stage_graph import RankCoords
 
-CONNECTING_S = 60.0  # longest time of connecting one group, when its members have come
+CONNECTING_S = 60.0  # longest time of connecting one group, once its members have joined
 
 
 def check_groups(grid: UnitGrid, place: RankCoords, device: torch.device, limit_s: float) -> dict[str, float]:
@@ -50,7 +50,7 @@ def _connect(name: str, group: dist.ProcessGroup, place: RankCoords, device: tor
 
     if missing := call_roll(group.get_group_store(), dist.get_process_group_ranks(group), place.rank, waited_s):
         raise DisttrainError(
-            f'{len(missing)} of {size} ranks did not come to the group "{name}" within {waited_s:g} s: '
+            f'{len(missing)} of {size} ranks did not join the group "{name}" within {waited_s:g} s: '
             f"{named(missing, ())}", f"rank {place.rank} waited; {where}", "Look at the logs of the missing.")
     begun, ones = time.monotonic(), torch.ones(1, device=device)
     try:

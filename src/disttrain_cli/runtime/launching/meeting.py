@@ -93,7 +93,7 @@ def check_name(host: str) -> None:
 
 
 def arrive(store: dist.Store, place: str, number: int, count: int, word: str = "") -> None:
-    """Say that one of `count` ranks or hosts has come to a place of the program, and a word of its own."""
+    """Say that one of `count` ranks or hosts has reached a place of the program, and leave a word."""
     store.set(f"{place}/{number}", word)
     if store.add(f"{place}/joined", 1) == count:
         store.set(f"{place}/complete", "")
@@ -102,7 +102,7 @@ def arrive(store: dist.Store, place: str, number: int, count: int, word: str = "
 def wait_for_all(store: dist.Store, place: str, count: int, limit_s: float,
                  late: Callable[[list[int]], DisttrainError], *, kind: str = "ranks", hosts: Sequence[str] = (),
                  say: Callable[[str], None] = print) -> None:
-    """Wait until all have come to a place; raises `late` of those that are missing after `limit_s`.
+    """Wait until all have reached a place; raises `late` of those that are missing after `limit_s`.
 
     Args:
         hosts: where every one of them is, if that is known.
