@@ -1,10 +1,12 @@
-"""Writing and reading a checkpoint beside torch.save and DeepSpeed's own, and how long training stands still for one.
+"""Writing and reading a checkpoint beside torch.save and DeepSpeed's own, and how long training
+stands still for one.
 
-Two ranks, data parallel with ZeRO-1, hold the same Llama three times over; each way takes its turn (A B C A B C …), and
-is timed until all of its files are on the disk (fsync). torch.save writes the very tensors that a rank keeps, one file
-per rank: the least that any of them can do. DeepSpeed saves the same weights, moments and masters, and leaves out
-checksums and any order by parameter: its files open in the same layout only. Wall seconds of the slower rank and CPU
-seconds of both, per GiB of tensors. `stands still` is what `Saver.save` takes before training goes on.
+Two ranks, data parallel with ZeRO-1, hold the same Llama three times over; each way takes its turn
+(A B C A B C …), and is timed until all of its files are on the disk (fsync). torch.save writes the
+very tensors that a rank keeps, one file per rank: the least that any of them can do. DeepSpeed
+saves the same weights, moments and masters, and leaves out checksums and any order by parameter:
+its files open in the same layout only. Wall seconds of the slower rank and CPU seconds of both, per
+GiB of tensors. `stands still` is what `Saver.save` takes before training goes on.
 
     python -m benchmarks.checkpoints
 """
@@ -53,18 +55,38 @@ def measure(small: bool) -> common.Tables:
     for what in ("save", "load"):
         for way in WAYS:
             own = f"{what} {way}"
-            rows.append({"does": what, "way": way, "s per GiB": float(np.median(slowest(own))) / gib,
-                         "over torch.save's": common.paired_ratio(slowest(own), slowest(f"{what} torch.save")),
-                         "over DeepSpeed's": common.paired_ratio(slowest(own), slowest(f"{what} DeepSpeed")),
-                         "CPU s per GiB": float(np.median(together(own))) / gib,
-                         "CPU over torch.save's": common.paired_ratio(together(own), together(f"{what} torch.save")),
-                         "CPU over DeepSpeed's": common.paired_ratio(together(own), together(f"{what} DeepSpeed"))})
+            rows.append(
+                {
+                    "does": what,
+                    "way": way,
+                    "s per GiB": float(np.median(slowest(own))) / gib,
+                    "over torch.save's": common.paired_ratio(
+                        slowest(own), slowest(f"{what} torch.save")
+                    ),
+                    "over DeepSpeed's": common.paired_ratio(
+                        slowest(own), slowest(f"{what} DeepSpeed")
+                    ),
+                    "CPU s per GiB": float(np.median(together(own))) / gib,
+                    "CPU over torch.save's": common.paired_ratio(
+                        together(own), together(f"{what} torch.save")
+                    ),
+                    "CPU over DeepSpeed's": common.paired_ratio(
+                        together(own), together(f"{what} DeepSpeed")
+                    ),
+                }
+            )
     stands = slowest("stands still")
-    return {f"{gib:.3f} GiB of weights and moments on {RANKS} ranks": rows,
-            "Training stands still for": [{"s per GiB": float(np.median(stands)) / gib,
-                                           "share of saving": common.paired_ratio(stands, slowest("save disttrain")),
-                                           "over torch.save's": common.paired_ratio(stands, slowest("save torch.save")),
-                                           "over DeepSpeed's": common.paired_ratio(stands, slowest("save DeepSpeed"))}]}
+    return {
+        f"{gib:.3f} GiB of weights and moments on {RANKS} ranks": rows,
+        "Training stands still for": [
+            {
+                "s per GiB": float(np.median(stands)) / gib,
+                "share of saving": common.paired_ratio(stands, slowest("save disttrain")),
+                "over torch.save's": common.paired_ratio(stands, slowest("save torch.save")),
+                "over DeepSpeed's": common.paired_ratio(stands, slowest("save DeepSpeed")),
+            }
+        ],
+    }
 
 
 def ranks(payload: dict[str, Any]) -> None:
@@ -86,6 +108,7 @@ def ranks(payload: dict[str, Any]) -> None:
         wall: dict[str, list[float]] = {"stands still": []}
         cpu: dict[str, list[float]] = {}
         with checkpoint.Saver(folder / "ours", made_from, engine, 1) as saver:
+
             def ours() -> None:
                 begun = time.perf_counter()
                 saver.save(1)
@@ -96,7 +119,9 @@ def ranks(payload: dict[str, Any]) -> None:
                 "save disttrain": ours,
                 "save torch.save": lambda: _torch_save(torch, kept, folder / f"torch-{rank}.pt"),
                 "save DeepSpeed": lambda: _stock_save(stock, folder / "stock", dist),
-                "load disttrain": lambda: checkpoint.load(folder / "ours" / "step-000001", made_from, engine),
+                "load disttrain": lambda: checkpoint.load(
+                    folder / "ours" / "step-000001", made_from, engine
+                ),
                 "load torch.save": lambda: _torch_load(torch, kept, folder / f"torch-{rank}.pt"),
                 "load DeepSpeed": lambda: stock.load_checkpoint(str(folder / "stock"), "step"),
             }
@@ -110,7 +135,9 @@ def ranks(payload: dict[str, Any]) -> None:
                         cpu.setdefault(name, []).append(time.process_time() - used)
             del wall["stands still"][0]
         size = sum(values.numel() * values.element_size() for values in kept.values())
-        (folder / f"rank-{rank}.json").write_text(json.dumps({"bytes": size, "wall": wall, "cpu": cpu}))
+        (folder / f"rank-{rank}.json").write_text(
+            json.dumps({"bytes": size, "wall": wall, "cpu": cpu})
+        )
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -123,12 +150,38 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 def _write_run(folder: Path, width: int, blocks: int) -> Path:
     path = folder / "disttrain.yaml"
-    path.write_text(yaml.safe_dump({
-        "name": "checkpoints", "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama", "config": {
-            "hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": 4, "num_key_value_heads": 4,
-            "intermediate_size": 3 * width, "vocab_size": 512, "max_position_embeddings": 128}}}},
-        "data": {"sources": [{"path": "."}], "sequence_length": 128}, "cluster": {"device": "cpu"},
-        "train": {"global_batch_size": RANKS, "steps": 1, "precision": "fp32", "zero_stage": 1}}))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "checkpoints",
+                "model": {
+                    "modules": {
+                        "llm": {
+                            "kind": "llm",
+                            "architecture": "llama",
+                            "config": {
+                                "hidden_size": width,
+                                "num_hidden_layers": blocks,
+                                "num_attention_heads": 4,
+                                "num_key_value_heads": 4,
+                                "intermediate_size": 3 * width,
+                                "vocab_size": 512,
+                                "max_position_embeddings": 128,
+                            },
+                        }
+                    }
+                },
+                "data": {"sources": [{"path": "."}], "sequence_length": 128},
+                "cluster": {"device": "cpu"},
+                "train": {
+                    "global_batch_size": RANKS,
+                    "steps": 1,
+                    "precision": "fp32",
+                    "zero_stage": 1,
+                },
+            }
+        )
+    )
     return path
 
 
@@ -143,15 +196,36 @@ def _engine(payload: dict[str, Any], device: Any) -> Any:
 
     run = read_run(Path(payload["run"]))
     table = layer_table(run)
-    unit = UnitPlan(name="llm", modules=["llm"], dp=RANKS, gpus=RANKS, layers_per_stage=[len(table)])
-    layout = Layout(global_batch_size=RANKS, microbatch_size=1, microbatches=1, gpus_used=RANKS, units=[unit],
-                    zero_stage=1)
-    plan = Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout, search=Search(
-        solve_s=0, candidates=1, exact=True), predicted=Prediction(
-            iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0, bubble_fraction=0, memory=[]))
+    unit = UnitPlan(
+        name="llm", modules=["llm"], dp=RANKS, gpus=RANKS, layers_per_stage=[len(table)]
+    )
+    layout = Layout(
+        global_batch_size=RANKS,
+        microbatch_size=1,
+        microbatches=1,
+        gpus_used=RANKS,
+        units=[unit],
+        zero_stage=1,
+    )
+    plan = Plan(
+        fingerprints=Fingerprints(model="", data="", cluster=""),
+        plan=layout,
+        search=Search(solve_s=0, candidates=1, exact=True),
+        predicted=Prediction(
+            iteration_s=1,
+            sequences_per_s=1,
+            mfu=0,
+            warmup_s=0,
+            steady_s=0,
+            bubble_fraction=0,
+            memory=[],
+        ),
+    )
     graph = stage_graph(layout, "llm")
     place = graph.coords(int(os.environ["RANK"]))
-    return build_engine(run, plan, graph, place, device, Tracer(Path(payload["folder"]), "b", place, wall_clock()))
+    return build_engine(
+        run, plan, graph, place, device, Tracer(Path(payload["folder"]), "b", place, wall_clock())
+    )
 
 
 def _stock(engine: Any) -> Any:
@@ -162,14 +236,23 @@ def _stock(engine: Any) -> Any:
     class Weights(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = torch.nn.ParameterList([p.detach().clone() for p in engine.module.parameters()])
+            self.weights = torch.nn.ParameterList(
+                [p.detach().clone() for p in engine.module.parameters()]
+            )
 
         def forward(self) -> torch.Tensor:
             return torch.stack([weight.mean() for weight in self.weights]).sum()
 
     model = Weights()
-    stock, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config={
-        "train_batch_size": RANKS, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True})
+    stock, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config={
+            "train_batch_size": RANKS,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
     stock.backward(stock())
     stock.step()
     return stock
@@ -177,7 +260,9 @@ def _stock(engine: Any) -> Any:
 
 def _torch_save(torch: Any, tensors: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
-        torch.save({key: values.clone() for key, values in tensors.items()}, file)  # of views it saves all storage
+        torch.save(
+            {key: values.clone() for key, values in tensors.items()}, file
+        )  # of views it saves all storage
         file.flush()
         os.fsync(file.fileno())
 

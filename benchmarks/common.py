@@ -13,11 +13,15 @@ from typing import Any
 Tables = dict[str, list[dict[str, Any]]]
 
 
-def alternate(calls: dict[str, Callable[[], object]], rounds: int,
-              clock: Callable[[], float] = time.process_time) -> dict[str, list[float]]:
+def alternate(
+    calls: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, list[float]]:
     """Seconds of every call in every round: A B C A B C ..., after one round that is not counted.
 
-    The default clock counts the CPU seconds of this process, so that others on the machine disturb less.
+    The default clock counts the CPU seconds of this process, so that others on the machine disturb
+    less.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for counted in [False] + [True] * rounds:
@@ -39,8 +43,12 @@ def main(doc: str | None, measure: Callable[[bool], Tables]) -> None:
 
     `measure` takes whether the smallest form is wanted.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="smallest form: shows that it runs, measures little")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="smallest form: shows that it runs, measures little"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
     options = parser.parse_args()
     tables = measure(options.small)
@@ -55,9 +63,18 @@ def table(title: str, rows: list[dict[str, Any]]) -> str:
     lines = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join([title, "", *("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths,
-                                                                                             strict=True)) + " |"
-                                   for line in lines)])
+    return "\n".join(
+        [
+            title,
+            "",
+            *(
+                "| "
+                + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+                + " |"
+                for line in lines
+            ),
+        ]
+    )
 
 
 def _cell(value: Any) -> str:

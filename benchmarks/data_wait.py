@@ -1,11 +1,13 @@
-"""Training's wait for its data, as a share of the step: the tiny preset with its sample data, on the CPU.
+"""Training's wait for its data, as a share of the step: the tiny preset with its sample data, on
+the CPU.
 
-A step's wait is that of the rank that waited longest, over all its slots, from asking for the inputs of a slot to
-having them as tensors. `in the ranks` decodes in threads of the ranks, `service` pulls from one `disttrain data serve`
-on the same machine. The first step is left out: it waits for the first images, which nothing can hide.
-With one rank, which computes in one thread, a machine of two cores has one left for the data. Six ranks share those
-cores with each other, their decoding and the service, so that any thread is often without one, and every such pause
-while a slot is handed over counts as waiting: what is seen then is the machine, not the data. Wall time.
+A step's wait is that of the rank that waited longest, over all its slots, from asking for the
+inputs of a slot to having them as tensors. `in the ranks` decodes in threads of the ranks,
+`service` pulls from one `disttrain data serve` on the same machine. The first step is left out: it
+waits for the first images, which nothing can hide. With one rank, which computes in one thread, a
+machine of two cores has one left for the data. Six ranks share those cores with each other, their
+decoding and the service, so that any thread is often without one, and every such pause while a slot
+is handed over counts as waiting: what is seen then is the machine, not the data. Wall time.
 """
 
 from __future__ import annotations
@@ -50,9 +52,25 @@ def edit(folder: Path, section: str, **fields: object) -> None:
 @contextmanager
 def service(folder: Path) -> Iterator[None]:
     """A service that the run in `folder` is fed by."""
-    command = [sys.executable, "-m", "disttrain_cli", "data", "serve", "--port", "0", "--json", "--quiet"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL,
-                          env={"OMP_NUM_THREADS": "1"} | os.environ) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "disttrain_cli",
+        "data",
+        "serve",
+        "--port",
+        "0",
+        "--json",
+        "--quiet",
+    ]
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={"OMP_NUM_THREADS": "1"} | os.environ,
+    ) as process:
         try:
             edit(folder, "preprocess", addresses=_document(process)["addresses"])
             yield
@@ -75,7 +93,8 @@ def _document(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def loads(folder: Path) -> list[dict[str, Any]]:
-    """Rows per unit: how long a rank waits for the first slot of a step, and for the others, first step left out."""
+    """Rows per unit: how long a rank waits for the first slot of a step, and for the others, first
+    step left out."""
     import duckdb
 
     found = duckdb.sql(f"""
@@ -84,8 +103,14 @@ def loads(folder: Path) -> list[dict[str, Any]]:
         FROM '{folder}/runs/tiny/traces/rank-*/*.parquet' WHERE operation = 'load' AND step > 0
         GROUP BY ALL ORDER BY unit, first DESC""").fetchall()
     columns = ("loads", "median ms", "95 % ms", "longest ms")
-    return [{"unit": unit, "slot": "first" if first else "others", **dict(zip(columns, figures, strict=True))}
-            for unit, first, *figures in found]
+    return [
+        {
+            "unit": unit,
+            "slot": "first" if first else "others",
+            **dict(zip(columns, figures, strict=True)),
+        }
+        for unit, first, *figures in found
+    ]
 
 
 def measure(small: bool = False) -> Tables:
@@ -100,20 +125,34 @@ def measure(small: bool = False) -> Tables:
             for _ in range(rounds):
                 for way, own in seconds.items():
                     with service(folder) if way == "service" else nullcontext():
-                        trained = disttrain(folder, "train", "--restart", "--steps", steps)["steps"][1:]
+                        trained = disttrain(folder, "train", "--restart", "--steps", steps)[
+                            "steps"
+                        ][1:]
                     own += [(step["data_wait_s"], step["iteration_s"]) for step in trained]
                     places[f"Waits of {devices} rank(s), {way}, last round"] = loads(folder)
         rows += [row(devices, way, own) for way, own in seconds.items()]
-    return {f"Wait for data over the step, {rounds} run(s) each of {steps} steps, the first left out": rows, **places}
+    return {
+        f"Wait for data over the step, {rounds} run(s) each of {steps} steps, the first left out": (
+            rows
+        ),
+        **places,
+    }
 
 
 def row(ranks: int, way: str, seconds: list[tuple[float, float]]) -> dict[str, Any]:
     """Figures of a way: its waits, and each as a share of its step."""
     waits, steps = np.array(seconds).T
     shares = 100 * waits / steps
-    return {"ranks": ranks, "data": way, "step s": float(np.median(steps)), "wait ms": 1e3 * float(np.median(waits)),
-            "share %": float(np.median(shares)), "95 % of steps below %": float(np.quantile(shares, 0.95)),
-            "worst %": float(shares.max()), "all waits over all steps %": 100 * float(waits.sum() / steps.sum())}
+    return {
+        "ranks": ranks,
+        "data": way,
+        "step s": float(np.median(steps)),
+        "wait ms": 1e3 * float(np.median(waits)),
+        "share %": float(np.median(shares)),
+        "95 % of steps below %": float(np.quantile(shares, 0.95)),
+        "worst %": float(shares.max()),
+        "all waits over all steps %": 100 * float(waits.sum() / steps.sum()),
+    }
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What kernels reach of a CUDA device's peaks: the curve of the hardware catalogue, measured.
 
-Prints an entry for `curves` in templates/hardware.yaml. A kernel's time is taken as launch + FLOPs / (peak · fraction)
-+ bytes / (bandwidth · memory fraction); launch and memory are measured first, by themselves, and each fraction is what
-is left of the times of its operators, forward and backward, at the sizes that models here have. Medians; bf16.
+Prints an entry for `curves` in templates/hardware.yaml. A kernel's time is taken as launch + FLOPs
+/ (peak · fraction) + bytes / (bandwidth · memory fraction); launch and memory are measured first,
+by themselves, and each fraction is what is left of the times of its operators, forward and
+backward, at the sizes that models here have. Medians; bf16.
 
 Not run yet on any device: the catalogue's curves are published figures (see their sources).
 """
@@ -19,7 +20,12 @@ from statistics import median
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import conv_flop_count, mm_flop, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    mm_flop,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from disttrain_cli.costs.hardware import Device, lookup
 from disttrain_cli.errors import DisttrainError
@@ -27,11 +33,29 @@ from disttrain_cli.errors import DisttrainError
 REPEATS = 20
 WARM_UP_S = 1.0
 # Rows, inputs, outputs: Llama 7B and 70B whole and at TP 8, ViT-Huge.
-PRODUCTS = ((8192, 4096, 4096), (8192, 4096, 11008), (8192, 11008, 4096), (8192, 4096, 1376), (8192, 8192, 28672),
-            (8192, 8192, 1024), (8192, 3584, 8192), (10368, 1280, 5120))
-ATTENTIONS = ((1, 32, 8192, 128, True), (4, 32, 2048, 128, True), (8, 16, 1297, 80, False))  # N, heads, L, D, causal
+PRODUCTS = (
+    (8192, 4096, 4096),
+    (8192, 4096, 11008),
+    (8192, 11008, 4096),
+    (8192, 4096, 1376),
+    (8192, 8192, 28672),
+    (8192, 8192, 1024),
+    (8192, 3584, 8192),
+    (10368, 1280, 5120),
+)
+ATTENTIONS = (
+    (1, 32, 8192, 128, True),
+    (4, 32, 2048, 128, True),
+    (8, 16, 1297, 80, False),
+)  # N, heads, L, D, causal
 # N, channels in and out, side: Stable Diffusion's U-Net at 512² and 1024², its VAE's first level.
-CONVOLUTIONS = ((8, 320, 320, 64), (8, 640, 640, 32), (8, 1280, 1280, 16), (2, 320, 320, 128), (1, 128, 128, 512))
+CONVOLUTIONS = (
+    (8, 320, 320, 64),
+    (8, 640, 640, 32),
+    (8, 1280, 1280, 16),
+    (2, 320, 320, 128),
+    (1, 128, 128, 512),
+)
 COPY_BYTES = 1 << 30
 TINY_KERNELS = 200
 KERNELS = 3  # of an operator's forward and backward
@@ -47,26 +71,40 @@ class Case:
 
 
 def measure(device: torch.device, known: Device, small: bool = False) -> dict[str, float]:
-    """Fractions and launch time of a device with these peaks; `small` takes one case of each, shrunk 32 times."""
+    """Fractions and launch time of a device with these peaks; `small` takes one case of each,
+    shrunk 32 times."""
     shrink, cases = (32, 1) if small else (1, None)
     deadline = time.perf_counter() + (0.0 if small else WARM_UP_S)
     while time.perf_counter() < deadline:
         torch.randn(4096, 4096, device=device) @ torch.randn(4096, 4096, device=device)
     launch_s = _launch_s(device)
     source = torch.zeros(COPY_BYTES // shrink**2, dtype=torch.uint8, device=device)
-    bandwidth = 2.0 * source.numel() / max(_seconds(device, lambda: source.clone()) - launch_s, 1e-9)
+    bandwidth = (
+        2.0 * source.numel() / max(_seconds(device, lambda: source.clone()) - launch_s, 1e-9)
+    )
 
     def fraction(made: list[Case]) -> float:
         """Peak's share that is left when launches and bytes are taken off."""
-        return median(_rate(device, case, launch_s, bandwidth) for case in made) / (known.peak_tflops * 1e12)
+        return median(_rate(device, case, launch_s, bandwidth) for case in made) / (
+            known.peak_tflops * 1e12
+        )
 
     products = [_product(device, *(size // shrink for size in sizes)) for sizes in PRODUCTS[:cases]]
-    attentions = [_attention(device, n, heads, length // shrink, width, causal)
-                  for n, heads, length, width, causal in ATTENTIONS[:cases]]
-    convolutions = [_convolution(device, n, inputs // shrink, outputs // shrink, side // shrink)
-                    for n, inputs, outputs, side in CONVOLUTIONS[:cases]]
-    return {"product": fraction(products), "attention": fraction(attentions), "convolution": fraction(convolutions),
-            "memory": bandwidth / (known.memory_gbytes_s * 1e9), "launch_us": 1e6 * launch_s}
+    attentions = [
+        _attention(device, n, heads, length // shrink, width, causal)
+        for n, heads, length, width, causal in ATTENTIONS[:cases]
+    ]
+    convolutions = [
+        _convolution(device, n, inputs // shrink, outputs // shrink, side // shrink)
+        for n, inputs, outputs, side in CONVOLUTIONS[:cases]
+    ]
+    return {
+        "product": fraction(products),
+        "attention": fraction(attentions),
+        "convolution": fraction(convolutions),
+        "memory": bandwidth / (known.memory_gbytes_s * 1e9),
+        "launch_us": 1e6 * launch_s,
+    }
 
 
 def _seconds(device: torch.device, call: Callable[[], object]) -> float:
@@ -88,7 +126,8 @@ def _seconds(device: torch.device, call: Callable[[], object]) -> float:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Time of a kernel that does next to nothing, replayed from a graph so that the host does not count."""
+    """Time of a kernel that does next to nothing, replayed from a graph so that the host does not
+    count."""
     numbers = torch.zeros(32, device=device)
 
     def tiny() -> None:
@@ -105,7 +144,8 @@ def _launch_s(device: torch.device) -> float:
 
 
 def _rate(device: torch.device, case: Case, launch_s: float, bandwidth: float) -> float:
-    """FLOPs per second of a forward and backward, without launches and the bytes of inputs, outputs and gradients."""
+    """FLOPs per second of a forward and backward, without launches and the bytes of inputs, outputs
+    and gradients."""
     seed = torch.ones_like(case.forward())
 
     def both() -> None:
@@ -122,11 +162,18 @@ def _leaf(device: torch.device, *shape: int) -> torch.Tensor:
 
 def _product(device: torch.device, rows: int, inputs: int, outputs: int) -> Case:
     left, right = _leaf(device, rows, inputs), _leaf(device, outputs, inputs)
-    return Case(lambda: functional.linear(left, right), [left, right], 3 * mm_flop(left.shape, right.t().shape))
+    return Case(
+        lambda: functional.linear(left, right),
+        [left, right],
+        3 * mm_flop(left.shape, right.t().shape),
+    )
 
 
-def _attention(device: torch.device, items: int, heads: int, length: int, width: int, causal: bool) -> Case:
-    """Flash attention's kernel, which models run here; left to itself, torch takes cuDNN's on Hopper and Blackwell."""
+def _attention(
+    device: torch.device, items: int, heads: int, length: int, width: int, causal: bool
+) -> Case:
+    """Flash attention's kernel, which models run here; left to itself, torch takes cuDNN's on
+    Hopper and Blackwell."""
     query, key, value = (_leaf(device, items, heads, length, width) for _ in range(3))
     shape = query.shape
 
@@ -134,13 +181,20 @@ def _attention(device: torch.device, items: int, heads: int, length: int, width:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
 
-    flops = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    flops = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(
+        shape, shape, shape, shape
+    )
     return Case(attend, [query, key, value], flops / 2 if causal else flops)
 
 
 def _convolution(device: torch.device, items: int, inputs: int, outputs: int, side: int) -> Case:
-    image, weight = (tensor.detach().to(memory_format=torch.channels_last).requires_grad_()
-                     for tensor in (_leaf(device, items, inputs, side, side), _leaf(device, outputs, inputs, 3, 3)))
+    image, weight = (
+        tensor.detach().to(memory_format=torch.channels_last).requires_grad_()
+        for tensor in (
+            _leaf(device, items, inputs, side, side),
+            _leaf(device, outputs, inputs, 3, 3),
+        )
+    )
     flops = 3 * conv_flop_count(list(image.shape), list(weight.shape), [items, outputs, side, side])
     return Case(lambda: functional.conv2d(image, weight, padding=1), [image, weight], flops)
 
@@ -148,17 +202,25 @@ def _convolution(device: torch.device, items: int, inputs: int, outputs: int, si
 def entry(name: str, found: dict[str, float]) -> str:
     """The measured curve as the catalogue writes it."""
     lines = [f"  {name}:", *(f"    {key}: {value:.3f}" for key, value in found.items())]
-    source = f"calibrated: python -m benchmarks.efficiency, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
+    source = (
+        f"calibrated: python -m benchmarks.efficiency, torch {torch.__version__},"
+        f" {time.strftime('%Y-%m-%d')}"
+    )
     return "\n".join([*lines, f'    source: "{source}"'])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     try:
         if not torch.cuda.is_available():
-            raise DisttrainError("No CUDA device was found", f"torch {torch.__version__} sees none",
-                                 "Run this on a machine with a GPU of the catalogue.")
+            raise DisttrainError(
+                "No CUDA device was found",
+                f"torch {torch.__version__} sees none",
+                "Run this on a machine with a GPU of the catalogue.",
+            )
         known = lookup(torch.cuda.get_device_name())
     except DisttrainError as error:
         sys.exit(str(error))

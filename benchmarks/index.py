@@ -1,14 +1,16 @@
 """The index pass against merely reading and tokenizing the same shards, one thread, alternating.
 
-Merely reading: every file of every sample is read, its text is tokenized, and nothing is made of it. Of a tar that is
-`tarfile` over its members and the content of each, parsed where it is JSON; of Parquet `iter_batches` over the two
-columns, as Python values; of conversations `json.load` of the file and the content of each image. The last column
-leaves the images unread (of Parquet, they stay in Arrow's memory), which no loader could do. Tokenizing: as many texts
-at a time as the index takes, by `encode_batch_fast` of the tokenizers library, or UTF-8 bytes counted. The index pass
-is `build_index`: besides texts it reads the header of every image, fits samples to the sequence length, writes the file
-and reads it back. CPU seconds of the process; a ratio of 1 means that the index costs nothing on top. Images are 60 KiB
-of noise behind a JPEG header, captions 5 to 60 words from a vocabulary of 2,000 with frequencies 1/rank, documents 2.5
-images and 400 words on average (OBELICS: 2.5 images, 815 tokens), seed 0.
+Merely reading: every file of every sample is read, its text is tokenized, and nothing is made of
+it. Of a tar that is `tarfile` over its members and the content of each, parsed where it is JSON; of
+Parquet `iter_batches` over the two columns, as Python values; of conversations `json.load` of the
+file and the content of each image. The last column leaves the images unread (of Parquet, they stay
+in Arrow's memory), which no loader could do. Tokenizing: as many texts at a time as the index
+takes, by `encode_batch_fast` of the tokenizers library, or UTF-8 bytes counted. The index pass is
+`build_index`: besides texts it reads the header of every image, fits samples to the sequence
+length, writes the file and reads it back. CPU seconds of the process; a ratio of 1 means that the
+index costs nothing on top. Images are 60 KiB of noise behind a JPEG header, captions 5 to 60 words
+from a vocabulary of 2,000 with frequencies 1/rank, documents 2.5 images and 400 words on average
+(OBELICS: 2.5 images, 815 tokens), seed 0.
 """
 
 from __future__ import annotations
@@ -37,8 +39,12 @@ from disttrain_cli.spec.runfile import Run, RunFile
 IMAGE_BYTES = 60 * 1024
 WORDS = 2000
 IMAGES, DOCUMENT_WORDS = 2.5, 400  # of a document, on average
-INPUTS = ModelInputs(llm="llm", vocabulary=10_000, sequence_length=65_536,
-                     image=ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=1024 * 1024))
+INPUTS = ModelInputs(
+    llm="llm",
+    vocabulary=10_000,
+    sequence_length=65_536,
+    image=ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=1024 * 1024),
+)
 
 
 class Maker:
@@ -47,28 +53,51 @@ class Maker:
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
         letters = np.array(list("etaoinshrdlu"))
-        self._words = ["".join(self._random.choice(letters, size=size)) for size in self._random.integers(1, 10, WORDS)]
+        self._words = [
+            "".join(self._random.choice(letters, size=size))
+            for size in self._random.integers(1, 10, WORDS)
+        ]
         self._share = 1 / np.arange(1, WORDS + 1)
         self._share /= self._share.sum()
 
     def text(self, words: int) -> str:
-        return " ".join(self._words[place] for place in self._random.choice(WORDS, size=words, p=self._share))
+        return " ".join(
+            self._words[place] for place in self._random.choice(WORDS, size=words, p=self._share)
+        )
 
     def caption(self) -> str:
         return self.text(int(self._random.integers(5, 60)))
 
     def image(self) -> bytes:
         height, width = self._random.integers(128, 1024, size=2).tolist()
-        head = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xdb\x00\x43\x00" + bytes(64)
-        frame = b"\xff\xc0\x00\x11\x08" + height.to_bytes(2, "big") + width.to_bytes(2, "big") + b"\x03" + bytes(9)
+        head = (
+            b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00\xff\xdb\x00\x43\x00"
+            + bytes(64)
+        )
+        frame = (
+            b"\xff\xc0\x00\x11\x08"
+            + height.to_bytes(2, "big")
+            + width.to_bytes(2, "big")
+            + b"\x03"
+            + bytes(9)
+        )
         scan = b"\xff\xda\x00\x0c\x03\x01\x00\x02\x11\x03\x11\x00\x3f\x00"
-        return head + frame + scan + self._random.bytes(IMAGE_BYTES).replace(b"\xff", b"\xfe") + b"\xff\xd9"
+        return (
+            head
+            + frame
+            + scan
+            + self._random.bytes(IMAGE_BYTES).replace(b"\xff", b"\xfe")
+            + b"\xff\xd9"
+        )
 
     def document(self) -> list[str | None]:
         """Texts, None = an image."""
         images = int(self._random.poisson(IMAGES))
         words = max(1, int(self._random.exponential(DOCUMENT_WORDS / (images + 1))))
-        return [self.text(words), *(part for _ in range(images) for part in (None, self.text(words)))]
+        return [
+            self.text(words),
+            *(part for _ in range(images) for part in (None, self.text(words))),
+        ]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -79,8 +108,12 @@ def write_tokenizer(folder: Path) -> None:
     maker, rules = Maker(), Rules(models.BPE())
     rules.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rules.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=4000, special_tokens=["<s>", "</s>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     rules.train_from_iterator([maker.caption() for _ in range(2000)], trainer)
     folder.mkdir()
     rules.save(str(folder / "tokenizer.json"))
@@ -101,8 +134,18 @@ def captioned(maker: Maker, samples: int) -> Iterator[tuple[str, bytes]]:
     for number in range(samples):
         caption = maker.caption()
         yield f"{number:09d}.jpg", maker.image()
-        yield f"{number:09d}.json", json.dumps({"caption": caption, "key": f"{number:09d}", "status": "success",
-                                                "url": "https://example.com/" + "x" * 60, "sha256": "0" * 64}).encode()
+        yield (
+            f"{number:09d}.json",
+            json.dumps(
+                {
+                    "caption": caption,
+                    "key": f"{number:09d}",
+                    "status": "success",
+                    "url": "https://example.com/" + "x" * 60,
+                    "sha256": "0" * 64,
+                }
+            ).encode(),
+        )
         yield f"{number:09d}.txt", caption.encode()
 
 
@@ -137,8 +180,11 @@ def write_parquet(path: Path, samples: int) -> None:
     maker = Maker()
     path.parent.mkdir()
     images = [{"bytes": maker.image(), "path": None} for _ in range(samples)]
-    pq.write_table(pa.table({"image": images, "text": [maker.caption() for _ in range(samples)]}), path,
-                   row_group_size=100)
+    pq.write_table(
+        pa.table({"image": images, "text": [maker.caption() for _ in range(samples)]}),
+        path,
+        row_group_size=100,
+    )
 
 
 def tokenized(texts: Iterator[str], tokenizer: Tokenizer) -> int:
@@ -165,7 +211,9 @@ def read_tar(path: Path, images: bool) -> Iterator[str]:
 def read_parquet(path: Path, images: bool) -> Iterator[str]:
     import pyarrow.parquet as pq
 
-    for batch in pq.ParquetFile(path, memory_map=True).iter_batches(BATCH_ROWS, columns=["image", "text"]):
+    for batch in pq.ParquetFile(path, memory_map=True).iter_batches(
+        BATCH_ROWS, columns=["image", "text"]
+    ):
         if images:
             batch.column("image").to_pylist()
         yield from batch.column("text").to_pylist()
@@ -181,18 +229,34 @@ def read_conversations(path: Path, images: bool) -> Iterator[str]:
 
 #: By form of dataset: how it is written, and how it is merely read (with images or not).
 FORMS: dict[str, tuple[str, Callable[[Path, int], None], Callable[[Path, bool], Iterator[str]]]] = {
-    "tar, captions": ("a/0.tar", lambda path, samples: write_tar(path, captioned(Maker(), samples)), read_tar),
-    "tar, interleaved": ("b/0.tar", lambda path, samples: write_tar(path, interleaved(Maker(), samples)), read_tar),
+    "tar, captions": (
+        "a/0.tar",
+        lambda path, samples: write_tar(path, captioned(Maker(), samples)),
+        read_tar,
+    ),
+    "tar, interleaved": (
+        "b/0.tar",
+        lambda path, samples: write_tar(path, interleaved(Maker(), samples)),
+        read_tar,
+    ),
     "Parquet, captions": ("c/0.parquet", write_parquet, read_parquet),
-    "conversations": ("d/chat.json", lambda path, samples: write_conversations(path.parent, samples),
-                      read_conversations),
+    "conversations": (
+        "d/chat.json",
+        lambda path, samples: write_conversations(path.parent, samples),
+        read_conversations,
+    ),
 }
 
 
 def make_run(folder: Path, path: str, tokenizer: str) -> Run:
-    file = RunFile.model_validate({
-        "name": "benchmark", "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
-        "data": {"sources": [{"path": path}], "tokenizer": tokenizer}, "train": {"global_batch_size": 1, "steps": 1}})
+    file = RunFile.model_validate(
+        {
+            "name": "benchmark",
+            "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
+            "data": {"sources": [{"path": path}], "tokenizer": tokenizer},
+            "train": {"global_batch_size": 1, "steps": 1},
+        }
+    )
     return Run(path=folder / "disttrain.yaml", file=file)
 
 
@@ -206,13 +270,24 @@ def compared(folder: Path, form: str, tokenizer: str, samples: int, rounds: int)
     rules = read_tokenizer(run)
     index = build_index(run, INPUTS)
     assert len(index) == samples and not index.skipped, index.skipped[:3]
-    seconds = alternate({"read": lambda: tokenized(read(path, True), rules), "index": lambda: build_index(run, INPUTS),
-                         "texts": lambda: tokenized(read(path, False), rules)}, rounds)
+    seconds = alternate(
+        {
+            "read": lambda: tokenized(read(path, True), rules),
+            "index": lambda: build_index(run, INPUTS),
+            "texts": lambda: tokenized(read(path, False), rules),
+        },
+        rounds,
+    )
     per_sample = {way: 1e6 * median(own) / samples for way, own in seconds.items()}
-    return {"dataset": form, "tokenizer": "bytes" if tokenizer == "bytes" else "BPE", "samples": samples,
-            "µs to read and tokenize one": per_sample["read"], "µs to index one": per_sample["index"],
-            "speed of the index over it": paired_ratio(seconds["read"], seconds["index"]),
-            "over texts alone": paired_ratio(seconds["texts"], seconds["index"])}
+    return {
+        "dataset": form,
+        "tokenizer": "bytes" if tokenizer == "bytes" else "BPE",
+        "samples": samples,
+        "µs to read and tokenize one": per_sample["read"],
+        "µs to index one": per_sample["index"],
+        "speed of the index over it": paired_ratio(seconds["read"], seconds["index"]),
+        "over texts alone": paired_ratio(seconds["texts"], seconds["index"]),
+    }
 
 
 def measure(small: bool = False) -> Tables:
@@ -222,8 +297,13 @@ def measure(small: bool = False) -> Tables:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokenizer(folder / "bpe")
-        return {"Index pass": [compared(folder, form, tokenizer, samples, rounds)
-                               for form in FORMS for tokenizer in ("bytes", "bpe")]}
+        return {
+            "Index pass": [
+                compared(folder, form, tokenizer, samples, rounds)
+                for form in FORMS
+                for tokenizer in ("bytes", "bpe")
+            ]
+        }
 
 
 if __name__ == "__main__":

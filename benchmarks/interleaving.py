@@ -1,14 +1,18 @@
-"""Would virtual stages be faster? Interleaved 1F1B in the LLM's unit, simulated operation by operation.
+"""Would virtual stages be faster? Interleaved 1F1B in the LLM's unit, simulated operation by
+operation.
 
-With v virtual stages a rank of the LLM's unit holds v short pieces of the pipeline instead of a long one (Narayanan et
-al. 2021, section 2.2): a slot passes through all ranks v times. Slots go in groups of as many as the unit has stages.
-Encoders and generators keep 1F1B. Every rank works through a fixed order; how many forwards the LLM's ranks run before
-their first backward is tried out, and the fastest taken. Each operation waits for its rank, and for the operation
-before it on the line and the message between (v - 1 times more of them in the LLM's unit, where chunks follow chunks).
+With v virtual stages a rank of the LLM's unit holds v short pieces of the pipeline instead of a
+long one (Narayanan et al. 2021, section 2.2): a slot passes through all ranks v times. Slots go in
+groups of as many as the unit has stages. Encoders and generators keep 1F1B. Every rank works
+through a fixed order; how many forwards the LLM's ranks run before their first backward is tried
+out, and the fastest taken. Each operation waits for its rank, and for the operation before it on
+the line and the message between (v - 1 times more of them in the LLM's unit, where chunks follow
+chunks).
 
-Costs, plans and slots are those of `benchmarks.paper` (ordering `paper`); of every slot and stage the slowest
-replica counts. "formula" divides the LLM's own waiting while its pipeline fills and drains by v, as the paper does for
-its warm-up. Slots in flight are those of the LLM's first rank, in whole stages: its activations grow with them.
+Costs, plans and slots are those of `benchmarks.paper` (ordering `paper`); of every slot and stage
+the slowest replica counts. "formula" divides the LLM's own waiting while its pipeline fills and
+drains by v, as the paper does for its warm-up. Slots in flight are those of the LLM's first rank,
+in whole stages: its activations grow with them.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ Operation = tuple[bool, int, int]  # is forward, slot, piece of the line
 
 @dataclass(frozen=True)
 class Line:
-    """A pipeline as pieces in the order in which a slot passes through them; the LLM's ranks own several each."""
+    """A pipeline as pieces in the order in which a slot passes through them; the LLM's ranks own
+    several each."""
 
     forward_s: Floats  # [n, pieces]
     backward_s: Floats  # [n, pieces]
@@ -45,18 +50,28 @@ class Line:
 
 
 def line_of(pipeline: Pipeline, llm: slice, virtual: int) -> Line:
-    """A pipeline without encoders side by side, the LLM's stages cut into `virtual` equal pieces each."""
-    forward_s, backward_s = (np.nanmax(np.where(pipeline.present, own, np.nan), axis=2)
-                             for own in (pipeline.forward_s, pipeline.backward_s))
+    """A pipeline without encoders side by side, the LLM's stages cut into `virtual` equal pieces
+    each."""
+    forward_s, backward_s = (
+        np.nanmax(np.where(pipeline.present, own, np.nan), axis=2)
+        for own in (pipeline.forward_s, pipeline.backward_s)
+    )
     stages, unit = list(range(forward_s.shape[1])), list(range(forward_s.shape[1]))[llm]
-    before, after = stages[:llm.start], stages[llm.stop:]
+    before, after = stages[: llm.start], stages[llm.stop :]
     rank = before + unit * virtual + after
     share = np.array([1.0 / virtual if stage in unit else 1.0 for stage in rank])
     inside = pipeline.transfer_s[unit[:-1]].mean() if len(unit) > 1 else 0.0
-    transfer_s = np.array([pipeline.transfer_s[a] if b == a + 1 else inside
-                           for a, b in pairwise(rank)])
-    return Line(forward_s[:, rank] * share, backward_s[:, rank] * share, transfer_s, rank, (llm.start, len(unit)),
-                virtual)
+    transfer_s = np.array(
+        [pipeline.transfer_s[a] if b == a + 1 else inside for a, b in pairwise(rank)]
+    )
+    return Line(
+        forward_s[:, rank] * share,
+        backward_s[:, rank] * share,
+        transfer_s,
+        rank,
+        (llm.start, len(unit)),
+        virtual,
+    )
 
 
 def orders_of(line: Line, extra: int) -> list[list[Operation]]:
@@ -64,24 +79,38 @@ def orders_of(line: Line, extra: int) -> list[list[Operation]]:
     slots, pieces = line.forward_s.shape
     first, width = line.llm
     behind = pieces - (first + width * line.virtual)  # stages of the units after the LLM's
-    passes = [(slot, chunk) for begin in range(0, slots, width) for chunk in range(line.virtual)
-              for slot in range(begin, min(slots, begin + width))]
+    passes = [
+        (slot, chunk)
+        for begin in range(0, slots, width)
+        for chunk in range(line.virtual)
+        for slot in range(begin, min(slots, begin + width))
+    ]
     returns = [(slot, line.virtual - 1 - chunk) for slot, chunk in passes]
-    # The last rank's first backward comes when the units behind have a slot for each of their stages.
+    # The last rank's first backward comes when the units behind have a slot for each of their
+    # stages.
     filled = passes.index((min(slots - 1, behind), line.virtual - 1)) + 1 + extra
     orders: list[list[Operation]] = []
     for rank in range(first, first + width):
         own = [rank + chunk * width for chunk in range(line.virtual)]
         ahead = filled + (2 if line.virtual > 1 else 1) * (first + width - 1 - rank)
-        orders.append([(forward, slot, own[chunk]) for forward, number in operations(len(passes), ahead)
-                       for slot, chunk in [(passes if forward else returns)[number]]])
+        orders.append(
+            [
+                (forward, slot, own[chunk])
+                for forward, number in operations(len(passes), ahead)
+                for slot, chunk in [(passes if forward else returns)[number]]
+            ]
+        )
     done = orders[0].index((False, 0, first))
     begun = len({slot for forward, slot, _ in orders[0][:done] if forward})
     for place in reversed(range(first)):
         ahead = begun + first - place
-        orders.insert(0, [(forward, slot, place) for forward, slot in operations(slots, min(slots, ahead))])
+        orders.insert(
+            0, [(forward, slot, place) for forward, slot in operations(slots, min(slots, ahead))]
+        )
     for place in range(pieces - behind, pieces):
-        orders.append([(forward, slot, place) for forward, slot in operations(slots, pieces - place)])
+        orders.append(
+            [(forward, slot, place) for forward, slot in operations(slots, pieces - place)]
+        )
     return orders
 
 
@@ -134,26 +163,45 @@ def best_of(line: Line) -> tuple[float, float]:
     return min(found)
 
 
-def compared(preset: str, plan: str, layout: Layout, profile: Any, cluster: Any, steps: int) -> list[dict[str, Any]]:
+def compared(
+    preset: str, plan: str, layout: Layout, profile: Any, cluster: Any, steps: int
+) -> list[dict[str, Any]]:
     """Rows of one plan by virtual stages."""
     llm = layout.index_of(profile.inputs.llm)
     start = sum(unit.pp for unit in layout.units[:llm])
     unit = slice(start, start + layout.units[llm].pp)
-    pipelines = [simulated_step(profile, layout, cluster, number).pipeline for number in range(steps)]
+    pipelines = [
+        simulated_step(profile, layout, cluster, number).pipeline for number in range(steps)
+    ]
     rows, base = [], 0.0
     for virtual in VIRTUAL:
         if virtual > min(layout.units[llm].layers_per_stage):
             continue
         results = [best_of(line_of(pipeline, unit, virtual)) for pipeline in pipelines]
-        spent = mean(seconds for seconds, _ in results) + float(pipelines[0].reduce_s.max()) + pipelines[0].step_s
+        spent = (
+            mean(seconds for seconds, _ in results)
+            + float(pipelines[0].reduce_s.max())
+            + pipelines[0].step_s
+        )
         base = base or spent
-        stages_s = [float(np.nanmean(pipelines[0].forward_s[:, stage] + pipelines[0].backward_s[:, stage]))
-                    for stage in range(unit.start, unit.stop)]
+        stages_s = [
+            float(np.nanmean(pipelines[0].forward_s[:, stage] + pipelines[0].backward_s[:, stage]))
+            for stage in range(unit.start, unit.stop)
+        ]
         waits_s = sum(stages_s) - max(stages_s)
-        rows.append({"model": preset, "plan": plan, "layout": shapes(layout), "slots": layout.microbatches,
-                     "virtual": virtual, "s": spent, "gain": base / spent,
-                     "formula": base / (base - waits_s * (1.0 - 1.0 / virtual)),
-                     "slots in flight": max(flight for _, flight in results)})
+        rows.append(
+            {
+                "model": preset,
+                "plan": plan,
+                "layout": shapes(layout),
+                "slots": layout.microbatches,
+                "virtual": virtual,
+                "s": spent,
+                "gain": base / spent,
+                "formula": base / (base - waits_s * (1.0 - 1.0 / virtual)),
+                "slots in flight": max(flight for _, flight in results),
+            }
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""Jobs of which is known what slows them: drawn faults, simulated or rehearsed, and what mending each would gain."""
+"""Jobs of which is known what slows them: drawn faults, simulated or rehearsed, and what mending
+each would gain."""
 
 from __future__ import annotations
 
@@ -20,7 +21,18 @@ from tests.analysis import simulated
 
 Row = dict[str, Any]
 #: Kinds that confidence was fitted on, and those that it never saw before it was scored.
-DEVELOPED = ("clean", "rank", "stage", "link", "data", "rank and stage", "two ranks", "small", "few steps", "missing")
+DEVELOPED = (
+    "clean",
+    "rank",
+    "stage",
+    "link",
+    "data",
+    "rank and stage",
+    "two ranks",
+    "small",
+    "few steps",
+    "missing",
+)
 HELD_OUT = ("unit", "host")
 #: By name, nodes of 8 GPUs and sequences of a step: each gets the planner's own layout.
 JOBS = {"16 GPUs": (2, 32), "24 GPUs": (3, 48), "32 GPUs": (4, 64), "24 GPUs, two batches": (3, 96)}
@@ -29,7 +41,8 @@ WORKERS, MOST_STEPS = 8, 9  # cores that prepare a replica's data; steps recorde
 
 @dataclass(frozen=True)
 class Truth:
-    """A fault that was put in, where it must be found, and the share of a step that mending it gains."""
+    """A fault that was put in, where it must be found, and the share of a step that mending it
+    gains."""
 
     cause: str
     place: Row
@@ -58,10 +71,17 @@ def prepared(folder: Path, job: str) -> tuple[Profile, Layout]:
         nodes, batch = JOBS[job]
         own.mkdir(parents=True, exist_ok=True)
         disttrain(own, "init", ".", "--preset", "mllm-9b")
-        edit(own, cluster={"nodes": nodes}, train={"global_batch_size": batch}, preprocess={"workers": WORKERS})
+        edit(
+            own,
+            cluster={"nodes": nodes},
+            train={"global_batch_size": batch},
+            preprocess={"workers": WORKERS},
+        )
         disttrain(own, "profile")
         disttrain(own, "plan", "--top", 0, "--out", "plan.yaml")
-    return read_profile(own / "runs" / "mllm-9b" / "profile.json"), read_plan(own / "plan.yaml").plan
+    return read_profile(own / "runs" / "mllm-9b" / "profile.json"), read_plan(
+        own / "plan.yaml"
+    ).plan
 
 
 def draw(kind: str, seed: int, layout: Layout, job: str) -> Drawn:
@@ -75,18 +95,32 @@ def draw(kind: str, seed: int, layout: Layout, job: str) -> Drawn:
         stage, replica = random_.randrange(unit.pp), random_.randrange(unit.dp)
         one = slow in ("rank", "host")
         if slow == "link":
-            unit, stage = random_.choice([(one, stage) for one in layout.units for stage in range(one.pp)][:-1])
+            unit, stage = random_.choice(
+                [(one, stage) for one in layout.units for stage in range(one.pp)][:-1]
+            )
         if slow == "worker":
             unit = layout.units[0]
             stage = 0
         if slow == "unit":
             stage = 0
-        fault.append(FaultSpec(slow="stage" if slow == "unit" else slow, unit=unit.name, stage=stage,  # type: ignore[arg-type]
-                               replica=replica if one else None, factor=factor))
-        causes.append({"rank": ("worker", {"unit": unit.name, "stage": stage, "replica": replica}),
-                       "stage": ("stage", {"unit": unit.name, "stage": stage}), "unit": ("unit", {"unit": unit.name}),
-                       "link": ("communication", {"unit": unit.name, "stage": stage}),
-                       "worker": ("data", {"unit": unit.name})}[slow])
+        fault.append(
+            FaultSpec(
+                slow="stage" if slow == "unit" else slow,
+                unit=unit.name,
+                stage=stage,  # type: ignore[arg-type]
+                replica=replica if one else None,
+                factor=factor,
+            )
+        )
+        causes.append(
+            {
+                "rank": ("worker", {"unit": unit.name, "stage": stage, "replica": replica}),
+                "stage": ("stage", {"unit": unit.name, "stage": stage}),
+                "unit": ("unit", {"unit": unit.name}),
+                "link": ("communication", {"unit": unit.name, "stage": stage}),
+                "worker": ("data", {"unit": unit.name}),
+            }[slow]
+        )
 
     def factor(least: float, most: float) -> float:
         return float(np.exp(random_.uniform(np.log(least), np.log(most))))
@@ -111,17 +145,36 @@ def draw(kind: str, seed: int, layout: Layout, job: str) -> Drawn:
     if then == "unit":
         put("unit", factor(1.1, 3.5))
     if then == "host":
-        depth, unit, stage = random_.choice([
-            (number, unit, stage) for number, (unit, stage) in enumerate(
-                (unit, stage) for unit in layout.units for stage in range(unit.pp))])
+        depth, unit, stage = random_.choice(
+            [
+                (number, unit, stage)
+                for number, (unit, stage) in enumerate(
+                    (unit, stage) for unit in layout.units for stage in range(unit.pp)
+                )
+            ]
+        )
         replica = random_.randrange(unit.dp)
         once = random_.random() < 0.3
-        held_up.append(simulated.HeldUp(depth, replica, factor(0.5, 3.0) if once else factor(0.005, 0.2),
-                                        random_.randint(1, steps - 1) if once else None,
-                                        random_.randrange(layout.microbatches) if once else None))
+        held_up.append(
+            simulated.HeldUp(
+                depth,
+                replica,
+                factor(0.5, 3.0) if once else factor(0.005, 0.2),
+                random_.randint(1, steps - 1) if once else None,
+                random_.randrange(layout.microbatches) if once else None,
+            )
+        )
         causes.append(("host", {"unit": unit.name, "stage": stage, "replica": replica}))
-    return Drawn(job, steps, noise, seed, tuple(fault), tuple(held_up),
-                 random_.randint(1, 2) if kind == "missing" else 0, tuple(causes))
+    return Drawn(
+        job,
+        steps,
+        noise,
+        seed,
+        tuple(fault),
+        tuple(held_up),
+        random_.randint(1, 2) if kind == "missing" else 0,
+        tuple(causes),
+    )
 
 
 def _may(slow: str, dp: int, pp: int) -> bool:
@@ -132,14 +185,21 @@ def _may(slow: str, dp: int, pp: int) -> bool:
 def simulate(drawn: Drawn, profile: Profile, layout: Layout, traces: Path) -> list[Truth]:
     """Write the job's traces, and what mending each fault gains, played without it."""
     shutil.rmtree(traces, ignore_errors=True)
-    common: Row = {"noise": drawn.noise, "seed": drawn.seed,
-                   "workers": WORKERS if any(one.slow == "worker" for one in drawn.faults) else 0}
+    common: Row = {
+        "noise": drawn.noise,
+        "seed": drawn.seed,
+        "workers": WORKERS if any(one.slow == "worker" for one in drawn.faults) else 0,
+    }
 
     def step_s(faults: Sequence[FaultSpec], held_up: Sequence[simulated.HeldUp]) -> float:
-        played = simulated.play(profile, layout, drawn.steps, faults=faults, held_up=held_up, **common)
+        played = simulated.play(
+            profile, layout, drawn.steps, faults=faults, held_up=held_up, **common
+        )
         return float(np.mean([timeline.iteration_s for *_, timeline in played][1:]))
 
-    simulated.write(traces, profile, layout, drawn.steps, faults=drawn.faults, held_up=drawn.held_up, **common)
+    simulated.write(
+        traces, profile, layout, drawn.steps, faults=drawn.faults, held_up=drawn.held_up, **common
+    )
     lost = random.Random(drawn.seed)
     ranks = sorted(traces.glob("rank-*"))
     for folder in lost.sample(ranks, drawn.lost_ranks):
@@ -148,8 +208,12 @@ def simulate(drawn: Drawn, profile: Profile, layout: Layout, traces: Path) -> li
     found = []
     for number, (cause, place) in enumerate(drawn.causes):
         faults = [one for place_, one in enumerate(drawn.faults) if place_ != number]
-        held_up = [one for place_, one in enumerate(drawn.held_up, len(drawn.faults)) if place_ != number]
-        found.append(Truth(cause, place, 1 - step_s(faults, held_up) / with_all, 1 - none / with_all))
+        held_up = [
+            one for place_, one in enumerate(drawn.held_up, len(drawn.faults)) if place_ != number
+        ]
+        found.append(
+            Truth(cause, place, 1 - step_s(faults, held_up) / with_all, 1 - none / with_all)
+        )
     return found
 
 
@@ -165,8 +229,14 @@ def rehearse(drawn: Drawn, folder: Path, traces: Path) -> list[Truth]:
     if kept.is_dir():
         shutil.copytree(kept, traces)
         return truths
-    edit(own, train={"seed": drawn.seed}, rehearse={
-        "faults": [one.model_dump(exclude_none=True) for one in drawn.faults], "noise": drawn.noise})
+    edit(
+        own,
+        train={"seed": drawn.seed},
+        rehearse={
+            "faults": [one.model_dump(exclude_none=True) for one in drawn.faults],
+            "noise": drawn.noise,
+        },
+    )
     disttrain(own, "train", "--rehearse", "--plan", "plan.yaml", "--steps", min(4, drawn.steps))
     shutil.copytree(own / "runs" / "mllm-9b" / "rehearsal" / "traces", kept)
     shutil.copytree(kept, traces)

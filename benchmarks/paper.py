@@ -1,16 +1,17 @@
 """DistTrain's evaluation, planned and simulated: each part of it is one command.
 
     python -m benchmarks.paper end_to_end     throughput and MFU of the three models on 1,296 A800
-    python -m benchmarks.paper curve          the same gain over images per sequence
-    python -m benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B
-    python -m benchmarks.paper orchestration  plans alone, 96 devices, samples in the order they come
-    python -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices
-    python -m benchmarks.paper freezing       parts of the model frozen
-    python -m benchmarks.paper overhead       time to plan
+    python -m benchmarks.paper curve          the same gain over images per sequence python -m
+    benchmarks.paper efficiency     orchestration efficiency at 1,172 devices, 72B python -m
+    benchmarks.paper orchestration  plans alone, 96 devices, samples in the order they come python
+    -m benchmarks.paper reordering     orderings alone, the same plan, 1,296 devices python -m
+    benchmarks.paper freezing       parts of the model frozen python -m benchmarks.paper overhead
+    time to plan
 
-Nothing is measured on a device: costs are those of the hardware catalogue (one efficiency curve for all models),
-data the distribution `laion-like`. "Megatron-LM of the paper" has TP 8 everywhere and the LLM's PP of 1, 2, 10;
-"megatron" is the best Megatron pipeline of any TP and PP. Figures of the paper are named in docs/paper.md.
+Nothing is measured on a device: costs are those of the hardware catalogue (one efficiency curve for
+all models), data the distribution `laion-like`. "Megatron-LM of the paper" has TP 8 everywhere and
+the LLM's PP of 1, 2, 10; "megatron" is the best Megatron pipeline of any TP and PP. Figures of the
+paper are named in docs/paper.md.
 """
 
 from __future__ import annotations
@@ -43,32 +44,50 @@ LLM_PP = {"mllm-9b": 1, "mllm-15b": 2, "mllm-72b": 10}  # of the paper's Megatro
 SMALL_BATCHES = {"mllm-9b": 128, "mllm-15b": 64, "mllm-72b": 40}  # on 96 devices
 IMAGES = (1, 2, 4, 8, 16)
 STEPS = 5  # global batches of other sequences, for the orderings
-TRAINED = {"all": None, "encoder": ["image_encoder"], "LLM": ["llm"], "generator": ["image_generator"],
-           "projectors": ["projectors"]}
+TRAINED = {
+    "all": None,
+    "encoder": ["image_encoder"],
+    "LLM": ["llm"],
+    "generator": ["image_generator"],
+    "projectors": ["projectors"],
+}
 OVERHEAD_GPUS = (112, 324, 648, 1296, 16384)
 
 
 def profiled(preset: str, images: int | None = None) -> tuple[RunFile, Profile]:
-    """A preset and its computed profile; with `images` read and generated per sequence instead of the preset's."""
+    """A preset and its computed profile; with `images` read and generated per sequence instead of
+    the preset's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "disttrain.yaml"
         text = preset_text(preset)
         if images is not None:
-            text = re.sub(r"(images|generated)_per_sequence: \d+", rf"\1_per_sequence: {images}", text)
+            text = re.sub(
+                r"(images|generated)_per_sequence: \d+", rf"\1_per_sequence: {images}", text
+            )
         path.write_text(text)
         run: Run = read_run(path)
         return run.file, analytic_profile(run, DEVICE)
 
 
-def changed(run: RunFile, gpus: int | None = None, batch: int | None = None, ordering: str | None = None,
-            trained: list[str] | None = None) -> RunFile:
+def changed(
+    run: RunFile,
+    gpus: int | None = None,
+    batch: int | None = None,
+    ordering: str | None = None,
+    trained: list[str] | None = None,
+) -> RunFile:
     """The run file with another cluster, batch, ordering or set of trained modules."""
     update: dict[str, Any] = {}
-    train = {"global_batch_size": batch or run.train.global_batch_size, "ordering": ordering or run.train.ordering}
+    train = {
+        "global_batch_size": batch or run.train.global_batch_size,
+        "ordering": ordering or run.train.ordering,
+    }
     update["train"] = run.train.model_copy(update=train)
     update["model"] = run.model.model_copy(update={"trained": trained})
     if gpus is not None:
-        update["cluster"] = run.cluster.model_copy(update={"nodes": -(-gpus // run.cluster.gpus_per_node)})
+        update["cluster"] = run.cluster.model_copy(
+            update={"nodes": -(-gpus // run.cluster.gpus_per_node)}
+        )
     return run.model_copy(update=update)
 
 
@@ -80,9 +99,11 @@ def ours(run: RunFile, profile: Profile, gpus: int) -> tuple[Layout, Prediction,
 
 
 def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Prediction] | None:
-    """The paper's Megatron-LM: TP 8, the LLM on `pp` stages, samples as they come; None where it does not fit.
+    """The paper's Megatron-LM: TP 8, the LLM on `pp` stages, samples as they come; None where it
+    does not fit.
 
-    Images are levelled over the copies of its encoder all the same, which is more than Megatron-LM does.
+    Images are levelled over the copies of its encoder all the same, which is more than Megatron-LM
+    does.
     """
     cluster = replace(cluster, ordering="none")
     units, found = megatron(profile, cluster, tp=8, pp=pp)
@@ -92,7 +113,9 @@ def megatron_lm(profile: Profile, cluster: Cluster, pp: int) -> tuple[Layout, Pr
     return layout, predict(units_of(profile, cluster, layout), layout, cluster)
 
 
-def gain(mine: tuple[Layout, Prediction], other: tuple[Layout, Prediction] | None) -> tuple[str, str]:
+def gain(
+    mine: tuple[Layout, Prediction], other: tuple[Layout, Prediction] | None
+) -> tuple[str, str]:
     """Throughput over another layout's, per GPU given and per GPU used."""
     if other is None:
         return "does not fit", ""
@@ -115,14 +138,24 @@ def end_to_end(small: bool) -> Tables:
         best, relaxed = plan.baselines["megatron"], plan.baselines["paper"]
         given, used = gain(mine, published)
         assert best is not None and relaxed is not None
-        rows.append({"model": preset, "layout": shapes(plan.plan), "devices": plan.plan.gpus_used,
-                     "s per step": plan.predicted.iteration_s, "MFU %": 100 * plan.predicted.mfu,
-                     "Megatron-LM of the paper": shapes(published[0]) if published else "does not fit",
-                     "its devices": published[0].gpus_used if published else "",
-                     "its MFU %": 100 * published[1].mfu if published else "",
-                     "gain per device given": given, "per device used": used,
-                     "over the best megatron": plan.predicted.sequences_per_s / best.sequences_per_s,
-                     "over the paper's planner": plan.predicted.sequences_per_s / relaxed.sequences_per_s})
+        rows.append(
+            {
+                "model": preset,
+                "layout": shapes(plan.plan),
+                "devices": plan.plan.gpus_used,
+                "s per step": plan.predicted.iteration_s,
+                "MFU %": 100 * plan.predicted.mfu,
+                "Megatron-LM of the paper": shapes(published[0]) if published else "does not fit",
+                "its devices": published[0].gpus_used if published else "",
+                "its MFU %": 100 * published[1].mfu if published else "",
+                "gain per device given": given,
+                "per device used": used,
+                "over the best megatron": plan.predicted.sequences_per_s / best.sequences_per_s,
+                "over the paper's planner": (
+                    plan.predicted.sequences_per_s / relaxed.sequences_per_s
+                ),
+            }
+        )
     return {f"End to end, {GPUS:,} × {DEVICE}, batch {BATCH:,}": rows}
 
 
@@ -136,20 +169,45 @@ def curve(small: bool) -> Tables:
             units, found = megatron(profile, cluster)
             best = layout_of(units, cluster, found.best[0], "megatron")
             given, used = gain((layout, predicted), published)
-            free = gain((layout, predicted), (best, predict(units_of(profile, cluster, best), best, cluster)))
-            rows.append({"model": preset, "images per sequence": images, "layout": shapes(layout),
-                         "MFU %": 100 * predicted.mfu, "over Megatron-LM of the paper, per device given": given,
-                         "per device used": used, "over the best megatron, given": free[0], "used": free[1]})
-    return {f"Gain over images read and generated per sequence, {GPUS:,} × {DEVICE}, batch {BATCH:,}": rows}
+            free = gain(
+                (layout, predicted),
+                (best, predict(units_of(profile, cluster, best), best, cluster)),
+            )
+            rows.append(
+                {
+                    "model": preset,
+                    "images per sequence": images,
+                    "layout": shapes(layout),
+                    "MFU %": 100 * predicted.mfu,
+                    "over Megatron-LM of the paper, per device given": given,
+                    "per device used": used,
+                    "over the best megatron, given": free[0],
+                    "used": free[1],
+                }
+            )
+    return {
+        f"Gain over images read and generated per sequence, {GPUS:,} × {DEVICE}, batch {BATCH:,}": (
+            rows
+        )
+    }
 
 
 def efficiency(small: bool) -> Tables:
     preset = "mllm-9b" if small else "mllm-72b"
     run, profile = profiled(preset)
     layout, predicted, _ = ours(run, profile, 1172)
-    return {"Orchestration efficiency at 1,172 devices": [{
-        "model": preset, "layout": shapes(layout), "slots": layout.microbatches, "devices": layout.gpus_used,
-        "MFU %": 100 * predicted.mfu, "efficiency": predicted.orchestration_efficiency}]}
+    return {
+        "Orchestration efficiency at 1,172 devices": [
+            {
+                "model": preset,
+                "layout": shapes(layout),
+                "slots": layout.microbatches,
+                "devices": layout.gpus_used,
+                "MFU %": 100 * predicted.mfu,
+                "efficiency": predicted.orchestration_efficiency,
+            }
+        ]
+    }
 
 
 def orchestration(small: bool) -> Tables:
@@ -161,10 +219,18 @@ def orchestration(small: bool) -> Tables:
         published = megatron_lm(profile, cluster, LLM_PP[preset])
         flops = ranking(profile, cluster, "distmm")[0][0].layout
         shared = predict(units_of(profile, cluster, flops), flops, cluster)
-        rows.append({"model": preset, "batch": run.train.global_batch_size, "layout": shapes(layout),
-                     "MFU %": 100 * predicted.mfu,
-                     "over Megatron-LM of the paper": predicted.mfu / published[1].mfu if published else "does not fit",
-                     "over distmm": predicted.mfu / shared.mfu})
+        rows.append(
+            {
+                "model": preset,
+                "batch": run.train.global_batch_size,
+                "layout": shapes(layout),
+                "MFU %": 100 * predicted.mfu,
+                "over Megatron-LM of the paper": (
+                    predicted.mfu / published[1].mfu if published else "does not fit"
+                ),
+                "over distmm": predicted.mfu / shared.mfu,
+            }
+        )
     return {"Orchestration alone, 96 devices, MFU over MFU, ordering none": rows}
 
 
@@ -176,34 +242,50 @@ def reordering(small: bool) -> Tables:
         run = changed(run, gpus=gpus, batch=batch)
         mine, _, cluster = ours(run, profile, gpus)
         units = group(profile, cluster, "megatron")
-        whole, published = pipelines(units, cluster).best, megatron_lm(profile, cluster, LLM_PP[preset])
+        whole, published = (
+            pipelines(units, cluster).best,
+            megatron_lm(profile, cluster, LLM_PP[preset]),
+        )
         layouts = {"units": mine}
         layouts |= {"Megatron-LM of the paper": published[0]} if published else {}
         layouts |= {"one unit": layout_of(units, cluster, whole[0], "megatron")} if whole else {}
-        rows += [{"model": preset, "plan": name, "layout": shapes(layout), "slots": layout.microbatches}
-                 | orderings(profile, layout, cluster, 1 if small else STEPS) for name, layout in layouts.items()]
+        rows += [
+            {"model": preset, "plan": name, "layout": shapes(layout), "slots": layout.microbatches}
+            | orderings(profile, layout, cluster, 1 if small else STEPS)
+            for name, layout in layouts.items()
+        ]
     return {f"Reordering alone: the same plan, {STEPS} steps": rows}
 
 
 def orderings(profile: Profile, layout: Layout, cluster: Cluster, steps: int) -> dict[str, Any]:
-    """Seconds per step by policy, mean over steps, gains of `best` (in each step), and what no order can go below."""
+    """Seconds per step by policy, mean over steps, gains of `best` (in each step), and what no
+    order can go below."""
     times_s: dict[str, list[float]] = {}
     for name in ("none", "paper", "best"):
         own = replace(cluster, ordering=name)
         policy = policy_of(profile, layout, own)
-        simulated = [simulated_step(profile, layout, own, number, policy=policy) for number in range(steps)]
+        simulated = [
+            simulated_step(profile, layout, own, number, policy=policy) for number in range(steps)
+        ]
         times_s[name] = [step.timeline.iteration_s for step in simulated]
     bound_s = [busiest_s(step.pipeline) for step in simulated]
     gains = [none / best for none, best in zip(times_s["none"], times_s["best"], strict=True)]
     over = [paper / best for paper, best in zip(times_s["paper"], times_s["best"], strict=True)]
-    return {**{f"{name}, s": mean(own) for name, own in times_s.items()}, "best over none": mean(gains),
-            "least, most": f"{min(gains):.3f}, {max(gains):.3f}", "best over paper": mean(over),
-            "its least": f"{min(over):.3f}", "none over the bound": mean(
-                none / bound for none, bound in zip(times_s["none"], bound_s, strict=True))}
+    return {
+        **{f"{name}, s": mean(own) for name, own in times_s.items()},
+        "best over none": mean(gains),
+        "least, most": f"{min(gains):.3f}, {max(gains):.3f}",
+        "best over paper": mean(over),
+        "its least": f"{min(over):.3f}",
+        "none over the bound": mean(
+            none / bound for none, bound in zip(times_s["none"], bound_s, strict=True)
+        ),
+    }
 
 
 def busiest_s(pipeline: Pipeline) -> float:
-    """What the stage with most work takes when its replicas are level and never wait, with reduction and optimizer."""
+    """What the stage with most work takes when its replicas are level and never wait, with
+    reduction and optimizer."""
     computing = (pipeline.forward_s + pipeline.backward_s).sum(axis=(0, 2)) / pipeline.replicas
     return float((computing + pipeline.reduce_s).max()) + pipeline.step_s
 
@@ -217,9 +299,17 @@ def freezing(small: bool) -> Tables:
             layout, predicted, cluster = ours(run, profile, GPUS)
             published = megatron_lm(profile, cluster, LLM_PP[preset])
             given, used = gain((layout, predicted), published)
-            rows.append({"model": preset, "trained": name, "layout": shapes(layout),
-                         "sequences/s": predicted.sequences_per_s, "MFU %": 100 * predicted.mfu,
-                         "over Megatron-LM of the paper, per device given": given, "per device used": used})
+            rows.append(
+                {
+                    "model": preset,
+                    "trained": name,
+                    "layout": shapes(layout),
+                    "sequences/s": predicted.sequences_per_s,
+                    "MFU %": 100 * predicted.mfu,
+                    "over Megatron-LM of the paper, per device given": given,
+                    "per device used": used,
+                }
+            )
     return {f"Parts of the model trained, {GPUS:,} × {DEVICE}, batch {BATCH:,}": rows}
 
 
@@ -234,20 +324,41 @@ def overhead(small: bool) -> Tables:
             search(units, cluster)
             searched = time.process_time()
             found, _, simulated = ranking(profile, cluster, "disaggregated")
-            rows.append({"model": preset, "devices": gpus, "search ms": 1e3 * (searched - start),
-                         "with finalists simulated ms": 1e3 * (time.process_time() - searched),
-                         "finalists": simulated, "layout": shapes(found[0].layout) if found else "does not fit"})
+            rows.append(
+                {
+                    "model": preset,
+                    "devices": gpus,
+                    "search ms": 1e3 * (searched - start),
+                    "with finalists simulated ms": 1e3 * (time.process_time() - searched),
+                    "finalists": simulated,
+                    "layout": shapes(found[0].layout) if found else "does not fit",
+                }
+            )
     return {"Time to plan, CPU time of one core": rows}
 
 
 PARTS: dict[str, Callable[[bool], Tables]] = {
-    "end_to_end": end_to_end, "curve": curve, "efficiency": efficiency, "orchestration": orchestration,
-    "reordering": reordering, "freezing": freezing, "overhead": overhead}
+    "end_to_end": end_to_end,
+    "curve": curve,
+    "efficiency": efficiency,
+    "orchestration": orchestration,
+    "reordering": reordering,
+    "freezing": freezing,
+    "overhead": overhead,
+}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*PARTS])
-    parser.add_argument("--small", action="store_true", help="smallest form: shows that it runs, measures little")
+    parser.add_argument(
+        "--small", action="store_true", help="smallest form: shows that it runs, measures little"
+    )
     options = parser.parse_args()
-    print("\n\n".join(table(title, rows) for title, rows in PARTS[options.part](options.small).items()))
+    print(
+        "\n\n".join(
+            table(title, rows) for title, rows in PARTS[options.part](options.small).items()
+        )
+    )

@@ -1,10 +1,11 @@
-"""The planner on synthetic costs: search time, gap to brute force, and how long saying that nothing fits takes.
+"""The planner on synthetic costs: search time, gap to brute force, and how long saying that nothing
+fits takes.
 
-Costs: `tiny` (three small modules), and the shapes of the paper's 9B and 72B models with a batch of 1,920 sequences
-(tests/planning/synthetic.py: plausible, not measured). In the 72B cases memory binds. The paper reports 922 ms at
-1,296 GPUs for its relaxed search, on its authors' machine, not ours: that ratio is a scale, not a comparison. The
-ratios to brute force are measured in this run. One core; CPU time. Run from the repository with the `dev` extra
-installed.
+Costs: `tiny` (three small modules), and the shapes of the paper's 9B and 72B models with a batch of
+1,920 sequences (tests/planning/synthetic.py: plausible, not measured). In the 72B cases memory
+binds. The paper reports 922 ms at 1,296 GPUs for its relaxed search, on its authors' machine, not
+ours: that ratio is a scale, not a comparison. The ratios to brute force are measured in this run.
+One core; CPU time. Run from the repository with the `dev` extra installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Case = tuple[Profile, Cluster]
 
 def tiny(gpus: int, memory_gib: float = 4.0) -> Case:
     """Three small modules, batch 24."""
-    return synthetic.tiny(synthetic.run_file(batch=24, gpus=gpus)), Cluster(gpus, gpus, memory_gib, 1, 24)
+    return synthetic.tiny(synthetic.run_file(batch=24, gpus=gpus)), Cluster(
+        gpus, gpus, memory_gib, 1, 24
+    )
 
 
 def paper(name: str, gpus: int, memory_gib: float = 80.0) -> Case:
@@ -47,41 +50,79 @@ def units_of(case: Case) -> list[Unit]:
 def searched(name: str, case: Case, rounds: int) -> dict[str, Any]:
     """Search for the best plan, with activations kept or recomputed, whichever is faster, too."""
     either = case[0], replace(case[1], checkpointing="auto")
-    seconds = alternate({"kept": lambda: search(units_of(case), case[1]),
-                         "either": lambda: search(units_of(either), either[1])}, rounds)
+    seconds = alternate(
+        {
+            "kept": lambda: search(units_of(case), case[1]),
+            "either": lambda: search(units_of(either), either[1]),
+        },
+        rounds,
+    )
     ms = {what: 1e3 * median(values) for what, values in seconds.items()}
     ratio = f"{PAPER_MS / ms['kept']:.1f}" if case[1].gpus == PAPER_GPUS else "–"
-    return {"costs": name, "GPUs": case[1].gpus, "search ms": ms["kept"],
-            "with checkpointing auto, ms": ms["either"], "paper's 922 ms (their machine) over it": ratio}
+    return {
+        "costs": name,
+        "GPUs": case[1].gpus,
+        "search ms": ms["kept"],
+        "with checkpointing auto, ms": ms["either"],
+        "paper's 922 ms (their machine) over it": ratio,
+    }
 
 
 def compared(name: str, case: Case, rounds: int) -> dict[str, Any]:
     """Every strategy's best plan by the formula."""
     strategies: tuple[Strategy, ...] = get_args(Strategy)
-    seconds = alternate({each: lambda each=each: candidates(*case, each, 1)  # type: ignore[misc]
-                         for each in strategies}, rounds)
-    return {"costs": name, "GPUs": case[1].gpus, **{f"{each} ms": 1e3 * median(seconds[each]) for each in strategies}}
+    seconds = alternate(
+        {
+            each: lambda each=each: candidates(*case, each, 1)  # type: ignore[misc]
+            for each in strategies
+        },
+        rounds,
+    )
+    return {
+        "costs": name,
+        "GPUs": case[1].gpus,
+        **{f"{each} ms": 1e3 * median(seconds[each]) for each in strategies},
+    }
 
 
 def nothing_fits(name: str, case: Case, rounds: int) -> dict[str, Any]:
     """A search that finds nothing, and the explanation with its remedies."""
     assert not search(units_of(case), case[1]).best
-    seconds = alternate({"search": lambda: search(units_of(case), case[1]),
-                         "explanation": lambda: infeasible(*case, "disaggregated")}, rounds)
+    seconds = alternate(
+        {
+            "search": lambda: search(units_of(case), case[1]),
+            "explanation": lambda: infeasible(*case, "disaggregated"),
+        },
+        rounds,
+    )
     error = infeasible(*case, "disaggregated")
-    return {"costs": name, "GPUs": case[1].gpus, "memory GiB": case[1].memory_gib,
-            **{f"{what} ms": 1e3 * median(values) for what, values in seconds.items()}, "remedies": error.next_step}
+    return {
+        "costs": name,
+        "GPUs": case[1].gpus,
+        "memory GiB": case[1].memory_gib,
+        **{f"{what} ms": 1e3 * median(values) for what, values in seconds.items()},
+        "remedies": error.next_step,
+    }
 
 
 def gap(name: str, case: Case, rounds: int) -> dict[str, Any]:
     """Search against trying every layout and every split of layers."""
     units, cluster = units_of(case), case[1]
     best_ms, least_ms = search(units, cluster).best[0].total_ms, brute_force(units, cluster)
-    seconds = alternate({"search": lambda: search(units_of(case), cluster),
-                         "brute force": lambda: brute_force(units_of(case), cluster)}, rounds)
-    return {"costs": name, "GPUs": cluster.gpus, "memory GiB": cluster.memory_gib,
-            "gap": f"{best_ms / least_ms - 1:.1e}",
-            "brute force time over search": paired_ratio(seconds["brute force"], seconds["search"])}
+    seconds = alternate(
+        {
+            "search": lambda: search(units_of(case), cluster),
+            "brute force": lambda: brute_force(units_of(case), cluster),
+        },
+        rounds,
+    )
+    return {
+        "costs": name,
+        "GPUs": cluster.gpus,
+        "memory GiB": cluster.memory_gib,
+        "gap": f"{best_ms / least_ms - 1:.1e}",
+        "brute force time over search": paired_ratio(seconds["brute force"], seconds["search"]),
+    }
 
 
 def measure(small: bool = False) -> Tables:
@@ -89,16 +130,27 @@ def measure(small: bool = False) -> Tables:
     rounds = 1 if small else 5
     cases = [("tiny", tiny(6))]
     if not small:
-        cases += [(name, paper(name, gpus)) for name in ("9B", "72B") for gpus in (96, PAPER_GPUS, 16384)]
+        cases += [
+            (name, paper(name, gpus)) for name in ("9B", "72B") for gpus in (96, PAPER_GPUS, 16384)
+        ]
     full = [("tiny", tiny(3, memory_gib=0.01))]
     if not small:
-        full += [("72B", paper("72B", 32)), ("72B", paper("72B", PAPER_GPUS, memory_gib=10.0)),
-                 ("9B", paper("9B", PAPER_GPUS, memory_gib=1.0))]
-    gaps = [tiny(3)] if small else [tiny(5), tiny(6), tiny(6, memory_gib=0.02), tiny(8)]  # 0.02 GiB binds
-    return {"Exact search, best plan only": [searched(name, case, rounds) for name, case in cases],
-            "Every strategy": [compared(name, case, rounds) for name, case in cases if case[1].gpus < 16384],
-            "Nothing fits": [nothing_fits(name, case, rounds) for name, case in full],
-            "Gap to brute force, batch 24": [gap("tiny", case, rounds) for case in gaps]}
+        full += [
+            ("72B", paper("72B", 32)),
+            ("72B", paper("72B", PAPER_GPUS, memory_gib=10.0)),
+            ("9B", paper("9B", PAPER_GPUS, memory_gib=1.0)),
+        ]
+    gaps = (
+        [tiny(3)] if small else [tiny(5), tiny(6), tiny(6, memory_gib=0.02), tiny(8)]
+    )  # 0.02 GiB binds
+    return {
+        "Exact search, best plan only": [searched(name, case, rounds) for name, case in cases],
+        "Every strategy": [
+            compared(name, case, rounds) for name, case in cases if case[1].gpus < 16384
+        ],
+        "Nothing fits": [nothing_fits(name, case, rounds) for name, case in full],
+        "Gap to brute force, batch 24": [gap("tiny", case, rounds) for case in gaps],
+    }
 
 
 if __name__ == "__main__":

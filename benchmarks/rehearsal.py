@@ -1,15 +1,17 @@
-"""Rehearsals measured: each part is one command, run as a user runs it (`disttrain init`, `profile`, `plan`, `train`).
+"""Rehearsals measured: each part is one command, run as a user runs it (`disttrain init`,
+`profile`, `plan`, `train`).
 
     python -m benchmarks.rehearsal accuracy   simulator's iteration time against the rehearsed one
-    python -m benchmarks.rehearsal gain       disaggregated over monolithic, rehearsed and simulated, alternating
-    python -m benchmarks.rehearsal ordering   the policy best over none on the same plan, alternating
-    python -m benchmarks.rehearsal faults     rehearsed slowdown beside the simulator's
-    python -m benchmarks.rehearsal overhead   processes at once, lateness, CPU time per operation, memory
+    python -m benchmarks.rehearsal gain       disaggregated over monolithic, rehearsed and
+    simulated, alternating python -m benchmarks.rehearsal ordering   the policy best over none on
+    the same plan, alternating python -m benchmarks.rehearsal faults     rehearsed slowdown beside
+    the simulator's python -m benchmarks.rehearsal overhead   processes at once, lateness, CPU time
+    per operation, memory
 
-Costs are those of an A800 in the hardware catalogue, data the distribution `laion-like`; processes, messages and
-schedules are real. Simulated is the very steps that were rehearsed: their orderings, processes and
-faults. Every rehearsal's first step is left out. With --out FILE every rehearsal's row is appended to FILE as it
-comes, and rows that are there already are not rehearsed again.
+Costs are those of an A800 in the hardware catalogue, data the distribution `laion-like`; processes,
+messages and schedules are real. Simulated is the very steps that were rehearsed: their orderings,
+processes and faults. Every rehearsal's first step is left out. With --out FILE every rehearsal's
+row is appended to FILE as it comes, and rows that are there already are not rehearsed again.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ Keep = Callable[[Row, Callable[[], Row]], Row]
 
 @dataclass(frozen=True)
 class Case:
-    """A layout that is planned: of a preset on so many devices, with `merge` times the microbatch that the plan has."""
+    """A layout that is planned: of a preset on so many devices, with `merge` times the microbatch
+    that the plan has."""
 
     preset: str
     gpus: int
@@ -61,17 +64,40 @@ class Case:
 RUN_FILE = "disttrain.yaml"
 SMALL, SMALL_STEPS = Case("mllm-9b", 8, 16), 2
 CASES = (
-    Case("mllm-9b", 24, 48), Case("mllm-9b", 24, 24, "paper"), Case("mllm-9b", 48, 96, "megatron"),
-    Case("mllm-9b", 96, 192, "distmm"), Case("mllm-9b", 192, 288), Case("mllm-15b", 24, 40, "megatron"),
-    Case("mllm-15b", 48, 64, "distmm"), Case("mllm-15b", 96, 144, merge=2), Case("mllm-15b", 192, 288, "paper"),
-    Case("mllm-72b", 48, 40), Case("mllm-72b", 96, 64, "megatron"), Case("mllm-72b", 192, 144))
-DATA = {"few images": (2, 2), "many images": (16, 16), "images generated only": (0, 4)}  # read, generated per sequence
+    Case("mllm-9b", 24, 48),
+    Case("mllm-9b", 24, 24, "paper"),
+    Case("mllm-9b", 48, 96, "megatron"),
+    Case("mllm-9b", 96, 192, "distmm"),
+    Case("mllm-9b", 192, 288),
+    Case("mllm-15b", 24, 40, "megatron"),
+    Case("mllm-15b", 48, 64, "distmm"),
+    Case("mllm-15b", 96, 144, merge=2),
+    Case("mllm-15b", 192, 288, "paper"),
+    Case("mllm-72b", 48, 40),
+    Case("mllm-72b", 96, 64, "megatron"),
+    Case("mllm-72b", 192, 144),
+)
+DATA = {
+    "few images": (2, 2),
+    "many images": (16, 16),
+    "images generated only": (0, 4),
+}  # read, generated per sequence
 ACCURACY_STEPS, GAIN_STEPS, FAULT_STEPS = 3, 2, 3  # the first of each is left out
-GAIN_GPUS, GAIN_BATCH, PAIRS, PAIRS_OVER_BEST = 192, 288, 5, 1  # 1,920 sequences on 1,296 devices are 284 on 192
-#: The same for all plans of a pair: what the host adds to a step then weighs the same in all of them.
+GAIN_GPUS, GAIN_BATCH, PAIRS, PAIRS_OVER_BEST = (
+    192,
+    288,
+    5,
+    1,
+)  # 1,920 sequences on 1,296 devices are 284 on 192
+# : The same for all plans of a pair: what the host adds to a step then weighs the same in all of
+# them.
 GAIN_TIME_SCALE = 0.6
 OURS, PUBLISHED, ONE_UNIT = "disaggregated", "Megatron-LM of the paper", "one unit"
-PAPER_GAIN = {"mllm-9b": "1.7-2.2", "mllm-15b": "1.7-2.2", "mllm-72b": "1.3"}  # over Megatron-LM of the paper
+PAPER_GAIN = {
+    "mllm-9b": "1.7-2.2",
+    "mllm-15b": "1.7-2.2",
+    "mllm-72b": "1.3",
+}  # over Megatron-LM of the paper
 ORDERED, ORDERING_PAIRS = {"mllm-9b": (OURS, ONE_UNIT), "mllm-72b": (OURS, PUBLISHED)}, 5
 FAULT_ROUNDS = 2
 FAULTS: dict[str, Row | None] = {
@@ -79,23 +105,30 @@ FAULTS: dict[str, Row | None] = {
     "rank": {"slow": "rank", "unit": "llm", "stage": 0, "replica": 0, "factor": 1.5},
     "link": {"slow": "link", "unit": "llm", "stage": 0, "factor": 30.0},
     "stage": {"slow": "stage", "unit": "llm", "stage": 0, "factor": 1.2},
-    "worker": {"slow": "worker", "unit": "image_encoder", "replica": 0, "factor": 50.0}}
+    "worker": {"slow": "worker", "unit": "image_encoder", "replica": 0, "factor": 50.0},
+}
 OVERHEAD_STEPS = (2, 6)  # the difference of two rehearsals is what steps cost, without their start
 SAMPLED_EVERY_S = 1.0
 
 
 class Prepared:
-    """A profiled run of a case; made when its first plan is asked for, so not where all rows are kept already."""
+    """A profiled run of a case; made when its first plan is asked for, so not where all rows are
+    kept already."""
 
     def __init__(self, folder: Path, case: Case) -> None:
         self.folder, self.case = folder, case
 
     def plan(self, name: str) -> Path:
-        """The plan of a strategy, the one that is like the paper's Megatron-LM, or the best in one unit."""
+        """The plan of a strategy, the one that is like the paper's Megatron-LM, or the best in one
+        unit."""
         path = self.folder / f"{name.replace(' ', '-')}.yaml"
         if not (self.folder / RUN_FILE).is_file():
             disttrain(self.folder, "init", ".", "--preset", self.case.preset)
-            edit(self.folder, cluster={"nodes": -(-self.case.gpus // 8)}, train={"global_batch_size": self.case.batch})
+            edit(
+                self.folder,
+                cluster={"nodes": -(-self.case.gpus // 8)},
+                train={"global_batch_size": self.case.batch},
+            )
             disttrain(self.folder, "profile")
         if name in (PUBLISHED, ONE_UNIT) and not path.is_file():
             write_plan(path, written(self.folder, self.case.preset, name))
@@ -114,23 +147,36 @@ def opened(case: Case) -> Iterator[Prepared]:
 
 def merged(plan: Plan, times: int) -> Plan:
     """A plan with microbatches of so many times the sequences."""
-    layout = plan.plan.model_copy(update={"microbatch_size": plan.plan.microbatch_size * times,
-                                          "microbatches": plan.plan.microbatches // times})
+    layout = plan.plan.model_copy(
+        update={
+            "microbatch_size": plan.plan.microbatch_size * times,
+            "microbatches": plan.plan.microbatches // times,
+        }
+    )
     layout.check_slots("llm")
     return plan.model_copy(update={"plan": layout})
 
 
 def written(folder: Path, preset: str, name: str) -> Plan:
-    """A plan of a profiled run that no command makes: like the paper's Megatron-LM, or in one unit."""
+    """A plan of a profiled run that no command makes: like the paper's Megatron-LM, or in one
+    unit."""
     run = read_run(folder / RUN_FILE)
     profile = read_profile(run.dir.profile)
     cluster = cluster_of(run.file, profile)
-    found = megatron_lm(profile, cluster, LLM_PP[preset]) if name == PUBLISHED else one_unit(profile, cluster)
+    found = (
+        megatron_lm(profile, cluster, LLM_PP[preset])
+        if name == PUBLISHED
+        else one_unit(profile, cluster)
+    )
     if found is None:
         raise SystemExit(f"{name} does not fit {preset} on this cluster.")
     prints = profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})
-    return Plan(fingerprints=prints, plan=found[0], predicted=found[1],
-                search=Search(solve_s=0.0, candidates=1, exact=False))
+    return Plan(
+        fingerprints=prints,
+        plan=found[0],
+        predicted=found[1],
+        search=Search(solve_s=0.0, candidates=1, exact=False),
+    )
 
 
 def one_unit(profile: Profile, cluster: Cluster) -> tuple[Layout, Prediction] | None:
@@ -152,33 +198,55 @@ def edit(folder: Path, **sections: Row) -> None:
     path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
 
-def rehearsed(run: Prepared, name: str, steps: int, *, seed: int = 0, fault: Row | None = None,
-              images: tuple[float, float] | None = None, time_scale: float | str = "auto",
-              ordering: str | None = None) -> Row:
+def rehearsed(
+    run: Prepared,
+    name: str,
+    steps: int,
+    *,
+    seed: int = 0,
+    fault: Row | None = None,
+    images: tuple[float, float] | None = None,
+    time_scale: float | str = "auto",
+    ordering: str | None = None,
+) -> Row:
     """Rehearse a plan: mean iteration times without the first step, and how the rehearsal went.
 
     Args:
-        name: of the plan (`Prepared.plan`).
-        ordering: None = `paper`, but samples come unordered to the paper's Megatron-LM.
-        images: mean images read and generated per sequence, instead of those of the data it was planned for.
+        name: of the plan (`Prepared.plan`). ordering: None = `paper`, but samples come unordered to
+        the paper's Megatron-LM. images: mean images read and generated per sequence, instead of
+        those of the data it was planned for.
     """
     path = run.plan(name)
     own, other = read_run(run.folder / RUN_FILE).file.data.distribution, None
     if images is not None and own is not None:
         counts = {"images_per_sequence": images[0], "generated_per_sequence": images[1]}
         other = own.model_copy(update=counts).model_dump()
-    edit(run.folder, train={"seed": seed, "ordering": ordering or ("none" if name == PUBLISHED else "paper")},
-         rehearse={"faults": [fault] if fault else [], "distribution": other, "time_scale": time_scale})
+    edit(
+        run.folder,
+        train={"seed": seed, "ordering": ordering or ("none" if name == PUBLISHED else "paper")},
+        rehearse={
+            "faults": [fault] if fault else [],
+            "distribution": other,
+            "time_scale": time_scale,
+        },
+    )
     document = disttrain(run.folder, "train", "--rehearse", "--plan", path, "--steps", steps)
     plan = read_plan(path)
     layout, predicted = plan.plan, plan.predicted
-    return {"layout": shapes(layout), "M": layout.microbatch_size, "slots": layout.microbatches,
-            "devices": layout.gpus_used, "rehearsed_s": _mean_s(document["steps"]),
-            "simulated_s": _mean_s(document["simulated"]), "planned_s": predicted.iteration_s, "mfu": predicted.mfu,
-            "efficiency": predicted.orchestration_efficiency,
-            "operations": document["operations_emulated"],
-            **{name: document[name] for name in ("processes", "time_scale", "gpus_per_process")},
-            **{f"late_{name}_ms": document["late_ms"][name] for name in ("mean", "p99", "max")}}
+    return {
+        "layout": shapes(layout),
+        "M": layout.microbatch_size,
+        "slots": layout.microbatches,
+        "devices": layout.gpus_used,
+        "rehearsed_s": _mean_s(document["steps"]),
+        "simulated_s": _mean_s(document["simulated"]),
+        "planned_s": predicted.iteration_s,
+        "mfu": predicted.mfu,
+        "efficiency": predicted.orchestration_efficiency,
+        "operations": document["operations_emulated"],
+        **{name: document[name] for name in ("processes", "time_scale", "gpus_per_process")},
+        **{f"late_{name}_ms": document["late_ms"][name] for name in ("mean", "p99", "max")},
+    }
 
 
 def _mean_s(steps: list[Row]) -> float:
@@ -192,18 +260,37 @@ def accuracy(small: bool, keep: Keep) -> Tables:
     for case in (SMALL,) if small else CASES:
         with opened(case) as run:
             for name, images in data.items():
-                rows.append(keep({"part": "accuracy", **asdict(case), "data": name},
-                                 partial(rehearsed, run, case.strategy, steps, images=images)))
+                rows.append(
+                    keep(
+                        {"part": "accuracy", **asdict(case), "data": name},
+                        partial(rehearsed, run, case.strategy, steps, images=images),
+                    )
+                )
     return {
         "Iteration time, simulated beside rehearsed": [
-            {"model": row["preset"], "strategy": row["strategy"], "layout": row["layout"], "M": row["M"],
-             "batch": row["batch"], "devices": row["devices"], "data": row["data"], "processes": row["processes"],
-             "rehearsed s": row["rehearsed_s"], "simulated s": row["simulated_s"], "off %": _off_pct(row)}
-            for row in rows],
+            {
+                "model": row["preset"],
+                "strategy": row["strategy"],
+                "layout": row["layout"],
+                "M": row["M"],
+                "batch": row["batch"],
+                "devices": row["devices"],
+                "data": row["data"],
+                "processes": row["processes"],
+                "rehearsed s": row["rehearsed_s"],
+                "simulated s": row["simulated_s"],
+                "off %": _off_pct(row),
+            }
+            for row in rows
+        ],
         "How far the simulator is off, first step excluded": [
             {"data": name, "rehearsals": len(own), "median %": median(own), "worst %": max(own)}
-            for name, own in [(name, [abs(_off_pct(row)) for row in rows if name in ("all", row["data"])])
-                              for name in [*data, "all"]]]}
+            for name, own in [
+                (name, [abs(_off_pct(row)) for row in rows if name in ("all", row["data"])])
+                for name in [*data, "all"]
+            ]
+        ],
+    }
 
 
 def _off_pct(row: Row) -> float:
@@ -220,14 +307,26 @@ def gain(small: bool, keep: Keep) -> Tables:
                 for name, own in rows.items():
                     if name == "megatron" and pair >= PAIRS_OVER_BEST:
                         continue
-                    own.append(keep({"part": "gain", **asdict(case), "plan": name, "pair": pair},
-                                    partial(rehearsed, run, name, GAIN_STEPS, seed=pair,
-                                            time_scale=GAIN_TIME_SCALE)))
+                    own.append(
+                        keep(
+                            {"part": "gain", **asdict(case), "plan": name, "pair": pair},
+                            partial(
+                                rehearsed,
+                                run,
+                                name,
+                                GAIN_STEPS,
+                                seed=pair,
+                                time_scale=GAIN_TIME_SCALE,
+                            ),
+                        )
+                    )
         for name in ("megatron", PUBLISHED):
             results.append(_gain(preset, name, rows[OURS], rows[name]))
             parts.append(_arithmetic(preset, name, rows[OURS][0], rows[name][0]))
-    return {"Throughput of disaggregated over monolithic, same devices, data and batch": results,
-            "What the planned gain is made of, disaggregated over monolithic": parts}
+    return {
+        "Throughput of disaggregated over monolithic, same devices, data and batch": results,
+        "What the planned gain is made of, disaggregated over monolithic": parts,
+    }
 
 
 def ordering(small: bool, keep: Keep) -> Tables:
@@ -239,85 +338,172 @@ def ordering(small: bool, keep: Keep) -> Tables:
                 rows: dict[str, list[Row]] = {"none": [], "best": []}
                 for pair in range(1 if small else ORDERING_PAIRS):
                     for policy, own in rows.items():
-                        own.append(keep({"part": "ordering", **asdict(case), "plan": name, "ordering": policy,
-                                         "pair": pair},
-                                        partial(rehearsed, run, name, GAIN_STEPS, seed=pair, ordering=policy,
-                                                time_scale=GAIN_TIME_SCALE)))
+                        own.append(
+                            keep(
+                                {
+                                    "part": "ordering",
+                                    **asdict(case),
+                                    "plan": name,
+                                    "ordering": policy,
+                                    "pair": pair,
+                                },
+                                partial(
+                                    rehearsed,
+                                    run,
+                                    name,
+                                    GAIN_STEPS,
+                                    seed=pair,
+                                    ordering=policy,
+                                    time_scale=GAIN_TIME_SCALE,
+                                ),
+                            )
+                        )
                 results.append(_over_none(preset, name, rows["none"], rows["best"]))
     return {"Throughput of the ordering best over none, same plan, data and batch": results}
 
 
 def _over_none(preset: str, name: str, none: list[Row], best: list[Row]) -> Row:
-    over = {what: [other[what] / own[what] for own, other in zip(best, none, strict=True)]
-            for what in ("rehearsed_s", "simulated_s")}
-    return {"model": preset, "plan": name, "layout": none[0]["layout"], "slots": none[0]["slots"],
-            "processes": none[0]["processes"], "pairs": len(none), "gain rehearsed": median(over["rehearsed_s"]),
-            "each": " ".join(f"{value:.3f}" for value in over["rehearsed_s"]),
-            "gain simulated": median(over["simulated_s"]), "paper's": "1.03-1.11"}
+    over = {
+        what: [other[what] / own[what] for own, other in zip(best, none, strict=True)]
+        for what in ("rehearsed_s", "simulated_s")
+    }
+    return {
+        "model": preset,
+        "plan": name,
+        "layout": none[0]["layout"],
+        "slots": none[0]["slots"],
+        "processes": none[0]["processes"],
+        "pairs": len(none),
+        "gain rehearsed": median(over["rehearsed_s"]),
+        "each": " ".join(f"{value:.3f}" for value in over["rehearsed_s"]),
+        "gain simulated": median(over["simulated_s"]),
+        "paper's": "1.03-1.11",
+    }
 
 
 def _gain(preset: str, name: str, ours: list[Row], theirs: list[Row]) -> Row:
-    over = {what: [other[what] / own[what] for own, other in zip(ours, theirs, strict=False)]
-            for what in ("rehearsed_s", "simulated_s")}
-    off = [100 * (seen / told - 1) for seen, told in zip(over["rehearsed_s"], over["simulated_s"], strict=True)]
-    return {"model": preset, "layout": ours[0]["layout"], "over": name, "its layout": theirs[0]["layout"],
-            "pairs": len(theirs), "gain rehearsed": median(over["rehearsed_s"]),
-            "each": " ".join(f"{value:.3f}" for value in over["rehearsed_s"]),
-            "gain simulated": median(over["simulated_s"]), "off %, median": median(off),
-            "off %, worst": max(off, key=abs), "gain planned": theirs[0]["planned_s"] / ours[0]["planned_s"],
-            "paper's": PAPER_GAIN[preset] if name == PUBLISHED else ""}
+    over = {
+        what: [other[what] / own[what] for own, other in zip(ours, theirs, strict=False)]
+        for what in ("rehearsed_s", "simulated_s")
+    }
+    off = [
+        100 * (seen / told - 1)
+        for seen, told in zip(over["rehearsed_s"], over["simulated_s"], strict=True)
+    ]
+    return {
+        "model": preset,
+        "layout": ours[0]["layout"],
+        "over": name,
+        "its layout": theirs[0]["layout"],
+        "pairs": len(theirs),
+        "gain rehearsed": median(over["rehearsed_s"]),
+        "each": " ".join(f"{value:.3f}" for value in over["rehearsed_s"]),
+        "gain simulated": median(over["simulated_s"]),
+        "off %, median": median(off),
+        "off %, worst": max(off, key=abs),
+        "gain planned": theirs[0]["planned_s"] / ours[0]["planned_s"],
+        "paper's": PAPER_GAIN[preset] if name == PUBLISHED else "",
+    }
 
 
 def _arithmetic(preset: str, name: str, ours: Row, theirs: Row) -> Row:
-    """Gain = devices used × share of their time in which they compute × MFU while they do, each ours over theirs."""
+    """Gain = devices used × share of their time in which they compute × MFU while they do, each
+    ours over theirs."""
     used, computing = (ours[what] / theirs[what] for what in ("devices", "efficiency"))
     kernels = ours["mfu"] / ours["efficiency"] / (theirs["mfu"] / theirs["efficiency"])
-    return {"model": preset, "over": name, "devices used": used, "time computing": computing,
-            "MFU computing": kernels, "product": used * computing * kernels,
-            "gain planned": theirs["planned_s"] / ours["planned_s"], "MFU %": 100 * ours["mfu"],
-            "its MFU %": 100 * theirs["mfu"]}
+    return {
+        "model": preset,
+        "over": name,
+        "devices used": used,
+        "time computing": computing,
+        "MFU computing": kernels,
+        "product": used * computing * kernels,
+        "gain planned": theirs["planned_s"] / ours["planned_s"],
+        "MFU %": 100 * ours["mfu"],
+        "its MFU %": 100 * theirs["mfu"],
+    }
 
 
 def faults(small: bool, keep: Keep) -> Tables:
-    case, rounds, steps = (SMALL, 1, SMALL_STEPS) if small else (Case("mllm-9b", 24, 48), FAULT_ROUNDS, FAULT_STEPS)
+    case, rounds, steps = (
+        (SMALL, 1, SMALL_STEPS) if small else (Case("mllm-9b", 24, 48), FAULT_ROUNDS, FAULT_STEPS)
+    )
     chosen = {name: FAULTS[name] for name in ("none", "stage")} if small else FAULTS
     rows: dict[str, list[Row]] = {name: [] for name in chosen}
     with opened(case) as run:
         for number in range(rounds):
             for name, fault in chosen.items():
-                rows[name].append(keep({"part": "faults", **asdict(case), "fault": fault, "round": number},
-                                       partial(rehearsed, run, case.strategy, steps, seed=number, fault=fault)))
-    return {f"Slowdown by a fault, {case.preset} on {case.gpus} devices, {rows['none'][0]['layout']}": [
-        _slowdown(name, fault, rows["none"], rows[name]) for name, fault in chosen.items() if fault is not None]}
+                rows[name].append(
+                    keep(
+                        {"part": "faults", **asdict(case), "fault": fault, "round": number},
+                        partial(rehearsed, run, case.strategy, steps, seed=number, fault=fault),
+                    )
+                )
+    return {
+        f"Slowdown by a fault, {case.preset} on {case.gpus} devices, {rows['none'][0]['layout']}": [
+            _slowdown(name, fault, rows["none"], rows[name])
+            for name, fault in chosen.items()
+            if fault is not None
+        ]
+    }
 
 
 def _slowdown(name: str, fault: Row, without: list[Row], own: list[Row]) -> Row:
-    times = {what: [row[what] / other[what] for row, other in zip(own, without, strict=True)]
-             for what in ("rehearsed_s", "simulated_s")}
+    times = {
+        what: [row[what] / other[what] for row, other in zip(own, without, strict=True)]
+        for what in ("rehearsed_s", "simulated_s")
+    }
     seen, told = (median(values) for values in times.values())
     where = f"{fault['unit']} stage {fault.get('stage', 0)}" + (
-        f" replica {fault['replica']}" if "replica" in fault else "")
-    return {"slow": name, "where": where, "factor": fault["factor"], "slowdown rehearsed": seen,
-            "each": " ".join(f"{value:.3f}" for value in times["rehearsed_s"]), "slowdown simulated": told,
-            "off %": 100 * (seen / told - 1)}
+        f" replica {fault['replica']}" if "replica" in fault else ""
+    )
+    return {
+        "slow": name,
+        "where": where,
+        "factor": fault["factor"],
+        "slowdown rehearsed": seen,
+        "each": " ".join(f"{value:.3f}" for value in times["rehearsed_s"]),
+        "slowdown simulated": told,
+        "off %": 100 * (seen / told - 1),
+    }
 
 
 def overhead(small: bool, keep: Keep) -> Tables:
-    case, both = (SMALL, (2, 3)) if small else (Case("mllm-9b", GAIN_GPUS, GAIN_BATCH), OVERHEAD_STEPS)
+    case, both = (
+        (SMALL, (2, 3)) if small else (Case("mllm-9b", GAIN_GPUS, GAIN_BATCH), OVERHEAD_STEPS)
+    )
     with opened(case) as run:
-        few, many = (keep({"part": "overhead", **asdict(case), "steps": steps},
-                          partial(watched, run, case.strategy, steps)) for steps in both)
+        few, many = (
+            keep(
+                {"part": "overhead", **asdict(case), "steps": steps},
+                partial(watched, run, case.strategy, steps),
+            )
+            for steps in both
+        )
     operations = many["operations"] - few["operations"]
-    return {"What a rehearsal costs": [{
-        "layout": many["layout"], "devices": many["devices"], "processes": many["processes"],
-        "devices per process": many["gpus_per_process"], "time scale": many["time_scale"], "operations": operations,
-        "late ms, mean": many["late_mean_ms"], "p99": many["late_p99_ms"], "max": many["late_max_ms"],
-        "CPU ms per operation": 1e3 * (many["cpu_s"] - few["cpu_s"]) / operations, "CPU s to start": few["cpu_s"],
-        "peak GiB of all processes": many["peak_gib"]}]}
+    return {
+        "What a rehearsal costs": [
+            {
+                "layout": many["layout"],
+                "devices": many["devices"],
+                "processes": many["processes"],
+                "devices per process": many["gpus_per_process"],
+                "time scale": many["time_scale"],
+                "operations": operations,
+                "late ms, mean": many["late_mean_ms"],
+                "p99": many["late_p99_ms"],
+                "max": many["late_max_ms"],
+                "CPU ms per operation": 1e3 * (many["cpu_s"] - few["cpu_s"]) / operations,
+                "CPU s to start": few["cpu_s"],
+                "peak GiB of all processes": many["peak_gib"],
+            }
+        ]
+    }
 
 
 def watched(run: Prepared, name: str, steps: int) -> Row:
-    """`rehearsed`, with the CPU seconds and the peak memory (each shared page once) of all processes it starts."""
+    """`rehearsed`, with the CPU seconds and the peak memory (each shared page once) of all
+    processes it starts."""
     import psutil
 
     done, peak = threading.Event(), [0.0]
@@ -358,25 +544,44 @@ def keeper(path: Path | None) -> Keep:
             if all(name in row and row[name] == value for name, value in key.items()):
                 return row
         row = key | make()
-        print(", ".join(f"{name} {value}" for name, value in key.items())
-              + f": rehearsed {row['rehearsed_s']:.3f} s, simulated {row['simulated_s']:.3f} s",
-              file=sys.stderr, flush=True)
+        print(
+            ", ".join(f"{name} {value}" for name, value in key.items())
+            + f": rehearsed {row['rehearsed_s']:.3f} s, simulated {row['simulated_s']:.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         if path is not None:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         return row
+
     return keep
 
 
 PARTS: dict[str, Callable[[bool, Keep], Tables]] = {
-    "accuracy": accuracy, "gain": gain, "ordering": ordering, "faults": faults, "overhead": overhead}
+    "accuracy": accuracy,
+    "gain": gain,
+    "ordering": ordering,
+    "faults": faults,
+    "overhead": overhead,
+}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=[*PARTS])
-    parser.add_argument("--small", action="store_true", help="smallest form: shows that it runs, measures little")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="keep every rehearsal's row here (JSON lines)")
+    parser.add_argument(
+        "--small", action="store_true", help="smallest form: shows that it runs, measures little"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="keep every rehearsal's row here (JSON lines)"
+    )
     options = parser.parse_args()
-    print("\n\n".join(table(title, rows) for title, rows in
-                      PARTS[options.part](options.small, keeper(options.out)).items()))
+    print(
+        "\n\n".join(
+            table(title, rows)
+            for title, rows in PARTS[options.part](options.small, keeper(options.out)).items()
+        )
+    )

@@ -1,9 +1,11 @@
-"""A step of disttrain's engine beside DeepSpeed's own PipelineEngine: same layout, same Llama, same tokens, same run.
+"""A step of disttrain's engine beside DeepSpeed's own PipelineEngine: same layout, same Llama, same
+tokens, same run.
 
-One unit of an LLM over two pipeline stages, once and with two replicas. Both engines live in the same ranks and take
-steps in turn (A B A B …); CPU seconds are summed over the ranks, wall seconds those of the slowest. The stock side is
-given its best case: every sequence is one document, so that its segments and rotary factors are made once and
-kept, where disttrain makes them for every slot; and its inputs are there already, as ours are.
+One unit of an LLM over two pipeline stages, once and with two replicas. Both engines live in the
+same ranks and take steps in turn (A B A B …); CPU seconds are summed over the ranks, wall seconds
+those of the slowest. The stock side is given its best case: every sequence is one document, so that
+its segments and rotary factors are made once and kept, where disttrain makes them for every slot;
+and its inputs are there already, as ours are.
 
     python -m benchmarks.stock_pipeline
 """
@@ -26,8 +28,12 @@ from benchmarks import common
 
 VOCABULARY = 512
 # Layout name → (replicas, precision, ZeRO stage).
-LAYOUTS = {"PP 2": (1, "fp32", 0), "PP 2 × DP 2": (2, "fp32", 0), "PP 2 × DP 2, ZeRO-1": (2, "fp32", 1),
-           "PP 2 × DP 2, bf16": (2, "bf16", 1)}
+LAYOUTS = {
+    "PP 2": (1, "fp32", 0),
+    "PP 2 × DP 2": (2, "fp32", 0),
+    "PP 2 × DP 2, ZeRO-1": (2, "fp32", 1),
+    "PP 2 × DP 2, bf16": (2, "bf16", 1),
+}
 #: hidden width, blocks, tokens of a sequence, sequences of a microbatch, slots, rounds
 SIZES = (128, 8, 128, 2, 8, 7)
 SMALL = (32, 2, 32, 1, 3, 1)
@@ -38,20 +44,42 @@ def measure(small: bool) -> common.Tables:
     from disttrain_cli.runtime.launching.launch import launch
 
     rows = []
-    for name, (dp, precision, zero) in list(LAYOUTS.items())[:2 if small else None]:
+    for name, (dp, precision, zero) in list(LAYOUTS.items())[: 2 if small else None]:
         with tempfile.TemporaryDirectory() as folder:
             run = _write_run(Path(folder), SMALL if small else SIZES, dp, precision, zero)
             payload = {"run": str(run), "dp": dp, "sizes": SMALL if small else SIZES, "out": folder}
-            launch(2 * dp, "benchmarks.stock_pipeline:ranks", payload, Path(folder) / "logs", timeout_s=3600)
-            ranks = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(2 * dp)]
-        cpu, wall = ({side: [combine(rank[side][clock][i] for rank in ranks) for i in range(len(ranks[0][side][clock]))]
-                      for side in ("disttrain", "DeepSpeed")} for clock, combine in (("cpu", sum), ("wall", max)))
-        rows.append({"layout": name, "CPU ratio": common.paired_ratio(cpu["disttrain"], cpu["DeepSpeed"]),
-                     "wall ratio": common.paired_ratio(wall["disttrain"], wall["DeepSpeed"]),
-                     "disttrain CPU s": float(np.median(cpu["disttrain"])),
-                     "DeepSpeed CPU s": float(np.median(cpu["DeepSpeed"])),
-                     "first loss, disttrain": ranks[-1]["disttrain"]["loss"],
-                     "first loss, DeepSpeed": ranks[-1]["DeepSpeed"]["loss"]})
+            launch(
+                2 * dp,
+                "benchmarks.stock_pipeline:ranks",
+                payload,
+                Path(folder) / "logs",
+                timeout_s=3600,
+            )
+            ranks = [
+                json.loads((Path(folder) / f"rank-{rank}.json").read_text())
+                for rank in range(2 * dp)
+            ]
+        cpu, wall = (
+            {
+                side: [
+                    combine(rank[side][clock][i] for rank in ranks)
+                    for i in range(len(ranks[0][side][clock]))
+                ]
+                for side in ("disttrain", "DeepSpeed")
+            }
+            for clock, combine in (("cpu", sum), ("wall", max))
+        )
+        rows.append(
+            {
+                "layout": name,
+                "CPU ratio": common.paired_ratio(cpu["disttrain"], cpu["DeepSpeed"]),
+                "wall ratio": common.paired_ratio(wall["disttrain"], wall["DeepSpeed"]),
+                "disttrain CPU s": float(np.median(cpu["disttrain"])),
+                "DeepSpeed CPU s": float(np.median(cpu["DeepSpeed"])),
+                "first loss, disttrain": ranks[-1]["disttrain"]["loss"],
+                "first loss, DeepSpeed": ranks[-1]["DeepSpeed"]["loss"],
+            }
+        )
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return {"One step, disttrain ÷ DeepSpeed's pipeline (medians of pairs)": rows}
 
@@ -67,7 +95,10 @@ def ranks(payload: dict[str, Any]) -> None:
     with joined("cpu", 600.0) as device:
         batches = _tokens(payload["sizes"], payload["dp"])
         ours = _ours(run, payload, device, batches)
-        sides = {"disttrain": ours, "DeepSpeed": _stock(run, payload, batches)}  # stock last: its p2p groups are global
+        sides = {
+            "disttrain": ours,
+            "DeepSpeed": _stock(run, payload, batches),
+        }  # stock last: its p2p groups are global
         found: dict[str, dict[str, Any]] = {name: {"cpu": [], "wall": []} for name in sides}
         for turn in range(payload["sizes"][-1] + 1):
             for name, step in sides.items():
@@ -93,13 +124,39 @@ def before_fork(payload: dict[str, Any]) -> None:
 def _write_run(folder: Path, sizes: tuple[int, ...], dp: int, precision: str, zero: int) -> Path:
     width, blocks, length, microbatch, slots, _ = sizes
     path = folder / "disttrain.yaml"
-    path.write_text(yaml.safe_dump({
-        "name": "stock", "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama", "config": {
-            "hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": 4, "num_key_value_heads": 4,
-            "intermediate_size": 3 * width, "vocab_size": VOCABULARY, "max_position_embeddings": length}}}},
-        "data": {"sources": [{"path": "."}], "sequence_length": length}, "cluster": {"device": "cpu"},
-        "train": {"global_batch_size": dp * microbatch * slots, "steps": 100, "precision": precision,
-                  "zero_stage": zero, "optimizer": {"lr": 1e-4}}}))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "stock",
+                "model": {
+                    "modules": {
+                        "llm": {
+                            "kind": "llm",
+                            "architecture": "llama",
+                            "config": {
+                                "hidden_size": width,
+                                "num_hidden_layers": blocks,
+                                "num_attention_heads": 4,
+                                "num_key_value_heads": 4,
+                                "intermediate_size": 3 * width,
+                                "vocab_size": VOCABULARY,
+                                "max_position_embeddings": length,
+                            },
+                        }
+                    }
+                },
+                "data": {"sources": [{"path": "."}], "sequence_length": length},
+                "cluster": {"device": "cpu"},
+                "train": {
+                    "global_batch_size": dp * microbatch * slots,
+                    "steps": 100,
+                    "precision": precision,
+                    "zero_stage": zero,
+                    "optimizer": {"lr": 1e-4},
+                },
+            }
+        )
+    )
     return path
 
 
@@ -109,7 +166,9 @@ def _tokens(sizes: tuple[int, ...], dp: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCABULARY, (slots, dp, microbatch, length + 1))
 
 
-def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) -> Callable[[int], float]:
+def _ours(
+    run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray
+) -> Callable[[int], float]:
     import torch
 
     from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder, no_items
@@ -124,12 +183,36 @@ def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) ->
 
     slots, dp, microbatch, length = *tokens.shape[:3], tokens.shape[3] - 1
     table, inputs = layer_table(run), describe(run)
-    unit = UnitPlan(name="all", modules=["llm"], dp=dp, pp=2, gpus=2 * dp, layers_per_stage=[len(table) // 2] * 2)
-    layout = Layout(global_batch_size=dp * microbatch * slots, microbatch_size=microbatch, microbatches=slots,
-                    zero_stage=run.file.train.zero_stage, gpus_used=2 * dp, units=[unit])
-    plan = Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout, search=Search(
-        solve_s=0, candidates=1, exact=True), predicted=Prediction(
-        iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0, bubble_fraction=0, memory=[]))
+    unit = UnitPlan(
+        name="all",
+        modules=["llm"],
+        dp=dp,
+        pp=2,
+        gpus=2 * dp,
+        layers_per_stage=[len(table) // 2] * 2,
+    )
+    layout = Layout(
+        global_batch_size=dp * microbatch * slots,
+        microbatch_size=microbatch,
+        microbatches=slots,
+        zero_stage=run.file.train.zero_stage,
+        gpus_used=2 * dp,
+        units=[unit],
+    )
+    plan = Plan(
+        fingerprints=Fingerprints(model="", data="", cluster=""),
+        plan=layout,
+        search=Search(solve_s=0, candidates=1, exact=True),
+        predicted=Prediction(
+            iteration_s=1,
+            sequences_per_s=1,
+            mfu=0,
+            warmup_s=0,
+            steady_s=0,
+            bubble_fraction=0,
+            memory=[],
+        ),
+    )
     graph = stage_graph(layout, "llm")
     place = graph.coords(int(os.environ["RANK"]))
     tracer = Tracer(Path(payload["out"]), "stock", place, wall_clock())
@@ -137,20 +220,41 @@ def _ours(run: Any, payload: dict[str, Any], device: Any, tokens: np.ndarray) ->
     everything = np.full(dp * microbatch, length)
     own_items = np.arange(dp * microbatch).reshape(dp, microbatch)
     replicas = [ReplicaItems(sequences, no_items(), no_items()) for sequences in own_items]
-    order = StepOrder(0, [Slot(inputs, np.arange(dp * microbatch), everything, everything**2, no_items(),
-                               np.zeros((0, 2), dtype=np.int64), no_items(), {"all": replicas}) for _ in range(slots)],
-                      label_tokens=dp * microbatch * slots * length, targets=0)
+    order = StepOrder(
+        0,
+        [
+            Slot(
+                inputs,
+                np.arange(dp * microbatch),
+                everything,
+                everything**2,
+                no_items(),
+                np.zeros((0, 2), dtype=np.int64),
+                no_items(),
+                {"all": replicas},
+            )
+            for _ in range(slots)
+        ],
+        label_tokens=dp * microbatch * slots * length,
+        targets=0,
+    )
     own = torch.from_numpy(tokens[:, place.replica])
 
     def fetch(slot: int) -> Batch:
-        return Batch([], token_ids=own[slot, :, :-1], labels=own[slot, :, 1:],
-                     sample_lengths=[length] * microbatch, positions=torch.arange(length).expand(microbatch, -1),
-                     label_tokens=float(order.label_tokens))
+        return Batch(
+            [],
+            token_ids=own[slot, :, :-1],
+            labels=own[slot, :, 1:],
+            sample_lengths=[length] * microbatch,
+            positions=torch.arange(length).expand(microbatch, -1),
+            label_tokens=float(order.label_tokens),
+        )
 
     def step(turn: int) -> float:
         set_rates(engine, turn)
         engine.run_step(order, fetch)
         return engine.step_losses["text"]
+
     return step
 
 
@@ -173,33 +277,52 @@ def _stock(run: Any, payload: dict[str, Any], tokens: np.ndarray) -> Callable[[i
         def __init__(self, ours: Any) -> None:
             super().__init__()
             self.layer = ours.layer
-            self.kept = [part.to(torch.bfloat16) if bf16 else part for part in _rotary(run, length, microbatch)]
+            self.kept = [
+                part.to(torch.bfloat16) if bf16 else part
+                for part in _rotary(run, length, microbatch)
+            ]
 
         def forward(self, hidden: Tensor) -> Tensor:
-            return self.layer(hidden, attention_mask=samples, position_embeddings=(self.kept[0], self.kept[1]))
+            return self.layer(
+                hidden, attention_mask=samples, position_embeddings=(self.kept[0], self.kept[1])
+            )
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     embed, *blocks, head = layers
-    parts = [embed.embedding, *(Block(block) for block in blocks), nn.Sequential(head.norm, head.lm_head)]
+    parts = [
+        embed.embedding,
+        *(Block(block) for block in blocks),
+        nn.Sequential(head.norm, head.lm_head),
+    ]
     module = PipelineModule(parts, num_stages=2, loss_fn=loss, partition_method="uniform")
     config: dict[str, Any] = {
-        "train_batch_size": dp * microbatch * slots, "train_micro_batch_size_per_gpu": microbatch,
-        "gradient_accumulation_steps": slots, "gradient_clipping": train.gradient_clipping,
-        "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
-        "zero_optimization": {"stage": train.zero_stage, "reduce_bucket_size": 4_000_000,
-                              "allgather_bucket_size": 4_000_000}}
+        "train_batch_size": dp * microbatch * slots,
+        "train_micro_batch_size_per_gpu": microbatch,
+        "gradient_accumulation_steps": slots,
+        "gradient_clipping": train.gradient_clipping,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "zero_optimization": {
+            "stage": train.zero_stage,
+            "reduce_bucket_size": 4_000_000,
+            "allgather_bucket_size": 4_000_000,
+        },
+    }
     if bf16:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     spec = train.optimizer
-    optimizer = torch.optim.AdamW(module.parameters(), lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
+    )
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     own = torch.from_numpy(tokens[:, engine.grid.get_data_parallel_rank()])
 
     def data() -> Iterator[tuple[Tensor, Tensor]]:
         for slot in range(slots):
             yield own[slot, :, :-1], own[slot, :, 1:]
+
     return lambda turn: float(engine.train_batch(data()))
 
 

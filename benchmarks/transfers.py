@@ -1,9 +1,11 @@
-"""Exposed transfer time: what a stage waits for the rows of the stage before it, as a share of the step.
+"""Exposed transfer time: what a stage waits for the rows of the stage before it, as a share of the
+step.
 
-Two units with TP 2 on four processes of this machine, over gloo. Devices are emulated by waits, so that two cores
-serve; the rows are real. Each rank of a TP group moves its own part of the rows, or all of them as a stage that knows
-nothing of TP would; receives are posted while the slot before is computed, or only when the rows are needed. All four
-ways take turns in one run, and each is set against the step without any waiting.
+Two units with TP 2 on four processes of this machine, over gloo. Devices are emulated by waits, so
+that two cores serve; the rows are real. Each rank of a TP group moves its own part of the rows, or
+all of them as a stage that knows nothing of TP would; receives are posted while the slot before is
+computed, or only when the rows are needed. All four ways take turns in one run, and each is set
+against the step without any waiting.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from benchmarks.common import Tables, main
 
 TP, WIDTH, LENGTH = 2, 1024, 1024
 COMPUTE_S = 0.025  # of a slot, forward, on either stage
-WAYS = {"whole, when needed": (False, False), "whole, posted ahead": (False, True),
-        "split, when needed": (True, False), "split, posted ahead": (True, True)}
+WAYS = {
+    "whole, when needed": (False, False),
+    "whole, posted ahead": (False, True),
+    "split, when needed": (True, False),
+    "split, posted ahead": (True, True),
+}
 
 
 def ranks(payload: dict[str, Any]) -> None:
-    """Run every way in turns; the second unit's first rank writes the seconds of each (steps, waits)."""
+    """Run every way in turns; the second unit's first rank writes the seconds of each (steps,
+    waits)."""
     import torch.distributed as dist
 
     from disttrain_cli.runtime.launching.process import joined
@@ -37,14 +44,18 @@ def ranks(payload: dict[str, Any]) -> None:
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
         for counted in [False] + [True] * payload["rounds"]:
             for name, (split, ahead) in WAYS.items():
-                times = _step(rank, groups[rank // TP], payload["slots"], payload["sequences"], split, ahead)
+                times = _step(
+                    rank, groups[rank // TP], payload["slots"], payload["sequences"], split, ahead
+                )
                 if counted:
                     found[name].append(times)
         if rank == TP:
             Path(payload["out"]).write_text(json.dumps(found))
 
 
-def _step(rank: int, ranks_of_group: Any, slots: int, sequences: int, split: bool, ahead: bool) -> tuple[float, float]:
+def _step(
+    rank: int, ranks_of_group: Any, slots: int, sequences: int, split: bool, ahead: bool
+) -> tuple[float, float]:
     """One step of a rank: (its seconds, those that it waited for rows)."""
     import torch
     import torch.distributed as dist
@@ -56,16 +67,27 @@ def _step(rank: int, ranks_of_group: Any, slots: int, sequences: int, split: boo
     from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 
     tp = TP if split else 1
-    units = [UnitPlan(name=name, modules=[name], tp=tp, gpus=tp, layers_per_stage=[1]) for name in ("before", "after")]
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=2 * tp, units=units)
+    units = [
+        UnitPlan(name=name, modules=[name], tp=tp, gpus=tp, layers_per_stage=[1])
+        for name in ("before", "after")
+    ]
+    layout = Layout(
+        global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=2 * tp, units=units
+    )
     stages = stage_graph(layout, "after").stages
     if not split:
         stages = tuple(replace(stage, ranks=(stage.number * TP + rank % TP,)) for stage in stages)
     side, tp_rank = rank // TP, rank % TP if split else 0
     spec = TensorSpec("hidden", "sequence", "tokens", (WIDTH,), split=True)
-    broker = Broker(RankCoords(rank, stages[side], 0, tp_rank), stages[1 - side], [spec] if side == 0 else [],
-                    [spec] if side == 1 else [], torch.float32, torch.device("cpu"),
-                    Group(ranks_of_group, TP, rank % TP) if split else None)
+    broker = Broker(
+        RankCoords(rank, stages[side], 0, tp_rank),
+        stages[1 - side],
+        [spec] if side == 0 else [],
+        [spec] if side == 1 else [],
+        torch.float32,
+        torch.device("cpu"),
+        Group(ranks_of_group, TP, rank % TP) if split else None,
+    )
     order = [_slot(sequences) for _ in range(slots)]
     rows = torch.zeros(sequences * LENGTH // tp, WIDTH)
     dist.barrier()
@@ -94,9 +116,16 @@ def _slot(sequences: int) -> Any:
     none, all_of_them = np.zeros(0, dtype=np.int64), np.arange(sequences)
     inputs = ModelInputs(llm="after", vocabulary=8, sequence_length=LENGTH)
     items = [ReplicaItems(all_of_them, none, none)]
-    return Slot(inputs=inputs, sequences=all_of_them, sequence_tokens=all_of_them, sequence_length_sq=all_of_them,
-                image_sequence=none, image_grid=np.zeros((0, 2), dtype=np.int64), target_sequence=none,
-                replicas={"before": items, "after": items})
+    return Slot(
+        inputs=inputs,
+        sequences=all_of_them,
+        sequence_tokens=all_of_them,
+        sequence_length_sq=all_of_them,
+        image_sequence=none,
+        image_grid=np.zeros((0, 2), dtype=np.int64),
+        target_sequence=none,
+        replicas={"before": items, "after": items},
+    )
 
 
 def measure(small: bool) -> Tables:
@@ -107,18 +136,33 @@ def measure(small: bool) -> Tables:
     for sequences in [1] if small else [1, 2, 4]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder, "times.json")
-            launch(2 * TP, "benchmarks.transfers:ranks", {
-                "rounds": 1 if small else 9, "slots": 4 if small else 16, "sequences": sequences, "out": str(out)},
-                Path(folder, "logs"), timeout_s=600)
+            launch(
+                2 * TP,
+                "benchmarks.transfers:ranks",
+                {
+                    "rounds": 1 if small else 9,
+                    "slots": 4 if small else 16,
+                    "sequences": sequences,
+                    "out": str(out),
+                },
+                Path(folder, "logs"),
+                timeout_s=600,
+            )
             found = json.loads(out.read_text())
         slots = 4 if small else 16
         for name, times in found.items():
             first = COMPUTE_S  # the first slot of the stage before, which nothing can hide
             exposed = [(waited - first) / seconds for seconds, waited in times]
-            rows.append({"MiB of a slot": sequences * LENGTH * WIDTH * 4 / 2**20, "rows": name.split(",")[0],
-                         "received": name.split(", ")[1], "step ms": 1e3 * median(s for s, _ in times),
-                         "without waits ms": 1e3 * COMPUTE_S * (slots + 1),
-                         "exposed % of step": 100 * median(exposed)})
+            rows.append(
+                {
+                    "MiB of a slot": sequences * LENGTH * WIDTH * 4 / 2**20,
+                    "rows": name.split(",")[0],
+                    "received": name.split(", ")[1],
+                    "step ms": 1e3 * median(s for s, _ in times),
+                    "without waits ms": 1e3 * COMPUTE_S * (slots + 1),
+                    "exposed % of step": 100 * median(exposed),
+                }
+            )
     return {"Waiting for the rows of the stage before, TP 2 to TP 2": rows}
 
 

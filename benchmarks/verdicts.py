@@ -1,14 +1,16 @@
 """Verdicts on rehearsals with faults that are known: 20 kinds and places, and 5 clean runs.
 
     python -m benchmarks.verdicts            all 25, one after the other (25 minutes on two cores)
-    python -m benchmarks.verdicts --out DIR  keep the traces; those that are there already are only analysed again
+    python -m benchmarks.verdicts --out DIR  keep the traces; those that are there already are only
+    analysed again
 
-MLLM-9B (costs of an A800 from the catalogue) under layouts that share their devices evenly on data of which every
-sequence holds the same, so that nothing is slow unless it is put in. Put in are faults of the run file's section
-`rehearse`, uneven data (the distribution `laion-like`, unordered), and layouts that give a unit too few devices. A case
-is right when cause and place are; of clean runs "none" is. Operations vary by 2 % (standard deviation). One kind no
-rehearsal makes, since images are levelled one by one even without an ordering: uneven replicas of the LLM are written
-as a trace by the tests' simulator.
+MLLM-9B (costs of an A800 from the catalogue) under layouts that share their devices evenly on data
+of which every sequence holds the same, so that nothing is slow unless it is put in. Put in are
+faults of the run file's section `rehearse`, uneven data (the distribution `laion-like`, unordered),
+and layouts that give a unit too few devices. A case is right when cause and place are; of clean
+runs "none" is. Operations vary by 2 % (standard deviation). One kind no rehearsal makes, since
+images are levelled one by one even without an ordering: uneven replicas of the LLM are written as a
+trace by the tests' simulator.
 """
 
 from __future__ import annotations
@@ -45,8 +47,13 @@ IMAGES, TARGETS, WORDS, DOCUMENTS = 8, 12, 700, 256  # of a document, which is o
 STEPS, SLOTS, NOISE, STEP_S = 4, 12, 0.02, 4.0  # the first step is left out
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 #: By name, DP of encoder, LLM and generator, TP of the LLM.
-LAYOUTS = {"two": (2, 2, 2, 2), "one": (1, 1, 1, 2), "few encoders": (1, 2, 2, 2), "few generators": (2, 2, 1, 2),
-           "small llm": (2, 2, 2, 1)}
+LAYOUTS = {
+    "two": (2, 2, 2, 2),
+    "one": (1, 1, 1, 2),
+    "few encoders": (1, 2, 2, 2),
+    "few generators": (2, 2, 1, 2),
+    "small llm": (2, 2, 2, 1),
+}
 LLM_STAGES = [12, 11, 11]
 
 
@@ -60,7 +67,9 @@ class Case:
     layout: str = "two"
     faults: tuple[Row, ...] = ()
     uneven: bool = False
-    written: Row | None = None  # a trace of the tests' simulator with these settings, instead of a rehearsal
+    written: Row | None = (
+        None  # a trace of the tests' simulator with these settings, instead of a rehearsal
+    )
 
 
 def fault(slow: str, unit: str, factor: float, **place: int) -> tuple[Row, ...]:
@@ -69,35 +78,103 @@ def fault(slow: str, unit: str, factor: float, **place: int) -> tuple[Row, ...]:
 
 
 CASES = (
-    Case("stage 0 of the LLM", "stage", {"unit": LLM, "stage": 0}, faults=fault("stage", LLM, 1.5, stage=0)),
-    Case("stage 1 of the LLM", "stage", {"unit": LLM, "stage": 1}, faults=fault("stage", LLM, 1.5, stage=1)),
-    Case("stage 2 of the LLM", "stage", {"unit": LLM, "stage": 2}, "one", fault("stage", LLM, 1.6, stage=2)),
-    Case("rank in the LLM's stage 0", "worker", {"unit": LLM, "stage": 0, "replica": 1},
-         faults=fault("rank", LLM, 1.6, stage=0, replica=1)),
-    Case("rank in the LLM's stage 2", "worker", {"unit": LLM, "stage": 2, "replica": 0},
-         faults=fault("rank", LLM, 1.5, stage=2, replica=0)),
-    Case("rank of the encoder", "worker", {"unit": ENCODER, "replica": 1},
-         faults=fault("rank", ENCODER, 1.6, replica=1)),
-    Case("rank of the generator", "worker", {"unit": GENERATOR, "replica": 0},
-         faults=fault("rank", GENERATOR, 1.6, replica=0)),
-    Case("link from the encoder", "communication", {"unit": ENCODER}, faults=fault("link", ENCODER, 600.0)),
-    Case("link inside the LLM", "communication", {"unit": LLM, "stage": 0}, faults=fault("link", LLM, 500.0, stage=0)),
-    Case("link to the generator", "communication", {"unit": LLM, "stage": 2}, "one",
-         fault("link", LLM, 900.0, stage=2)),
+    Case(
+        "stage 0 of the LLM",
+        "stage",
+        {"unit": LLM, "stage": 0},
+        faults=fault("stage", LLM, 1.5, stage=0),
+    ),
+    Case(
+        "stage 1 of the LLM",
+        "stage",
+        {"unit": LLM, "stage": 1},
+        faults=fault("stage", LLM, 1.5, stage=1),
+    ),
+    Case(
+        "stage 2 of the LLM",
+        "stage",
+        {"unit": LLM, "stage": 2},
+        "one",
+        fault("stage", LLM, 1.6, stage=2),
+    ),
+    Case(
+        "rank in the LLM's stage 0",
+        "worker",
+        {"unit": LLM, "stage": 0, "replica": 1},
+        faults=fault("rank", LLM, 1.6, stage=0, replica=1),
+    ),
+    Case(
+        "rank in the LLM's stage 2",
+        "worker",
+        {"unit": LLM, "stage": 2, "replica": 0},
+        faults=fault("rank", LLM, 1.5, stage=2, replica=0),
+    ),
+    Case(
+        "rank of the encoder",
+        "worker",
+        {"unit": ENCODER, "replica": 1},
+        faults=fault("rank", ENCODER, 1.6, replica=1),
+    ),
+    Case(
+        "rank of the generator",
+        "worker",
+        {"unit": GENERATOR, "replica": 0},
+        faults=fault("rank", GENERATOR, 1.6, replica=0),
+    ),
+    Case(
+        "link from the encoder",
+        "communication",
+        {"unit": ENCODER},
+        faults=fault("link", ENCODER, 600.0),
+    ),
+    Case(
+        "link inside the LLM",
+        "communication",
+        {"unit": LLM, "stage": 0},
+        faults=fault("link", LLM, 500.0, stage=0),
+    ),
+    Case(
+        "link to the generator",
+        "communication",
+        {"unit": LLM, "stage": 2},
+        "one",
+        fault("link", LLM, 900.0, stage=2),
+    ),
     Case("data of the encoder", "data", {"unit": ENCODER}, faults=fault("worker", ENCODER, 200.0)),
-    Case("data of an encoder's replica", "data", {"unit": ENCODER, "replica": 1},
-         faults=fault("worker", ENCODER, 200.0, replica=1)),
-    Case("data of the generator", "data", {"unit": GENERATOR}, "one", fault("worker", GENERATOR, 140.0)),
+    Case(
+        "data of an encoder's replica",
+        "data",
+        {"unit": ENCODER, "replica": 1},
+        faults=fault("worker", ENCODER, 200.0, replica=1),
+    ),
+    Case(
+        "data of the generator",
+        "data",
+        {"unit": GENERATOR},
+        "one",
+        fault("worker", GENERATOR, 140.0),
+    ),
     Case("too few devices: encoder", "unit", {"unit": ENCODER}, "few encoders"),
     Case("too few devices: generator", "unit", {"unit": GENERATOR}, "few generators"),
     Case("too few devices: LLM", "unit", {"unit": LLM}, "small llm"),
     Case("uneven replicas", "intra_microbatch", {"unit": LLM}, written={"skew": 0.4}),
     Case("uneven slots", "inter_microbatch", {}, "one", uneven=True),
-    Case("host in the LLM's stage 1", "host", {"unit": LLM, "stage": 1, "replica": 1},
-         faults=fault("host", LLM, 1.5, stage=1, replica=1)),
-    Case("host of the encoder", "host", {"unit": ENCODER, "replica": 0},
-         faults=fault("host", ENCODER, 1.5, replica=0)),
-    *(Case(f"clean {number}", "none", {}, layout) for number, layout in enumerate(("two", "one", "two", "one", "two"))),
+    Case(
+        "host in the LLM's stage 1",
+        "host",
+        {"unit": LLM, "stage": 1, "replica": 1},
+        faults=fault("host", LLM, 1.5, stage=1, replica=1),
+    ),
+    Case(
+        "host of the encoder",
+        "host",
+        {"unit": ENCODER, "replica": 0},
+        faults=fault("host", ENCODER, 1.5, replica=0),
+    ),
+    *(
+        Case(f"clean {number}", "none", {}, layout)
+        for number, layout in enumerate(("two", "one", "two", "one", "two"))
+    ),
 )
 
 
@@ -105,9 +182,13 @@ def prepare(folder: Path) -> None:
     """A profiled run in `folder` whose data are even, and a plan for each layout."""
     disttrain(folder, "init", ".", "--preset", "mllm-9b")
     write_even(folder / "even.tar")
-    edit(folder, cluster={"nodes": 2},
-         data={"distribution": None, "sources": [{"path": "even.tar"}]},
-         train={"global_batch_size": 2 * SLOTS}, preprocess={"workers": 8})
+    edit(
+        folder,
+        cluster={"nodes": 2},
+        data={"distribution": None, "sources": [{"path": "even.tar"}]},
+        train={"global_batch_size": 2 * SLOTS},
+        preprocess={"workers": 8},
+    )
     disttrain(folder, "profile")
 
 
@@ -122,7 +203,9 @@ def write_even(path: Path) -> None:
             key = f"{number:06d}"
             segments: list[Row] = [{"type": "text", "value": "words " * WORDS}]
             for image in range(IMAGES + TARGETS):
-                segments.append({"type": "image", "file": f"{key}.{image}.jpg", "generate": image >= IMAGES})
+                segments.append(
+                    {"type": "image", "file": f"{key}.{image}.jpg", "generate": image >= IMAGES}
+                )
                 segments.append({"type": "text", "value": "a picture"})
                 _add(tar, f"{key}.{image}.jpg", picture.getvalue())
             _add(tar, f"{key}.json", json.dumps({"segments": segments}).encode())
@@ -140,17 +223,46 @@ def plan_of(folder: Path, name: str) -> Path:
     profile = read_profile(run.dir.profile)
     encoders, llms, generators, tp = LAYOUTS[name]
     layers = {module: len(profile.modules[module].layers) for module in (ENCODER, GENERATOR)}
-    units = [UnitPlan(name=ENCODER, modules=[ENCODER], dp=encoders, gpus=encoders, layers_per_stage=[layers[ENCODER]],
-                      checkpointing=True),
-             UnitPlan(name=LLM, modules=[LLM], tp=tp, dp=llms, pp=3, gpus=tp * llms * 3, layers_per_stage=LLM_STAGES),
-             UnitPlan(name=GENERATOR, modules=[GENERATOR], dp=generators, gpus=generators,
-                      layers_per_stage=[layers[GENERATOR]])]
-    layout = Layout(global_batch_size=llms * SLOTS, microbatch_size=1, microbatches=SLOTS,
-                    gpus_used=sum(unit.gpus for unit in units), units=units)
+    units = [
+        UnitPlan(
+            name=ENCODER,
+            modules=[ENCODER],
+            dp=encoders,
+            gpus=encoders,
+            layers_per_stage=[layers[ENCODER]],
+            checkpointing=True,
+        ),
+        UnitPlan(
+            name=LLM,
+            modules=[LLM],
+            tp=tp,
+            dp=llms,
+            pp=3,
+            gpus=tp * llms * 3,
+            layers_per_stage=LLM_STAGES,
+        ),
+        UnitPlan(
+            name=GENERATOR,
+            modules=[GENERATOR],
+            dp=generators,
+            gpus=generators,
+            layers_per_stage=[layers[GENERATOR]],
+        ),
+    ]
+    layout = Layout(
+        global_batch_size=llms * SLOTS,
+        microbatch_size=1,
+        microbatches=SLOTS,
+        gpus_used=sum(unit.gpus for unit in units),
+        units=units,
+    )
     cluster = cluster_of(run.file, profile, 16)
-    plan = Plan(fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}), plan=layout,
-                predicted=predict(units_of(profile, cluster, layout), layout, cluster),
-                search=Search(solve_s=0.0, candidates=1, exact=False))
+    plan = Plan(
+        fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
+        plan=layout,
+        predicted=predict(units_of(profile, cluster, layout), layout, cluster),
+        search=Search(solve_s=0.0, candidates=1, exact=False),
+    )
     path = folder / f"{name.replace(' ', '-')}.yaml"
     write_plan(path, plan)
     return path
@@ -158,12 +270,29 @@ def plan_of(folder: Path, name: str) -> Path:
 
 def rehearse(folder: Path, case: Case, seed: int, traces: Path) -> None:
     """Rehearse a case in a prepared folder and keep its traces."""
-    skewed = {"name": "laion-like", "images_per_sequence": IMAGES, "generated_per_sequence": TARGETS}
-    edit(folder, train={"global_batch_size": LAYOUTS[case.layout][1] * SLOTS, "seed": seed,
-                        "ordering": "none" if case.uneven else "paper"})
+    skewed = {
+        "name": "laion-like",
+        "images_per_sequence": IMAGES,
+        "generated_per_sequence": TARGETS,
+    }
+    edit(
+        folder,
+        train={
+            "global_batch_size": LAYOUTS[case.layout][1] * SLOTS,
+            "seed": seed,
+            "ordering": "none" if case.uneven else "paper",
+        },
+    )
     path = plan_of(folder, case.layout)
-    edit(folder, rehearse={"faults": list(case.faults), "distribution": skewed if case.uneven else None,
-                           "noise": NOISE, "time_scale": STEP_S / read_plan(path).predicted.iteration_s})
+    edit(
+        folder,
+        rehearse={
+            "faults": list(case.faults),
+            "distribution": skewed if case.uneven else None,
+            "noise": NOISE,
+            "time_scale": STEP_S / read_plan(path).predicted.iteration_s,
+        },
+    )
     disttrain(folder, "train", "--rehearse", "--plan", path, "--steps", STEPS)
     shutil.copytree(folder / "runs" / "mllm-9b" / "rehearsal" / "traces", traces)
 
@@ -175,11 +304,16 @@ def judged(case: Case, traces: Path) -> Row:
     right = found.verdict.cause == case.cause and case.place.items() <= place.items()
     lost = found.stragglers.lost_s or {}
     measured = found.job.iteration_s or 1.0
-    return {"case": case.name, "right": right, "verdict": found.verdict.cause,
-            "place": " ".join(f"{key} {value}" for key, value in place.items() if key != "host") or "-",
-            "sure": found.verdict.confidence, "lost %": 100 * found.verdict.lost_s / measured,
-            "unexplained %": 100 * lost.get("unexplained", 0.0) / measured,
-            "all %": " ".join(f"{key[:5]} {100 * value / measured:.1f}" for key, value in lost.items())}
+    return {
+        "case": case.name,
+        "right": right,
+        "verdict": found.verdict.cause,
+        "place": " ".join(f"{key} {value}" for key, value in place.items() if key != "host") or "-",
+        "sure": found.verdict.confidence,
+        "lost %": 100 * found.verdict.lost_s / measured,
+        "unexplained %": 100 * lost.get("unexplained", 0.0) / measured,
+        "all %": " ".join(f"{key[:5]} {100 * value / measured:.1f}" for key, value in lost.items()),
+    }
 
 
 @contextmanager
@@ -193,7 +327,8 @@ def _folder(out: Path | None) -> Iterator[Path]:
 
 
 def measure(out: Path | None = None, seed: int = 0, only: str = "") -> Tables:
-    """A row per case with `only` in its name; traces that are in `out` already are not rehearsed again."""
+    """A row per case with `only` in its name; traces that are in `out` already are not rehearsed
+    again."""
     rows = []
     with _folder(out) as folder:
         run = folder / "run"
@@ -215,10 +350,18 @@ def measure(out: Path | None = None, seed: int = 0, only: str = "") -> Tables:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the traces here")
-    parser.add_argument("--seed", type=int, default=0, help="another order of the data and other noise")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another order of the data and other noise"
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with TEXT in their names")
     options = parser.parse_args()
-    print("\n\n".join(table(title, rows) for title, rows in
-                      measure(options.out, options.seed, options.only).items()))
+    print(
+        "\n\n".join(
+            table(title, rows)
+            for title, rows in measure(options.out, options.seed, options.only).items()
+        )
+    )

@@ -1,7 +1,7 @@
 """Write the generated part of the documentation, or check that it is up to date.
 
-    python docs/generate.py            write docs/cli.md, docs/runfile.md, docs/traces.md and docs/schema/
-    python docs/generate.py --check    exit with 1 and name the files that differ
+python docs/generate.py            write docs/cli.md, docs/runfile.md, docs/traces.md and
+docs/schema/ python docs/generate.py --check    exit with 1 and name the files that differ
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from disttrain_cli.spec.trace import OPERATIONS
 DOCS = Path(__file__).parent
 NOTICE = "<!-- Written by docs/generate.py; edit the code instead. -->"
 # Typer and Rich read these when they draw the first page: the same page on every machine.
-PLAIN = {"TERMINAL_WIDTH": "100", "COLUMNS": "100", "NO_COLOR": "1", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}
+PLAIN = {
+    "TERMINAL_WIDTH": "100",
+    "COLUMNS": "100",
+    "NO_COLOR": "1",
+    "_TYPER_FORCE_DISABLE_TERMINAL": "1",
+}
 FORCING = ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS")
 SCHEMAS: dict[str, type[BaseModel]] = {"runfile": RunFile, "profile": Profile, "plan": Plan}
 
@@ -55,10 +60,16 @@ def _help(words: list[str]) -> str:
 def runfile() -> str:
     """The fields of the run file, one table per section."""
     schema = RunFile.model_json_schema()
-    parts = ["# The run file", NOTICE,
-             "`disttrain.yaml` says everything that a user decides about a run. Unknown keys are errors. "
-             "[schema/runfile.schema.json](schema/runfile.schema.json) is the same as a JSON Schema, for editors.",
-             *_section("Top level", schema, schema["$defs"])]
+    parts = [
+        "# The run file",
+        NOTICE,
+        (
+            "`disttrain.yaml` says everything that a user decides about a run. Unknown keys are"
+            " errors. [schema/runfile.schema.json](schema/runfile.schema.json) is the same as a"
+            " JSON Schema, for editors."
+        ),
+        *_section("Top level", schema, schema["$defs"]),
+    ]
     for name, definition in schema["$defs"].items():
         parts += _section(name, definition, schema["$defs"])
     return "\n\n".join(parts) + "\n"
@@ -66,27 +77,44 @@ def runfile() -> str:
 
 def traces() -> str:
     """The views that `disttrain analyze --sql` can ask."""
-    parts = ["# Traces and `--sql`", NOTICE,
-             "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank with a row for "
-             "every operation, the steps as rank 0 reported them, and `job.json` with the plan and the profile. A "
-             "segment is written whole, so a crash loses at most the open one. Any Parquet reader reads them.",
-             "`disttrain train --profile-steps A:B` adds torch's profile of those steps, `traces/kineto/`: a Kineto "
-             "file per rank in which every operation is marked. `disttrain analyze` says what its time is made of.",
-             "`disttrain analyze --sql QUERY` runs one SELECT over the views below. It is read-only, no other file can "
-             "be reached, and no extension loaded; an answer of more than 1,000,000 rows is refused. The view "
-             "`columns` holds what the tables below say."]
+    parts = [
+        "# Traces and `--sql`",
+        NOTICE,
+        (
+            "`disttrain train` writes `runs/NAME/traces/`: one folder of Parquet segments per rank"
+            " with a row for every operation, the steps as rank 0 reported them, and `job.json`"
+            " with the plan and the profile. A segment is written whole, so a crash loses at most"
+            " the open one. Any Parquet reader reads them."
+        ),
+        (
+            "`disttrain train --profile-steps A:B` adds torch's profile of those steps,"
+            " `traces/kineto/`: a Kineto file per rank in which every operation is marked."
+            " `disttrain analyze` says what its time is made of."
+        ),
+        (
+            "`disttrain analyze --sql QUERY` runs one SELECT over the views below. It is read-only,"
+            " no other file can be reached, and no extension loaded; an answer of more than"
+            " 1,000,000 rows is refused. The view `columns` holds what the tables below say."
+        ),
+    ]
     parts += _views(documented_views("own"), "")
-    parts += ["Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
-              "On a CPU a row has the time of the host. A GPU runs behind its host, and a row has the times at which "
-              "the GPU's stream came to the row's beginning and end, by events that are read later: a `forward` lasts "
-              "as long as its kernels with the gaps between them, a `receive_*` or `wait` as long as the stream "
-              "waited, a `load` as long as the stream had nothing to do until data came, the copy to the device "
-              "included (the host may have waited longer: `data_wait_s` of a step). Rows of a rank follow each other. "
-              "A step lasts until its `step` row ends, which is after its host reported it. Rows of what the GPU has "
-              "not done when a step's rows are written come with those of the next.",
-              "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
-              *_views(documented_views("kineto"), "Kineto: "), "Of operation-level Parquet this:",
-              *_views(documented_views("study"), "Operation-level: ")]
+    parts += [
+        "Operations of a row: " + ", ".join(f"`{operation}`" for operation in OPERATIONS) + ".",
+        (
+            "On a CPU a row has the time of the host. A GPU runs behind its host, and a row has the"
+            " times at which the GPU's stream came to the row's beginning and end, by events that"
+            " are read later: a `forward` lasts as long as its kernels with the gaps between them,"
+            " a `receive_*` or `wait` as long as the stream waited, a `load` as long as the stream"
+            " had nothing to do until data came, the copy to the device included (the host may have"
+            " waited longer: `data_wait_s` of a step). Rows of a rank follow each other. A step"
+            " lasts until its `step` row ends, which is after its host reported it. Rows of what"
+            " the GPU has not done when a step's rows are written come with those of the next."
+        ),
+        "Of Kineto or Chrome JSON, whatever PyTorch job wrote it, the same option asks these:",
+        *_views(documented_views("kineto"), "Kineto: "),
+        "Of operation-level Parquet this:",
+        *_views(documented_views("study"), "Operation-level: "),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -94,7 +122,11 @@ def _views(views: dict[str, View], of: str) -> list[str]:
     parts = []
     for name, view in views.items():
         rows = [f"| `{column}` | {meaning} |" for column, meaning in view.columns.items()]
-        parts += [f"## {of}`{name}`", view.about, "\n".join(["| column | meaning |", "|---|---|", *rows])]
+        parts += [
+            f"## {of}`{name}`",
+            view.about,
+            "\n".join(["| column | meaning |", "|---|---|", *rows]),
+        ]
     return parts
 
 
@@ -105,7 +137,11 @@ def _section(name: str, definition: dict[str, Any], definitions: dict[str, Any])
         if "default" in about:
             default = f"`{json.dumps(about['default'])}`"
         rows.append(f"| `{field}` | {_type(about)} | {default} | {about.get('description', '')} |")
-    return [f"## {name}", *([definition["description"]] if "description" in definition else []), "\n".join(rows)]
+    return [
+        f"## {name}",
+        *([definition["description"]] if "description" in definition else []),
+        "\n".join(rows),
+    ]
 
 
 def _type(about: dict[str, Any]) -> str:
@@ -129,8 +165,7 @@ def _type(about: dict[str, Any]) -> str:
 
 def pages() -> dict[Path, str]:
     """Every generated file with its content."""
-    found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile(),
-             DOCS / "traces.md": traces()}
+    found = {DOCS / "cli.md": cli(), DOCS / "runfile.md": runfile(), DOCS / "traces.md": traces()}
     for name, kind in SCHEMAS.items():
         schema = json.dumps(kind.model_json_schema(), indent=2, ensure_ascii=False)
         found[DOCS / "schema" / f"{name}.schema.json"] = schema + "\n"
@@ -139,10 +174,17 @@ def pages() -> dict[Path, str]:
 
 def main() -> int:
     found = pages()
-    stale = [path for path, text in found.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in found.items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    ]
     if "--check" in sys.argv[1:]:
         for path in stale:
-            print(f"{path.relative_to(DOCS.parent)} is out of date; write it with: make docs", file=sys.stderr)
+            print(
+                f"{path.relative_to(DOCS.parent)} is out of date; write it with: make docs",
+                file=sys.stderr,
+            )
         return 1 if stale else 0
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)

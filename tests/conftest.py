@@ -1,4 +1,5 @@
-"""Property tests use the same examples on every run, so that a red test can be run again, and have no time limit.
+"""Property tests use the same examples on every run, so that a red test can be run again, and have
+no time limit.
 
 Tables are as wide as they need to be, whatever runs the tests.
 """

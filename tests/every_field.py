@@ -1,7 +1,9 @@
-"""Run files drawn from the schema: every documented field gets a value, valid together and small enough for a CPU.
+"""Run files drawn from the schema: every documented field gets a value, valid together and small
+enough for a CPU.
 
-Values come from a field's type and bounds. `RANGES` narrows what would be too large, or means something only together
-with other fields; a new field of the run file needs nothing here unless it is such a one.
+Values come from a field's type and bounds. `RANGES` narrows what would be too large, or means
+something only together with other fields; a new field of the run file needs nothing here unless it
+is such a one.
 """
 
 from __future__ import annotations
@@ -20,16 +22,34 @@ from disttrain_cli.spec.runfile import ModuleOptimizerSpec, NoiseSpec, RunFile
 from tests.models.conftest import LLAMA, UNET
 from tests.models.test_towers import TOWERS
 
-PIXART = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 3, "out_channels": 6, "num_layers": 1,
-          "cross_attention_dim": 24, "caption_channels": 20}
-VAE = {"block_out_channels": [8, 8], "down_block_types": ["DownEncoderBlock2D"] * 2,
-       "up_block_types": ["UpDecoderBlock2D"] * 2, "norm_num_groups": 4, "latent_channels": 3}
+PIXART = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 3,
+    "out_channels": 6,
+    "num_layers": 1,
+    "cross_attention_dim": 24,
+    "caption_channels": 20,
+}
+VAE = {
+    "block_out_channels": [8, 8],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "norm_num_groups": 4,
+    "latent_channels": 3,
+}
 SMALL = {"num_hidden_layers": 1, "depth": 2}
 #: Small configurations of classes, with every kind of dropout that they have.
 CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
-    "encoder": {name: tower["config"] | {k: v for k, v in SMALL.items() if k in tower["config"]}
-                | ({"hidden_dropout_prob": 0.1} if name == "vit" else {}) for name, tower in TOWERS.items()},
-    "llm": {name: LLAMA | {"num_hidden_layers": 1} for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "encoder": {
+        name: tower["config"]
+        | {k: v for k, v in SMALL.items() if k in tower["config"]}
+        | ({"hidden_dropout_prob": 0.1} if name == "vit" else {})
+        for name, tower in TOWERS.items()
+    },
+    "llm": {
+        name: LLAMA | {"num_hidden_layers": 1} for name in ("llama", "mistral", "qwen2", "qwen3")
+    },
     "generator": {"unet2d_condition": UNET | {"dropout": 0.1}, "pixart": PIXART | {"dropout": 0.2}},
 }
 NAMES = {"encoder": "eye", "llm": "llm", "generator": "hand"}
@@ -37,45 +57,86 @@ NAMES = {"encoder": "eye", "llm": "llm", "generator": "hand"}
 #: Field → values to choose from, or a function of (random, what is drawn of the run file so far).
 RANGES: dict[str, Any] = {
     "name": ["drawn", "d.1_x-y"],
-    "model.modules": lambda draw, file: {name: draw_module(draw, kind) for kind, name in NAMES.items()},
-    "model.modules.*.noise.beta_start": [1e-4, None], "model.modules.*.noise.beta_end": [0.03, 0.2],
+    "model.modules": lambda draw, file: {
+        name: draw_module(draw, kind) for kind, name in NAMES.items()
+    },
+    "model.modules.*.noise.beta_start": [1e-4, None],
+    "model.modules.*.noise.beta_end": [0.03, 0.2],
     "model.modules.*.noise.timesteps": [50, 4],
     "model.projector_hidden": [None, 20],
     "model.loss_weights.modules": [{"hand": 0.25}, {}],
     "model.trained": [["projectors", "hand"], ["eye", "llm"], None],
-    "data.sources.*.path": ["data/interleaved"], "data.sources.*.images": [None], "data.tokenizer": ["bytes"],
-    "data.sequence_length": [160, 192], "data.max_image_pixels": [2048, 4096], "data.max_bad_fraction": [0.5, 0.6],
-    "data.held_out": [0.2, 0.3], "data.distribution": [None],
-    "cluster.nodes": [1], "cluster.gpus_per_node": [2], "cluster.device": ["cpu"], "cluster.memory_gib": [4.0, None],
-    "cluster.peak_tflops": [0.05, None], "cluster.node_cores": [64, None],
-    "cluster.cpu_node_cores": [4, 64], "cluster.cpu_nodes": [0],
-    "cluster.hostfile": [None], "cluster.interface": [None, "lo"], "cluster.port": [23456, 29501],
-    "cluster.slurm.partition": ["gpu"], "cluster.slurm.cpu_partition": ["cpu"], "cluster.slurm.account": ["me"],
-    "cluster.slurm.qos": ["high"], "cluster.slurm.time": ["1-02:00:00", "30"], "cluster.slurm.setup": [None],
-    "cluster.slurm.options": [["--exclusive", "--mem=0"], []], "train.optimizer.lr": [1e-3, 1e-2],
+    "data.sources.*.path": ["data/interleaved"],
+    "data.sources.*.images": [None],
+    "data.tokenizer": ["bytes"],
+    "data.sequence_length": [160, 192],
+    "data.max_image_pixels": [2048, 4096],
+    "data.max_bad_fraction": [0.5, 0.6],
+    "data.held_out": [0.2, 0.3],
+    "data.distribution": [None],
+    "cluster.nodes": [1],
+    "cluster.gpus_per_node": [2],
+    "cluster.device": ["cpu"],
+    "cluster.memory_gib": [4.0, None],
+    "cluster.peak_tflops": [0.05, None],
+    "cluster.node_cores": [64, None],
+    "cluster.cpu_node_cores": [4, 64],
+    "cluster.cpu_nodes": [0],
+    "cluster.hostfile": [None],
+    "cluster.interface": [None, "lo"],
+    "cluster.port": [23456, 29501],
+    "cluster.slurm.partition": ["gpu"],
+    "cluster.slurm.cpu_partition": ["cpu"],
+    "cluster.slurm.account": ["me"],
+    "cluster.slurm.qos": ["high"],
+    "cluster.slurm.time": ["1-02:00:00", "30"],
+    "cluster.slurm.setup": [None],
+    "cluster.slurm.options": [["--exclusive", "--mem=0"], []],
+    "train.optimizer.lr": [1e-3, 1e-2],
     "train.optimizer.modules.*.lr": [0.0, 2e-3],
-    "train.global_batch_size": [2, 4], "train.steps": [2],
+    "train.global_batch_size": [2, 4],
+    "train.steps": [2],
     "train.optimizer.betas": [[0.8, 0.99], [0.9, 0.999]],
     "train.precision": lambda draw, file: draw.choice(["fp32", "fp32", "bf16"]),
-    "train.zero_stage": lambda draw, file: draw.choice([1, "auto"] + [0] * (file["train"]["precision"] == "fp32")),
+    "train.zero_stage": lambda draw, file: draw.choice(
+        [1, "auto"] + [0] * (file["train"]["precision"] == "fp32")
+    ),
     "train.optimizer.modules": lambda draw, file: {
         name: draw_section(draw, ModuleOptimizerSpec, "train.optimizer.modules.*.", {}, file)
-        for name in ("projectors", "llm")},
-    "train.ema.modules": [["hand"], ["hand", "llm"]], "train.evaluation.every_steps": [1, 2],
-    "train.evaluation.sequences": [2, 3], "train.timeout_s": [120.0], "train.hang_s": [None, 100.0],
-    "train.seed": [7, 2**31], "train.track": [[], ["tensorboard"]],
-    "preprocess.workers": [2, 1], "preprocess.prefetch_slots": [1, 3], "preprocess.addresses": [[]],
-    "preprocess.tls_ca": [None], "preprocess.token_file": [None], "preprocess.tls_cert": [None],
-    "preprocess.tls_key": [None], "samples.images": [1, 2], "samples.denoising_steps": [2, 3],
-    "samples.prompts": [["Draw a seven.", "Draw a two."], []], "samples.read": [1, 2],
-    "rehearse.steps": [1, 2], "rehearse.time_scale": [0.5, "auto"], "rehearse.gpus_per_process": [1, "auto"],
-    "rehearse.faults": lambda draw, file: [], "rehearse.distribution": [None],
+        for name in ("projectors", "llm")
+    },
+    "train.ema.modules": [["hand"], ["hand", "llm"]],
+    "train.evaluation.every_steps": [1, 2],
+    "train.evaluation.sequences": [2, 3],
+    "train.timeout_s": [120.0],
+    "train.hang_s": [None, 100.0],
+    "train.seed": [7, 2**31],
+    "train.track": [[], ["tensorboard"]],
+    "preprocess.workers": [2, 1],
+    "preprocess.prefetch_slots": [1, 3],
+    "preprocess.addresses": [[]],
+    "preprocess.tls_ca": [None],
+    "preprocess.token_file": [None],
+    "preprocess.tls_cert": [None],
+    "preprocess.tls_key": [None],
+    "samples.images": [1, 2],
+    "samples.denoising_steps": [2, 3],
+    "samples.prompts": [["Draw a seven.", "Draw a two."], []],
+    "samples.read": [1, 2],
+    "rehearse.steps": [1, 2],
+    "rehearse.time_scale": [0.5, "auto"],
+    "rehearse.gpus_per_process": [1, "auto"],
+    "rehearse.faults": lambda draw, file: [],
+    "rehearse.distribution": [None],
 }
 #: What a run on one machine without other services cannot use; where it is tried.
 ELSEWHERE = {
-    "data.distribution": "tests/commands/test_plan.py", "data.sources.*.images": "tests/data/sources/test_llava.py",
-    "data.tokenizer": "tests/data/test_tokenizer.py", "cluster.nodes": "tests/runtime/launching/test_emit.py",
-    "cluster.device": "tests/commands/test_profile.py", "cluster.cpu_nodes": "tests/runtime/launching/test_emit.py",
+    "data.distribution": "tests/commands/test_plan.py",
+    "data.sources.*.images": "tests/data/sources/test_llava.py",
+    "data.tokenizer": "tests/data/test_tokenizer.py",
+    "cluster.nodes": "tests/runtime/launching/test_emit.py",
+    "cluster.device": "tests/commands/test_profile.py",
+    "cluster.cpu_nodes": "tests/runtime/launching/test_emit.py",
     "cluster.hostfile": "tests/runtime/launching/test_emit.py",
     "cluster.slurm.setup": "tests/runtime/launching/test_emit.py",
     "preprocess.addresses": "tests/runtime/test_data_service.py",
@@ -85,8 +146,10 @@ ELSEWHERE = {
     "preprocess.tls_key": "tests/runtime/launching/test_emit.py",
     "rehearse.faults": "tests/runtime/rehearsal/test_rehearse.py",
     "rehearse.distribution": "tests/runtime/rehearsal/test_rehearse.py",
-    "model.modules.*.folder": "tests/models/test_weights.py", "model.modules.*.vae_folder": "tests/models/test_vae.py",
-    "model.modules.*.cached_latents": "tests/models/test_vae.py", "version": "it has one value",
+    "model.modules.*.folder": "tests/models/test_weights.py",
+    "model.modules.*.vae_folder": "tests/models/test_vae.py",
+    "model.modules.*.cached_latents": "tests/models/test_vae.py",
+    "version": "it has one value",
 }
 
 
@@ -99,7 +162,8 @@ def spec_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def fields(spec: type[BaseModel] = RunFile, path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field of the run file by its path, sections too; `*` stands for a name or a place in a list."""
+    """Every field of the run file by its path, sections too; `*` stands for a name or a place in a
+    list."""
     for name, field in spec.model_fields.items():
         own = f"{path}{name}"
         yield own, field
@@ -116,15 +180,23 @@ def draw_run_file(seed: int, absent: Collection[str] = ()) -> dict[str, Any]:
     return file
 
 
-def draw_section(draw: random.Random, spec: type[BaseModel], path: str, section: dict[str, Any],
-                 file: dict[str, Any], absent: Collection[str] = ()) -> dict[str, Any]:
+def draw_section(
+    draw: random.Random,
+    spec: type[BaseModel],
+    path: str,
+    section: dict[str, Any],
+    file: dict[str, Any],
+    absent: Collection[str] = (),
+) -> dict[str, Any]:
     """Fill a section of a run file, of which `file` is drawn so far, field by field."""
     for name, field in spec.model_fields.items():
         own, inner = f"{path}{name}", spec_of(field.annotation)
         if own in absent:
             section[name] = None
         elif own in RANGES:
-            section[name] = RANGES[own](draw, file) if callable(RANGES[own]) else draw.choice(RANGES[own])
+            section[name] = (
+                RANGES[own](draw, file) if callable(RANGES[own]) else draw.choice(RANGES[own])
+            )
         elif inner is None:
             section[name] = draw_plain(draw, field.annotation, field.metadata)
         elif typing.get_origin(field.annotation) is list:
@@ -136,16 +208,25 @@ def draw_section(draw: random.Random, spec: type[BaseModel], path: str, section:
 
 
 def draw_module(draw: random.Random, kind: str) -> dict[str, Any]:
-    """A module of a kind, of any class; fields that go together only in some ways, field by field."""
+    """A module of a kind, of any class; fields that go together only in some ways, field by
+    field."""
     architecture = draw.choice(sorted(CONFIGS[kind]))
-    module: dict[str, Any] = {"kind": kind, "architecture": architecture, "config": dict(CONFIGS[kind][architecture]),
-                              "pretrained": draw.random() < 0.5}
+    module: dict[str, Any] = {
+        "kind": kind,
+        "architecture": architecture,
+        "config": dict(CONFIGS[kind][architecture]),
+        "pretrained": draw.random() < 0.5,
+    }
     if kind == "encoder" and architecture != "qwen2_5_vl_vision":
         module |= {"merge": 2, "feature_layer": draw.choice([None, -1])}
     if kind == "generator":
         noise = draw_section(draw, NoiseSpec, "model.modules.*.noise.", {}, {})
-        module |= {"image_size": 16, "context_tokens": draw.choice([2, 4]), "noise": noise,
-                   "vae": draw.choice([None, dict(VAE)])}
+        module |= {
+            "image_size": 16,
+            "context_tokens": draw.choice([2, 4]),
+            "noise": noise,
+            "vae": draw.choice([None, dict(VAE)]),
+        }
     return module
 
 
@@ -160,8 +241,25 @@ def draw_plain(draw: random.Random, annotation: Any, metadata: Iterable[Any]) ->
     if annotation is bool:
         return draw.random() < 0.5
     assert annotation in (int, float), f"RANGES must say what to draw of {annotation}"
-    low = next((getattr(one, "ge", None) or getattr(one, "gt", 0) for one in metadata if isinstance(one, Ge | Gt)), 0)
-    high = next((getattr(one, "le", None) or getattr(one, "lt", 0) for one in metadata if isinstance(one, Le | Lt)),
-                low + 2)
+    low = next(
+        (
+            getattr(one, "ge", None) or getattr(one, "gt", 0)
+            for one in metadata
+            if isinstance(one, Ge | Gt)
+        ),
+        0,
+    )
+    high = next(
+        (
+            getattr(one, "le", None) or getattr(one, "lt", 0)
+            for one in metadata
+            if isinstance(one, Le | Lt)
+        ),
+        low + 2,
+    )
     high = min(high, low + 2)
-    return draw.randint(int(low), int(high)) if annotation is int else low + (high - low) * draw.uniform(0.1, 0.9)
+    return (
+        draw.randint(int(low), int(high))
+        if annotation is int
+        else low + (high - low) * draw.uniform(0.1, 0.9)
+    )

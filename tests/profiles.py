@@ -18,46 +18,105 @@ def scaled(polynomial: Polynomial, factor: float) -> Polynomial:
     return Polynomial(**{name: factor * value for name, value in polynomial.model_dump().items()})
 
 
-def cost(forward_ms: Polynomial, parameters: int = 1, activation_bytes: Polynomial | None = None,
-         flops: Polynomial | None = None, tps: tuple[int, ...] = (1,), tp_efficiency: float = 1.0) -> LayerCost:
+def cost(
+    forward_ms: Polynomial,
+    parameters: int = 1,
+    activation_bytes: Polynomial | None = None,
+    flops: Polynomial | None = None,
+    tps: tuple[int, ...] = (1,),
+    tp_efficiency: float = 1.0,
+) -> LayerCost:
     """A layer whose backward takes twice its forward, half of it for the inputs' gradients.
 
-    A TP group of t shares work evenly, `tp_efficiency` times as well with every doubling; a frozen layer keeps half
-    of the activations.
+    A TP group of t shares work evenly, `tp_efficiency` times as well with every doubling; a frozen
+    layer keeps half of the activations.
     """
     kept, counted = activation_bytes or Polynomial(), flops or Polynomial()
 
     def shard(tp: int) -> LayerShard:
         share = 1.0 / (tp * tp_efficiency ** (tp.bit_length() - 1))
-        forward = Polynomial(**{name: value if name == "base" else share * value
-                                for name, value in forward_ms.model_dump().items()})
-        return LayerShard(parameters=parameters // tp, forward_ms=forward, backward_ms=scaled(forward, 2),
-                          backward_input_ms=forward, activation_bytes=scaled(kept, 1 / tp),
-                          frozen_activation_bytes=scaled(kept, 0.5 / tp), input_bytes=scaled(kept, 0.1 / tp),
-                          transient_bytes=scaled(kept, 0.4 / tp), fit_error_pct=2.0)
-    return LayerCost(parameters=parameters, tp={str(tp): shard(tp) for tp in tps},
-                     forward_flops=counted, backward_flops=scaled(counted, 2), backward_input_flops=counted)
+        forward = Polynomial(
+            **{
+                name: value if name == "base" else share * value
+                for name, value in forward_ms.model_dump().items()
+            }
+        )
+        return LayerShard(
+            parameters=parameters // tp,
+            forward_ms=forward,
+            backward_ms=scaled(forward, 2),
+            backward_input_ms=forward,
+            activation_bytes=scaled(kept, 1 / tp),
+            frozen_activation_bytes=scaled(kept, 0.5 / tp),
+            input_bytes=scaled(kept, 0.1 / tp),
+            transient_bytes=scaled(kept, 0.4 / tp),
+            fit_error_pct=2.0,
+        )
+
+    return LayerCost(
+        parameters=parameters,
+        tp={str(tp): shard(tp) for tp in tps},
+        forward_flops=counted,
+        backward_flops=scaled(counted, 2),
+        backward_input_flops=counted,
+    )
 
 
-def links(p2p_gbps: float = 10.0, p2p_us: float = 50.0, reduce_gbps: float = 5.0, reduce_us: float = 100.0,
-          between_nodes: float | None = None) -> LinkProfile:
-    """Links with one bandwidth for all collectives; `between_nodes` times as fast from node to node."""
+def links(
+    p2p_gbps: float = 10.0,
+    p2p_us: float = 50.0,
+    reduce_gbps: float = 5.0,
+    reduce_us: float = 100.0,
+    between_nodes: float | None = None,
+) -> LinkProfile:
+    """Links with one bandwidth for all collectives; `between_nodes` times as fast from node to
+    node."""
+
     def times(factor: float) -> dict[str, float]:
         names = ("all_reduce", "all_gather", "reduce_scatter")
-        return {"p2p_gbps": factor * p2p_gbps, "p2p_us": p2p_us,
-                **{f"{name}_gbps": factor * reduce_gbps for name in names},
-                **{f"{name}_us": reduce_us for name in names}}
-    return LinkProfile(**times(1.0), inter_node=LinkTimes(**times(between_nodes)) if between_nodes else None)
+        return {
+            "p2p_gbps": factor * p2p_gbps,
+            "p2p_us": p2p_us,
+            **{f"{name}_gbps": factor * reduce_gbps for name in names},
+            **{f"{name}_us": reduce_us for name in names},
+        }
+
+    return LinkProfile(
+        **times(1.0), inter_node=LinkTimes(**times(between_nodes)) if between_nodes else None
+    )
 
 
-def data(images: int = 3, tokens: int = 230, targets: int = 1, sequences: int = 16, patches: int = 40,
-         length_sq: int = 20_000) -> DataProfile:
-    """A dataset of a few hundred sequences; its sample spreads the counts from nothing to twice the mean."""
-    spread = [round(2 * count * place / (sequences - 1)) for place in range(sequences) for count in (images,)]
-    sample = SizeSample(tokens=[tokens] * sequences, length_sq=[length_sq] * sequences,
-                        images=[[patches] * count for count in spread],
-                        targets=[round(2 * targets * place / (sequences - 1)) for place in range(sequences)])
+def data(
+    images: int = 3,
+    tokens: int = 230,
+    targets: int = 1,
+    sequences: int = 16,
+    patches: int = 40,
+    length_sq: int = 20_000,
+) -> DataProfile:
+    """A dataset of a few hundred sequences; its sample spreads the counts from nothing to twice the
+    mean."""
+    spread = [
+        round(2 * count * place / (sequences - 1))
+        for place in range(sequences)
+        for count in (images,)
+    ]
+    sample = SizeSample(
+        tokens=[tokens] * sequences,
+        length_sq=[length_sq] * sequences,
+        images=[[patches] * count for count in spread],
+        targets=[round(2 * targets * place / (sequences - 1)) for place in range(sequences)],
+    )
     counts = Distribution(mean=images, p50=images, p95=2 * images, p99=2 * images, max=2 * images)
-    return DataProfile(samples=1000, sequences=500, fingerprint="d" * 16, text_tokens=1, image_tokens=1,
-                       images=500 * images, targets=500 * targets, fill_fraction=0.9, images_per_sequence=counts,
-                       sample=sample)
+    return DataProfile(
+        samples=1000,
+        sequences=500,
+        fingerprint="d" * 16,
+        text_tokens=1,
+        image_tokens=1,
+        images=500 * images,
+        targets=500 * targets,
+        fill_fraction=0.9,
+        images_per_sequence=counts,
+        sample=sample,
+    )

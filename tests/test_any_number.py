@@ -1,4 +1,5 @@
-"""Any number of the run file, at its bounds and beyond: `profile` and `plan` answer in time, and never with a bug.
+"""Any number of the run file, at its bounds and beyond: `profile` and `plan` answer in time, and
+never with a bug.
 
 The run files are drawn over the schema, not listed: a new field takes part by itself.
 """
@@ -32,29 +33,51 @@ Path_ = tuple[str | int, ...]
 
 
 def base() -> dict[str, Any]:
-    """The preset tiny on sizes that nobody has here and devices of the catalogue, with every section given."""
+    """The preset tiny on sizes that nobody has here and devices of the catalogue, with every
+    section given."""
     value = yaml.safe_load(preset_text("tiny"))
     few = {"images_per_sequence": 1.0, "generated_per_sequence": 1.0, "sequences": 64}
     value["data"] = {"distribution": few, "sequence_length": 512, "max_image_pixels": 4096}
-    value["cluster"] = {"nodes": 2, "gpus_per_node": 4, "device": "analytic:A800", "links": {}, "slurm": {}}
+    value["cluster"] = {
+        "nodes": 2,
+        "gpus_per_node": 4,
+        "device": "analytic:A800",
+        "links": {},
+        "slurm": {},
+    }
     value["model"]["modules"]["image_generator"]["noise"] = {}
     value["train"]["optimizer"]["modules"] = {"llm": {}}
     value["train"] |= {"checkpoint": {}, "ema": {"modules": ["llm"]}}
-    value["rehearse"] = {"faults": [{"slow": "stage", "unit": "llm", "factor": 2.0}], "distribution": few}
+    value["rehearse"] = {
+        "faults": [{"slow": "stage", "unit": "llm", "factor": 2.0}],
+        "distribution": few,
+    }
     return value
 
 
-def numbers(kind: type[BaseModel], value: dict[str, Any], at: Path_ = ()) -> Iterator[tuple[Path_, list[float]]]:
-    """Every field of the schema that takes a number, as far as `value` has its section; and the number's bounds."""
+def numbers(
+    kind: type[BaseModel], value: dict[str, Any], at: Path_ = ()
+) -> Iterator[tuple[Path_, list[float]]]:
+    """Every field of the schema that takes a number, as far as `value` has its section; and the
+    number's bounds."""
     for name, field in kind.model_fields.items():
         here = (*at, name)
         for part, metadata in [(field.annotation, []), *_parts(field.annotation)]:
             if part in (int, float):
-                yield here, [getattr(one, one.__class__.__name__.lower()) for one in metadata or field.metadata
-                             if isinstance(one, (Ge, Gt, Le, Lt))]
+                yield (
+                    here,
+                    [
+                        getattr(one, one.__class__.__name__.lower())
+                        for one in metadata or field.metadata
+                        if isinstance(one, (Ge, Gt, Le, Lt))
+                    ],
+                )
         inside = value.get(name)
-        models = [part for part, _ in [(field.annotation, []), *_parts(field.annotation)]
-                  if isinstance(part, type) and issubclass(part, Strict)]
+        models = [
+            part
+            for part, _ in [(field.annotation, []), *_parts(field.annotation)]
+            if isinstance(part, type) and issubclass(part, Strict)
+        ]
         for model in models:
             if isinstance(inside, list):
                 for place, item in enumerate(inside):
@@ -71,7 +94,9 @@ def _parts(annotation: Any) -> list[tuple[Any, list[Any]]]:
     found = []
     for part in get_args(annotation):
         if hasattr(part, "__metadata__"):
-            bounds = [bound for one in part.__metadata__ for bound in getattr(one, "metadata", [one])]
+            bounds = [
+                bound for one in part.__metadata__ for bound in getattr(one, "metadata", [one])
+            ]
             found.append((part.__origin__, bounds))
         elif not isinstance(part, str):
             found += [(part, []), *_parts(part)]
@@ -95,8 +120,26 @@ def changed(value: dict[str, Any], at: Path_, number: Any) -> dict[str, Any]:
     return changed
 
 
-ODD = [0, -1, 1, 2, 3, 0.5, 1e-300, 1e300, 10**9, 10**18, 10**30, True, "many", None, [], [5, -3], float("nan"),
-       float("inf")]
+ODD = [
+    0,
+    -1,
+    1,
+    2,
+    3,
+    0.5,
+    1e-300,
+    1e300,
+    10**9,
+    10**18,
+    10**30,
+    True,
+    "many",
+    None,
+    [],
+    [5, -3],
+    float("nan"),
+    float("inf"),
+]
 FIELDS = list(numbers(RunFile, base()))
 CONFIGURED = list(configured(base()))
 
@@ -106,18 +149,30 @@ def run_files(draw: st.DrawFn) -> dict[str, Any]:
     """One or two numbers at their bounds, just beyond them, or odd."""
     value = base()
     for _ in range(draw(st.integers(1, 2))):
-        at, bounds = draw(st.one_of(st.sampled_from(FIELDS), st.sampled_from([
-            (at, [1, 256, 2**17]) for at in CONFIGURED])))
+        at, bounds = draw(
+            st.one_of(
+                st.sampled_from(FIELDS),
+                st.sampled_from([(at, [1, 256, 2**17]) for at in CONFIGURED]),
+            )
+        )
         near = [bound + step for bound in bounds for step in (-1, 0, 1)]
-        value = changed(value, at, draw(st.one_of(*[st.sampled_from(part) for part in (near, bounds, ODD) if part])))
+        value = changed(
+            value,
+            at,
+            draw(st.one_of(*[st.sampled_from(part) for part in (near, bounds, ODD) if part])),
+        )
     return value
 
 
 def test_the_schema_bounds_every_number() -> None:
     known = {at for at, _ in FIELDS}
     assert len(known) > 50
-    unbounded = [at for at, _ in FIELDS if at[-1] != "version" and not any(
-        len(bounds) >= 2 for place, bounds in FIELDS if place == at)]
+    unbounded = [
+        at
+        for at, _ in FIELDS
+        if at[-1] != "version"
+        and not any(len(bounds) >= 2 for place, bounds in FIELDS if place == at)
+    ]
     assert not unbounded, unbounded
 
 
@@ -147,7 +202,9 @@ def test_any_number_is_read_or_refused(value: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(run_files())
 def test_any_number_is_planned_or_refused(in_time: Any, value: dict[str, Any]) -> None:
     """With a profile that is at hand."""
@@ -174,27 +231,39 @@ def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
 @pytest.mark.slow
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(value=run_files())
-def test_any_number_goes_through_profile_and_plan(tmp_path: Path, in_time: Any, capsys: pytest.CaptureFixture[str],
-                                                  value: dict[str, Any]) -> None:
+def test_any_number_goes_through_profile_and_plan(
+    tmp_path: Path, in_time: Any, capsys: pytest.CaptureFixture[str], value: dict[str, Any]
+) -> None:
     (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(value))
     if answer(["profile", str(tmp_path), "--quiet"], capsys) == 0:
         answer(["plan", str(tmp_path), "--quiet"], capsys)
 
 
-@pytest.mark.parametrize(("at", "number"), [
-    (("model", "modules", "llm", "config", "hidden_size"), 10**12),
-    (("model", "modules", "image_encoder", "merge"), 1000),
-    (("model", "modules", "image_encoder", "config", "num_hidden_layers"), 10**6),
-    (("model", "modules", "image_generator", "config", "block_out_channels"), [32, 10**9])])
-def test_models_that_nobody_could_build(tmp_path: Path, in_time: Any, capsys: pytest.CaptureFixture[str], at: Path_,
-                                        number: Any) -> None:
+@pytest.mark.parametrize(
+    ("at", "number"),
+    [
+        (("model", "modules", "llm", "config", "hidden_size"), 10**12),
+        (("model", "modules", "image_encoder", "merge"), 1000),
+        (("model", "modules", "image_encoder", "config", "num_hidden_layers"), 10**6),
+        (("model", "modules", "image_generator", "config", "block_out_channels"), [32, 10**9]),
+    ],
+)
+def test_models_that_nobody_could_build(
+    tmp_path: Path, in_time: Any, capsys: pytest.CaptureFixture[str], at: Path_, number: Any
+) -> None:
     (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(changed(base(), at, number)))
     assert answer(["profile", str(tmp_path), "--quiet"], capsys) == 1
 
 
 def leaves(value: Any, at: Path_ = ()) -> Iterator[Path_]:
     """Places of everything in a plan that is no mapping or list, and of the lists."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, item in items:
         if not isinstance(item, dict):
             yield (*at, key)
@@ -210,9 +279,11 @@ def made() -> tuple[RunFile, Any, dict[str, Any]]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_damage_to_a_plan_is_taken_or_refused(made: tuple[RunFile, Any, dict[str, Any]],
-                                                  data: st.DataObject) -> None:
-    """What training, a rehearsal and the next `plan` do with the plan in place before they run anything."""
+def test_any_damage_to_a_plan_is_taken_or_refused(
+    made: tuple[RunFile, Any, dict[str, Any]], data: st.DataObject
+) -> None:
+    """What training, a rehearsal and the next `plan` do with the plan in place before they run
+    anything."""
     from disttrain_cli.planning.changes import changes, not_comparable
     from disttrain_cli.planning.check import check
     from disttrain_cli.planning.predict import simulated_step
@@ -220,7 +291,11 @@ def test_any_damage_to_a_plan_is_taken_or_refused(made: tuple[RunFile, Any, dict
 
     run, profile, value = made
     at = data.draw(st.sampled_from(list(leaves(value))))
-    damaged = changed(value, at, data.draw(st.sampled_from([*ODD, "../../evil", "<script>", "", {}, 65_536, 16_384])))
+    damaged = changed(
+        value,
+        at,
+        data.draw(st.sampled_from([*ODD, "../../evil", "<script>", "", {}, 65_536, 16_384])),
+    )
     sound = Plan.model_validate(value)
     try:
         plan = validate(Plan, damaged, Path("plan.yaml"), "plan")

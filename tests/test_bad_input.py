@@ -1,7 +1,8 @@
-"""What users do wrong, through the command line: a message that names it, the promised exit code, nothing lost.
+"""What users do wrong, through the command line: a message that names it, the promised exit code,
+nothing lost.
 
-What one command or room can show by itself is tested there (`tests/commands`, `tests/data`, `tests/planning`,
-`tests/analysis`); here stands what only the whole program shows.
+What one command or room can show by itself is tested there (`tests/commands`, `tests/data`,
+`tests/planning`, `tests/analysis`); here stands what only the whole program shows.
 """
 
 import fcntl
@@ -25,11 +26,17 @@ from tests.commands.conftest import make_profile, module_profile
 from tests.data.dataset import encoded, image, interleaved, text, write_dataset, write_tar
 
 SCRIPT = Path(sys.executable).parent / "disttrain"
-SMALL = {"hidden_size: 128": "hidden_size: 32", "hidden_size: 64": "hidden_size: 32",
-         "intermediate_size: 352": "intermediate_size: 64", "intermediate_size: 256": "intermediate_size: 64",
-         "data/interleaved, weight: 2": "data/mixed", "held_out: 0.1": "held_out: 0.0",
-         "global_batch_size: 12": "global_batch_size: 4",
-         "sequence_length: 256": "sequence_length: 128", "max_image_pixels: 1024": "max_image_pixels: 4096"}
+SMALL = {
+    "hidden_size: 128": "hidden_size: 32",
+    "hidden_size: 64": "hidden_size: 32",
+    "intermediate_size: 352": "intermediate_size: 64",
+    "intermediate_size: 256": "intermediate_size: 64",
+    "data/interleaved, weight: 2": "data/mixed",
+    "held_out: 0.1": "held_out: 0.0",
+    "global_batch_size: 12": "global_batch_size: 4",
+    "sequence_length: 256": "sequence_length: 128",
+    "max_image_pixels: 1024": "max_image_pixels: 4096",
+}
 
 
 def edit(path, old, new):
@@ -52,7 +59,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def profiled(folder):
-    """The same with an index and a profile, whose layers are the model's and whose times are made up."""
+    """The same with an index and a profile, whose layers are the model's and whose times are made
+    up."""
     index_and_profile(folder)
     return folder
 
@@ -67,16 +75,22 @@ def index_and_profile(folder):
     kinds = {}
     for info in layer_table(run):
         kinds.setdefault(info.module, []).append(info.kind)
-    modules = {name: module_profile(module.kind, kinds[name], 0.01, module.work_per_sequence)
-               for name, module in profile.modules.items()}
+    modules = {
+        name: module_profile(module.kind, kinds[name], 0.01, module.work_per_sequence)
+        for name, module in profile.modules.items()
+    }
     fingerprints = profile.fingerprints.model_copy(update={"data": index.fingerprint})
-    made = profile.model_copy(update={"inputs": inputs, "modules": modules, "fingerprints": fingerprints})
+    made = profile.model_copy(
+        update={"inputs": inputs, "modules": modules, "fingerprints": fingerprints}
+    )
     write_whole(run.dir.profile, made.model_dump_json())
 
 
 @pytest.fixture
 def refused(capsys):
-    """Run a command that must fail by the user's fault: its exit code and message, the same with `--json`."""
+    """Run a command that must fail by the user's fault: its exit code and message, the same with
+    `--json`."""
+
     def refused(*words, code=1):
         words = [str(word) for word in words]
         codes, shown = [], []
@@ -86,27 +100,42 @@ def refused(capsys):
             codes.append(left.value.code)
             shown.append(capsys.readouterr())
         assert codes == [code, code], shown[0].err
-        assert shown[0].out == "" and "Traceback" not in shown[0].err and "a bug in disttrain" not in shown[0].err
+        assert (
+            shown[0].out == ""
+            and "Traceback" not in shown[0].err
+            and "a bug in disttrain" not in shown[0].err
+        )
         error = json.loads(shown[1].out)["error"]
         assert set(error) == {"what", "why", "next", "exit_code"} and error["exit_code"] == code
-        assert shown[0].err.splitlines()[-1 - error["next"].count("\n")].startswith("Next: ") == bool(error["next"])
+        assert shown[0].err.splitlines()[-1 - error["next"].count("\n")].startswith(
+            "Next: "
+        ) == bool(error["next"])
         return shown[0].err
+
     return refused
 
 
 # The run file
 
-@pytest.mark.parametrize(("old", "new", "named"), [
-    ("{path: data/captions}", "{path: data/captions, wieght: 2}",
-     ["data.sources.1.wieght", "allowed here: images, path, weight"]),
-    ("merge: 2", "marge: 2", ["model.modules.image_encoder.marge", "merge"]),
-    ("workers: 1", "workers: many", ["preprocess.workers", "'many'"]),
-    ("lr: 2.0e-3", "lr: .nan", ["train.optimizer.lr", "finite"]),
-    ("name: tiny", "name: ../../tmp", ["name", "'../../tmp'"]),
-    ("name: tiny", "name: 2026-13-45 #", ["not valid YAML", "month"]),
-    ("  seed: 0", "  seed: 0\n  seed: 1", ["'seed' is given twice"]),
-    ("version: 1", "version: " + "[" * 50_000, ["nested more than"]),
-    ("version: 1", "version: !!python/object/apply:os.system [true]", ["not valid YAML"])])
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (
+            "{path: data/captions}",
+            "{path: data/captions, wieght: 2}",
+            ["data.sources.1.wieght", "allowed here: images, path, weight"],
+        ),
+        ("merge: 2", "marge: 2", ["model.modules.image_encoder.marge", "merge"]),
+        ("workers: 1", "workers: many", ["preprocess.workers", "'many'"]),
+        ("lr: 2.0e-3", "lr: .nan", ["train.optimizer.lr", "finite"]),
+        ("name: tiny", "name: ../../tmp", ["name", "'../../tmp'"]),
+        ("name: tiny", "name: 2026-13-45 #", ["not valid YAML", "month"]),
+        ("  seed: 0", "  seed: 0\n  seed: 1", ["'seed' is given twice"]),
+        ("version: 1", "version: " + "[" * 50_000, ["nested more than"]),
+        ("version: 1", "version: !!python/object/apply:os.system [true]", ["not valid YAML"]),
+    ],
+)
 def test_run_file_fields(folder, refused, old, new, named):
     edit(folder / "disttrain.yaml", old, new)
     said = refused("plan", folder)
@@ -129,22 +158,54 @@ def test_a_missing_run_file(tmp_path, refused, monkeypatch):
     refused("plan", "x" * 300)
 
 
-@pytest.mark.parametrize(("old", "new", "named"), [
-    ("architecture: llama", "architecture: lama", ["model.modules.llm", "'lama'", "llama"]),
-    ("architecture: llama", "architecture: vit", ["model.modules.llm", "kind encoder"]),
-    ("architecture: llama", "folder: ../nowhere", ["nowhere", "model.modules.llm.folder"]),
-    ("num_hidden_layers: 4", "num_hiden_layers: 4", ["model.modules.llm.config.num_hiden_layers", "num_hidden_layers"]),
-    ("num_hidden_layers: 4", "num_hidden_layers: 0", ["num_hidden_layers", "given: 0", "1 or more"]),
-    ("num_hidden_layers: 4", "num_hidden_layers: four", ["model.modules.llm.config", "num_hidden_layers"]),
-    ("num_key_value_heads: 4", "num_key_value_heads: 3", ["num_key_value_heads", "given: 3"]),
-    ("vocab_size: 272", "vocab_size: 100", ["vocab_size", "given: 100", "261"]),
-    ("patch_size: 8", "patch_size: 0", ["model.modules.image_encoder.config", "patch_size"]),
-    ("num_key_value_heads: 4", "num_key_value_heads: 4, head_dim: 0", ["config.head_dim", "given: 0", "1 or more"]),
-    ("layers_per_block: 1", "layers_per_block: 0", ["config.layers_per_block", "given: 0", "1 or more"]),
-    ("norm_num_groups: 8", "norm_num_groups: -8", ["config.norm_num_groups", "given: -8", "1 or more"]),
-    ("norm_num_groups: 8", "norm_num_groups: 7", ["model.modules.image_generator.config", "7"]),
-    ("block_out_channels: [32, 64]", "block_out_channels: [32]", ["model.modules.image_generator.config"]),
-    ("tokenizer: bytes", "tokenizer: no/folder", ["data.tokenizer", "no/folder"])])
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("architecture: llama", "architecture: lama", ["model.modules.llm", "'lama'", "llama"]),
+        ("architecture: llama", "architecture: vit", ["model.modules.llm", "kind encoder"]),
+        ("architecture: llama", "folder: ../nowhere", ["nowhere", "model.modules.llm.folder"]),
+        (
+            "num_hidden_layers: 4",
+            "num_hiden_layers: 4",
+            ["model.modules.llm.config.num_hiden_layers", "num_hidden_layers"],
+        ),
+        (
+            "num_hidden_layers: 4",
+            "num_hidden_layers: 0",
+            ["num_hidden_layers", "given: 0", "1 or more"],
+        ),
+        (
+            "num_hidden_layers: 4",
+            "num_hidden_layers: four",
+            ["model.modules.llm.config", "num_hidden_layers"],
+        ),
+        ("num_key_value_heads: 4", "num_key_value_heads: 3", ["num_key_value_heads", "given: 3"]),
+        ("vocab_size: 272", "vocab_size: 100", ["vocab_size", "given: 100", "261"]),
+        ("patch_size: 8", "patch_size: 0", ["model.modules.image_encoder.config", "patch_size"]),
+        (
+            "num_key_value_heads: 4",
+            "num_key_value_heads: 4, head_dim: 0",
+            ["config.head_dim", "given: 0", "1 or more"],
+        ),
+        (
+            "layers_per_block: 1",
+            "layers_per_block: 0",
+            ["config.layers_per_block", "given: 0", "1 or more"],
+        ),
+        (
+            "norm_num_groups: 8",
+            "norm_num_groups: -8",
+            ["config.norm_num_groups", "given: -8", "1 or more"],
+        ),
+        ("norm_num_groups: 8", "norm_num_groups: 7", ["model.modules.image_generator.config", "7"]),
+        (
+            "block_out_channels: [32, 64]",
+            "block_out_channels: [32]",
+            ["model.modules.image_generator.config"],
+        ),
+        ("tokenizer: bytes", "tokenizer: no/folder", ["data.tokenizer", "no/folder"]),
+    ],
+)
 def test_model_configurations(folder, refused, old, new, named):
     edit(folder / "disttrain.yaml", old, new)
     said = refused("profile", folder)
@@ -154,14 +215,28 @@ def test_model_configurations(folder, refused, old, new, named):
 
 # The dataset
 
-@pytest.mark.parametrize(("break_data", "named"), [
-    (lambda data: shutil.rmtree(data / "captions"), ["data.sources[1].path: data/captions"]),
-    (lambda data: (data / "captions" / "00000.tar").unlink(), ["data.sources[1].path: data/captions", "no *.tar"]),
-    (lambda data: (data / "mixed" / "00000.tar").write_bytes(b"no tar" * 999),
-     ["data/mixed/00000.tar", "not a whole tar"]),
-    (lambda data: [write_tar(tar, []) for tar in data.rglob("*.tar")], ["no usable sample"]),
-    (lambda data: [write_tar(tar, [interleaved("a", image("none.jpg"))]) for tar in data.rglob("*.tar")],
-     ["data/captions/00000.tar/a", "none.jpg is missing"])])
+
+@pytest.mark.parametrize(
+    ("break_data", "named"),
+    [
+        (lambda data: shutil.rmtree(data / "captions"), ["data.sources[1].path: data/captions"]),
+        (
+            lambda data: (data / "captions" / "00000.tar").unlink(),
+            ["data.sources[1].path: data/captions", "no *.tar"],
+        ),
+        (
+            lambda data: (data / "mixed" / "00000.tar").write_bytes(b"no tar" * 999),
+            ["data/mixed/00000.tar", "not a whole tar"],
+        ),
+        (lambda data: [write_tar(tar, []) for tar in data.rglob("*.tar")], ["no usable sample"]),
+        (
+            lambda data: [
+                write_tar(tar, [interleaved("a", image("none.jpg"))]) for tar in data.rglob("*.tar")
+            ],
+            ["data/captions/00000.tar/a", "none.jpg is missing"],
+        ),
+    ],
+)
 def test_datasets_that_cannot_be_used(folder, refused, break_data, named):
     break_data(folder / "data")
     said = refused("profile", folder)
@@ -183,12 +258,17 @@ def test_an_index_and_a_profile_survive_a_failed_indexing(profiled, refused):
 
 # The profile
 
-@pytest.mark.parametrize(("change", "named"), [
-    (lambda p: p["modules"]["llm"]["costs"].pop("block"), "missing: block"),
-    (lambda p: p["modules"].pop("llm"), "inputs.llm"),
-    (lambda p: p["device"].update(count=0), "device.count"),
-    (lambda p: p["links"].update(p2p_gbps=0), "links.p2p_gbps"),
-    (lambda p: p.update(version=9), "version")])
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda p: p["modules"]["llm"]["costs"].pop("block"), "missing: block"),
+        (lambda p: p["modules"].pop("llm"), "inputs.llm"),
+        (lambda p: p["device"].update(count=0), "device.count"),
+        (lambda p: p["links"].update(p2p_gbps=0), "links.p2p_gbps"),
+        (lambda p: p.update(version=9), "version"),
+    ],
+)
 def test_profiles_edited_wrongly(profiled, refused, change, named):
     path = profiled / "runs" / "tiny" / "profile.json"
     profile = json.loads(path.read_text())
@@ -207,6 +287,7 @@ def test_profiles_that_are_none(profiled, refused, content):
 
 
 # The plan
+
 
 @pytest.fixture
 def planned(profiled, capsys):
@@ -236,21 +317,43 @@ def widen(plan, module, dp):
     plan["plan"]["gpus_used"] = sum(unit["gpus"] for unit in plan["plan"]["units"])
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    (lambda p: p["plan"].update(microbatches=7), ["microbatches", "7", "global_batch_size = 4"]),
-    (lambda p: widen(p, "llm", 3), ["dp of llm", "3", "global_batch_size = 4"]),
-    (lambda p: p["plan"].update(gpus_used=99), ["gpus_used", "99"]),
-    (lambda p: unit(p, "llm").update(pp=7), ["plan.units", "gpus must be tp × dp × pp"]),
-    (lambda p: widen(p, "image_encoder", 64), ["more ranks than the cluster has", "64"]),
-    (lambda p: unit(p, "llm")["layers_per_stage"].__setitem__(0, 40), ["layers_per_stage", "llm", "40"]),
-    (lambda p: unit(p, "llm").update(modules=["llm", "audio"]), ["audio", "every module once"]),
-    (lambda p: p["plan"]["units"].reverse(), ["pipeline order"]),
-    (lambda p: p["plan"].pop("units"), ["plan.units", "required"]),
-    (lambda p: p["plan"].update(gpus=4), ["plan.gpus: unknown key", "gpus_used"]),
-    (lambda p: p["fingerprints"].update(model="feedfacefeedface"), ["another model", "feedfacefeedface"]),
-    (lambda p: p["fingerprints"].update(data="feedfacefeedface"), ["another dataset", "feedfacefeedface"]),
-    (lambda p: p["fingerprints"].update(cluster="feedfacefeedface"), ["another cluster", "feedfacefeedface"]),
-    (lambda p: p["fingerprints"].update(profile="feedfacefeedface"), ["another profile", "feedfacefeedface"])])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda p: p["plan"].update(microbatches=7),
+            ["microbatches", "7", "global_batch_size = 4"],
+        ),
+        (lambda p: widen(p, "llm", 3), ["dp of llm", "3", "global_batch_size = 4"]),
+        (lambda p: p["plan"].update(gpus_used=99), ["gpus_used", "99"]),
+        (lambda p: unit(p, "llm").update(pp=7), ["plan.units", "gpus must be tp × dp × pp"]),
+        (lambda p: widen(p, "image_encoder", 64), ["more ranks than the cluster has", "64"]),
+        (
+            lambda p: unit(p, "llm")["layers_per_stage"].__setitem__(0, 40),
+            ["layers_per_stage", "llm", "40"],
+        ),
+        (lambda p: unit(p, "llm").update(modules=["llm", "audio"]), ["audio", "every module once"]),
+        (lambda p: p["plan"]["units"].reverse(), ["pipeline order"]),
+        (lambda p: p["plan"].pop("units"), ["plan.units", "required"]),
+        (lambda p: p["plan"].update(gpus=4), ["plan.gpus: unknown key", "gpus_used"]),
+        (
+            lambda p: p["fingerprints"].update(model="feedfacefeedface"),
+            ["another model", "feedfacefeedface"],
+        ),
+        (
+            lambda p: p["fingerprints"].update(data="feedfacefeedface"),
+            ["another dataset", "feedfacefeedface"],
+        ),
+        (
+            lambda p: p["fingerprints"].update(cluster="feedfacefeedface"),
+            ["another cluster", "feedfacefeedface"],
+        ),
+        (
+            lambda p: p["fingerprints"].update(profile="feedfacefeedface"),
+            ["another profile", "feedfacefeedface"],
+        ),
+    ],
+)
 def test_plans_that_do_not_fit(planned, refused, change, named):
     edit_plan(planned, change)
     said = refused("train", planned)
@@ -286,19 +389,30 @@ def test_too_little_memory_names_what_binds_and_what_would_do(profiled, refused,
 
 # Commands
 
+
 def test_wrong_usage(planned, refused):
-    for words in (["train", planned, "--steps", 0], ["train", planned, "--steps", "few"],
-                  ["plan", planned, "--gpus", 0], ["plan", planned, "--strategy", "best"],
-                  ["profile", planned, "--device", "tpu"],
-                  ["init", planned / "new", "--preset", "huge"], ["plan", planned, "--gpu", 2], ["trian"]):
+    for words in (
+        ["train", planned, "--steps", 0],
+        ["train", planned, "--steps", "few"],
+        ["plan", planned, "--gpus", 0],
+        ["plan", planned, "--strategy", "best"],
+        ["profile", planned, "--device", "tpu"],
+        ["init", planned / "new", "--preset", "huge"],
+        ["plan", planned, "--gpu", 2],
+        ["trian"],
+    ):
         refused(*words, code=2)
     assert not (planned / "new").exists()
 
 
 def test_resuming_without_a_checkpoint(planned, refused):
     assert "checkpoints" in refused("train", planned, "--resume")
-    (planned / "runs" / "tiny" / "earlier" / "002" / "checkpoints" / "step-000009").mkdir(parents=True)
-    assert str(planned / "runs" / "tiny" / "earlier" / "002") in refused("train", planned, "--resume")
+    (planned / "runs" / "tiny" / "earlier" / "002" / "checkpoints" / "step-000009").mkdir(
+        parents=True
+    )
+    assert str(planned / "runs" / "tiny" / "earlier" / "002") in refused(
+        "train", planned, "--resume"
+    )
 
 
 def test_two_trainings_of_one_run(planned, refused):
@@ -310,7 +424,8 @@ def test_two_trainings_of_one_run(planned, refused):
 
 
 def test_every_start_has_a_name_of_its_own(tmp_path):
-    """Also after one that ended before its first step: its reports must not count as the next one's."""
+    """Also after one that ended before its first step: its reports must not count as the next
+    one's."""
     from disttrain_cli.runtime.launching.starts import next_start
 
     root = RunDir(tmp_path)
@@ -327,7 +442,11 @@ def test_data_changed_after_the_profile(planned, refused):
     for break_data in (lambda: shard.write_bytes(was + bytes(512)), shard.unlink):
         break_data()
         said = refused("train", planned)
-        assert "00000.tar" in said and "changed since it was indexed" in said and "disttrain profile" in said
+        assert (
+            "00000.tar" in said
+            and "changed since it was indexed" in said
+            and "disttrain profile" in said
+        )
     assert (root / "traces").is_dir() and not (root / "earlier").exists()
 
 
@@ -347,11 +466,15 @@ def test_data_indexed_again_after_the_profile(planned, refused):
 
 def test_folders_that_cannot_be_written(profiled, refused, tmp_path):
     assert "runs/tiny" in refused("plan", profiled, "--out", profiled / "runs" / "tiny")
-    assert "disttrain.yaml" in refused("plan", profiled, "--out", profiled / "disttrain.yaml" / "plan.yaml")
+    assert "disttrain.yaml" in refused(
+        "plan", profiled, "--out", profiled / "disttrain.yaml" / "plan.yaml"
+    )
     shutil.rmtree(profiled / "runs")
     (profiled / "runs").write_text("a file where the folder belongs")
     for command in ("profile", "plan", "train", "analyze"):
-        assert "runs" in refused(command, *([profiled] if command != "analyze" else [profiled / "runs"]))
+        assert "runs" in refused(
+            command, *([profiled] if command != "analyze" else [profiled / "runs"])
+        )
 
 
 def test_init_overwrites_nothing(tmp_path, refused):
@@ -377,23 +500,44 @@ def test_a_broken_trace_segment_is_named_and_the_rest_analysed(tmp_path, capsys)
 
 # With ranks
 
+
 @pytest.mark.slow
 def test_broken_samples_are_skipped_counted_and_named_and_training_goes_on(folder):
-    edit(folder / "disttrain.yaml", "max_image_pixels: 4096", "max_image_pixels: 4096\n  max_bad_fraction: 0.3")
+    edit(
+        folder / "disttrain.yaml",
+        "max_image_pixels: 4096",
+        "max_image_pixels: 4096\n  max_bad_fraction: 0.3",
+    )
     edit(folder / "disttrain.yaml", "  images: 100", "  images: 0")
     mixed, cut = folder / "data" / "mixed", folder / "data" / "mixed" / "00001.tar"
-    write_tar(mixed / "00002.tar", [
-        interleaved("fine", text("fine")), interleaved("no-image", image("gone.jpg")), ("not-json.json", b"{"),
-        interleaved("header", image("header.jpg")), ("header.jpg", b"\xff\xd8 no picture at all"),
-        *((name, data) for number in range(3) for name, data in (
-            interleaved(f"pixels{number}", text("see"), image(f"pixels{number}.jpg")),
-            (f"pixels{number}.jpg", without_pixels(encoded(40, 40)))))])
+    write_tar(
+        mixed / "00002.tar",
+        [
+            interleaved("fine", text("fine")),
+            interleaved("no-image", image("gone.jpg")),
+            ("not-json.json", b"{"),
+            interleaved("header", image("header.jpg")),
+            ("header.jpg", b"\xff\xd8 no picture at all"),
+            *(
+                (name, data)
+                for number in range(3)
+                for name, data in (
+                    interleaved(f"pixels{number}", text("see"), image(f"pixels{number}.jpg")),
+                    (f"pixels{number}.jpg", without_pixels(encoded(40, 40))),
+                )
+            ),
+        ],
+    )
     whole = cut.stat().st_size
-    cut.write_bytes(cut.read_bytes()[:whole // 2])
+    cut.write_bytes(cut.read_bytes()[: whole // 2])
     index_and_profile(folder)
     for words in (["plan"], ["train", "--steps", "5", "--json"]):
-        done = subprocess.run([SCRIPT, words[0], folder, *words[1:]], capture_output=True, text=True,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [SCRIPT, words[0], folder, *words[1:]],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     result = json.loads(done.stdout)
     skipped = {entry["sample"]: entry["reason"] for entry in result["skipped_samples"]}
@@ -407,4 +551,4 @@ def test_broken_samples_are_skipped_counted_and_named_and_training_goes_on(folde
 def without_pixels(jpeg):
     """A JPEG whose header can be read and whose pixels cannot."""
     place = jpeg.index(b"\xff\xda")
-    return jpeg[:place] + b"\xff\xd9" + jpeg[place + 2:]
+    return jpeg[:place] + b"\xff\xd9" + jpeg[place + 2 :]

@@ -1,4 +1,5 @@
-"""The benchmarks run in their smallest form and print what they measured; no figure of time is judged."""
+"""The benchmarks run in their smallest form and print what they measured; no figure of time is
+judged."""
 
 import json
 import subprocess
@@ -44,8 +45,13 @@ def only(tables):
 
 def test_calls_alternate_and_the_first_round_is_not_counted():
     order, now = [], iter(range(100))
-    seconds = common.alternate({name: lambda name=name: order.append(name) for name in "AB"}, 2, lambda: next(now))
-    assert "".join(order) == "ABABAB" and {name: len(own) for name, own in seconds.items()} == {"A": 2, "B": 2}
+    seconds = common.alternate(
+        {name: lambda name=name: order.append(name) for name in "AB"}, 2, lambda: next(now)
+    )
+    assert "".join(order) == "ABABAB" and {name: len(own) for name, own in seconds.items()} == {
+        "A": 2,
+        "B": 2,
+    }
     assert common.paired_ratio([2.0, 9.0, 8.0], [1.0, 3.0, 2.0]) == 3.0
 
 
@@ -60,26 +66,37 @@ def test_decode():
 
 def test_pillow_and_disttrain_prepare_the_same_image():
     data = decode.picture(quality=90)
-    ours, theirs = decode.prepared(data, (32, 32), decode.IMAGE), decode.transform(data, "BICUBIC").numpy()
+    ours, theirs = (
+        decode.prepared(data, (32, 32), decode.IMAGE),
+        decode.transform(data, "BICUBIC").numpy(),
+    )
     assert ours.shape == theirs.shape and abs(ours - theirs).mean() < 0.05
 
 
 def test_index():
     rows = only(index.measure(small=True))
-    assert [row["dataset"] for row in rows[::2]] == list(index.FORMS) and {row["samples"] for row in rows} == {20}
+    assert [row["dataset"] for row in rows[::2]] == list(index.FORMS) and {
+        row["samples"] for row in rows
+    } == {20}
     assert all(row["µs to index one"] > 0 and row["speed of the index over it"] > 0 for row in rows)
 
 
 def test_levelling_by_images_is_never_worse_than_by_sequences():
     rows = only(levelling.measure(small=True))
-    assert [row["DP"] for row in rows[:3]] == [2, 4, 8] and rows == only(levelling.measure(small=True))
+    assert [row["DP"] for row in rows[:3]] == [2, 4, 8] and rows == only(
+        levelling.measure(small=True)
+    )
     for row in rows:
-        assert 1 <= row["images (disttrain)"] <= row["sequences levelled"] <= row["sequences in order"]
+        assert (
+            1 <= row["images (disttrain)"] <= row["sequences levelled"] <= row["sequences in order"]
+        )
 
 
 def test_ordering_levels_what_shares_a_unit():
     times, loads = ordering.measure(small=True).values()
-    assert all(row["assign ms"] > 0 and row["loads ms"] > 0 and row["order_step ms"] > 0 for row in times)
+    assert all(
+        row["assign ms"] > 0 and row["loads ms"] > 0 and row["order_step ms"] > 0 for row in times
+    )
     for row in loads:
         assert min(row["encoder, none"], row["generator, paper"]) >= 1
         if "+" in row["DP"]:
@@ -88,7 +105,9 @@ def test_ordering_levels_what_shares_a_unit():
 
 def test_best_is_level_and_near_the_best_order():
     costs, busiest, loads, orders = best.measure(small=True).values()
-    assert {row["plan"] for row in costs} >= {"units", "one unit"} and all(row["evaluations"] > 0 for row in costs)
+    assert {row["plan"] for row in costs} >= {"units", "one unit"} and all(
+        row["evaluations"] > 0 for row in costs
+    )
     assert all(1 <= row["best"] <= 1.005 and row["best"] <= row["paper"] for row in busiest)
     assert all(row["best, over the step"] >= 1 for row in loads)
     assert all(1 <= row["best, worst"] <= 1.01 for row in orders)
@@ -110,7 +129,9 @@ def test_simulated_plans_are_never_slower_than_the_papers():
 def test_the_command_prints_tables_or_one_document():
     command = [sys.executable, "-m", "benchmarks.planner", "--small"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    document = json.loads(subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, check=True).stdout)
+    document = json.loads(
+        subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, check=True).stdout
+    )
     assert all(title in shown for title in document) and "| costs" in shown
 
 
@@ -119,7 +140,9 @@ def test_efficiency_times_the_attention_that_models_run(monkeypatch):
     allowed = []
 
     def attend(query, key, value, is_causal):
-        allowed.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
+        allowed.append(
+            (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled())
+        )
         return query
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
@@ -140,7 +163,9 @@ def test_efficiency_measures_every_figure_of_a_curve():
 def test_a_wait_is_a_share_of_its_own_step():
     row = data_wait.row(1, "service", [(0.01, 1.0), (0.01, 2.0), (0.08, 1.0)])
     assert row["share %"] == pytest.approx(1) and row["worst %"] == pytest.approx(8)
-    assert row["all waits over all steps %"] == pytest.approx(2.5) and row["wait ms"] == pytest.approx(10)
+    assert row["all waits over all steps %"] == pytest.approx(2.5) and row[
+        "wait ms"
+    ] == pytest.approx(10)
 
 
 @pytest.mark.slow
@@ -148,14 +173,19 @@ def test_data_wait():
     shares, *places = data_wait.measure(small=True).values()
     assert [row["data"] for row in shares] == ["in the ranks", "service"]
     assert all(0 < row["wait ms"] < 1e3 * row["step s"] for row in shares)
-    assert all(row["loads"] > 0 and row["longest ms"] >= row["median ms"] > 0 for rows in places for row in rows)
+    assert all(
+        row["loads"] > 0 and row["longest ms"] >= row["median ms"] > 0
+        for rows in places
+        for row in rows
+    )
 
 
 @pytest.mark.slow
 def test_checkpoints():
     rows, stands = checkpoints.measure(small=True).values()
-    assert [(row["does"], row["way"]) for row in rows] == [(does, way) for does in ("save", "load")
-                                                           for way in checkpoints.WAYS]
+    assert [(row["does"], row["way"]) for row in rows] == [
+        (does, way) for does in ("save", "load") for way in checkpoints.WAYS
+    ]
     assert all(row["s per GiB"] > 0 for row in rows) and 0 < stands[0]["share of saving"] < 1
 
 
@@ -163,7 +193,10 @@ def test_checkpoints():
 def test_strategies():
     steps, ratio = strategies.measure(small=True).values()
     assert [row["strategy"] for row in steps] == list(strategies.STRATEGIES)
-    assert all(row["measured"] > 0 and row["predicted"] > 0 for row in steps) and ratio[0]["measured"] > 0
+    assert (
+        all(row["measured"] > 0 and row["predicted"] > 0 for row in steps)
+        and ratio[0]["measured"] > 0
+    )
 
 
 def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
@@ -171,10 +204,26 @@ def test_rehearsals_that_are_kept_are_not_made_again(tmp_path, monkeypatch):
 
     def rehearsed(run, name, steps, *, fault=None, ordering=None, **_):
         made.append(name)
-        slower = 1.1 if ordering == "none" or (ordering is None and name != "disaggregated") or fault else 1.0
-        return {"layout": "1×1×1", "M": 1, "slots": 4, "devices": 8, "rehearsed_s": 2.0 * slower,
-                "simulated_s": 1.9 * slower, "planned_s": slower, "mfu": 0.4 / slower, "efficiency": 0.8,
-                "processes": 4, "time_scale": 1.0, "gpus_per_process": 2, "operations": 10}
+        slower = (
+            1.1
+            if ordering == "none" or (ordering is None and name != "disaggregated") or fault
+            else 1.0
+        )
+        return {
+            "layout": "1×1×1",
+            "M": 1,
+            "slots": 4,
+            "devices": 8,
+            "rehearsed_s": 2.0 * slower,
+            "simulated_s": 1.9 * slower,
+            "planned_s": slower,
+            "mfu": 0.4 / slower,
+            "efficiency": 0.8,
+            "processes": 4,
+            "time_scale": 1.0,
+            "gpus_per_process": 2,
+            "operations": 10,
+        }
 
     monkeypatch.setattr(rehearsal, "rehearsed", rehearsed)
     rows = {}
@@ -200,7 +249,9 @@ def test_a_small_rehearsal_is_measured(tmp_path):
     tables = rehearsal.PARTS["overhead"](True, rehearsal.keeper(tmp_path / "rows.jsonl"))
     assert all(common.table(title, rows) for title, rows in tables.items())
     kept = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert kept and all(row["rehearsed_s"] > 0 and row["simulated_s"] > 0 and row["operations"] > 0 for row in kept)
+    assert kept and all(
+        row["rehearsed_s"] > 0 and row["simulated_s"] > 0 and row["operations"] > 0 for row in kept
+    )
 
 
 def test_verdicts_are_judged_by_cause_and_place(monkeypatch, tmp_path):
@@ -217,7 +268,11 @@ def test_verdicts_are_judged_by_cause_and_place(monkeypatch, tmp_path):
         ((title, rows),) = verdicts.measure(tmp_path, only="stage 1 of the LLM").items()
         (right,) = rows
         assert title == "Verdicts: 1 of 1 right"
-        assert (right["case"], right["right"], right["verdict"]) == ("stage 1 of the LLM", True, "stage")
+        assert (right["case"], right["right"], right["verdict"]) == (
+            "stage 1 of the LLM",
+            True,
+            "stage",
+        )
     assert written == ["stage 1 of the LLM"]
 
 
@@ -250,23 +305,39 @@ def test_a_repeated_trace_holds_every_event_again_later(tmp_path):
     events, first = json.loads(path.read_text())["traceEvents"], document["traceEvents"]
     copies = len(events) // len(first)
     assert len(events) == copies * len(first) and copies > 1 and path.stat().st_size > 10_000
-    assert len({event["args"]["correlation"] for event in events if event["name"] == traces.GEMM}) == 2 * copies
+    assert (
+        len({event["args"]["correlation"] for event in events if event["name"] == traces.GEMM})
+        == 2 * copies
+    )
     assert events[len(first)]["ts"] > max(event["ts"] for event in first)
 
 
 def test_a_verdict_is_right_that_names_what_gains_most():
     def verdict(cause, **place):
-        return Verdict(cause=cause, headline="", place=Place(**place), lost_s=0.0, confidence=1.0, evidence=[],
-                       advice="", next_command="")
+        return Verdict(
+            cause=cause,
+            headline="",
+            place=Place(**place),
+            lost_s=0.0,
+            confidence=1.0,
+            evidence=[],
+            advice="",
+            next_command="",
+        )
 
-    rank, other = known.Truth("worker", {"rank": 3}, 0.2, 0.3), known.Truth("stage", {"stage": 1}, 0.08, 0.3)
+    rank, other = (
+        known.Truth("worker", {"rank": 3}, 0.2, 0.3),
+        known.Truth("stage", {"stage": 1}, 0.08, 0.3),
+    )
     assert calibration.right(verdict("worker", rank=3, unit="llm"), [rank, other])
     assert not calibration.right(verdict("stage", stage=1), [rank, other])  # gains less
     assert not calibration.right(verdict("worker", rank=2), [rank, other])
     assert calibration.right(verdict("none"), [known.Truth("worker", {"rank": 3}, 0.04, 0.04)])
     assert not calibration.right(verdict("none"), [rank]) and calibration.right(verdict("none"), [])
     hidden = [known.Truth("worker", {"rank": rank}, 0.0, 0.3) for rank in (1, 2)]
-    assert calibration.right(verdict("worker", rank=2), hidden) and not calibration.right(verdict("none"), hidden)
+    assert calibration.right(verdict("worker", rank=2), hidden) and not calibration.right(
+        verdict("none"), hidden
+    )
 
 
 def test_calibration_analyses_each_case_once_and_keeps_what_is_held_out(monkeypatch, tmp_path):
@@ -286,8 +357,14 @@ def test_calibration_analyses_each_case_once_and_keeps_what_is_held_out(monkeypa
 
 def test_more_evidence_is_fitted_to_be_no_less_sure():
     def row(number, raw, right):
-        return {"case": f"simulated rank {number}", "family": "simulated", "kind": "rank", "format": "disttrain",
-                "raw": raw, "right": right}
+        return {
+            "case": f"simulated rank {number}",
+            "family": "simulated",
+            "kind": "rank",
+            "format": "disttrain",
+            "raw": raw,
+            "right": right,
+        }
 
     rows = [row(n, 0.2, n % 2 == 0) for n in range(8)] + [row(n, 0.6, False) for n in range(8)]
     rows += [row(n, 0.99, True) for n in range(18)] + [row(1000, 0.99, False)]

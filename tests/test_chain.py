@@ -1,4 +1,5 @@
-"""The chain as a user runs it: init, profile, plan, train, analyze as processes, on the sample data."""
+"""The chain as a user runs it: init, profile, plan, train, analyze as processes, on the sample
+data."""
 
 import json
 import os
@@ -15,15 +16,27 @@ from disttrain_cli.runtime.checkpoints.folder import sealed
 pytestmark = pytest.mark.slow
 SCRIPT = Path(sys.executable).parent / "disttrain"
 STEPS, RESUMED_STEPS = 3, 5
-#: Where this chain is smaller than the preset: four ranks, half the batch, two pictures drawn and three read.
-SMALLER = {"  gpus_per_node: 6": "  gpus_per_node: 4", "  global_batch_size: 12": "  global_batch_size: 6",
-           "  images: 100": "  images: 2", "  denoising_steps: 20": "  denoising_steps: 4", "  read: 100": "  read: 3"}
+# : Where this chain is smaller than the preset: four ranks, half the batch, two pictures drawn and
+# three read.
+SMALLER = {
+    "  gpus_per_node: 6": "  gpus_per_node: 4",
+    "  global_batch_size: 12": "  global_batch_size: 6",
+    "  images: 100": "  images: 2",
+    "  denoising_steps: 20": "  denoising_steps: 4",
+    "  read: 100": "  read: 3",
+}
 
 
 def disttrain(folder, *words):
     """Exit code, stdout and stderr of one command, run in `folder`."""
-    done = subprocess.run([SCRIPT, *map(str, words)], cwd=folder, capture_output=True, text=True,
-                          stdin=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1", "DISTTRAIN_DEBUG": "0"})
+    done = subprocess.run(
+        [SCRIPT, *map(str, words)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DISTTRAIN_DEBUG": "0"},
+    )
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -79,7 +92,11 @@ def test_profile_has_the_promised_keys_and_measured_every_module(chain):
     assert any(name.endswith("_us") for name in profile["links"])
     keys(profile["data"], "samples fingerprint text_tokens image_tokens images_per_sequence")
     keys(profile["data"]["images_per_sequence"], "mean p50 p95 p99 max")
-    assert profile["data"]["samples"] > 500 and profile["data"]["skipped"] == 0 and profile["data"]["sequences"] >= 256
+    assert (
+        profile["data"]["samples"] > 500
+        and profile["data"]["skipped"] == 0
+        and profile["data"]["sequences"] >= 256
+    )
     keys(profile["preprocess"], "images_per_s_per_core sequences_per_s_per_core")
     assert profile["preprocess"]["images_per_s_per_core"] > 0
     assert json.loads(Path(profile["path"]).read_text())["data"] == profile["data"]
@@ -92,14 +109,28 @@ def test_plan_has_the_promised_keys_and_fits_its_ranks(chain):
     keys(plan, "strategy global_batch_size microbatch_size microbatches gpus_used units")
     for unit in plan["units"]:
         keys(unit, "name modules tp dp pp gpus layers_per_stage")
-        assert unit["gpus"] == unit["tp"] * unit["dp"] * unit["pp"] and len(unit["layers_per_stage"]) == unit["pp"]
-        of_profile = sum(len(chain[1]["profile"]["modules"][name]["layers"]) for name in unit["modules"])
+        assert (
+            unit["gpus"] == unit["tp"] * unit["dp"] * unit["pp"]
+            and len(unit["layers_per_stage"]) == unit["pp"]
+        )
+        of_profile = sum(
+            len(chain[1]["profile"]["modules"][name]["layers"]) for name in unit["modules"]
+        )
         assert sum(unit["layers_per_stage"]) == of_profile
     assert plan["gpus_used"] == sum(unit["gpus"] for unit in plan["units"]) <= 4
-    assert [name for unit in plan["units"] for name in unit["modules"]] == ["image_encoder", "llm", "image_generator"]
+    assert [name for unit in plan["units"] for name in unit["modules"]] == [
+        "image_encoder",
+        "llm",
+        "image_generator",
+    ]
     llm = next(unit for unit in plan["units"] if "llm" in unit["modules"])
-    assert llm["dp"] * plan["microbatch_size"] * plan["microbatches"] == plan["global_batch_size"] == 6
-    keys(document["predicted"], "iteration_s sequences_per_s mfu warmup_s steady_s bubble_fraction memory")
+    assert (
+        llm["dp"] * plan["microbatch_size"] * plan["microbatches"] == plan["global_batch_size"] == 6
+    )
+    keys(
+        document["predicted"],
+        "iteration_s sequences_per_s mfu warmup_s steady_s bubble_fraction memory",
+    )
     for stage in document["predicted"]["memory"]:
         keys(stage, "unit stage peak_gib limit_gib")
         assert 0 < stage["peak_gib"] <= stage["limit_gib"]
@@ -110,7 +141,9 @@ def test_plan_has_the_promised_keys_and_fits_its_ranks(chain):
     assert document["search"]["exact"] is True and Path(document["path"]).is_file()
 
 
-@pytest.mark.parametrize(("command", "first", "last"), [("train", 0, STEPS), ("resume", STEPS, RESUMED_STEPS)])
+@pytest.mark.parametrize(
+    ("command", "first", "last"), [("train", 0, STEPS), ("resume", STEPS, RESUMED_STEPS)]
+)
 def test_training_has_the_promised_keys_and_writes_what_it_says(chain, command, first, last):
     train = chain[1][command]
     keys(train, "run_dir steps skipped_samples resumed_from_step checkpoint trace")
@@ -121,7 +154,9 @@ def test_training_has_the_promised_keys_and_writes_what_it_says(chain, command, 
         assert step["loss"] == pytest.approx(step["losses"]["text"] + step["losses"]["image"])
         assert 0 < step["mfu"] < 1
     assert train["skipped_samples"] == [] and train["resumed_from_step"] == (first or None)
-    assert Path(train["checkpoint"]).name == f"step-{last:06d}" and Path(train["checkpoint"]).is_dir()
+    assert (
+        Path(train["checkpoint"]).name == f"step-{last:06d}" and Path(train["checkpoint"]).is_dir()
+    )
     assert list(Path(train["trace"]).glob("rank-*/*.parquet"))
 
 
@@ -140,54 +175,87 @@ def test_training_goes_on_where_it_stopped_and_generates_images(chain):
 def test_any_checkpoint_of_the_run_draws_and_writes(chain):
     found = document(chain[0], "sample", "--prompt", "Draw a seven.", "--count", 2)
     folder = Path(chain[0], found["path"])
-    assert found["step"] == RESUMED_STEPS and [one["asked"] for one in found["drawn"]] == ["seven"] * 2
+    assert (
+        found["step"] == RESUMED_STEPS and [one["asked"] for one in found["drawn"]] == ["seven"] * 2
+    )
     assert all((folder / one["file"]).read_bytes().startswith(b"\x89PNG") for one in found["drawn"])
     seen = chain[1]["resume"]["samples"]["written"][0]["image"]
-    read = document(chain[0], "sample", "runs/tiny/checkpoints/step-000003", "--image",
-                    Path(chain[1]["resume"]["images"][0]).parent / seen)
-    assert read["step"] == STEPS and read["written"][0]["image"].endswith(seen) and read["drawn"] == []
+    read = document(
+        chain[0],
+        "sample",
+        "runs/tiny/checkpoints/step-000003",
+        "--image",
+        Path(chain[1]["resume"]["images"][0]).parent / seen,
+    )
+    assert (
+        read["step"] == STEPS and read["written"][0]["image"].endswith(seen) and read["drawn"] == []
+    )
 
 
 def test_analysis_has_the_promised_keys_and_finds_the_same_layout_and_steps(chain):
     found = chain[1]["analyze"]
     keys(found, "job units stragglers verdict ranks what_if warnings")
     keys(found["job"], "ranks steps iteration_s mfu bubble_fraction exposed_communication_fraction")
-    assert found["job"]["ranks"] == chain[1]["plan"]["plan"]["gpus_used"] and found["job"]["steps"] == RESUMED_STEPS
+    assert (
+        found["job"]["ranks"] == chain[1]["plan"]["plan"]["gpus_used"]
+        and found["job"]["steps"] == RESUMED_STEPS
+    )
     for unit in found["units"]:
         keys(unit, "name mfu busy_fraction")
         assert 0 < unit["busy_fraction"] <= 1
     keys(found["stragglers"], "slowdown lost_s")
-    keys(found["stragglers"]["lost_s"],
-         "unit intra_microbatch inter_microbatch stage worker communication data host unexplained")
+    keys(
+        found["stragglers"]["lost_s"],
+        "unit intra_microbatch inter_microbatch stage worker communication data host unexplained",
+    )
     keys(found["verdict"], "cause place confidence evidence advice")
     keys(found["verdict"]["place"], "unit stage replica rank host")
     for rank in found["ranks"]:
         keys(rank, "rank span_us idle_us compute_us non_compute_us overlap_pct collective_wait_us")
-    keys(found["what_if"], "slowdown by_stage by_replica by_operation worst_workers_share last_stage_share")
+    keys(
+        found["what_if"],
+        "slowdown by_stage by_replica by_operation worst_workers_share last_stage_share",
+    )
     compared = {row["what"] for row in found["predicted_vs_measured"]}
     assert compared >= {"iteration_s", "mfu", "bubble_fraction"}
 
 
 def test_the_report_is_one_page_that_loads_nothing(chain):
     page = Path(chain[0], chain[1]["analyze"]["report"]).read_text()
-    loaded = re.findall(r"""(?:src|href)\s*=\s*["']([^"'#][^"']*)""", page) + re.findall(r"url\(([^)]*)\)", page)
+    loaded = re.findall(r"""(?:src|href)\s*=\s*["']([^"'#][^"']*)""", page) + re.findall(
+        r"url\(([^)]*)\)", page
+    )
     assert [place for place in loaded if not place.startswith(("data:", "#"))] == []
-    assert page.count("data:image/png;base64,") >= 2 and page.count("data:image/jpeg;base64,") == 3 and "<svg" in page
+    assert (
+        page.count("data:image/png;base64,") >= 2
+        and page.count("data:image/jpeg;base64,") == 3
+        and "<svg" in page
+    )
     assert "Draw a zero." in page and "a judge sees what was asked for" in page
 
 
 def test_queries_see_the_work_of_every_module(chain):
-    query = ("SELECT module, sum(images) AS images, sum(tokens) AS tokens FROM trace WHERE operation = 'forward' "
-             "GROUP BY module")
+    query = (
+        "SELECT module, sum(images) AS images, sum(tokens) AS tokens FROM trace WHERE operation ="
+        " 'forward' GROUP BY module"
+    )
     answer = document(chain[0], "analyze", "--sql", query)
     work = {row[0]: dict(zip(answer["columns"], row, strict=True)) for row in answer["rows"]}
-    assert work["image_encoder"]["images"] > 0 and work["image_generator"]["images"] > 0 and work["llm"]["tokens"] > 0
+    assert (
+        work["image_encoder"]["images"] > 0
+        and work["image_generator"]["images"] > 0
+        and work["llm"]["tokens"] > 0
+    )
 
 
 def test_conditions_and_pages_elsewhere(chain, tmp_path):
     page = tmp_path / "deep" / "page.html"
-    code, out, _ = disttrain(chain[0], "analyze", "--json", "--html", page, "--fail-if", "job.iteration_s > 0")
-    assert code == 5 and json.loads(out)["fail_if"]["holds"] is True and page.stat().st_size > 10_000
+    code, out, _ = disttrain(
+        chain[0], "analyze", "--json", "--html", page, "--fail-if", "job.iteration_s > 0"
+    )
+    assert (
+        code == 5 and json.loads(out)["fail_if"]["holds"] is True and page.stat().st_size > 10_000
+    )
     assert disttrain(chain[0], "analyze", "--quiet", "--fail-if", "job.iteration_s > 1e9")[0] == 0
 
 
@@ -197,9 +265,15 @@ def test_resuming_refuses_to_go_nowhere(chain):
 
 
 def copied(chain, tmp_path, *left_out):
-    """The chain's folder, to be broken; with the times of its files, by which data are recognised."""
-    return Path(shutil.copytree(chain[0], tmp_path / "demo",
-                                ignore=shutil.ignore_patterns("images", "earlier", *left_out)))
+    """The chain's folder, to be broken; with the times of its files, by which data are
+    recognised."""
+    return Path(
+        shutil.copytree(
+            chain[0],
+            tmp_path / "demo",
+            ignore=shutil.ignore_patterns("images", "earlier", *left_out),
+        )
+    )
 
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
@@ -232,7 +306,13 @@ def test_a_checkpoint_of_something_else_is_refused_with_both_fingerprints(chain,
     about.pop("sha256")
     path.write_text(json.dumps(sealed(about)))
     code, out, err = disttrain(demo, "train", "--resume", "--steps", 9)
-    assert code == 1 and out == "" and was in err and "feedfacefeedface" in err and f"another {what}" in err
+    assert (
+        code == 1
+        and out == ""
+        and was in err
+        and "feedfacefeedface" in err
+        and f"another {what}" in err
+    )
 
 
 def test_a_damaged_checkpoint_is_named(chain, tmp_path):
@@ -251,7 +331,12 @@ def test_a_fresh_start_keeps_what_the_earlier_one_left(chain, tmp_path):
     broken = root / "plan.yaml"
     broken.write_text(broken.read_text().replace("strategy: disaggregated", "strategy: megatron"))
     code, _, err = disttrain(demo, "train", "--steps", 1)
-    assert code == 1 and "--resume" in err and "--restart" in err and (root / "checkpoints" / "step-000005").is_dir()
+    assert (
+        code == 1
+        and "--resume" in err
+        and "--restart" in err
+        and (root / "checkpoints" / "step-000005").is_dir()
+    )
     again = document(demo, "train", "--steps", 1, "--restart")
     assert again["resumed_from_step"] is None and len(again["steps"]) == 1
     assert (root / "earlier" / "000" / "checkpoints" / "step-000005" / "checkpoint.json").is_file()

@@ -1,4 +1,5 @@
-"""What `make run` shows: after its three minutes the model draws the digit asked for, and names the one it sees."""
+"""What `make run` shows: after its three minutes the model draws the digit asked for, and names the
+one it sees."""
 
 import json
 import os
@@ -26,8 +27,13 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path):
 
     def disttrain(folder, *words):
         before = cpu_s()
-        done = subprocess.run([SCRIPT, *words, "--json"], cwd=folder, capture_output=True, text=True,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        done = subprocess.run(
+            [SCRIPT, *words, "--json"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         print(f"{words[0]}: {cpu_s() - before:.0f} s of CPU")
         return json.loads(done.stdout)
@@ -43,8 +49,10 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path):
     samples = trained["samples"]
     drawn = [one["asked"] == one["recognised"] for one in samples["drawn"]]
     named = [one["names_it"] for one in samples["written"]]
-    print(f"{sum(drawn)} of {len(drawn)} drawn digits recognised, {sum(named)} of {len(named)} read digits named; "
-          f"{used_s:.0f} s of CPU in all")
+    print(
+        f"{sum(drawn)} of {len(drawn)} drawn digits recognised, {sum(named)} of {len(named)} read"
+        f" digits named; {used_s:.0f} s of CPU in all"
+    )
     assert len(drawn) == len(named) == 100 and samples["judge"]["accuracy"] > 0.95
     assert sum(drawn) >= AT_LEAST and sum(named) >= AT_LEAST
     assert len({one["asked"] for one in samples["drawn"]}) == 10
@@ -57,7 +65,8 @@ def test_the_demo_learns_to_draw_and_to_read(tmp_path):
 
 
 def check_none_is_learned_by_heart(images):
-    """A scan as it is trained on, resized by way of a JPEG file, lies 17 grey levels from itself, in the median."""
+    """A scan as it is trained on, resized by way of a JPEG file, lies 17 grey levels from itself,
+    in the median."""
     import cv2
     from sklearn.datasets import load_digits
 

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_generated_pages_are_up_to_date():
-    done = subprocess.run([sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -19,8 +21,23 @@ def test_every_command_and_option_is_documented():
     text = (ROOT / "docs" / "cli.md").read_text()
     for command in command_names():
         assert f"## `disttrain {command}`" in text
-    for option in ("--sample-data", "--device", "--gpus", "--strategy", "--top", "--resume", "--dry-run", "--html",
-                   "--sql", "--compare", "--fail-if", "--processes", "--tls-cert", "--json", "--quiet"):
+    for option in (
+        "--sample-data",
+        "--device",
+        "--gpus",
+        "--strategy",
+        "--top",
+        "--resume",
+        "--dry-run",
+        "--html",
+        "--sql",
+        "--compare",
+        "--fail-if",
+        "--processes",
+        "--tls-cert",
+        "--json",
+        "--quiet",
+    ):
         assert option in text
 
 

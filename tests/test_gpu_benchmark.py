@@ -1,4 +1,5 @@
-"""What will be run on a GPU runs here, tiny: every part, its limits, and what is kept of a part that fails."""
+"""What will be run on a GPU runs here, tiny: every part, its limits, and what is kept of a part
+that fails."""
 
 import json
 import subprocess
@@ -40,7 +41,13 @@ def test_a_block_of_the_llm(setting):
     for name in ("packed", "one_document"):
         found = figures[name]
         assert found["kept_mib"] == pytest.approx(found["priced_kept_mib"], rel=0.01)
-        assert min(found[key] for key in ("first_call_ms", "second_call_ms", "forward_ms", "backward_ms")) > 0
+        assert (
+            min(
+                found[key]
+                for key in ("first_call_ms", "second_call_ms", "forward_ms", "backward_ms")
+            )
+            > 0
+        )
         assert found["model_tflops"] > 0 < found["tflops_that_run"]
     assert figures["attention"] == "grouped" and figures["kernels"][0]["ms"] > 0
 
@@ -56,7 +63,10 @@ def test_images_of_two_shapes(setting):
 
 def test_the_generator_in_both_formats(setting):
     figures = run_part("unet", setting)
-    assert all(figures[name]["backward_ms"] > 0 for name in ("channels_first", "channels_last", "norms_too"))
+    assert all(
+        figures[name]["backward_ms"] > 0
+        for name in ("channels_first", "channels_last", "norms_too")
+    )
 
 
 def test_the_curve_is_proposed_as_the_catalogue_writes_it(setting):
@@ -75,8 +85,11 @@ def test_a_norm_that_leaves_channels_last_is_the_same_norm(dtype):
     seed = torch.randn_like(expected)
     inputs = [x, norm.weight, norm.bias]
     far = 1e-12 if dtype == torch.float64 else 0.05
-    for one, other in zip([expected, *torch.autograd.grad(expected, inputs, seed)],
-                          [made, *torch.autograd.grad(made, inputs, seed)], strict=True):
+    for one, other in zip(
+        [expected, *torch.autograd.grad(expected, inputs, seed)],
+        [made, *torch.autograd.grad(made, inputs, seed)],
+        strict=True,
+    ):
         torch.testing.assert_close(one, other, rtol=far, atol=far)
 
 
@@ -94,8 +107,23 @@ def test_a_generator_computes_the_same_with_its_channels_last(setting, norms):
         for layer in layers.built:
             known |= layer(known, layers.batch)
         loss = known["loss/image"]
-        results.append([loss, *torch.autograd.grad(loss, [*state.values(), *(
-            parameter for layer in layers.built for parameter in layer.parameters() if parameter.requires_grad)])])
+        results.append(
+            [
+                loss,
+                *torch.autograd.grad(
+                    loss,
+                    [
+                        *state.values(),
+                        *(
+                            parameter
+                            for layer in layers.built
+                            for parameter in layer.parameters()
+                            if parameter.requires_grad
+                        ),
+                    ],
+                ),
+            ]
+        )
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -122,7 +150,9 @@ def test_what_a_part_leaves_of_its_time_goes_to_those_after_it(tmp_path, monkeyp
     runner.measure(list(runner.LIMITS_S), "cuda", tmp_path / "gpu.json")
     assert all(given[name] >= limit_s for name, limit_s in runner.LIMITS_S.items())
     assert given["curve"] == pytest.approx(60 * runner.MINUTES, abs=1)
-    runner.measure(["large", "curve"], "cuda", tmp_path / "gpu.json", minutes=1.0)  # too little for both
+    runner.measure(
+        ["large", "curve"], "cuda", tmp_path / "gpu.json", minutes=1.0
+    )  # too little for both
     assert given["large"] == pytest.approx(60, abs=1)
 
 
@@ -134,16 +164,23 @@ def test_a_file_that_cannot_be_written_is_known_before_anything_runs(tmp_path, m
 
 
 def test_libraries_beside_the_program_are_found_from_any_folder(tmp_path, monkeypatch):
-    """`PYTHONPATH=src:site` names folders of the repository; commands run in folders of their own."""
+    """`PYTHONPATH=src:site` names folders of the repository; commands run in folders of their
+    own."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", "src:site")
-    assert environment()["PYTHONPATH"].split(":") == [str(ROOT / "src"), str(ROOT), str(ROOT / "site")]
+    assert environment()["PYTHONPATH"].split(":") == [
+        str(ROOT / "src"),
+        str(ROOT),
+        str(ROOT / "site"),
+    ]
 
 
 def test_a_rank_counts_where_its_host_waits(tmp_path, monkeypatch):
     def train(payload):
         for _ in range(3):
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=2)
+            warnings.warn(
+                "called a synchronizing CUDA operation (Triggered internally)", stacklevel=2
+            )
         warnings.warn("something else", stacklevel=2)
 
     monkeypatch.setattr(rank.worker, "main", train)
@@ -161,20 +198,33 @@ def test_what_a_part_said_before_it_failed_is_kept(tmp_path, monkeypatch):
 
 
 def test_an_unknown_part_is_refused_with_those_that_there_are(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--parts", "head,nothing"], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and "unknown parts: nothing; there are tests, block_7b" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--parts", "head,nothing"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        done.returncode == 2 and "unknown parts: nothing; there are tests, block_7b" in done.stderr
+    )
 
 
 def test_what_a_bare_machine_needs_is_pinned_and_holds_nothing_that_only_torch_needs():
     names = wheels.needed()
     assert {"deepspeed", "transformers", "diffusers", "pyarrow", "numpy", "pytest"} <= set(names)
     assert {"typing-extensions", "fsspec", "filelock"} <= set(names)  # torch's own may be too old
-    assert not {"torch", "sympy", "jinja2", "disttrain", "hf-xet", "ruff", "playwright"} & set(names)
+    assert not {"torch", "sympy", "jinja2", "disttrain", "hf-xet", "ruff", "playwright"} & set(
+        names
+    )
 
 
 def test_a_wheel_is_laid_out_trimmed_and_packed_as_tar_reads_it(tmp_path):
-    held = {"one/lib.py": "", "one/tests/test_lib.py": "", "one-1.data/purelib/two.py": "", "one/lib.pyi": ""}
+    held = {
+        "one/lib.py": "",
+        "one/tests/test_lib.py": "",
+        "one-1.data/purelib/two.py": "",
+        "one/lib.pyi": "",
+    }
     with zipfile.ZipFile(tmp_path / "one-1-py3-none-any.whl", "w") as whole:
         for name, text in held.items():
             whole.writestr(name, text)
@@ -188,19 +238,33 @@ def test_a_wheel_is_laid_out_trimmed_and_packed_as_tar_reads_it(tmp_path):
 def test_scipy_is_no_distribution_without_what_goes_with_pictures(tmp_path):
     """diffusers imports scipy.stats wherever scipy is installed, as its metadata tell."""
     with zipfile.ZipFile(tmp_path / "scipy-1-py3-none-any.whl", "w") as whole:
-        for name in ("scipy/__init__.py", "scipy/optimize/nnls.py", "scipy/stats/t.py", "scipy-1.dist-info/METADATA"):
+        for name in (
+            "scipy/__init__.py",
+            "scipy/optimize/nnls.py",
+            "scipy/stats/t.py",
+            "scipy-1.dist-info/METADATA",
+        ):
             whole.writestr(name, "")
     wheels.lay_out([tmp_path / "scipy-1-py3-none-any.whl"], tmp_path)
-    held = {name: {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*") if path.is_file()}
-            for name in ("core", "pictures")}
-    assert held == {"core": {"scipy/__init__.py", "scipy/optimize/nnls.py"},
-                    "pictures": {"scipy/stats/t.py", "scipy-1.dist-info/METADATA"}}
+    held = {
+        name: {
+            str(path.relative_to(tmp_path / name))
+            for path in (tmp_path / name).rglob("*")
+            if path.is_file()
+        }
+        for name in ("core", "pictures")
+    }
+    assert held == {
+        "core": {"scipy/__init__.py", "scipy/optimize/nnls.py"},
+        "pictures": {"scipy/stats/t.py", "scipy-1.dist-info/METADATA"},
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["chain", "shared", "large"])
 def test_whole_commands(part, setting, monkeypatch):
-    """On texts alone, as without OpenCV; ranks are watched for synchronisations, of which a CPU knows none."""
+    """On texts alone, as without OpenCV; ranks are watched for synchronisations, of which a CPU
+    knows none."""
     monkeypatch.setattr(jobs, "find_spec", lambda name: name == "duckdb")
     figures = run_part(part, setting)
     assert figures["train"]["code"] == 0 and figures["train"]["memory_gib"] > 0
@@ -208,6 +272,8 @@ def test_whole_commands(part, setting, monkeypatch):
     if part != "shared":
         assert (setting.folder / "synchronisations-0.json").read_text() == "{}"
     if part == "chain":
-        assert figures["analyze"]["verdict"]["headline"] and figures["train"]["synchronisations"] == []
+        assert (
+            figures["analyze"]["verdict"]["headline"] and figures["train"]["synchronisations"] == []
+        )
     if part == "large":
         assert figures["resume"]["from"] == 4 and figures["resume"]["steps"] == 2

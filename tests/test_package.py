@@ -13,7 +13,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def names(requirements):
-    return {re.split(r"[<>=!~\[ ;]", line, maxsplit=1)[0].lower().replace("_", "-") for line in requirements}
+    return {
+        re.split(r"[<>=!~\[ ;]", line, maxsplit=1)[0].lower().replace("_", "-")
+        for line in requirements
+    }
 
 
 def pins():
@@ -28,7 +31,11 @@ def test_version_is_the_same_everywhere():
 
 def test_licence_is_apache_2():
     text = (ROOT / "LICENSE").read_text()
-    assert PROJECT["license"] == "Apache-2.0" and "Version 2.0, January 2004" in text and len(text) > 11000
+    assert (
+        PROJECT["license"] == "Apache-2.0"
+        and "Version 2.0, January 2004" in text
+        and len(text) > 11000
+    )
 
 
 def test_every_dependency_is_pinned_exactly():
@@ -51,7 +58,9 @@ def test_the_oldest_torch_that_is_tested_is_the_oldest_that_serves():
 
 def test_data_files_are_part_of_the_package():
     package = files("disttrain_cli")
-    assert (package / "templates" / "presets" / "tiny.yaml").is_file() and (package / "py.typed").is_file()
+    assert (package / "templates" / "presets" / "tiny.yaml").is_file() and (
+        package / "py.typed"
+    ).is_file()
 
 
 def test_the_makefile_has_the_promised_targets():

@@ -1,4 +1,5 @@
-"""Every preset that ships: it is read, its model is put together, its data are drawn, its device is known."""
+"""Every preset that ships: it is read, its model is put together, its data are drawn, its device is
+known."""
 
 from __future__ import annotations
 
@@ -16,9 +17,18 @@ from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.spec.runfile import Run, read_run
 
 #: Parameters of the LLM in billions, as its makers count them.
-LLM_BILLIONS = {"mllm-9b": 6.74, "mllm-15b": 13.0, "mllm-72b": 69.0, "mllm-130b": 130.0, "vlm-8b": 6.74,
-                "qwen-vl-8b": 7.62, "mllm-audio-10b": 6.74, "tiny": 0.0009, "tiny-audio": 0.0009,
-                "tiny-two-generators": 0.0009}
+LLM_BILLIONS = {
+    "mllm-9b": 6.74,
+    "mllm-15b": 13.0,
+    "mllm-72b": 69.0,
+    "mllm-130b": 130.0,
+    "vlm-8b": 6.74,
+    "qwen-vl-8b": 7.62,
+    "mllm-audio-10b": 6.74,
+    "tiny": 0.0009,
+    "tiny-audio": 0.0009,
+    "tiny-two-generators": 0.0009,
+}
 
 
 def call(*words: str) -> int:
@@ -51,8 +61,12 @@ def test_data(name: str, tmp_path: Path) -> None:
     assert asked is not None
     epoch = pack(open_index(run, inputs), inputs, 0, 0)
     assert epoch.fill_fraction == pytest.approx(1.0, abs=0.01)
-    assert len(epoch.image_segment) / len(epoch) == pytest.approx(asked.images_per_sequence, rel=0.01)
-    assert len(epoch.target_segment) / len(epoch) == pytest.approx(asked.generated_per_sequence, rel=0.01)
+    assert len(epoch.image_segment) / len(epoch) == pytest.approx(
+        asked.images_per_sequence, rel=0.01
+    )
+    assert len(epoch.target_segment) / len(epoch) == pytest.approx(
+        asked.generated_per_sequence, rel=0.01
+    )
     assert epoch.clips.mean() == pytest.approx(asked.clips_per_sequence, rel=0.01)
 
 
@@ -65,10 +79,14 @@ def test_profile_and_plan(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     capsys.readouterr()
     assert call("plan", path, "--json", "--quiet") == 0
     plan = json.loads(capsys.readouterr().out)
-    assert [unit["modules"] for unit in plan["plan"]["units"]] == [[module] for module in run.file.model.order]
+    assert [unit["modules"] for unit in plan["plan"]["units"]] == [
+        [module] for module in run.file.model.order
+    ]
     assert 0.2 < plan["predicted"]["mfu"] < 0.75
-    assert plan["predicted"]["iteration_s"] <= min(
-        base["iteration_s"] for base in plan["baselines"].values() if base) * 1.001
+    assert (
+        plan["predicted"]["iteration_s"]
+        <= min(base["iteration_s"] for base in plan["baselines"].values() if base) * 1.001
+    )
     assert call("train", path) == 1  # sizes only, and a device that is not here
     message = capsys.readouterr().err
     assert "data.distribution" in message and "Next:" in message

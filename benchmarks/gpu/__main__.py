@@ -1,7 +1,8 @@
 """What a first look at a GPU must show, in at most nine minutes, as one JSON file.
 
-Every part runs in a process of its own and under a limit of its own, so that one that fails or hangs loses only itself;
-the file is written anew after each. On a CPU the parts are tiny: that shows that they run, and measures nothing.
+Every part runs in a process of its own and under a limit of its own, so that one that fails or
+hangs loses only itself; the file is written anew after each. On a CPU the parts are tiny: that
+shows that they run, and measures nothing.
 """
 
 from __future__ import annotations
@@ -25,20 +26,44 @@ from disttrain_cli.spec.whole import write_whole
 
 Figures = dict[str, Any]
 MINUTES = 9.0
-#: The parts in the order in which they run, and the seconds that are kept for each; what earlier ones leave is added.
-LIMITS_S = {"tests": 45.0, "block_7b": 40.0, "head": 25.0, "vit": 30.0, "unet": 50.0, "chain": 90.0, "shared": 45.0,
-            "large": 130.0, "block_70b": 40.0, "curve": 25.0}
+# : The parts in the order in which they run, and the seconds that are kept for each; what earlier
+# ones leave is added.
+LIMITS_S = {
+    "tests": 45.0,
+    "block_7b": 40.0,
+    "head": 25.0,
+    "vit": 30.0,
+    "unet": 50.0,
+    "chain": 90.0,
+    "shared": 45.0,
+    "large": 130.0,
+    "block_70b": 40.0,
+    "curve": 25.0,
+}
 HOST_S = 60.0  # at most, to ask for the device; the first import of torch may read gigabytes
 ON_A_CPU = 10.0  # times the limits, which are those of a device
 TAIL = 4000  # characters kept of what a part printed
-LIBRARIES = ("torch", "deepspeed", "transformers", "diffusers", "numpy", "triton", "nvidia-cudnn-cu13",
-             "nvidia-nccl-cu13")
+LIBRARIES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "diffusers",
+    "numpy",
+    "triton",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file of the results (gpu.json)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu.json"), help="file of the results (gpu.json)"
+    )
     parser.add_argument("--parts", help="which ones, with commas between; all if not given")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together (9)")
@@ -51,15 +76,21 @@ def main() -> None:
 
         run_part(options.part, Setting(options.device, options.folder, options.out))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`, where a part's processes are ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # through `finally`, where a part's processes are ended
     known = list(LIMITS_S)
     chosen = options.parts.split(",") if options.parts else known
     if unknown := set(chosen) - set(known):
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    results = measure([name for name in known if name in chosen], options.device, options.out, options.minutes)
+    results = measure(
+        [name for name in known if name in chosen], options.device, options.out, options.minutes
+    )
     failed = [name for name, found in results["parts"].items() if "error" in found]
-    print(f"{options.out}: {len(results['parts']) - len(failed)} parts measured"
-          + (f", failed: {', '.join(failed)}" if failed else ""))
+    print(
+        f"{options.out}: {len(results['parts']) - len(failed)} parts measured"
+        + (f", failed: {', '.join(failed)}" if failed else "")
+    )
     for line in results["parts"].get("curve", {}).get("figures", {}).get("proposed", []):
         print(line)
     sys.exit(bool(failed))
@@ -68,17 +99,31 @@ def main() -> None:
 def measure(parts: list[str], device: str, out: Path, minutes: float = MINUTES) -> Figures:
     """Run the parts one after the other, and write what they found after each."""
     deadline, scale = time.monotonic() + 60.0 * minutes, 1.0 if device == "cuda" else ON_A_CPU
-    results: Figures = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                        "host": _host(device), "parts": {}}
-    write_whole(out, json.dumps(results, indent=1) + "\n")  # a place that cannot be written is known before all else
+    results: Figures = {
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": _host(device),
+        "parts": {},
+    }
+    write_whole(
+        out, json.dumps(results, indent=1) + "\n"
+    )  # a place that cannot be written is known before all else
     for place, name in enumerate(parts):
-        own_s, later_s = (scale * sum(LIMITS_S[one] for one in some) for some in ([name], parts[place + 1:]))
+        own_s, later_s = (
+            scale * sum(LIMITS_S[one] for one in some) for some in ([name], parts[place + 1 :])
+        )
         left_s = deadline - time.monotonic()
         limit_s = min(max(own_s, left_s - later_s), left_s)
-        results["parts"][name] = _run(name, device, limit_s) if limit_s > 1.0 else {"error": "no time was left"}
+        results["parts"][name] = (
+            _run(name, device, limit_s) if limit_s > 1.0 else {"error": "no time was left"}
+        )
         write_whole(out, json.dumps(results, indent=1) + "\n")
         found = results["parts"][name]
-        print(f"{name}: {found.get('seconds', 0.0):.1f} s {found.get('error', 'ok').splitlines()[-1]}", flush=True)
+        print(
+            f"{name}: {found.get('seconds', 0.0):.1f} s"
+            f" {found.get('error', 'ok').splitlines()[-1]}",
+            flush=True,
+        )
     return results
 
 
@@ -88,11 +133,26 @@ def _run(name: str, device: str, limit_s: float) -> Figures:
         folder, said = Path(place), Path(place) / "said"
         (folder / "work").mkdir()
         own = folder / "figures.json"
-        words = ["--part", name, "--device", device, "--out", str(own), "--folder", str(folder / "work")]
+        words = [
+            "--part",
+            name,
+            "--device",
+            device,
+            "--out",
+            str(own),
+            "--folder",
+            str(folder / "work"),
+        ]
         start, ended = time.monotonic(), ""
         with said.open("wb") as output:
-            process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", *words], cwd=ROOT, stdout=output,
-                                       stderr=subprocess.STDOUT, start_new_session=True, env=environment())
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.gpu", *words],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment(),
+            )
             try:
                 code = process.wait(limit_s)
                 ended = f"exit code {code}" if code else ""
@@ -100,11 +160,16 @@ def _run(name: str, device: str, limit_s: float) -> Figures:
                 ended = f"not finished after {limit_s:.0f} s"
             finally:
                 _end(process)
-        found: Figures = {"seconds": time.monotonic() - start,
-                          "figures": json.loads(own.read_text()) if own.exists() else {}}
+        found: Figures = {
+            "seconds": time.monotonic() - start,
+            "figures": json.loads(own.read_text()) if own.exists() else {},
+        }
         if ended:
             text = said.read_text(errors="replace")
-            found |= {"error": f"{ended}: {(text.strip().splitlines() or [''])[-1][:400]}", "output": text[-TAIL:]}
+            found |= {
+                "error": f"{ended}: {(text.strip().splitlines() or [''])[-1][:400]}",
+                "output": text[-TAIL:],
+            }
         return found
 
 
@@ -116,18 +181,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _host(device: str) -> Figures:
-    """Machine and versions; asked of another process, so that this one holds no memory of the device."""
+    """Machine and versions; asked of another process, so that this one holds no memory of the
+    device."""
     host: Figures = {"python": platform.python_version(), "cores": os.cpu_count(), "versions": {}}
     for library in LIBRARIES:
         try:
             host["versions"][library] = version(library)
         except PackageNotFoundError:
             continue
-    program = ("import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'device': p.name, "
-               "'capability': [p.major, p.minor], 'memory_gib': p.total_memory / 2**30, 'cuda': torch.version.cuda, "
-               "'cudnn': torch.backends.cudnn.version(), 'nccl': torch.cuda.nccl.version(), "
-               "'processors': p.multi_processor_count}))")
-    return host | (_answer([sys.executable, "-c", program]) | _driver() if device == "cuda" else {"device": "cpu"})
+    program = (
+        "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'device':"
+        " p.name, 'capability': [p.major, p.minor], 'memory_gib': p.total_memory / 2**30, 'cuda':"
+        " torch.version.cuda, 'cudnn': torch.backends.cudnn.version(), 'nccl':"
+        " torch.cuda.nccl.version(), 'processors': p.multi_processor_count}))"
+    )
+    return host | (
+        _answer([sys.executable, "-c", program]) | _driver()
+        if device == "cuda"
+        else {"device": "cpu"}
+    )
 
 
 def _answer(words: list[str]) -> dict[str, Any]:
@@ -142,8 +214,16 @@ def _answer(words: list[str]) -> dict[str, Any]:
 
 def _driver() -> dict[str, Any]:
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,power.limit",
-                               "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [
+                "nvidia-smi",
+                "--query-gpu=driver_version,clocks.max.sm,power.limit",
+                "--format=csv,noheader",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return {}
     return {"driver": done.stdout.strip()}

@@ -21,7 +21,10 @@ def block(setting: Setting, preset: str) -> None:
     documents = [[length // 2, length // 4, length // 4]]
     layers = modules.layers_of(setting, run, "llm", {"documents": documents}, "block")
     config: Any = run.file.model.modules["llm"].config
-    setting.tell("attention", modules.attention_kernel(setting, config["hidden_size"] // config["num_attention_heads"]))
+    setting.tell(
+        "attention",
+        modules.attention_kernel(setting, config["hidden_size"] // config["num_attention_heads"]),
+    )
     setting.tell("documents", documents)
     modules.measured(setting, "packed", layers)
     layers = modules.layers_of(setting, run, "llm", {"documents": [[length]]}, "block")
@@ -32,12 +35,15 @@ def block(setting: Setting, preset: str) -> None:
 def head(setting: Setting) -> None:
     """The LLM's last layer with its loss by chunks: its logits are never whole in fp32."""
     run = setting.run_of("mllm-9b")
-    layers = modules.layers_of(setting, run, "llm", {"documents": [[run.file.data.sequence_length]]}, "head")
+    layers = modules.layers_of(
+        setting, run, "llm", {"documents": [[run.file.data.sequence_length]]}, "head"
+    )
     modules.measured(setting, "head", layers)
 
 
 def vit(setting: Setting) -> None:
-    """The image encoder on eight images; then on images of another shape, whose first call may cost more."""
+    """The image encoder on eight images; then on images of another shape, whose first call may cost
+    more."""
     run = setting.run_of("mllm-9b")
     side = 4 if setting.small else 36  # 512 × 512 in patches of 14, merged by twos
     for name, grid in (("square", (side, side)), ("wide", (side // 2, 2 * side))):
@@ -47,30 +53,47 @@ def vit(setting: Setting) -> None:
 
 
 def unet(setting: Setting) -> None:
-    """The image generator and its VAE on eight images: channels first, last, and last with norms that stay so."""
+    """The image generator and its VAE on eight images: channels first, last, and last with norms
+    that stay so."""
     run = setting.run_of("mllm-9b")
-    for name, change in (("channels_first", lambda built: None), ("channels_last", partial(channels_last, norms=False)),
-                         ("norms_too", partial(channels_last, norms=True))):
-        layers = modules.layers_of(setting, run, "image_generator", {"targets": 2 if setting.small else 8})
+    for name, change in (
+        ("channels_first", lambda built: None),
+        ("channels_last", partial(channels_last, norms=False)),
+        ("norms_too", partial(channels_last, norms=True)),
+    ):
+        layers = modules.layers_of(
+            setting, run, "image_generator", {"targets": 2 if setting.small else 8}
+        )
         change(layers.built)
         modules.measured(setting, name, layers)
         setting.tell(f"kernels_{name}", modules.kernels(setting, layers))
 
 
 def curve(setting: Setting) -> None:
-    """What kernels reach of the device's peaks: an entry for `curves` in templates/hardware.yaml."""
+    """What kernels reach of the device's peaks: an entry for `curves` in
+    templates/hardware.yaml."""
     from benchmarks import efficiency
 
-    known = efficiency.lookup("NVIDIA H100 80GB HBM3" if setting.small else torch.cuda.get_device_name())
+    known = efficiency.lookup(
+        "NVIDIA H100 80GB HBM3" if setting.small else torch.cuda.get_device_name()
+    )
     found = efficiency.measure(setting.device, known, small=setting.small)
     setting.tell("curve", found)
     setting.tell("proposed", efficiency.entry(known.curve, found).splitlines())
 
 
 PARTS: dict[str, Callable[[Setting], None]] = {
-    "tests": jobs.pytest, "block_7b": partial(block, preset="mllm-9b"), "head": head, "vit": vit, "unet": unet,
-    "chain": jobs.chain, "shared": jobs.shared, "large": jobs.large, "block_70b": partial(block, preset="mllm-72b"),
-    "curve": curve}
+    "tests": jobs.pytest,
+    "block_7b": partial(block, preset="mllm-9b"),
+    "head": head,
+    "vit": vit,
+    "unet": unet,
+    "chain": jobs.chain,
+    "shared": jobs.shared,
+    "large": jobs.large,
+    "block_70b": partial(block, preset="mllm-72b"),
+    "curve": curve,
+}
 
 
 def run_part(name: str, setting: Setting) -> Figures:

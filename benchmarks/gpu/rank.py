@@ -1,4 +1,5 @@
-"""A training rank that counts where the host waits for the device: torch's warnings, by line of ours or DeepSpeed's."""
+"""A training rank that counts where the host waits for the device: torch's warnings, by line of
+ours or DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SAID = "called a synchronizing"
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Train as `runtime.worker` does, and leave `synchronisations-RANK.json` beside the run file."""
+    """Train as `runtime.worker` does, and leave `synchronisations-RANK.json` beside the run
+    file."""
     counted: Counter[str] = Counter()
     show = warnings.showwarning
 
@@ -46,5 +48,8 @@ def _where() -> str:
     for frame in reversed(traceback.extract_stack()[:-2]):
         for package in ("disttrain_cli", "deepspeed"):
             if f"/{package}/" in frame.filename:
-                return f"{package}/{frame.filename.split(f'/{package}/')[-1]}:{frame.lineno} {frame.line or ''}".strip()
+                return (
+                    f"{package}/{frame.filename.split(f'/{package}/')[-1]}:{frame.lineno}"
+                    f" {frame.line or ''}".strip()
+                )
     return "elsewhere"

@@ -20,7 +20,8 @@ Figures = dict[str, Any]
 
 @dataclass
 class Setting:
-    """One part's surroundings. On a CPU everything is tiny: that shows that it runs, and measures nothing."""
+    """One part's surroundings. On a CPU everything is tiny: that shows that it runs, and measures
+    nothing."""
 
     kind: str  # "cuda" or "cpu"
     folder: Path
@@ -45,14 +46,24 @@ class Setting:
         write_whole(self.out, json.dumps(self.figures))
 
     def run_of(self, preset: str, changes: Mapping[str, Any] | None = None) -> Run:
-        """The run of a preset in this part's folder, with fields changed; the tiny preset's on a CPU."""
+        """The run of a preset in this part's folder, with fields changed; the tiny preset's on a
+        CPU."""
         name = "tiny" if self.small else preset
         text = (files("disttrain_cli") / "templates" / "presets" / f"{name}.yaml").read_text()
         path = self.folder / "disttrain.yaml"
-        path.write_text(yaml.safe_dump(_merged(yaml.safe_load(text), changes or {}), sort_keys=False))
+        path.write_text(
+            yaml.safe_dump(_merged(yaml.safe_load(text), changes or {}), sort_keys=False)
+        )
         return read_run(path)
 
 
 def _merged(known: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    return {**known, **{key: _merged(known[key], value) if isinstance(value, dict) and isinstance(known.get(key), dict)
-                        else value for key, value in changes.items()}}
+    return {
+        **known,
+        **{
+            key: _merged(known[key], value)
+            if isinstance(value, dict) and isinstance(known.get(key), dict)
+            else value
+            for key, value in changes.items()
+        },
+    }

@@ -1,4 +1,5 @@
-"""The console script, and `python -m disttrain_cli`: an interrupt is answered before anything else is imported."""
+"""The console script, and `python -m disttrain_cli`: an interrupt is answered before anything else
+is imported."""
 
 import sys
 

@@ -1,4 +1,5 @@
-"""The `disttrain` command: subcommands registered, exceptions turned into messages and exit codes."""
+"""The `disttrain` command: subcommands registered, exceptions turned into messages and exit
+codes."""
 
 from __future__ import annotations
 
@@ -42,16 +43,18 @@ A traceback appears only with DISTTRAIN_DEBUG=1.
 """
 
 # Conditions of the machine, not bugs of ours.
-MACHINE_ERRORS = {errno.ENOSPC: "Free some space and run the command again.",
-                  errno.EDQUOT: "Free some of your quota and run the command again.",
-                  errno.EACCES: "Give yourself access to it, or choose another folder.",
-                  errno.EPERM: "Give yourself access to it, or choose another folder.",
-                  errno.EROFS: "Choose a folder that can be written.",
-                  errno.ENOTDIR: "Choose another folder, or move that file away.",
-                  errno.EISDIR: "Name a file, or move that folder away.",
-                  errno.EEXIST: "Move it away, or choose another folder.",
-                  errno.ENAMETOOLONG: "Choose a shorter name.",
-                  errno.EMFILE: "Raise the limit of open files: ulimit -n 65536"}
+MACHINE_ERRORS = {
+    errno.ENOSPC: "Free some space and run the command again.",
+    errno.EDQUOT: "Free some of your quota and run the command again.",
+    errno.EACCES: "Give yourself access to it, or choose another folder.",
+    errno.EPERM: "Give yourself access to it, or choose another folder.",
+    errno.EROFS: "Choose a folder that can be written.",
+    errno.ENOTDIR: "Choose another folder, or move that file away.",
+    errno.EISDIR: "Name a file, or move that folder away.",
+    errno.EEXIST: "Move it away, or choose another folder.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.EMFILE: "Raise the limit of open files: ulimit -n 65536",
+}
 
 #: Modules of `commands/`, in the order of the help; those with an `app` are groups.
 COMMANDS = ("init", "profile", "plan", "train", "analyze", "sample", "export", "data")
@@ -65,12 +68,17 @@ def _version(wanted: bool) -> None:
 
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True,
-                                          help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
 ) -> None:
     """Train a multimodal LLM with its own GPUs and parallelism for every module.
 
-    Each command reads one run file and what the command before it left: profile, plan, train, analyze.
+    Each command reads one run file and what the command before it left: profile, plan, train,
+    analyze.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -78,7 +86,9 @@ def root(
 
 def command_line(*names: str) -> typer.Typer:
     """The command line with these commands, or all; of the others nothing is imported."""
-    app = typer.Typer(name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+    app = typer.Typer(
+        name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
+    )
     app.callback(invoke_without_command=True)(root)
     for name in names or COMMANDS:
         command = import_module(f"disttrain_cli.commands.{name}")
@@ -103,12 +113,15 @@ def command_names() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with its exit code (see `errors.py` for what each means)."""
+    """Run the command line and leave the process with its exit code (see `errors.py` for what each
+    means)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     _open_streams()
     codecs.register_error("nearest", nearest_letters)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # of a locale that lacks our letters, and for names that are no text
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # of a locale that lacks our letters, and for names that are no text
             stream.reconfigure(errors="nearest")
     try:
         code = _run(words, Console(json_mode="--json" in words))
@@ -119,7 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Give streams that were closed (`>&-`) /dev/null: no file that is opened gets their numbers."""
+    """Give streams that were closed (`>&-`) /dev/null: no file that is opened gets their
+    numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -130,7 +144,9 @@ def _without_output(error: OSError) -> int:
     """Say on stderr that stdout takes nothing; a reader that had enough of it needs no word."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
     if error.errno != errno.EPIPE:
-        Console().error("Cannot write the output", error.strerror or "", "Give it room, or write it elsewhere.")
+        Console().error(
+            "Cannot write the output", error.strerror or "", "Give it room, or write it elsewhere."
+        )
     return 1
 
 
@@ -143,10 +159,17 @@ def _run(words: list[str], console: Console) -> int:
         console.error(error.what, error.why, error.next_step, error.exit_code)
         return error.exit_code
     except typer.TyperException as error:
-        command = max((name for name in command_names() if name.split() == words[:len(name.split())]),
-                      key=len, default="")
-        console.error(error.format_message(), "", " ".join(["disttrain", command, "--help"]).replace("  ", " "),
-                      exit_code=2)
+        command = max(
+            (name for name in command_names() if name.split() == words[: len(name.split())]),
+            key=len,
+            default="",
+        )
+        console.error(
+            error.format_message(),
+            "",
+            " ".join(["disttrain", command, "--help"]).replace("  ", " "),
+            exit_code=2,
+        )
         return 2
     except (KeyboardInterrupt, typer.Abort):
         code = 130
@@ -156,7 +179,11 @@ def _run(words: list[str], console: Console) -> int:
         _traceback_if_wanted()
         if error.errno not in MACHINE_ERRORS:
             return _bug(error, console)
-        console.error(f"Cannot use {error.filename or 'a file'}: {error.strerror}", "", MACHINE_ERRORS[error.errno])
+        console.error(
+            f"Cannot use {error.filename or 'a file'}: {error.strerror}",
+            "",
+            MACHINE_ERRORS[error.errno],
+        )
         return 1
     except Exception as error:
         _traceback_if_wanted()
@@ -168,7 +195,11 @@ def _run(words: list[str], console: Console) -> int:
 
 def _bug(error: Exception, console: Console) -> int:
     next_step = "Run it again with DISTTRAIN_DEBUG=1 to see the traceback, and report it."
-    console.error("This is a bug in disttrain, not in your input", f"{type(error).__name__}: {error}", next_step)
+    console.error(
+        "This is a bug in disttrain, not in your input",
+        f"{type(error).__name__}: {error}",
+        next_step,
+    )
     return 1
 
 

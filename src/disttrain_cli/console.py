@@ -7,8 +7,9 @@
 | `--quiet`        | the path that was written       | errors only                |
 | `--json --quiet` | one JSON document, nothing else | errors only                |
 
-Rooms never import this: they report through a callback (`spec.progress.Progress`) that `progress` provides.
-Rich is imported only where a live bar is drawn, so that `disttrain --help` starts quickly.
+Rooms never import this: they report through a callback (`spec.progress.Progress`) that `progress`
+provides. Rich is imported only where a live bar is drawn, so that `disttrain --help` starts
+quickly.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.progress import Progress
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
-#: What steers a terminal, turns the direction of writing or is no character: names from files may hold it.
-_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# : What steers a terminal, turns the direction of writing or is no character: names from files may
+# hold it.
+_STEERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _LINES = re.compile(r"[\t\n]")
 NUMERIC = frozenset("0123456789+-–.,%×/ ")
 #: What ASCII has nearest to the letters of our tables, one for one so that columns stay columns.
@@ -58,7 +62,8 @@ class Console:
             _write(plain(text))
 
     def answer(self, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """The table that was asked for, for people and other programs, whatever the flags but `--json`."""
+        """The table that was asked for, for people and other programs, whatever the flags but
+        `--json`."""
         if not self.json_mode:
             _write(format_table(headers, rows, terminal_width()))
 
@@ -68,7 +73,8 @@ class Console:
             self.say(f"\n{title}\n{format_table(headers, rows, terminal_width())}")
 
     def result(self, document: BaseModel | dict[str, Any], path: Path | str = "") -> None:
-        """The result for programs: the JSON document with `--json`, the bare `path` with `--quiet`."""
+        """The result for programs: the JSON document with `--json`, the bare `path` with
+        `--quiet`."""
         if self.json_mode:
             _write(_encodable(document))
         elif self.quiet and str(path):
@@ -84,7 +90,8 @@ class Console:
         self.note(f"\nNext: {command}")
 
     def error(self, what: str, why: str = "", next_step: str = "", exit_code: int = 1) -> None:
-        """What happened, why, and what to do: on stderr, or with `--json` as the document on stdout."""
+        """What happened, why, and what to do: on stderr, or with `--json` as the document on
+        stdout."""
         if self.json_mode:
             fields = {"what": what, "why": why, "next": next_step, "exit_code": exit_code}
             _write(_encodable({"error": fields}))
@@ -97,7 +104,8 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A `Progress` callback: a live bar on a terminal, now and then a plain line elsewhere, or nothing."""
+        """A `Progress` callback: a live bar on a terminal, now and then a plain line elsewhere, or
+        nothing."""
         if self.quiet:
             yield lambda what, done, total: None
         elif sys.stderr.isatty():
@@ -119,8 +127,12 @@ def _live_bar() -> Iterator[Progress]:
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), MofNCompleteColumn(),
-               TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -146,23 +158,32 @@ def _plain_lines(console: Console) -> Progress:
 
 
 def nearest_letters(error: UnicodeError) -> tuple[str, int]:
-    """An error handler of codecs: letters that the stream lacks as the nearest that it has, or "?"."""
+    """An error handler of codecs: letters that the stream lacks as the nearest that it has, or
+    "?"."""
     assert isinstance(error, UnicodeEncodeError)
-    return "".join(_ASCII.get(letter, "?") for letter in error.object[error.start:error.end]), error.end
+    return "".join(
+        _ASCII.get(letter, "?") for letter in error.object[error.start : error.end]
+    ), error.end
 
 
 def plain(text: str) -> str:
-    """The text without what would steer a terminal: escape sequences of a stranger's names show as "?"."""
+    """The text without what would steer a terminal: escape sequences of a stranger's names show as
+    "?"."""
     return _STEERS.sub("?", text)
 
 
 def to_json(document: BaseModel | dict[str, Any], ascii_only: bool = False) -> str:
-    """One JSON document; pydantic models may stand anywhere in it. What would steer a terminal is escaped."""
+    """One JSON document; pydantic models may stand anywhere in it. What would steer a terminal is
+    escaped."""
     values = document if isinstance(document, dict) else document.model_dump(mode="json")
     try:
-        text = json.dumps(values, indent=2, ensure_ascii=ascii_only, default=_plain_value, allow_nan=False)
+        text = json.dumps(
+            values, indent=2, ensure_ascii=ascii_only, default=_plain_value, allow_nan=False
+        )
     except ValueError:  # JSON has no NaN: the loss of a diverged run is null
-        finite = json.loads(json.dumps(values, default=_plain_value), parse_constant=lambda name: None)
+        finite = json.loads(
+            json.dumps(values, default=_plain_value), parse_constant=lambda name: None
+        )
         text = json.dumps(finite, indent=2, ensure_ascii=ascii_only)
     return _STEERS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
@@ -186,7 +207,8 @@ def _plain_value(value: Any) -> Any:
 
 
 def terminal_width() -> int | None:
-    """Columns that a table may take: COLUMNS, or those of the terminal; None where stdout is none."""
+    """Columns that a table may take: COLUMNS, or those of the terminal; None where stdout is
+    none."""
     given = os.environ.get("COLUMNS", "")
     if given.isascii() and given.isdigit() and int(given) > 0:
         return int(given)
@@ -196,13 +218,19 @@ def terminal_width() -> int | None:
         return None
 
 
-def format_table(headers: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> str:
-    """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the right.
+def format_table(
+    headers: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None
+) -> str:
+    """Columns as wide as their longest cell, two spaces apart; columns of numbers stand to the
+    right.
 
-    Within `width`, text and headers are wrapped, never numbers; columns that have no room follow below, each part with
-    the first column.
+    Within `width`, text and headers are wrapped, never numbers; columns that have no room follow
+    below, each part with the first column.
     """
-    cells = [["" if value is None else _LINES.sub(" ", plain(str(value))) for value in row] for row in rows]
+    cells = [
+        ["" if value is None else _LINES.sub(" ", plain(str(value))) for value in row]
+        for row in rows
+    ]
     headers = [_LINES.sub(" ", plain(header)) for header in headers]
     columns = [_Column(list(column)) for column in zip(headers, *cells, strict=True)]
     return "\n\n".join(_lines(part, width) for part in _parts(columns, width))
@@ -224,8 +252,11 @@ def _parts(columns: list[_Column], width: int | None) -> list[list[_Column]]:
     """The columns in parts that fit into the width, as far as they can be made to."""
     parts = [columns[:1]]
     for column in columns[1:]:
-        if width is not None and len(parts[-1]) > 1 and \
-                sum(each.least + 2 for each in parts[-1]) + column.least > width:
+        if (
+            width is not None
+            and len(parts[-1]) > 1
+            and sum(each.least + 2 for each in parts[-1]) + column.least > width
+        ):
             parts.append(columns[:1])
         parts[-1].append(column)
     return parts
@@ -235,14 +266,25 @@ def _lines(columns: list[_Column], width: int | None) -> str:
     """One part of a table."""
     widths = [column.width for column in columns]
     while width is not None and sum(widths) + 2 * (len(widths) - 1) > width:
-        slack, place = max((widths[place] - column.least, place) for place, column in enumerate(columns))
+        slack, place = max(
+            (widths[place] - column.least, place) for place, column in enumerate(columns)
+        )
         if slack <= 0:
             break
         widths[place] -= 1
-    rows = [[textwrap.wrap(cell, wide) if len(cell) > wide else [cell] for cell, wide in zip(row, widths, strict=True)]
-            for row in zip(*(column.cells for column in columns), strict=True)]
+    rows = [
+        [
+            textwrap.wrap(cell, wide) if len(cell) > wide else [cell]
+            for cell, wide in zip(row, widths, strict=True)
+        ]
+        for row in zip(*(column.cells for column in columns), strict=True)
+    ]
     rows.insert(1, [["-" * wide] for wide in widths])
     return "\n".join(
-        "  ".join(part.rjust(wide) if column.numeric else part.ljust(wide)
-                  for part, wide, column in zip(line, widths, columns, strict=True)).rstrip()
-        for row in rows for line in zip_longest(*row, fillvalue=""))
+        "  ".join(
+            part.rjust(wide) if column.numeric else part.ljust(wide)
+            for part, wide, column in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for row in rows
+        for line in zip_longest(*row, fillvalue="")
+    )

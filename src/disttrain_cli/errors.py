@@ -1,6 +1,7 @@
 """The one tree of errors meant for the user; each class carries the exit code of the process.
 
-A message says what happened, why, and the next command. Anything else that is raised is a bug of ours.
+A message says what happened, why, and the next command. Anything else that is raised is a bug of
+ours.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 class DisttrainError(Exception):
     """Something the user can act on (exit code 1).
 
-    `what` is one sentence; `why` gives the evidence (values given, values allowed); `next_step` is the
-    exact command or edit that helps, `usual_step` where it is not given.
+    `what` is one sentence; `why` gives the evidence (values given, values allowed); `next_step` is
+    the exact command or edit that helps, `usual_step` where it is not given.
     """
 
     exit_code = 1
@@ -36,7 +37,10 @@ class UsageError(DisttrainError):
 class SpecError(DisttrainError):
     """A file the user wrote or edited (run file, plan, profile) is malformed (exit code 1)."""
 
-    usual_step = "Correct it and run the command again; docs/runfile.md explains every field of the run file."
+    usual_step = (
+        "Correct it and run the command again; docs/runfile.md explains every field of the run"
+        " file."
+    )
 
 
 class MismatchError(DisttrainError):
@@ -54,13 +58,15 @@ class InfeasibleError(DisttrainError):
 
 
 class RankFailedError(DisttrainError):
-    """A worker or rank failed; `what` names it and `why` gives the path of its log (exit code 4)."""
+    """A worker or rank failed; `what` names it and `why` gives the path of its log (exit code
+    4)."""
 
     exit_code = 4
 
 
 class RankLostError(RankFailedError):
-    """A rank died or hangs without having said why; starting again may help, and `train.restarts` does."""
+    """A rank died or hangs without having said why; starting again may help, and `train.restarts`
+    does."""
 
 
 class ConditionHoldsError(DisttrainError):

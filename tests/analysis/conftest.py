@@ -11,7 +11,9 @@ import pytest
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("synthetic", Path(__file__).parent / "synthetic.py")
+    spec = importlib.util.spec_from_file_location(
+        "synthetic", Path(__file__).parent / "synthetic.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["synthetic"] = module

@@ -1,7 +1,8 @@
-"""Traces of simulated steps of any layout: what a rehearsal without noise would write, one rank per replica.
+"""Traces of simulated steps of any layout: what a rehearsal without noise would write, one rank per
+replica.
 
-Times follow from the profile through the simulator, slower where a test asks for it, so the analysis must find the
-profile right and the rest as it was put in.
+Times follow from the profile through the simulator, slower where a test asks for it, so the
+analysis must find the profile right and the rest as it was put in.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ GPUS_PER_NODE = 8
 
 
 class HeldUp(NamedTuple):
-    """A host that does nothing for a while before forwards of a replica of a stage of the pipeline."""
+    """A host that does nothing for a while before forwards of a replica of a stage of the
+    pipeline."""
 
     stage: int
     replica: int
@@ -47,24 +49,52 @@ def _held_s(pipeline: Pipeline, held_up: Sequence[HeldUp], step: int) -> Floats:
     held_s = np.zeros_like(pipeline.forward_s)
     for one in held_up:
         if one.step in (None, step):
-            held_s[slice(None) if one.slot is None else one.slot, one.stage, one.replica] += one.seconds
+            held_s[slice(None) if one.slot is None else one.slot, one.stage, one.replica] += (
+                one.seconds
+            )
     return held_s
 
 
-def layout_of(profile: Profile, batch: int, microbatches: int, trained: list[str] | None = None,
-              **units: dict[str, Any]) -> Layout:
+def layout_of(
+    profile: Profile,
+    batch: int,
+    microbatches: int,
+    trained: list[str] | None = None,
+    **units: dict[str, Any],
+) -> Layout:
     """A layout with one unit per module: its tp, dp, layers_per_stage, checkpointing."""
-    plans = [UnitPlan(name=name, modules=[name], pp=len(unit["layers_per_stage"]),
-                      gpus=unit.get("tp", 1) * unit.get("dp", 1) * len(unit["layers_per_stage"]), **unit)
-             for name, unit in units.items()]
+    plans = [
+        UnitPlan(
+            name=name,
+            modules=[name],
+            pp=len(unit["layers_per_stage"]),
+            gpus=unit.get("tp", 1) * unit.get("dp", 1) * len(unit["layers_per_stage"]),
+            **unit,
+        )
+        for name, unit in units.items()
+    ]
     dp = next(plan.dp for plan in plans if plan.name == profile.inputs.llm)
-    return Layout(global_batch_size=batch, microbatch_size=batch // microbatches // dp, microbatches=microbatches,
-                  trained=trained, gpus_used=sum(plan.gpus for plan in plans), units=plans)
+    return Layout(
+        global_batch_size=batch,
+        microbatch_size=batch // microbatches // dp,
+        microbatches=microbatches,
+        trained=trained,
+        gpus_used=sum(plan.gpus for plan in plans),
+        units=plans,
+    )
 
 
-def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
-          stretch: dict[tuple[int, bool], float] | None = None, rehearsed: Rehearsed | None = None,
-          ordering: Literal["none", "paper"] = "paper", **disturbed: Any) -> list[Timeline]:
+def write(
+    folder: Path,
+    profile: Profile,
+    layout: Layout,
+    steps: int = 4,
+    data: dict[int, SizeSample] | None = None,
+    stretch: dict[tuple[int, bool], float] | None = None,
+    rehearsed: Rehearsed | None = None,
+    ordering: Literal["none", "paper"] = "paper",
+    **disturbed: Any,
+) -> list[Timeline]:
     """Write the traces and return what was simulated; `disturbed` as of `play`.
 
     Args:
@@ -77,7 +107,9 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
     played = play(profile, layout, steps, data, stretch, ordering, **disturbed)
     for step, (batch, loads, pipeline, timeline) in enumerate(played):
         held_s = _held_s(pipeline, disturbed.get("held_up", ()), step)
-        for rank, row in _rows(profile, layout, stages, loads, timeline, pipeline.reduce_s, held_s, clock):
+        for rank, row in _rows(
+            profile, layout, stages, loads, timeline, pipeline.reduce_s, held_s, clock
+        ):
             rows.setdefault(rank, []).append(row | {"step": step, "rank": rank})
         clock += round(1e9 * timeline.iteration_s)
         reported.append(_step(step, batch, timeline, clock))
@@ -89,21 +121,49 @@ def write(folder: Path, profile: Profile, layout: Layout, steps: int = 4, data: 
     table(folder / "sizes" / "segment-00000.parquet", sizes, SIZE_COLUMNS)
     iteration_s = float(np.mean([timeline.iteration_s for timeline in timelines]))
     predicted = Prediction(
-        ordering=ordering, iteration_s=iteration_s, sequences_per_s=layout.global_batch_size / iteration_s, mfu=0.3,
-        warmup_s=0.1, steady_s=0.4, bubble_fraction=0.2, memory=[],
-        stages=[StageTime(unit=stage.unit.name, stage=stage.index, forward_ms=1.0, backward_ms=2.0, mfu=0.1)
-                for stage in stages])
-    job = Job(run="demo", strategy="disaggregated", layout=layout, predicted=predicted, profile=profile,
-              gpus_per_node=GPUS_PER_NODE, rehearsed=rehearsed)
+        ordering=ordering,
+        iteration_s=iteration_s,
+        sequences_per_s=layout.global_batch_size / iteration_s,
+        mfu=0.3,
+        warmup_s=0.1,
+        steady_s=0.4,
+        bubble_fraction=0.2,
+        memory=[],
+        stages=[
+            StageTime(
+                unit=stage.unit.name, stage=stage.index, forward_ms=1.0, backward_ms=2.0, mfu=0.1
+            )
+            for stage in stages
+        ],
+    )
+    job = Job(
+        run="demo",
+        strategy="disaggregated",
+        layout=layout,
+        predicted=predicted,
+        profile=profile,
+        gpus_per_node=GPUS_PER_NODE,
+        rehearsed=rehearsed,
+    )
     (folder / "job.json").write_text(job.model_dump_json())
     return timelines
 
 
-def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeSample] | None = None,
-         stretch: dict[tuple[int, bool], float] | None = None, ordering: str = "paper",
-         faults: Sequence[FaultSpec] = (), noise: float = 0.0, seed: int = 0, workers: int = 0,
-         held_up: Sequence[HeldUp] = (), during: Collection[int] | None = None, slow_reduce: float = 1.0
-         ) -> Iterator[tuple[Sizes, dict[str, Floats], Pipeline, Timeline]]:
+def play(
+    profile: Profile,
+    layout: Layout,
+    steps: int = 4,
+    data: dict[int, SizeSample] | None = None,
+    stretch: dict[tuple[int, bool], float] | None = None,
+    ordering: str = "paper",
+    faults: Sequence[FaultSpec] = (),
+    noise: float = 0.0,
+    seed: int = 0,
+    workers: int = 0,
+    held_up: Sequence[HeldUp] = (),
+    during: Collection[int] | None = None,
+    slow_reduce: float = 1.0,
+) -> Iterator[tuple[Sizes, dict[str, Floats], Pipeline, Timeline]]:
     """Simulate the steps; arguments as of `write`.
 
     Args:
@@ -135,26 +195,61 @@ def play(profile: Profile, layout: Layout, steps: int = 4, data: dict[int, SizeS
         yield batch, loads, pipeline, simulate(pipeline)
 
 
-def _rows(profile: Profile, layout: Layout, stages: list[CostedStage], loads: dict[str, Floats], timeline: Timeline,
-          reduce_s: Floats, held_s: Floats, clock: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(
+    profile: Profile,
+    layout: Layout,
+    stages: list[CostedStage],
+    loads: dict[str, Floats],
+    timeline: Timeline,
+    reduce_s: Floats,
+    held_s: Floats,
+    clock: int,
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(rank, row) of one step, without its number."""
     rank, whole_ns = 0, round(1e9 * timeline.iteration_s)
     for number, stage in enumerate(stages):
         optimizer_ns = round(1e9 * optimizer_s(profile, layout, stage, GPUS_PER_NODE))
         done_ns = round(1e9 * (np.nanmax(timeline.backward_end[:, number]) + reduce_s[number]))
         for replica in range(stage.unit.dp):
-            place = {"run": "demo", "unit": stage.unit.name, "stage": stage.index, "replica": replica, "tp_rank": 0,
-                     "host": "host-a", "slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0,
-                     "sum_length_sq": 0, "bytes": 0, "peer": -1}
+            place = {
+                "run": "demo",
+                "unit": stage.unit.name,
+                "stage": stage.index,
+                "replica": replica,
+                "tp_rank": 0,
+                "host": "host-a",
+                "slot": -1,
+                "module": "",
+                "tokens": 0,
+                "images": 0,
+                "sequences": 0,
+                "sum_length_sq": 0,
+                "bytes": 0,
+                "peer": -1,
+            }
 
-            def row(operation: str, start: int, end: int, place: dict[str, Any] = place, **more: Any) -> dict[str, Any]:
-                return place | {"operation": operation, "start_ns": clock + start, "end_ns": clock + end} | more
+            def row(
+                operation: str, start: int, end: int, place: dict[str, Any] = place, **more: Any
+            ) -> dict[str, Any]:
+                return (
+                    place
+                    | {"operation": operation, "start_ns": clock + start, "end_ns": clock + end}
+                    | more
+                )
 
-            passes = sorted((round(1e9 * starts[slot, number, replica]), round(1e9 * ends[slot, number, replica]),
-                             not forward, slot)
-                            for forward, starts, ends in ((True, timeline.forward_start, timeline.forward_end),
-                                                          (False, timeline.backward_start, timeline.backward_end))
-                            for slot in range(layout.microbatches))
+            passes = sorted(
+                (
+                    round(1e9 * starts[slot, number, replica]),
+                    round(1e9 * ends[slot, number, replica]),
+                    not forward,
+                    slot,
+                )
+                for forward, starts, ends in (
+                    (True, timeline.forward_start, timeline.forward_end),
+                    (False, timeline.backward_start, timeline.backward_end),
+                )
+                for slot in range(layout.microbatches)
+            )
             free = 0
             for start, end, backward, slot in passes:
                 forward = not backward
@@ -162,16 +257,34 @@ def _rows(profile: Profile, layout: Layout, stages: list[CostedStage], loads: di
                 if forward and timeline.load_wait_s is not None:
                     waited = round(1e9 * timeline.load_wait_s[slot, number, replica])
                 if number > 0 if forward else number < len(stages) - 1:
-                    yield rank, row(f"receive_{'activation' if forward else 'gradient'}", free, start - waited,
-                                    slot=slot)
+                    yield (
+                        rank,
+                        row(
+                            f"receive_{'activation' if forward else 'gradient'}",
+                            free,
+                            start - waited,
+                            slot=slot,
+                        ),
+                    )
                 if waited:
                     yield rank, row("load", start - waited, start, slot=slot)
                 start += round(1e9 * held_s[slot, number, replica]) * forward
-                yield from ((rank, row(*one, slot=slot, **more))
-                            for *one, more in _modules(profile, stage, loads, slot, replica, forward, start, end))
+                yield from (
+                    (rank, row(*one, slot=slot, **more))
+                    for *one, more in _modules(
+                        profile, stage, loads, slot, replica, forward, start, end
+                    )
+                )
                 free = end
             yield rank, row("reduce", free, done_ns, bytes=int(reduce_s[number] > 0))
-            yield rank, row("step", done_ns, whole_ns - max(0, _longest(profile, layout, stages) - optimizer_ns))
+            yield (
+                rank,
+                row(
+                    "step",
+                    done_ns,
+                    whole_ns - max(0, _longest(profile, layout, stages) - optimizer_ns),
+                ),
+            )
             rank += 1
 
 
@@ -179,28 +292,60 @@ def _longest(profile: Profile, layout: Layout, stages: list[CostedStage]) -> int
     return max(round(1e9 * optimizer_s(profile, layout, stage, GPUS_PER_NODE)) for stage in stages)
 
 
-def _modules(profile: Profile, stage: CostedStage, loads: dict[str, Floats], slot: int, replica: int, forward: bool,
-             start: int, end: int) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
+def _modules(
+    profile: Profile,
+    stage: CostedStage,
+    loads: dict[str, Floats],
+    slot: int,
+    replica: int,
+    forward: bool,
+    start: int,
+    end: int,
+) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
     """A pass divided over its modules in proportion to what each costs."""
-    times = [float(amount(cost.forward_ms if forward else cost.backward_ms, loads[cost.module][slot, replica]))
-             for cost in stage.costs]
+    times = [
+        float(
+            amount(
+                cost.forward_ms if forward else cost.backward_ms, loads[cost.module][slot, replica]
+            )
+        )
+        for cost in stage.costs
+    ]
     share = np.concatenate([[0.0], np.cumsum(times)]) / (sum(times) or 1.0)
     for cost, before, after in zip(stage.costs, share[:-1], share[1:], strict=True):
         items, tokens, length_sq = (int(value) for value in loads[cost.module][slot, replica])
         counted = "sequences" if profile.modules[cost.module].kind == "llm" else "images"
-        yield ("forward" if forward else "backward", round(start + before * (end - start)),
-               round(start + after * (end - start)),
-               {"module": cost.module, counted: items, "tokens": tokens, "sum_length_sq": length_sq})
+        yield (
+            "forward" if forward else "backward",
+            round(start + before * (end - start)),
+            round(start + after * (end - start)),
+            {"module": cost.module, counted: items, "tokens": tokens, "sum_length_sq": length_sq},
+        )
 
 
 def _step(step: int, batch: Sizes, timeline: Timeline, end_ns: int) -> dict[str, Any]:
-    return {"run": "demo", "step": step, "loss": 1.0, "iteration_s": timeline.iteration_s, "data_wait_s": 0.0,
-            "tokens": int(batch.tokens.sum()), "images": int(batch.image_start[-1]),
-            "targets": int(batch.targets.sum()), "end_ns": end_ns}
+    return {
+        "run": "demo",
+        "step": step,
+        "loss": 1.0,
+        "iteration_s": timeline.iteration_s,
+        "data_wait_s": 0.0,
+        "tokens": int(batch.tokens.sum()),
+        "images": int(batch.image_start[-1]),
+        "targets": int(batch.targets.sum()),
+        "end_ns": end_ns,
+    }
 
 
 def _sizes(batch: Sizes) -> Iterator[dict[str, Any]]:
     for number in range(min(32, len(batch))):
-        yield {"run": "demo", "tokens": int(batch.tokens[number]), "length_sq": int(batch.length_sq[number]),
-               "images": batch.patches[batch.image_start[number]:batch.image_start[number + 1]].tolist(),
-               "targets": int(batch.targets[number]), "clips": int(batch.clips[number])}
+        yield {
+            "run": "demo",
+            "tokens": int(batch.tokens[number]),
+            "length_sq": int(batch.length_sq[number]),
+            "images": batch.patches[
+                batch.image_start[number] : batch.image_start[number + 1]
+            ].tolist(),
+            "targets": int(batch.targets[number]),
+            "clips": int(batch.clips[number]),
+        }

@@ -1,7 +1,9 @@
-"""A physically plausible 1F1B run of three units, written as a trace, with its true numbers kept beside.
+"""A physically plausible 1F1B run of three units, written as a trace, with its true numbers kept
+beside.
 
-Encoder DP 1 → LLM DP 2, PP 2 → generator DP 1: ranks 0 | 1, 2 (stage 0), 3, 4 (stage 1) | 5. Every duration is
-chosen here, every start follows from the dependencies, so the tests compare SQL with plain Python.
+Encoder DP 1 → LLM DP 2, PP 2 → generator DP 1: ranks 0 | 1, 2 (stage 0), 3, 4 (stage 1) | 5. Every
+duration is chosen here, every start follows from the dependencies, so the tests compare SQL with
+plain Python.
 """
 
 from __future__ import annotations
@@ -30,10 +32,17 @@ from disttrain_cli.spec.work import Work
 from tests import profiles
 
 MS = 1_000_000
-TYPES = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-         "list<int64>": pa.list_(pa.int64()), "map<string,float64>": pa.map_(pa.string(), pa.float64())}
+TYPES = {
+    "string": pa.string(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "list<int64>": pa.list_(pa.int64()),
+    "map<string,float64>": pa.map_(pa.string(), pa.float64()),
+}
 MODULES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
-#: ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts twice as much.
+# : ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts
+# twice as much.
 RATE_MS = {"encoder": 0.02, "llm": 0.01, "generator": 0.02}
 FLOPS = {"encoder": 2e6, "llm": 1e6, "generator": 1.5e6}
 
@@ -98,14 +107,22 @@ def _tokens(spec: Synthetic, unit: str, slot: int, random_: random.Random) -> in
     return int(base * spread * (1 + spec.slot_skew * (slot % 3 - 1)))
 
 
-def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, int], int], truth: Truth) -> int:
+def _step(
+    spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, int], int], truth: Truth
+) -> int:
     ranks = spec.ranks
-    depth = {("encoder", 0): 0, **{("llm", s): 1 + s for s in range(spec.pp)}, ("generator", 0): 1 + spec.pp}
+    depth = {
+        ("encoder", 0): 0,
+        **{("llm", s): 1 + s for s in range(spec.pp)},
+        ("generator", 0): 1 + spec.pp,
+    }
     deepest = 1 + spec.pp
     orders = [_one_f_one_b(spec.slots, deepest - depth[unit, stage]) for unit, stage, _ in ranks]
     free, done, place = [start] * len(ranks), {}, [0] * len(ranks)
 
-    def emit(rank: int, operation: str, begin: int, length: int, slot: int = -1, count: int = 0) -> int:
+    def emit(
+        rank: int, operation: str, begin: int, length: int, slot: int = -1, count: int = 0
+    ) -> int:
         unit, stage, replica = ranks[rank]
         image_unit = unit != "llm"
         truth.rows.append(
@@ -141,13 +158,20 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
             kind, slot = orders[rank][place[rank]]
             near = depth[unit, stage] + (-1 if kind == "forward" else 1)
             sources = [
-                r for r, (u, s, d) in enumerate(ranks) if depth[u, s] == near and (u != unit or d == replica)
+                r
+                for r, (u, s, d) in enumerate(ranks)
+                if depth[u, s] == near and (u != unit or d == replica)
             ]
             if not all((kind, slot, source) in done for source in sources):
                 continue
-            now, ready = free[rank], max((done[kind, slot, source] for source in sources), default=0)
+            now, ready = (
+                free[rank],
+                max((done[kind, slot, source] for source in sources), default=0),
+            )
             if sources:
-                arrived = max(now, ready) + int((spec.transfer_ms + spec.late_ms * (slot % 3 == 0)) * MS)
+                arrived = max(now, ready) + int(
+                    (spec.transfer_ms + spec.late_ms * (slot % 3 == 0)) * MS
+                )
                 now = emit(
                     rank,
                     "receive_activation" if kind == "forward" else "receive_gradient",
@@ -163,12 +187,18 @@ def _step(spec: Synthetic, step: int, start: int, tokens: dict[tuple[str, int, i
             factor = spec.unit_factor.get(unit, 1.0) * spec.slow_rank.get(rank, 1.0)
             factor *= spec.slow_stage.get(stage, 1.0) if unit == "llm" else 1.0
             passes = 1 if kind == "forward" else 2
-            now = emit(rank, kind, now, int(passes * RATE_MS[unit] * count * factor * MS), slot, count)
+            now = emit(
+                rank, kind, now, int(passes * RATE_MS[unit] * count * factor * MS), slot, count
+            )
             truth.flops += passes * FLOPS[unit] * count
             done[kind, slot, rank] = now
             if depth[unit, stage] < deepest if kind == "forward" else depth[unit, stage] > 0:
                 now = emit(
-                    rank, "send_activation" if kind == "forward" else "send_gradient", now, MS // 10, slot
+                    rank,
+                    "send_activation" if kind == "forward" else "send_gradient",
+                    now,
+                    MS // 10,
+                    slot,
                 )
             free[rank] = now
             place[rank] += 1
@@ -240,10 +270,13 @@ def table(path: Path, rows: list[dict[str, Any]], columns: dict[str, str]) -> No
 
 
 def make_job(spec: Synthetic) -> Job:
-    """`job.json` of the run: one layer per stage, linear in tokens, right unless a fault is injected."""
+    """`job.json` of the run: one layer per stage, linear in tokens, right unless a fault is
+    injected."""
 
     def module(unit: str, kind: Any, layers: int) -> ModuleProfile:
-        cost = profiles.cost(Polynomial(per_token=RATE_MS[unit]), flops=Polynomial(per_token=FLOPS[unit]))
+        cost = profiles.cost(
+            Polynomial(per_token=RATE_MS[unit]), flops=Polynomial(per_token=FLOPS[unit])
+        )
         return ModuleProfile(
             kind=kind,
             parameters=1,
@@ -311,4 +344,6 @@ def make_job(spec: Synthetic) -> Job:
             UnitTime(unit="generator", forward_ms=18, backward_ms=36, stage_ms=54),
         ],
     )
-    return Job(run=spec.run, strategy="disaggregated", layout=layout, predicted=predicted, profile=profile)
+    return Job(
+        run=spec.run, strategy="disaggregated", layout=layout, predicted=predicted, profile=profile
+    )

@@ -34,7 +34,11 @@ def test_job_figures(analysis, clean):
     _, spec, truth = clean
     windows = [(end - start) / 1e9 for start, end in truth.windows[2:]]
     busy = seconds(row for row in measured_rows(clean) if row["operation"] in COMPUTE)
-    assert (analysis.job.steps, analysis.job.steps_measured, analysis.job.warmup_steps_excluded) == (8, 6, 2)
+    assert (
+        analysis.job.steps,
+        analysis.job.steps_measured,
+        analysis.job.warmup_steps_excluded,
+    ) == (8, 6, 2)
     assert analysis.job.ranks == 6
     assert analysis.job.iteration_s == pytest.approx(sum(windows) / 6)
     assert analysis.job.bubble_fraction == pytest.approx(1 - busy / (6 * sum(windows)))
@@ -48,7 +52,11 @@ def test_units(analysis, clean):
     window = sum(end - start for start, end in truth.windows[2:]) / 1e9
     assert [unit.name for unit in analysis.units] == ["encoder", "llm", "generator"]
     for unit in analysis.units:
-        rows = [row for row in measured_rows(clean) if row["unit"] == unit.name and row["operation"] in COMPUTE]
+        rows = [
+            row
+            for row in measured_rows(clean)
+            if row["unit"] == unit.name and row["operation"] in COMPUTE
+        ]
         flops = sum(
             synthetic.FLOPS[unit.name] * row["tokens"] * (1 if row["operation"] == "forward" else 2)
             for row in rows
@@ -61,7 +69,9 @@ def test_a_cpu_has_one_peak(tmp_path, analysis):
     synthetic.write(tmp_path, synthetic.Synthetic(device="cpu", peak_tflops=1.2))
     shared = analyze([tmp_path])
     assert shared.job.mfu == pytest.approx(analysis.job.mfu)  # 1.2 once = 6 × 0.2
-    assert [unit.mfu for unit in shared.units] == pytest.approx([unit.mfu for unit in analysis.units])
+    assert [unit.mfu for unit in shared.units] == pytest.approx(
+        [unit.mfu for unit in analysis.units]
+    )
     assert any("share the 2 core(s)" in warning for warning in shared.warnings)
     assert not any("share" in warning for warning in analysis.warnings)
 
@@ -93,11 +103,19 @@ def test_transfers_are_exposed_but_waiting_is_not(analysis, clean):
 
 
 def test_same_work_is_predicted_exactly(analysis):
-    errors = [row.error_pct for row in analysis.predicted_vs_measured if row.basis == "same work" and row.unit]
+    errors = [
+        row.error_pct
+        for row in analysis.predicted_vs_measured
+        if row.basis == "same work" and row.unit
+    ]
     assert len(errors) == 9
     assert errors == pytest.approx([0.0] * 9, abs=1e-3)
-    planned = {(row.unit, row.what): row for row in analysis.predicted_vs_measured if row.basis == "plan"}
-    assert planned["llm", "forward_ms"].measured == pytest.approx(40.0, rel=1e-4)  # two stages of 20 ms
+    planned = {
+        (row.unit, row.what): row for row in analysis.predicted_vs_measured if row.basis == "plan"
+    }
+    assert planned["llm", "forward_ms"].measured == pytest.approx(
+        40.0, rel=1e-4
+    )  # two stages of 20 ms
     assert planned["llm", "stage_ms"].measured == pytest.approx(60.0, rel=1e-4)
     assert planned["llm", "stage_ms"].error_pct == pytest.approx(100.0, rel=1e-3)
 
@@ -106,7 +124,9 @@ def test_a_replay_of_everything_gives_the_record_back(clean):
     graph = build_graph(open_database([clean[0]]))
     assert graph is not None
     assert graph.replay(graph.recorded) == pytest.approx(graph.window, abs=1e-6)
-    assert graph.window == pytest.approx([(end - start) / 1e9 for start, end in clean[2].windows[2:]])
+    assert graph.window == pytest.approx(
+        [(end - start) / 1e9 for start, end in clean[2].windows[2:]]
+    )
 
 
 def test_no_straggler_in_a_clean_run(analysis):
@@ -135,7 +155,9 @@ def test_injected_faults_are_named(tmp_path, cause):
     truth = synthetic.write(tmp_path, synthetic.Synthetic(**fault))
     found = analyze([tmp_path])
     assert found.verdict.cause == cause
-    assert {key: value for key, value in asdict(found.verdict.place).items() if key in place} == place
+    assert {
+        key: value for key, value in asdict(found.verdict.place).items() if key in place
+    } == place
     assert found.verdict.confidence > 0.9
     assert found.verdict.advice and found.verdict.next_command.startswith("disttrain ")
     lost = found.stragglers.lost_s
@@ -169,7 +191,11 @@ def test_published_what_if_names_the_slow_stage(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_stage={1: 2.0}))
     study = analyze([tmp_path]).what_if
     assert max(study.by_stage, key=study.by_stage.get) == "2"  # encoder 0, llm 1 and 2, generator 3
-    assert study.by_stage["2"] > 1.2 > max(value for key, value in study.by_stage.items() if key != "2")
+    assert (
+        study.by_stage["2"]
+        > 1.2
+        > max(value for key, value in study.by_stage.items() if key != "2")
+    )
     assert study.slowdown > 1.1
 
 
@@ -182,23 +208,45 @@ def test_compare(tmp_path, analysis):
     assert rows["stragglers.lost_s.data"].after > 100 * rows["stragglers.lost_s.data"].before
 
 
-def test_compare_shows_neither_zeros_that_were_not_measured_nor_percentages_of_another_sign(analysis):
+def test_compare_shows_neither_zeros_that_were_not_measured_nor_percentages_of_another_sign(
+    analysis,
+):
     from msgspec.structs import replace
 
     lost = analysis.stragglers.lost_s
-    other = replace(analysis, stragglers=replace(
-        analysis.stragglers, lost_s=lost | {"unit": 0.0, "host": -0.5}, not_told=["unit"]))
-    rows = {row.what: row for row in compare(other, replace(analysis, stragglers=replace(
-        analysis.stragglers, lost_s=lost | {"host": 1.0})))}
-    assert rows["stragglers.lost_s.unit"].before is None and rows["stragglers.lost_s.unit"].after == lost["unit"]
-    assert (rows["stragglers.lost_s.host"].before, rows["stragglers.lost_s.host"].change_pct) == (-0.5, None)
+    other = replace(
+        analysis,
+        stragglers=replace(
+            analysis.stragglers, lost_s=lost | {"unit": 0.0, "host": -0.5}, not_told=["unit"]
+        ),
+    )
+    rows = {
+        row.what: row
+        for row in compare(
+            other,
+            replace(analysis, stragglers=replace(analysis.stragglers, lost_s=lost | {"host": 1.0})),
+        )
+    }
+    assert (
+        rows["stragglers.lost_s.unit"].before is None
+        and rows["stragglers.lost_s.unit"].after == lost["unit"]
+    )
+    assert (rows["stragglers.lost_s.host"].before, rows["stragglers.lost_s.host"].change_pct) == (
+        -0.5,
+        None,
+    )
 
 
 def test_json_has_the_promised_keys(analysis):
     plain = analysis.to_json()
-    assert {"ranks", "steps", "iteration_s", "mfu", "bubble_fraction", "exposed_communication_fraction"} <= set(
-        plain["job"]
-    )
+    assert {
+        "ranks",
+        "steps",
+        "iteration_s",
+        "mfu",
+        "bubble_fraction",
+        "exposed_communication_fraction",
+    } <= set(plain["job"])
     assert list(plain["stragglers"]["lost_s"]) == [
         "unit",
         "intra_microbatch",
@@ -233,7 +281,9 @@ def test_json_has_the_promised_keys(analysis):
 
 
 def test_shared_cores_halve_the_confidence_in_ranks(tmp_path):
-    synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, device="cpu", peak_tflops=1.2))
+    synthetic.write(
+        tmp_path, synthetic.Synthetic(slow_rank={3: 1.6}, device="cpu", peak_tflops=1.2)
+    )
     verdict = analyze([tmp_path]).verdict
     assert verdict.cause == "worker" and verdict.place.rank == 3
     assert 0.4 < verdict.confidence <= 0.5
@@ -241,7 +291,8 @@ def test_shared_cores_halve_the_confidence_in_ranks(tmp_path):
 
 
 def test_levelling_never_counts_as_a_gain(tmp_path):
-    """With two slots filling the pipeline dominates, and light units must not be charged for being short."""
+    """With two slots filling the pipeline dominates, and light units must not be charged for being
+    short."""
     synthetic.write(tmp_path, synthetic.Synthetic(slots=2, unit_factor={"encoder": 0.2}))
     found = analyze([tmp_path])
     assert found.stragglers.lost_s["unit"] >= 0

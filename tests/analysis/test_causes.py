@@ -1,4 +1,5 @@
-"""Causes ranked by what mending them gains: in a 9B job whose layout no other one beats, and on times made up here."""
+"""Causes ranked by what mending them gains: in a 9B job whose layout no other one beats, and on
+times made up here."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ from tests.analysis import simulated
 from tests.planning import synthetic as planning
 
 STEPS = 4
-UNITS = {"image_encoder": {"dp": 2, "layers_per_stage": [32]}, "llm": {"tp": 2, "dp": 4, "layers_per_stage": [17, 17]},
-         "image_generator": {"dp": 3, "layers_per_stage": [11]}}
+UNITS = {
+    "image_encoder": {"dp": 2, "layers_per_stage": [32]},
+    "llm": {"tp": 2, "dp": 4, "layers_per_stage": [17, 17]},
+    "image_generator": {"dp": 3, "layers_per_stage": [11]},
+}
 
 
 def fault(slow, unit, factor, stage=0, replica=None):
@@ -41,9 +45,12 @@ def job():
 
 def found_in(folder, job, *faults, **disturbed):
     """The analysis, and the share of a step that is gained without any of the faults."""
+
     def step_s(some, **more):
         more = {name: value for name, value in more.items() if name != "ordering"}
-        return np.mean([line.iteration_s for *_, line in simulated.play(*job, STEPS, faults=some, **more)][1:])
+        return np.mean(
+            [line.iteration_s for *_, line in simulated.play(*job, STEPS, faults=some, **more)][1:]
+        )
 
     simulated.write(folder, *job, STEPS, faults=faults, **disturbed)
     return analyze([folder]), 1 - step_s(()) / step_s(faults, **disturbed)
@@ -54,7 +61,9 @@ def test_bubbles_that_no_layout_regains_are_no_fault(tmp_path, job):
     lost = found.stragglers.lost_s["unit"]
     assert found.verdict.cause == "none" and lost > 0.05 * found.job.iteration_s
     assert "the plan's own bubbles" in found.verdict.headline
-    (bubbles,) = [row.value for row in found.verdict.evidence if row.what.startswith("the plan's own bubbles")]
+    (bubbles,) = [
+        row.value for row in found.verdict.evidence if row.what.startswith("the plan's own bubbles")
+    ]
     assert bubbles == pytest.approx(lost, rel=0.35)
     assert all(cause.gain_pct < 5 for cause in found.causes)
 
@@ -88,7 +97,9 @@ def test_all_that_gain_enough_are_named(tmp_path, job):
     found, share = found_in(tmp_path, job, LLM_RANK, STAGE)
     assert {cause.cause for cause in found.causes if cause.gain_pct >= 5} == {"worker", "stage"}
     assert "Also: " in found.verdict.headline
-    assert sum(cause.gain_s for cause in found.causes) / found.job.iteration_s == pytest.approx(share, abs=0.02)
+    assert sum(cause.gain_s for cause in found.causes) / found.job.iteration_s == pytest.approx(
+        share, abs=0.02
+    )
 
 
 def test_a_small_fault_is_none_with_what_it_costs(tmp_path, job):
@@ -132,17 +143,28 @@ def test_a_stage_that_is_slow_in_some_steps_is_named_alone(tmp_path, job):
 
 
 def test_most_ranks_of_a_stage_being_slow_is_a_slow_stage(tmp_path, job):
-    found, share = found_in(tmp_path, job, *(fault("rank", "llm", 1.35, 0, replica) for replica in (0, 1, 3)))
-    assert (found.verdict.cause, found.verdict.place.unit, found.verdict.place.stage) == ("stage", "llm", 0)
+    found, share = found_in(
+        tmp_path, job, *(fault("rank", "llm", 1.35, 0, replica) for replica in (0, 1, 3))
+    )
+    assert (found.verdict.cause, found.verdict.place.unit, found.verdict.place.stage) == (
+        "stage",
+        "llm",
+        0,
+    )
     assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02)
 
 
 def test_a_slow_reduction_is_found_and_named(tmp_path, job):
     found, _ = found_in(tmp_path / "slow", job, slow_reduce=60.0)
     clean, _ = found_in(tmp_path / "clean", job)
-    assert found.verdict.cause == "communication" and "gradient reduction of" in found.verdict.headline
+    assert (
+        found.verdict.cause == "communication" and "gradient reduction of" in found.verdict.headline
+    )
     share = 1 - clean.job.iteration_s / found.job.iteration_s
-    assert found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02) and share > 0.05
+    assert (
+        found.verdict.lost_s / found.job.iteration_s == pytest.approx(share, abs=0.02)
+        and share > 0.05
+    )
 
 
 @pytest.mark.parametrize(("stage", "replicas"), [(0, [1]), (1, [0, 1, 2, 3])])
@@ -157,7 +179,9 @@ def test_waits_for_ranks_without_a_trace_are_nobodys_fault(tmp_path, job, stage,
     assert f"traces are missing (llm stage {stage}" in found.verdict.headline
     assert all(cause.cause == "unknown" for cause in found.causes if cause.gain_pct >= 5)
     assert found.verdict.next_command == "disttrain analyze"
-    assert any(f"missing: llm stage {stage} replica {replicas[0]}" in text for text in found.warnings)
+    assert any(
+        f"missing: llm stage {stage} replica {replicas[0]}" in text for text in found.warnings
+    )
 
 
 def test_a_replica_with_a_stage_without_a_trace_is_not_slow(tmp_path, job):
@@ -169,16 +193,33 @@ def test_a_replica_with_a_stage_without_a_trace_is_not_slow(tmp_path, job):
 
 
 def test_units_are_slow_beside_one_that_is_not(tmp_path, job):
-    found, share = found_in(tmp_path, job, fault("stage", "image_encoder", 12.0),
-                            fault("stage", "image_generator", 40.0))
+    found, share = found_in(
+        tmp_path,
+        job,
+        fault("stage", "image_encoder", 12.0),
+        fault("stage", "image_generator", 40.0),
+    )
     slow = [one.place.unit for one in found.causes if "slow for their work" in one.told]
     assert sorted(slow) == ["image_encoder", "image_generator"]
-    assert sum(one.gain_s for one in found.causes) / found.job.iteration_s == pytest.approx(share, abs=0.03)
+    assert sum(one.gain_s for one in found.causes) / found.job.iteration_s == pytest.approx(
+        share, abs=0.03
+    )
 
 
 def test_units_that_are_all_slower_than_their_profile_are_said(tmp_path, job):
-    found, _ = found_in(tmp_path, job, *(fault("stage", unit, 1.5, stage) for unit, stage in (
-        ("image_encoder", 0), ("llm", 0), ("llm", 1), ("image_generator", 0))))
+    found, _ = found_in(
+        tmp_path,
+        job,
+        *(
+            fault("stage", unit, 1.5, stage)
+            for unit, stage in (
+                ("image_encoder", 0),
+                ("llm", 0),
+                ("llm", 1),
+                ("image_generator", 0),
+            )
+        ),
+    )
     assert found.verdict.cause == "none"
     assert "Every unit takes at least 1.5 times what the profile says" in found.verdict.headline
     assert found.verdict.next_command.startswith("disttrain profile")
@@ -186,7 +227,9 @@ def test_units_that_are_all_slower_than_their_profile_are_said(tmp_path, job):
 
 def test_a_layout_claims_no_more_than_the_best_one_gains(tmp_path, job):
     profile, _ = job
-    uneven = simulated.layout_of(profile, 48, 12, **UNITS | {"llm": UNITS["llm"] | {"layers_per_stage": [22, 12]}})
+    uneven = simulated.layout_of(
+        profile, 48, 12, **UNITS | {"llm": UNITS["llm"] | {"layers_per_stage": [22, 12]}}
+    )
     found, _ = found_in(tmp_path, (profile, uneven))
     best = max(one.gain_s for one in found.remedies if one.gpus <= 0 and one.basis == "plan")
     assert found.verdict.cause == "stage" and "heavier" in found.verdict.headline
@@ -196,11 +239,20 @@ def test_a_layout_claims_no_more_than_the_best_one_gains(tmp_path, job):
 def test_uneven_data_claim_no_more_than_an_ordering_regains(tmp_path):
     profile = planning.paper_9b(planning.run_file(batch=16, gpus=8, nodes=1))
     sample = profile.data.sample
-    skewed = sample.model_copy(update={"images": [[256] * (30 * (place % 7)) for place in range(len(sample.images))]})
-    profile = profile.model_copy(update={"data": profile.data.model_copy(update={"sample": skewed})})
-    layout = simulated.layout_of(profile, 16, 16, image_encoder={"layers_per_stage": [32]},
-                                 llm={"tp": 2, "layers_per_stage": [12, 11, 11]},
-                                 image_generator={"layers_per_stage": [11]})
+    skewed = sample.model_copy(
+        update={"images": [[256] * (30 * (place % 7)) for place in range(len(sample.images))]}
+    )
+    profile = profile.model_copy(
+        update={"data": profile.data.model_copy(update={"sample": skewed})}
+    )
+    layout = simulated.layout_of(
+        profile,
+        16,
+        16,
+        image_encoder={"layers_per_stage": [32]},
+        llm={"tp": 2, "layers_per_stage": [12, 11, 11]},
+        image_generator={"layers_per_stage": [11]},
+    )
     found, _ = found_in(tmp_path, (profile, layout), ordering="none")
     (best,) = [one for one in found.remedies if one.change.startswith("train.ordering: best")]
     claimed_s = sum(one.gain_s for one in found.causes if one.cause == "inter_microbatch")
@@ -224,7 +276,9 @@ def test_rows_that_contradict_each_other_are_not_judged(tmp_path, job):
     draws = np.random.default_rng(0)
     for path in sorted(tmp_path.rglob("rank-*/*.parquet")):
         table = pq.read_table(path)
-        starts, ends, steps = (table[name].to_numpy().copy() for name in ("start_ns", "end_ns", "step"))
+        starts, ends, steps = (
+            table[name].to_numpy().copy() for name in ("start_ns", "end_ns", "step")
+        )
         long = ends - starts
         for step in range(STEPS):
             starts[steps == step] = draws.permutation(starts[steps == step])
@@ -241,19 +295,25 @@ def test_a_rank_whose_trace_ends_early_is_named(tmp_path, job):
     path = next(tmp_path.glob("rank-00003/*.parquet"))
     rows = pq.read_table(path)
     pq.write_table(rows.filter(pc.less(rows["step"], 2)), path)
-    assert any("traces end early of rank 3 (at step 1)" in text for text in analyze([tmp_path]).warnings)
+    assert any(
+        "traces end early of rank 3 (at step 1)" in text for text in analyze([tmp_path]).warnings
+    )
     pq.write_table(rows.filter(pc.less(rows["step"], 1)), path)
     with pytest.raises(DataError) as caught:
         analyze([tmp_path])
-    assert "traces end early of rank 3 (at step 0)" in str(caught.value) and "rank-*" in str(caught.value)
+    assert "traces end early of rank 3 (at step 0)" in str(caught.value) and "rank-*" in str(
+        caught.value
+    )
 
 
 def suspect(place, seconds, cause="worker"):
     """Takes seconds from one of the times side by side."""
+
     def mend(state):
         times = state[0].copy()
         times[place] -= seconds
         return (times,)
+
     return Suspect(cause, Place(rank=place), mend, seconds)
 
 
@@ -263,9 +323,13 @@ def longest(state):
 
 def test_causes_that_hide_each_other_are_found_one_after_the_other():
     times = np.array([[10.0, 10.0], [9.0, 9.0], [5.0, 5.0]])
-    found, state = find_causes(longest, (times,), [suspect(0, 5.0), suspect(1, 4.0, "data"), suspect(2, 1.0, "host")])
+    found, state = find_causes(
+        longest, (times,), [suspect(0, 5.0), suspect(1, 4.0, "data"), suspect(2, 1.0, "host")]
+    )
     assert [(one.cause, one.gain_s.mean(), one.alone_s.mean()) for one in found] == [
-        ("worker", 1.0, 1.0), ("data", 4.0, 0.0)]
+        ("worker", 1.0, 1.0),
+        ("data", 4.0, 0.0),
+    ]
     assert longest(state).mean() == 5.0
 
 
@@ -286,7 +350,9 @@ def test_evidence_is_the_chance_that_more_steps_would_say_the_same():
     assert exceeds(np.full(4, 0.05 + 2 * FLOOR), 0.05) == pytest.approx(0.977, abs=1e-3)
     assert exceeds(np.array([0.0, 0.2]), 0.05) < exceeds(np.array([0.1, 0.1]), 0.05)
     assert exceeds(np.array([0.0, 0.2]), 0.05) < exceeds(np.array([0.0, 0.2] * 8), 0.05)
-    assert known(0.1, 1) < known(0.0, 1) < known(0.0, 8) and known(-0.1, 2, 0.5) == known(0.1, 2) / 2
+    assert (
+        known(0.1, 1) < known(0.0, 1) < known(0.0, 8) and known(-0.1, 2, 0.5) == known(0.1, 2) / 2
+    )
 
 
 @pytest.mark.parametrize("kind", CALIBRATION)

@@ -86,5 +86,7 @@ def test_fail_if(analysis):
         fail_if(analysis, "slowdown < 1.2")
     assert error.value.exit_code == 5
     assert values(analysis)["units.llm.gpus"] == 4.0
-    with pytest.raises(ConditionHoldsError, match=r"cause is none and slowdown is 1\.0\d+, and verdict"):
+    with pytest.raises(
+        ConditionHoldsError, match=r"cause is none and slowdown is 1\.0\d+, and verdict"
+    ):
         fail_if(analysis, "verdict.cause == none or slowdown > 2")

@@ -27,13 +27,19 @@ def parquet(path: Path, columns: str) -> Path:
 OPERATIONS = "0 AS dp_rank, 0 AS stage, 'gc' AS optype, 1.0 AS duration"
 
 
-def test_of_several_formats_in_a_folder_one_is_taken_and_the_others_are_said(tmp_path: Path) -> None:
+def test_of_several_formats_in_a_folder_one_is_taken_and_the_others_are_said(
+    tmp_path: Path,
+) -> None:
     trace = tmp_path / "a" / "rank0.json"
     table = parquet(tmp_path / "a" / "trace.parquet", OPERATIONS)
     trace.write_text('{"traceEvents": []}')
     (tmp_path / "a" / "settings.json").write_text("{}")
     kind, files, said = find_format([tmp_path / "a"])
-    assert (kind, files) == ("operations", [table]) and len(said) == 1 and "rank0.json in the same folder" in said[0]
+    assert (
+        (kind, files) == ("operations", [table])
+        and len(said) == 1
+        and "rank0.json in the same folder" in said[0]
+    )
     parquet(table, "'a dog' AS caption")
     kind, files, said = find_format([tmp_path / "a"])
     assert (kind, files) == ("kineto", [trace, trace.with_name("settings.json")])
@@ -44,13 +50,17 @@ def test_of_several_formats_in_a_folder_one_is_taken_and_the_others_are_said(tmp
     assert find_format([tmp_path / "a"])[:2] == find_format([trace])[:2] == ("disttrain", [trace])
 
 
-def test_files_and_folders_that_cannot_be_read_are_said_and_the_others_taken(tmp_path: Path, monkeypatch) -> None:
+def test_files_and_folders_that_cannot_be_read_are_said_and_the_others_taken(
+    tmp_path: Path, monkeypatch
+) -> None:
     trace = touch(tmp_path / "deep" / "rank0.json")
     trace.write_text('{"traceEvents": []}')
     (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
     locked = touch(tmp_path / "locked" / "rank1.json").parent
     listed = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: listed(path) if Path(path) != locked else listed("/proc/1/none"))
+    monkeypatch.setattr(
+        os, "scandir", lambda path: listed(path) if Path(path) != locked else listed("/proc/1/none")
+    )
     kind, files, said = find_format([tmp_path])
     assert (kind, files) == ("kineto", [trace])
     assert len(said) == 2 and any("gone.json cannot be read (No such file" in text for text in said)
@@ -62,7 +72,10 @@ def test_files_and_folders_that_cannot_be_read_are_said_and_the_others_taken(tmp
 
 
 def test_one_ranks_part_of_own_traces_leads_to_the_run(tmp_path: Path) -> None:
-    segment = parquet(tmp_path / "a run" / "traces" / "rank-00003" / "segment-start-000-00000.parquet", "1 AS step")
+    segment = parquet(
+        tmp_path / "a run" / "traces" / "rank-00003" / "segment-start-000-00000.parquet",
+        "1 AS step",
+    )
     for path in (segment, segment.parent):
         with pytest.raises(DataError, match="one rank's part") as raised:
             find_format([path])
@@ -71,14 +84,18 @@ def test_one_ranks_part_of_own_traces_leads_to_the_run(tmp_path: Path) -> None:
 
 def test_every_format_has_its_files(tmp_path: Path) -> None:
     own = touch(tmp_path / "run" / "traces" / "rank-00000" / "segment-0.parquet")
-    profiles = [touch(tmp_path / "profiles" / "deep" / name) for name in ("rank1.json.gz", "rank2.json")]
+    profiles = [
+        touch(tmp_path / "profiles" / "deep" / name) for name in ("rank1.json.gz", "rank2.json")
+    ]
     touch(tmp_path / "study" / "result.json")
     study = touch(tmp_path / "study" / "trace.parquet")
     assert find_format([tmp_path / "run"])[:2] == ("disttrain", [tmp_path / "run"])
     assert find_format([own.parents[1]])[:2] == ("disttrain", [own.parents[1]])
     assert find_format([tmp_path / "profiles"])[:2] == ("kineto", profiles)
     assert find_format([profiles[0]])[:2] == ("kineto", profiles[:1])
-    assert find_format([tmp_path / "study"])[:2] == find_format([study])[:2] == ("operations", [study])
+    assert (
+        find_format([tmp_path / "study"])[:2] == find_format([study])[:2] == ("operations", [study])
+    )
     with pytest.raises(DataError, match="different formats"):
         find_format([study, profiles[0]])
     with pytest.raises(DataError, match="no trace folder or file"):

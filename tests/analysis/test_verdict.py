@@ -14,7 +14,10 @@ from tests.analysis import synthetic
 
 PLACES = {
     "data": ({"load_ms": 40.0, "load_replica": 1}, {"unit": "llm", "replica": 1}),
-    "host": ({"gap_ms": 15.0, "gap_rank": 2}, {"unit": "llm", "stage": 0, "replica": 1, "rank": 2, "host": "host-a"}),
+    "host": (
+        {"gap_ms": 15.0, "gap_rank": 2},
+        {"unit": "llm", "stage": 0, "replica": 1, "rank": 2, "host": "host-a"},
+    ),
     "communication": ({"transfer_ms": 25.0}, {"unit": "llm", "stage": 0}),
 }
 
@@ -25,7 +28,9 @@ def test_the_place_is_as_narrow_as_the_evidence(tmp_path, cause):
     synthetic.write(tmp_path, synthetic.Synthetic(**fault))
     verdict = analyze([tmp_path]).verdict
     assert verdict.cause == cause
-    assert {name: value for name, value in asdict(verdict.place).items() if value is not None} == place
+    assert {
+        name: value for name, value in asdict(verdict.place).items() if value is not None
+    } == place
     assert verdict.confidence > 0.9
 
 
@@ -36,7 +41,9 @@ def test_slow_links_are_told_by_the_profile_though_all_are_alike(tmp_path):
     assert losses.lost["communication"].mean() > 0.1 * losses.measured.mean()
     (tmp_path / "job.json").unlink()
     losses = split_losses(build_graph(open_database([tmp_path])))
-    assert losses.lost["communication"].mean() == pytest.approx(0.0, abs=0.01 * losses.measured.mean())
+    assert losses.lost["communication"].mean() == pytest.approx(
+        0.0, abs=0.01 * losses.measured.mean()
+    )
 
 
 def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
@@ -49,7 +56,9 @@ def test_a_rank_that_waits_for_a_core_is_no_slow_link(tmp_path):
     assert "wait for one of the cores" in on_cores.verdict.headline
     assert on_cores.verdict.confidence <= 0.5 < on_devices.verdict.confidence
     assert "share the cores" in on_cores.verdict.advice
-    (crowded,) = [row.value for row in on_cores.verdict.evidence if row.what.startswith("passes of all ranks")]
+    (crowded,) = [
+        row.value for row in on_cores.verdict.evidence if row.what.startswith("passes of all ranks")
+    ]
     assert crowded > 1  # six ranks on two cores
     both = [sum(found.stragglers.lost_s.values()) for found in (on_cores, on_devices)]
     assert both[0] == pytest.approx(both[1], rel=0.05)
@@ -61,7 +70,9 @@ def test_a_slow_rank_makes_neither_its_stage_nor_its_unit_slow(tmp_path):
     lost = found.stragglers.lost_s
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 3)
     assert abs(lost["stage"]) + abs(lost["unit"]) < 0.01 * lost["worker"]
-    assert found.stragglers.slowdown == pytest.approx(1 + lost["worker"] / found.stragglers.ideal_s, rel=0.02)
+    assert found.stragglers.slowdown == pytest.approx(
+        1 + lost["worker"] / found.stragglers.ideal_s, rel=0.02
+    )
 
 
 def test_shares_are_shown_in_percent():

@@ -9,6 +9,6 @@ from tests.analysis.study import megatron
 
 def test_columns_of_operations_are_documented(tmp_path):
     file = megatron.write(tmp_path / "t.parquet", megatron.rows(megatron.Job(steps=1)))
-    view, = documented_views("study").values()
+    (view,) = documented_views("study").values()
     assert ask([file], "SELECT * FROM operations LIMIT 1").columns == list(view.columns)
     assert dict(ask([file], 'SELECT "column", meaning FROM columns').rows) == view.columns

@@ -15,10 +15,17 @@ def graphs(draw):
     """(previous, sources, time, lag) of nodes that depend on earlier ones, numbered at random."""
     count = draw(st.integers(1, 12))
     previous = [draw(st.integers(-1, node - 1)) for node in range(count)]
-    sources = [draw(st.lists(st.integers(0, node - 1), unique=True)) if node else [] for node in range(count)]
+    sources = [
+        draw(st.lists(st.integers(0, node - 1), unique=True)) if node else []
+        for node in range(count)
+    ]
     number = draw(st.permutations(range(count)))
-    time, lag = (np.array(draw(st.lists(st.integers(0, 9), min_size=2 * count, max_size=2 * count)), dtype=float)
-                 .reshape(count, 2) for _ in range(2))
+    time, lag = (
+        np.array(
+            draw(st.lists(st.integers(0, 9), min_size=2 * count, max_size=2 * count)), dtype=float
+        ).reshape(count, 2)
+        for _ in range(2)
+    )
     moved = np.empty(count, dtype=np.int64)
     moved[list(number)] = [number[node] if node >= 0 else -1 for node in previous]
     fed = [np.empty(0, dtype=np.int64)] * count
@@ -31,15 +38,26 @@ def graphs(draw):
 @given(graph=graphs(), data=st.data())
 def test_ends_are_those_of_the_recursion(graph, data):
     previous, sources, time, lag = graph
-    feeds = [np.array(data.draw(st.lists(st.booleans(), min_size=2 * len(own), max_size=2 * len(own))), dtype=bool)
-             .reshape(len(own), 2) for own in sources] if data.draw(st.booleans()) else None
+    feeds = (
+        [
+            np.array(
+                data.draw(st.lists(st.booleans(), min_size=2 * len(own), max_size=2 * len(own))),
+                dtype=bool,
+            ).reshape(len(own), 2)
+            for own in sources
+        ]
+        if data.draw(st.booleans())
+        else None
+    )
     walk = walk_of(previous, sources, feeds)
     found = walk.ends(time[walk.place], lag[walk.place])
 
     def end(node):
         before = end(previous[node]) if previous[node] >= 0 else np.zeros(2)
-        ends = [end(source) if feeds is None else np.where(feeds[node][place], end(source), -np.inf)
-                for place, source in enumerate(sources[node])]
+        ends = [
+            end(source) if feeds is None else np.where(feeds[node][place], end(source), -np.inf)
+            for place, source in enumerate(sources[node])
+        ]
         return np.max([before + lag[node], *ends], axis=0) + time[node]
 
     for place, node in enumerate(walk.place):

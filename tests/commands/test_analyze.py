@@ -34,7 +34,12 @@ def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):
     assert code == 0 and lines[0] == document["verdict"]["headline"]
     assert lines[-1].split() == ["Report", str(run_dir / "report.html")]
     assert (run_dir / "report.html").stat().st_size > 5000
-    for word in ("Units", "Predicted against measured", "Slowest", *(unit["name"] for unit in document["units"])):
+    for word in (
+        "Units",
+        "Predicted against measured",
+        "Slowest",
+        *(unit["name"] for unit in document["units"]),
+    ):
         assert word in out
     assert f"Next: {document['verdict']['next_command']}" in err
 
@@ -42,35 +47,75 @@ def test_the_verdict_comes_first_and_the_report_last(run_dir, capsys):
 def test_json_has_the_promised_keys(run_dir, capsys):
     code, out, _ = call([run_dir, "--json", "--quiet"], capsys)
     document = json.loads(out)
-    assert code == 0 and {"job", "units", "stragglers", "verdict", "ranks", "what_if", "warnings"} <= set(document)
-    assert {"ranks", "steps", "iteration_s", "mfu", "bubble_fraction",
-            "exposed_communication_fraction"} <= set(document["job"])
-    assert {"unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
-            "unexplained"} <= set(document["stragglers"]["lost_s"])
+    assert code == 0 and {
+        "job",
+        "units",
+        "stragglers",
+        "verdict",
+        "ranks",
+        "what_if",
+        "warnings",
+    } <= set(document)
+    assert {
+        "ranks",
+        "steps",
+        "iteration_s",
+        "mfu",
+        "bubble_fraction",
+        "exposed_communication_fraction",
+    } <= set(document["job"])
+    assert {
+        "unit",
+        "intra_microbatch",
+        "inter_microbatch",
+        "stage",
+        "worker",
+        "communication",
+        "data",
+        "host",
+        "unexplained",
+    } <= set(document["stragglers"]["lost_s"])
     assert {"cause", "place", "confidence", "evidence", "advice"} <= set(document["verdict"])
-    assert {"rank", "span_us", "idle_us", "compute_us", "non_compute_us", "overlap_pct",
-            "collective_wait_us"} <= set(document["ranks"][0])
+    assert {
+        "rank",
+        "span_us",
+        "idle_us",
+        "compute_us",
+        "non_compute_us",
+        "overlap_pct",
+        "collective_wait_us",
+    } <= set(document["ranks"][0])
 
 
 def test_operations_are_shown_the_largest_error_first(run_dir, capsys):
     _, out, _ = call([run_dir], capsys)
     operations = json.loads(call([run_dir, "--json"], capsys)[1])["operations"]
-    table = out[out.index("By operation"):]
+    table = out[out.index("By operation") :]
     assert operations[0]["operation"] == "iteration" and len(operations) > 1 + MOST_OPERATIONS
     effects = [abs(row["measured"] - row["predicted"]) * row["per_step"] for row in operations[1:]]
-    assert effects == sorted(effects, reverse=True) and f"{operations[1]['measured']:.4g}" in table.splitlines()[3]
+    assert (
+        effects == sorted(effects, reverse=True)
+        and f"{operations[1]['measured']:.4g}" in table.splitlines()[3]
+    )
     assert len([line for line in table.splitlines() if " stage " in line]) == MOST_OPERATIONS
 
 
 def test_a_rehearsal_is_announced_before_its_verdict(run_dir, tmp_path, capsys):
     traces = shutil.copytree(run_dir / "traces", tmp_path / "traces")
     job = json.loads((traces / "job.json").read_text())
-    job["rehearsed"] = {"processes": 2, "time_scale": 3.0, "messages": "scaled", "noise": 0.0,
-                        "faults": [{"slow": "stage", "unit": "llm", "stage": 1, "factor": 1.2}]}
+    job["rehearsed"] = {
+        "processes": 2,
+        "time_scale": 3.0,
+        "messages": "scaled",
+        "noise": 0.0,
+        "faults": [{"slow": "stage", "unit": "llm", "stage": 1, "factor": 1.2}],
+    }
     (traces / "job.json").write_text(json.dumps(job))
     lines = call([traces], capsys)[1].splitlines()
-    assert lines[0] == ("Rehearsed: 2 processes stood for 6 GPUs; times are the cluster's. "
-                        "Injected: slow stage (llm stage 1, × 1.2).")
+    assert (
+        lines[0] == "Rehearsed: 2 processes stood for 6 GPUs; times are the cluster's. "
+        "Injected: slow stage (llm stage 1, × 1.2)."
+    )
     assert lines[1] == json.loads(call([traces, "--json"], capsys)[1])["verdict"]["headline"]
     assert "Rehearsed: 2 processes" in (tmp_path / "report.html").read_text()
 
@@ -78,9 +123,13 @@ def test_a_rehearsal_is_announced_before_its_verdict(run_dir, tmp_path, capsys):
 def test_sql_answers_as_a_table_or_as_json(run_dir, capsys):
     query = "SELECT count(DISTINCT rank) AS ranks, 'a''b' AS text FROM trace"
     assert call([run_dir, "--sql", query], capsys)[1].splitlines()[-1].split() == ["6", "a'b"]
-    assert json.loads(call([run_dir, "--sql", query, "--json"], capsys)[1]) == {"columns": ["ranks", "text"],
-                                                                               "rows": [[6, "a'b"]]}
-    answered = json.loads(call([run_dir, "--sql", "SELECT 0.5, sum(1.25), [1.5]", "--json"], capsys)[1])
+    assert json.loads(call([run_dir, "--sql", query, "--json"], capsys)[1]) == {
+        "columns": ["ranks", "text"],
+        "rows": [[6, "a'b"]],
+    }
+    answered = json.loads(
+        call([run_dir, "--sql", "SELECT 0.5, sum(1.25), [1.5]", "--json"], capsys)[1]
+    )
     assert answered["rows"] == [[0.5, 1.25, [1.5]]]  # DuckDB's decimals are numbers
     code, out, err = call([run_dir, "--sql", "DROP TABLE units"], capsys)
     assert code == 2 and out == "" and "SELECT" in err
@@ -120,7 +169,9 @@ def test_no_trace_is_an_error_that_names_the_next_command(tmp_path, capsys):
         assert code == 1 and out == "" and str(folder) in err and "disttrain train" in err
 
 
-def test_without_a_path_the_run_of_the_run_file_here_is_taken(run_dir, run_folder, monkeypatch, capsys):
+def test_without_a_path_the_run_of_the_run_file_here_is_taken(
+    run_dir, run_folder, monkeypatch, capsys
+):
     shutil.copytree(run_dir / "traces", run_folder / "runs" / "tiny" / "traces")
     monkeypatch.chdir(run_folder)
     code, out, _ = call([], capsys)
@@ -128,10 +179,14 @@ def test_without_a_path_the_run_of_the_run_file_here_is_taken(run_dir, run_folde
 
 
 def test_analyze_loads_no_torch(run_dir):
-    code = ("import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['analyze', sys.argv[1], '--quiet'])\n"
-            "except SystemExit as left:\n    assert left.code == 0\n"
-            "print('LOADED', sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, check=True)
+    code = (
+        "import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['analyze', sys.argv[1],"
+        " '--quiet'])\nexcept SystemExit as left:\n    assert left.code == 0\nprint('LOADED',"
+        " sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_dir)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "LOADED []"
 
 
@@ -144,4 +199,9 @@ def test_perfetto_writes_a_file_and_nothing_else(run_dir, tmp_path, capsys):
     document = json.loads(out)
     assert code == 0 and document["path"] == str(file) and document["steps"] == [2, 3, 4, 5, 6, 7]
     code, out, err = call([file, "--perfetto", tmp_path / "again.json"], capsys)
-    assert code == 2 and out == "" and "ui.perfetto.dev" in err and not (tmp_path / "again.json").exists()
+    assert (
+        code == 2
+        and out == ""
+        and "ui.perfetto.dev" in err
+        and not (tmp_path / "again.json").exists()
+    )

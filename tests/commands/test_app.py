@@ -34,7 +34,17 @@ def call(words, capsys):
 
 
 def test_the_commands_are_the_promised_ones():
-    assert COMMANDS == ["init", "profile", "plan", "train", "analyze", "sample", "export", "data serve", "data check"]
+    assert COMMANDS == [
+        "init",
+        "profile",
+        "plan",
+        "train",
+        "analyze",
+        "sample",
+        "export",
+        "data serve",
+        "data check",
+    ]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -47,17 +57,28 @@ def test_help_explains_every_option_and_gives_examples(name, capsys):
 
 def test_bare_call_shows_the_commands(capsys):
     code, out, _ = call([], capsys)
-    assert code == 0 and all(name.split()[0] in out for name in COMMANDS) and "$ disttrain init" in out
+    assert (
+        code == 0 and all(name.split()[0] in out for name in COMMANDS) and "$ disttrain init" in out
+    )
 
 
 def test_version(capsys):
     assert call(["--version"], capsys) == (0, f"disttrain {__version__}\n", "")
 
 
-@pytest.mark.parametrize(("words", "given"), [
-    (["plon"], "plon"), (["plan", "--gpu-count", "3"], "--gpu-count"), (["plan", "--gpus", "many"], "--gpus"),
-    (["plan", "--gpus", "0"], "--gpus"), (["plan", "a.yaml", "b.yaml"], "b.yaml"), (["init"], "DIR"),
-    (["profile", "--device", "tpu"], "tpu"), (["init", "x", "--preset", "huge"], "huge")])
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["plon"], "plon"),
+        (["plan", "--gpu-count", "3"], "--gpu-count"),
+        (["plan", "--gpus", "many"], "--gpus"),
+        (["plan", "--gpus", "0"], "--gpus"),
+        (["plan", "a.yaml", "b.yaml"], "b.yaml"),
+        (["init"], "DIR"),
+        (["profile", "--device", "tpu"], "tpu"),
+        (["init", "x", "--preset", "huge"], "huge"),
+    ],
+)
 def test_wrong_usage_is_exit_2_and_names_what_was_given(words, given, capsys):
     code, out, err = call(words, capsys)
     assert code == 2 and out == "" and given in err and "Next: disttrain" in err
@@ -66,9 +87,19 @@ def test_wrong_usage_is_exit_2_and_names_what_was_given(words, given, capsys):
     assert code == 2 and err == "" and error["exit_code"] == 2 and given in error["what"]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    (DisttrainError, 1), (UsageError, 2), (SpecError, 1), (MismatchError, 1), (DataError, 1), (InfeasibleError, 3),
-    (RankFailedError, 4), (ConditionHoldsError, 5)])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (DisttrainError, 1),
+        (UsageError, 2),
+        (SpecError, 1),
+        (MismatchError, 1),
+        (DataError, 1),
+        (InfeasibleError, 3),
+        (RankFailedError, 4),
+        (ConditionHoldsError, 5),
+    ],
+)
 def test_every_error_has_its_exit_code(kind, expected, capsys, monkeypatch):
     raise_in_plan(monkeypatch, kind("It broke", "because", "disttrain fix"))
     code, out, err = call(["plan"], capsys)
@@ -79,7 +110,13 @@ def test_anything_else_is_called_a_bug_and_hides_the_traceback(capsys, monkeypat
     raise_in_plan(monkeypatch, KeyError("missing"))
     monkeypatch.delenv("DISTTRAIN_DEBUG", raising=False)
     code, out, err = call(["plan"], capsys)
-    assert code == 1 and out == "" and "bug in disttrain" in err and "KeyError" in err and "Traceback" not in err
+    assert (
+        code == 1
+        and out == ""
+        and "bug in disttrain" in err
+        and "KeyError" in err
+        and "Traceback" not in err
+    )
     monkeypatch.setenv("DISTTRAIN_DEBUG", "1")
     code, out, err = call(["plan", "--json"], capsys)
     assert code == 1 and "Traceback" in err and json.loads(out)["error"]["exit_code"] == 1
@@ -98,8 +135,13 @@ def test_a_full_disk_is_not_a_bug(capsys, monkeypatch):
 
 
 def run_module(words, **options):
-    return subprocess.run([sys.executable, "-m", "disttrain_cli", *words], stderr=subprocess.PIPE, text=True,
-                          timeout=60, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "disttrain_cli", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("words", [["plan", "nowhere.yaml", "--json"], ["--version"]])
@@ -113,7 +155,10 @@ def test_a_full_disk_under_the_output_is_said_without_a_traceback(words):
 def test_letters_that_stdout_lacks_are_no_bug(tmp_path):
     (tmp_path / "Übung.yaml").write_text("name: [1")
     plain = os.environ | {"PYTHONIOENCODING": "ascii"}
-    for words in (["plan", str(tmp_path / "Übung.yaml")], ["plan", os.fsdecode(b"no\xfftext.yaml")]):
+    for words in (
+        ["plan", str(tmp_path / "Übung.yaml")],
+        ["plan", os.fsdecode(b"no\xfftext.yaml")],
+    ):
         shown = run_module(words, stdout=subprocess.PIPE, env=plain)
         assert shown.returncode == 1 and "bug" not in shown.stderr and "yaml" in shown.stderr
         document = run_module([*words, "--json"], stdout=subprocess.PIPE, env=plain)
@@ -126,11 +171,14 @@ def test_an_interrupt_while_the_program_is_loaded_is_130(tmp_path, words):
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = run_module(words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 130 and "Traceback" not in done.stderr
-    assert "Interrupted" in (json.loads(done.stdout)["error"]["what"] if "--json" in words else done.stderr)
+    assert "Interrupted" in (
+        json.loads(done.stdout)["error"]["what"] if "--json" in words else done.stderr
+    )
 
 
 def raise_in_plan(monkeypatch, error):
     """Make `disttrain plan` raise `error` as soon as it starts."""
+
     def fail(**flags):
         raise error
 
@@ -138,11 +186,23 @@ def raise_in_plan(monkeypatch, error):
 
 
 def test_help_loads_nothing_heavy():
-    heavy = {"torch", "transformers", "diffusers", "deepspeed", "duckdb", "pyarrow", "cv2", "scipy", "sklearn",
-             "numpy"}
-    code = ("import sys\nfrom disttrain_cli.app import main\n"
-            "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
-            f"print('LOADED', sorted({heavy} & set(sys.modules)))")
+    heavy = {
+        "torch",
+        "transformers",
+        "diffusers",
+        "deepspeed",
+        "duckdb",
+        "pyarrow",
+        "cv2",
+        "scipy",
+        "sklearn",
+        "numpy",
+    }
+    code = (
+        "import sys\nfrom disttrain_cli.app import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        f"print('LOADED', sorted({heavy} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "LOADED []"
 
@@ -150,13 +210,25 @@ def test_help_loads_nothing_heavy():
 def test_console_script_and_module_are_the_same():
     script = os.path.join(os.path.dirname(sys.executable), "disttrain")
     for words in ([script, "--version"], [sys.executable, "-m", "disttrain_cli", "--version"]):
-        assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == f"disttrain {__version__}\n"
+        assert (
+            subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            == f"disttrain {__version__}\n"
+        )
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_are_no_bug(tmp_path, closed):
     """And what is written gets none of their numbers: a file must not take what is printed."""
-    done = subprocess.run(["bash", "-c", f'"$0" -m disttrain_cli init "$1" {closed}', sys.executable,
-                           str(tmp_path / "made")], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            "bash",
+            "-c",
+            f'"$0" -m disttrain_cli init "$1" {closed}',
+            sys.executable,
+            str(tmp_path / "made"),
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert (tmp_path / "made" / "disttrain.yaml").read_text().startswith("# The tiny demo")

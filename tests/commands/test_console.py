@@ -40,7 +40,9 @@ def test_errors_are_on_stderr_or_the_one_document(capsys):
     assert (shown.out, shown.err) == ("", "Error: what\n  why\n  more\nNext: do this\n")
     Console(json_mode=True).error("what", "why", "do this", 3)
     shown = capsys.readouterr()
-    assert json.loads(shown.out) == {"error": {"what": "what", "why": "why", "next": "do this", "exit_code": 3}}
+    assert json.loads(shown.out) == {
+        "error": {"what": "what", "why": "why", "next": "do this", "exit_code": 3}
+    }
     assert shown.err == ""
 
 
@@ -72,19 +74,35 @@ def test_a_terminal_gets_a_live_bar(monkeypatch, capsys):
 
 
 def test_tables_align_numbers_to_the_right():
-    assert format_table(["name", "n"], [["a", 1], ["bcdef", 100]]) == "name     n\n-----  ---\na        1\nbcdef  100"
+    assert (
+        format_table(["name", "n"], [["a", 1], ["bcdef", 100]])
+        == "name     n\n-----  ---\na        1\nbcdef  100"
+    )
 
 
 def test_tables_fit_into_the_terminal(monkeypatch, capsys):
     headers = ["what is told", "n", "seconds per step and rank", "advice"]
-    rows = [["forward_of_the_encoder", 123456, 0.5, "Give it more devices, or fewer of its samples to each replica"],
-            ["x", 7, 12.25, ""]]
+    rows = [
+        [
+            "forward_of_the_encoder",
+            123456,
+            0.5,
+            "Give it more devices, or fewer of its samples to each replica",
+        ],
+        ["x", 7, 12.25, ""],
+    ]
     whole = format_table(headers, rows)
     assert format_table(headers, rows, 200) == whole and len(whole.splitlines()) == 4
     for width in (60, 45, 34):
         text = format_table(headers, rows, width)
         assert max(map(len, text.splitlines())) <= width
-        for word in (*whole.split()[len(headers):], "forward_of_the_encoder", "123456", "12.25", "replica"):
+        for word in (
+            *whole.split()[len(headers) :],
+            "forward_of_the_encoder",
+            "123456",
+            "12.25",
+            "replica",
+        ):
             assert word.strip("-") in text
     assert "\n\n" in format_table(headers, rows, 34)  # the columns that have no room, below
     monkeypatch.setenv("COLUMNS", "60")
@@ -120,14 +138,25 @@ def test_what_is_said_cannot_steer_a_terminal(capsys):
 
 def test_columns_stay_aligned_and_other_letters_as_they_are():
     assert format_table(["naïve", "µs"], [["größe – × 模型", 5], ["a\nb", 10]]).splitlines() == [
-        "naïve         µs", "------------  --", "größe – × 模型   5", "a b           10"]
+        "naïve         µs",
+        "------------  --",
+        "größe – × 模型   5",
+        "a b           10",
+    ]
 
 
 def test_json_holds_the_same_value_escaped():
     text = to_json({EVIL: [EVIL, "模型", float("nan")]})
-    assert harmless(text.replace("\\r", "")) and json.loads(text) == {EVIL: [EVIL, "模型", None]} and "模型" in text
+    assert (
+        harmless(text.replace("\\r", ""))
+        and json.loads(text) == {EVIL: [EVIL, "模型", None]}
+        and "模型" in text
+    )
 
 
 def test_letters_that_a_stream_lacks_become_the_nearest():
     codecs.register_error("nearest", nearest_letters)
-    assert "TP×DP×PP: 1×2×1 → 2×1×1, 3 µs – 模".encode("ascii", "nearest") == b"TPxDPxPP: 1x2x1 > 2x1x1, 3 us - ?"
+    assert (
+        "TP×DP×PP: 1×2×1 → 2×1×1, 3 µs – 模".encode("ascii", "nearest")
+        == b"TPxDPxPP: 1x2x1 > 2x1x1, 3 us - ?"
+    )

@@ -1,5 +1,5 @@
-"""`disttrain data serve`: what it refuses before it opens a port (how it serves: tests/runtime/test_data_service.py);
-`disttrain data check`: what it lists and leaves out."""
+"""`disttrain data serve`: what it refuses before it opens a port (how it serves:
+tests/runtime/test_data_service.py); `disttrain data check`: what it lists and leaves out."""
 
 import json
 import subprocess
@@ -23,7 +23,10 @@ def serve(capsys, *words):
 def test_beyond_loopback_it_says_what_to_give(run_folder, capsys):
     code, error = serve(capsys, run_folder, "--host", "0.0.0.0")
     assert code == 2 and "TLS and a token" in error["what"]
-    assert "--tls-cert and --tls-key, preprocess.token_file" in error["why"] and "127.0.0.1" in error["next"]
+    assert (
+        "--tls-cert and --tls-key, preprocess.token_file" in error["why"]
+        and "127.0.0.1" in error["next"]
+    )
 
 
 def test_a_certificate_needs_its_key(run_folder, capsys):
@@ -36,8 +39,14 @@ def test_without_a_plan(run_folder, capsys):
     assert code == 1 and "plan.yaml" in error["what"] and "disttrain plan" in error["next"]
 
 
-@pytest.mark.parametrize(("words", "named"), [(["serve", "--port", "80000"], "--port"), (["serv"], "serv"),
-                                              (["serve", "--processes", "0"], "--processes")])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["serve", "--port", "80000"], "--port"),
+        (["serv"], "serv"),
+        (["serve", "--processes", "0"], "--processes"),
+    ],
+)
 def test_wrong_usage(words, named, capsys):
     with pytest.raises(SystemExit) as left:
         main(["data", *words])
@@ -46,10 +55,18 @@ def test_wrong_usage(words, named, capsys):
 
 
 def test_no_torch_is_loaded():
-    code = ("import sys, disttrain_cli.commands.data, disttrain_cli.data.serving.process, "
-            "disttrain_cli.data.serving.worker, disttrain_cli.data.serving.supervisor, disttrain_cli.data.decoding; "
-            "print([name for name in ('torch', 'transformers', 'deepspeed') if name in sys.modules])")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = (
+        "import sys, disttrain_cli.commands.data, disttrain_cli.data.serving.process,"
+        " disttrain_cli.data.serving.worker, disttrain_cli.data.serving.supervisor,"
+        " disttrain_cli.data.decoding; print([name for name in ('torch', 'transformers',"
+        " 'deepspeed') if name in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
 @pytest.fixture
@@ -65,7 +82,9 @@ def damaged_folder(tmp_path, capsys):
     write_tar(tmp_path / "data" / "captions" / "0.tar", files)
     text = (tmp_path / "disttrain.yaml").read_text()
     text = "\n".join(line for line in text.splitlines() if "data/interleaved" not in line)
-    (tmp_path / "disttrain.yaml").write_text(text.replace("\ndata:\n", "\ndata:\n  max_bad_fraction: 0.1\n"))
+    (tmp_path / "disttrain.yaml").write_text(
+        text.replace("\ndata:\n", "\ndata:\n  max_bad_fraction: 0.1\n")
+    )
     return tmp_path
 
 
@@ -84,14 +103,20 @@ def test_a_check_lists_every_sample_with_its_reason_and_leaves_it_out(damaged_fo
     code, out, _ = check(capsys, damaged_folder, "--json")
     told = json.loads(out)
     assert (told["samples"], told["decoded"], told["found"]) == (18, 0, 0)
-    assert [(one["key"], one["shard"]) for one in told["skipped"]] == [("03", "data/captions/0.tar"),
-                                                                       ("05", "data/captions/0.tar")]
+    assert [(one["key"], one["shard"]) for one in told["skipped"]] == [
+        ("03", "data/captions/0.tar"),
+        ("05", "data/captions/0.tar"),
+    ]
 
 
 @pytest.mark.parametrize(("allowed", "listed"), [("0.06", ["/03", "/05"]), ("0.01", ["/03"])])
-def test_past_the_share_that_may_be_bad_all_are_listed_and_nothing_is_left_out(damaged_folder, capsys, allowed, listed):
+def test_past_the_share_that_may_be_bad_all_are_listed_and_nothing_is_left_out(
+    damaged_folder, capsys, allowed, listed
+):
     file = damaged_folder / "disttrain.yaml"
-    file.write_text(file.read_text().replace("max_bad_fraction: 0.1", f"max_bad_fraction: {allowed}"))
+    file.write_text(
+        file.read_text().replace("max_bad_fraction: 0.1", f"max_bad_fraction: {allowed}")
+    )
     code, out, err = check(capsys, damaged_folder)
     assert code == 1 and all(f"data/captions/0.tar{name}" in out for name in listed)
     assert "data.max_bad_fraction" in err and "bug" not in err

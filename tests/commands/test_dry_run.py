@@ -1,4 +1,5 @@
-"""`disttrain train --dry-run --device cuda`: what is found of a plan's stages, and what stands in its way."""
+"""`disttrain train --dry-run --device cuda`: what is found of a plan's stages, and what stands in
+its way."""
 
 from __future__ import annotations
 
@@ -27,22 +28,43 @@ DRY = ("--dry-run", "--device", "cuda")
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny preset in bf16, with a profile and a plan made by hand: two stages of the LLM, two replicas of each."""
+    """The tiny preset in bf16, with a profile and a plan made by hand: two stages of the LLM, two
+    replicas of each."""
     folder = tmp_path_factory.mktemp("planned")
-    write_whole(folder / "disttrain.yaml", preset_text("tiny").replace("precision: fp32", "precision: bf16"))
+    write_whole(
+        folder / "disttrain.yaml", preset_text("tiny").replace("precision: fp32", "precision: bf16")
+    )
     run = read_run(folder / "disttrain.yaml")
     profile = make_profile(run.file)
     modules, layers = {}, {}
     for name, module in profile.modules.items():
-        kinds, cost = [info.kind for info in layer_table(run) if info.module == name], next(iter(module.costs.values()))
+        kinds, cost = (
+            [info.kind for info in layer_table(run) if info.module == name],
+            next(iter(module.costs.values())),
+        )
         layers[name] = [len(kinds)] if name != "llm" else [2, len(kinds) - 2]
-        modules[name] = module.model_copy(update={
-            "layers": kinds, "costs": dict.fromkeys(kinds, cost), "cut_bytes_per_sequence": [1e4] * len(kinds)})
+        modules[name] = module.model_copy(
+            update={
+                "layers": kinds,
+                "costs": dict.fromkeys(kinds, cost),
+                "cut_bytes_per_sequence": [1e4] * len(kinds),
+            }
+        )
     profile = profile.model_copy(update={"inputs": describe(run), "modules": modules})
     write_whole(run.dir.profile, profile.model_dump_json())
-    plan = plan_of(run, [unit(name, [name], layers[name], dp=1 + (name != "llm")) for name in modules], 2)
-    write_plan(run.dir.plan, plan.model_copy(update={
-        "fingerprints": profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})}))
+    plan = plan_of(
+        run, [unit(name, [name], layers[name], dp=1 + (name != "llm")) for name in modules], 2
+    )
+    write_plan(
+        run.dir.plan,
+        plan.model_copy(
+            update={
+                "fingerprints": profile.fingerprints.model_copy(
+                    update={"profile": fingerprint(profile)}
+                )
+            }
+        ),
+    )
     return folder
 
 
@@ -59,9 +81,15 @@ def test_every_distinct_stage_takes_a_step(planned: Path, capsys: Any) -> None:
     code, out, err = call(["train", planned, *DRY, "--json"], capsys)
     report = json.loads(out)
     assert code == 0 and not report["problems"], err
-    assert report["ranks"] == 6 and report["order"]["faults"] == [] and report["order"]["operations"] > 50
-    assert [(stage["unit"], stage["unit_stages"], stage["seen"]["slots_in_flight"]) for stage in report["stages"]] == [
-        ("image_encoder", [0], 4), ("llm", [0], 3), ("llm", [1], 2), ("image_generator", [0], 1)]
+    assert (
+        report["ranks"] == 6
+        and report["order"]["faults"] == []
+        and report["order"]["operations"] > 50
+    )
+    assert [
+        (stage["unit"], stage["unit_stages"], stage["seen"]["slots_in_flight"])
+        for stage in report["stages"]
+    ] == [("image_encoder", [0], 4), ("llm", [0], 3), ("llm", [1], 2), ("image_generator", [0], 1)]
     for stage in report["stages"]:
         seen = stage["seen"]
         assert seen["devices"] == ["cuda:0"] and seen["failure"] is None and seen["kernels"] > 50
@@ -82,10 +110,18 @@ def _messages_agree(stages: list[dict[str, Any]]) -> None:
     assert by_kind["send_gradient"] == by_kind["receive_gradient"] <= by_kind["send_activation"]
 
 
-@pytest.mark.parametrize("words", [("--device", "cuda"), (*DRY, "--rehearse"), (*DRY, "--emit", "slurm")])
-def test_the_device_goes_with_a_dry_run_alone(planned: Path, capsys: Any, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words", [("--device", "cuda"), (*DRY, "--rehearse"), (*DRY, "--emit", "slurm")]
+)
+def test_the_device_goes_with_a_dry_run_alone(
+    planned: Path, capsys: Any, words: tuple[str, ...]
+) -> None:
     code, _, err = call(["train", planned, *words], capsys)
-    assert code == 2 and "--device goes with --dry-run alone" in err and "--dry-run --device cuda" in err
+    assert (
+        code == 2
+        and "--device goes with --dry-run alone" in err
+        and "--dry-run --device cuda" in err
+    )
 
 
 def test_there_is_one_kind_of_device(planned: Path, capsys: Any) -> None:
@@ -93,14 +129,23 @@ def test_there_is_one_kind_of_device(planned: Path, capsys: Any) -> None:
     assert code == 2 and "rocm" in err
 
 
-def test_no_compiler(planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler(
+    planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, err = call(["train", planned, *DRY], capsys)
-    assert code == 1 and "no C++ compiler" in err and "apt-get install g++" in err and "leave out --device" in err
+    assert (
+        code == 1
+        and "no C++ compiler" in err
+        and "apt-get install g++" in err
+        and "leave out --device" in err
+    )
 
 
-def test_a_compiler_that_fails(planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails(
+    planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "bin" / "c++"
     compiler.parent.mkdir()
     compiler.write_text("#!/bin/sh\necho 'unrecognised option -std=c++20' >&2\nexit 1\n")
@@ -108,12 +153,18 @@ def test_a_compiler_that_fails(planned: Path, capsys: Any, tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", f"{compiler.parent}:/bin:/usr/bin")
     code, _, err = call(["train", planned, *DRY], capsys)
-    assert code == 1 and "could not compile" in err and "unrecognised option" in err and "g++ 11" in err
+    assert (
+        code == 1
+        and "could not compile" in err
+        and "unrecognised option" in err
+        and "g++ 11" in err
+    )
     assert not list((tmp_path / "disttrain").iterdir())
 
 
-def test_folders_that_cannot_be_written(planned: Path, capsys: Any, tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_written(
+    planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken = tmp_path / "taken"
     taken.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(taken))
@@ -127,8 +178,9 @@ def test_folders_that_cannot_be_written(planned: Path, capsys: Any, tmp_path: Pa
     assert code == 1 and f"Cannot write into {logs}" in err
 
 
-def test_a_build_of_torch_for_cuda(planned: Path, capsys: Any, tmp_path: Path,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_of_torch_for_cuda(
+    planned: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = tmp_path / "torch" / "lib" / "libtorch_cuda.so"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -141,30 +193,87 @@ def test_a_build_of_torch_for_cuda(planned: Path, capsys: Any, tmp_path: Path,
 
 def found(**seen: Any) -> DryRun:
     """A dry run of one stage."""
-    stage = StageReport(unit="llm", unit_stages=[0], layers=[0, 3], seen=StageSeen(
-        stages=[0], rank=0, slots_in_flight=1, slots=2, **seen), priced_kept_gib=1.0, priced_gib=2.0, unseen_gib=1.0,
-        planned_gib=3.0, limit_gib=80.0)
-    return DryRun(device="A800", capability=(8, 0), memory_gib=80.0, ranks=1, microbatches=2, stages=[stage],
-                  order=OrderSeen(slots=1, operations=1, faults=[]), problems=problems(stage))
+    stage = StageReport(
+        unit="llm",
+        unit_stages=[0],
+        layers=[0, 3],
+        seen=StageSeen(stages=[0], rank=0, slots_in_flight=1, slots=2, **seen),
+        priced_kept_gib=1.0,
+        priced_gib=2.0,
+        unseen_gib=1.0,
+        planned_gib=3.0,
+        limit_gib=80.0,
+    )
+    return DryRun(
+        device="A800",
+        capability=(8, 0),
+        memory_gib=80.0,
+        ranks=1,
+        microbatches=2,
+        stages=[stage],
+        order=OrderSeen(slots=1, operations=1, faults=[]),
+        problems=problems(stage),
+    )
 
 
 @pytest.mark.parametrize("flags", [(), ("--quiet",)])
-@pytest.mark.parametrize("seen, says", [
-    ({"failure": Failure(what="ValueError: planted", where="models/x.py:7")}, "planted (models/x.py:7)"),
-    ({"peak_gib": 80.5}, "81.50 GiB do not fit into 80 GiB"),
-    ({"messages": [Message(instruction="send_activation", tensor="hidden", shape=[8, 4], dtype="float32"),
-                   Message(instruction="receive_gradient", tensor="hidden", shape=[8, 4], dtype="bfloat16")]},
-     "hidden crosses a cut as [8, 4] float32 (send activation), and its gradient as [8, 4] bfloat16"),
-    ({"leaked_gib": 0.5}, "0.500 GiB more are held after a step"),
-    ({"waits": [Wait(instruction="forward", what="aten::item", where="models/x.py:7 f", times=2)]}, "models/x.py:7 f")])
-def test_problems_are_told_whatever_the_flags(planned: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch,
-                                              flags: tuple[str, ...], seen: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(
+    "seen, says",
+    [
+        (
+            {"failure": Failure(what="ValueError: planted", where="models/x.py:7")},
+            "planted (models/x.py:7)",
+        ),
+        ({"peak_gib": 80.5}, "81.50 GiB do not fit into 80 GiB"),
+        (
+            {
+                "messages": [
+                    Message(
+                        instruction="send_activation",
+                        tensor="hidden",
+                        shape=[8, 4],
+                        dtype="float32",
+                    ),
+                    Message(
+                        instruction="receive_gradient",
+                        tensor="hidden",
+                        shape=[8, 4],
+                        dtype="bfloat16",
+                    ),
+                ]
+            },
+            (
+                "hidden crosses a cut as [8, 4] float32 (send activation), and its gradient as [8,"
+                " 4] bfloat16"
+            ),
+        ),
+        ({"leaked_gib": 0.5}, "0.500 GiB more are held after a step"),
+        (
+            {
+                "waits": [
+                    Wait(instruction="forward", what="aten::item", where="models/x.py:7 f", times=2)
+                ]
+            },
+            "models/x.py:7 f",
+        ),
+    ],
+)
+def test_problems_are_told_whatever_the_flags(
+    planned: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    seen: dict[str, Any],
+    says: str,
+) -> None:
     monkeypatch.setattr(dryrun, "dry_run", lambda *given: found(**seen))
     code, _, err = call(["train", planned, *DRY, *flags], capsys)
     assert code == 1 and "unit llm, stage 0: " in err and says in err and "logs/dry-run" in err
 
 
-def test_a_process_that_ends_is_told_by_its_stage(planned: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_is_told_by_its_stage(
+    planned: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def launch(*given: Any, **named: Any) -> None:
         raise RankLostError("Rank 2 was killed by SIGKILL", "log: rank-00002.log")
 
@@ -172,7 +281,10 @@ def test_a_process_that_ends_is_told_by_its_stage(planned: Path, capsys: Any, mo
     monkeypatch.setattr(dryrun, "launch", launch)
     code, _, err = call(["train", planned, *DRY], capsys)
     assert code == 4 and "Rank 2 was killed" in err
-    assert "0 image_encoder stage 0, 1 llm stage 0, 2 llm stage 1, 3 image_generator stage 0, 4 the order" in err
+    assert (
+        "0 image_encoder stage 0, 1 llm stage 0, 2 llm stage 1, 3 image_generator stage 0, 4 the"
+        " order" in err
+    )
 
 
 @pytest.mark.slow

@@ -21,10 +21,16 @@ def test_one_json_document_a_table_and_the_path(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert disttrain("export", "--to", "out", "--json") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["path"] == "out" and said["step"] == 3 and said["checkpoint"].endswith("step-000003")
+    assert (
+        said["path"] == "out" and said["step"] == 3 and said["checkpoint"].endswith("step-000003")
+    )
     assert said["projectors"] == "out/projectors.safetensors"
-    assert said["modules"]["llm"] == {"folder": "llm", "loads_with": "transformers.LlamaForCausalLM",
-                                      "parameters": said["modules"]["llm"]["parameters"], "averaged": False}
+    assert said["modules"]["llm"] == {
+        "folder": "llm",
+        "loads_with": "transformers.LlamaForCausalLM",
+        "parameters": said["modules"]["llm"]["parameters"],
+        "averaged": False,
+    }
     assert disttrain("export", run.path, "--out", tmp_path / "more") == 0
     told = capsys.readouterr()
     assert "diffusers.AutoencoderKL" in told.out + told.err and "cat more/README.md" in told.err

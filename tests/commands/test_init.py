@@ -25,7 +25,9 @@ def test_every_preset_is_a_valid_run_file_and_names_itself(name, tmp_path, capsy
     if run.file.data.distribution is not None:
         assert err.endswith(f"Next: cd {tmp_path / 'run'} && disttrain profile\n")
     else:  # a profile would fail: there is no data yet
-        assert err.endswith(f"Next: disttrain init {tmp_path / 'run'} --preset {name} --sample-data\n")
+        assert err.endswith(
+            f"Next: disttrain init {tmp_path / 'run'} --preset {name} --sample-data\n"
+        )
 
 
 def test_the_next_step_after_data_is_to_profile_it(tmp_path, capsys):
@@ -50,7 +52,11 @@ def test_writing_twice_is_fine_but_an_edited_file_is_kept(tmp_path, capsys):
 def test_json_names_what_was_written(tmp_path, capsys):
     code, out, _ = init([str(tmp_path), "--json"], capsys)
     assert code == 0
-    assert json.loads(out) == {"path": str(tmp_path / "disttrain.yaml"), "preset": "tiny", "data": []}
+    assert json.loads(out) == {
+        "path": str(tmp_path / "disttrain.yaml"),
+        "preset": "tiny",
+        "data": [],
+    }
 
 
 def test_a_folder_that_is_a_file_is_an_error_of_the_user(tmp_path, capsys):
@@ -66,7 +72,9 @@ def test_a_preset_asks_for_no_more_gpus_than_there_are():
 
 def test_gpus_are_counted_by_the_driver(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g'\necho 'GPU 1: A (UUID: y)'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g'\necho 'GPU 1: A (UUID: y)'\n"
+    )
     tool.chmod(0o755)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -80,5 +88,7 @@ def test_gpus_are_counted_by_the_driver(tmp_path, monkeypatch):
 def test_sample_data_is_written_where_the_run_file_looks(tmp_path, capsys):
     code, out, _ = init([str(tmp_path), "--sample-data", "--json"], capsys)
     run = read_run(tmp_path / "disttrain.yaml")
-    assert code == 0 and json.loads(out)["data"] == [str(tmp_path / source.path) for source in run.file.data.sources]
+    assert code == 0 and json.loads(out)["data"] == [
+        str(tmp_path / source.path) for source in run.file.data.sources
+    ]
     assert all(list(run.resolve(source.path).glob("*.tar")) for source in run.file.data.sources)

@@ -19,17 +19,30 @@ from tests.commands.test_analyze import call
 ELSEWHERE = Path("some where/demo.yaml")
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("disttrain plan", "disttrain plan 'some where/demo.yaml'"),
-    ("Profile and plan again: disttrain profile && disttrain plan",
-     "Profile and plan again: disttrain profile 'some where/demo.yaml' && disttrain plan 'some where/demo.yaml'"),
-    ("Start them, disttrain data serve, then: disttrain train --resume.",
-     "Start them, disttrain data serve 'some where/demo.yaml', then: disttrain train 'some where/demo.yaml' --resume."),
-    ("disttrain train --help", "disttrain train --help"),
-    ("disttrain init DIR --preset tiny", "disttrain init DIR --preset tiny"),
-    ("disttrain train other.yaml --resume", "disttrain train other.yaml --resume"),
-    ("`disttrain train` checks it", "`disttrain train 'some where/demo.yaml'` checks it"),
-])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("disttrain plan", "disttrain plan 'some where/demo.yaml'"),
+        (
+            "Profile and plan again: disttrain profile && disttrain plan",
+            (
+                "Profile and plan again: disttrain profile 'some where/demo.yaml' && disttrain plan"
+                " 'some where/demo.yaml'"
+            ),
+        ),
+        (
+            "Start them, disttrain data serve, then: disttrain train --resume.",
+            (
+                "Start them, disttrain data serve 'some where/demo.yaml', then: disttrain train"
+                " 'some where/demo.yaml' --resume."
+            ),
+        ),
+        ("disttrain train --help", "disttrain train --help"),
+        ("disttrain init DIR --preset tiny", "disttrain init DIR --preset tiny"),
+        ("disttrain train other.yaml --resume", "disttrain train other.yaml --resume"),
+        ("`disttrain train` checks it", "`disttrain train 'some where/demo.yaml'` checks it"),
+    ],
+)
 def test_a_run_file_goes_into_every_command(text, expected):
     assert with_named(text, ELSEWHERE) == expected
     assert with_named(expected, ELSEWHERE) == expected  # once
@@ -38,13 +51,20 @@ def test_a_run_file_goes_into_every_command(text, expected):
 
 def test_every_suggestion_in_the_program_can_be_named():
     """Whatever a room suggests: bare commands are followed by nothing that would hide them."""
-    sources = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(disttrain_cli)).parent.rglob("*.py")]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in Path(inspect.getfile(disttrain_cli)).parent.rglob("*.py")
+    ]
     quoted = re.compile(r'"[^"\n]*\bdisttrain (?:plan|train|profile)\b[^"\n]*"')
     lines = [line for text in sources for line in quoted.findall(text)]
     suggested = [line for line in lines if "--help" not in line]
     assert len(suggested) > 30
-    unnamed = [line for line in suggested
-               if str(ELSEWHERE) not in with_named(line.strip('"'), ELSEWHERE) and not line.endswith('train "')]
+    unnamed = [
+        line
+        for line in suggested
+        if str(ELSEWHERE) not in with_named(line.strip('"'), ELSEWHERE)
+        and not line.endswith('train "')
+    ]
     assert unnamed == []
 
 
@@ -73,18 +93,28 @@ def test_analyze_names_the_traces_and_the_run_file_beside_them(tmp_path, capsys,
     given = "my demo/runs/one"
     _, out, err = call([given, "--json", "--html", tmp_path / "page.html"], capsys)
     found = json.loads(out)
-    commands = [found["verdict"]["next_command"], *(remedy["command"] for remedy in found["remedies"])]
+    commands = [
+        found["verdict"]["next_command"],
+        *(remedy["command"] for remedy in found["remedies"]),
+    ]
     assert f"disttrain analyze '{given}' --sql" in commands[0] and len(commands) > 2
-    assert all(f"'{given}'" in command or "'my demo/disttrain.yaml'" in command for command in commands)
+    assert all(
+        f"'{given}'" in command or "'my demo/disttrain.yaml'" in command for command in commands
+    )
     for command in commands:
         for part in command.split("&&"):
             assert "my demo" in part, command
     assert f"Next: {commands[0]}" in err
     page = (tmp_path / "page.html").read_text()
-    assert "disttrain analyze &#x27;my demo/runs/one&#x27; --sql" in page and "disttrain analyze --sql" not in page
+    assert (
+        "disttrain analyze &#x27;my demo/runs/one&#x27; --sql" in page
+        and "disttrain analyze --sql" not in page
+    )
     monkeypatch.chdir(tmp_path / "my demo")
     _, out, _ = call(["runs/one", "--json"], capsys)
-    assert "disttrain.yaml" not in "".join(remedy["command"] for remedy in json.loads(out)["remedies"])
+    assert "disttrain.yaml" not in "".join(
+        remedy["command"] for remedy in json.loads(out)["remedies"]
+    )
     shutil.rmtree(run / "traces")
     monkeypatch.chdir(tmp_path)
     (run / "traces").mkdir()

@@ -28,8 +28,18 @@ def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, m
     assert code == 0
     for unit in plan.plan.units:
         assert unit.name in out
-    for word in ("Units, in pipeline order", "peak / limit GiB", "megatron", "distmm", "paper", "Next best layouts",
-                 "What if", "images doubled", "text only", f"{plan.predicted.iteration_s:.3f}"):
+    for word in (
+        "Units, in pipeline order",
+        "peak / limit GiB",
+        "megatron",
+        "distmm",
+        "paper",
+        "Next best layouts",
+        "What if",
+        "images doubled",
+        "text only",
+        f"{plan.predicted.iteration_s:.3f}",
+    ):
         assert word in out
     for heading in ("Time ", "Slowest ", "Memory ", "Waiting ", "Decoding "):
         assert f"\n{heading}" in out
@@ -40,7 +50,9 @@ def test_plan_shows_layout_prediction_memory_and_baselines(run_folder, capsys, m
 
 
 def test_the_picture_lies_beside_the_plan(run_folder, capsys):
-    code, out, _ = call(["plan", run_folder, "--json", "--top", 0, "--out", run_folder / "b.yaml"], capsys)
+    code, out, _ = call(
+        ["plan", run_folder, "--json", "--top", 0, "--out", run_folder / "b.yaml"], capsys
+    )
     assert code == 0 and json.loads(out)["picture"] == str(run_folder / "b.svg")
     ET.parse(run_folder / "b.svg")
 
@@ -52,7 +64,9 @@ def test_a_pipe_takes_the_plan_and_nothing_is_written_beside_it(run_folder, caps
     reader.start()
     code, out, _ = call(["plan", run_folder, "--json", "--top", 0, "--out", pipe], capsys)
     reader.join()
-    assert code == 0 and json.loads(out)["picture"] is None and b"plan:" in heard[0] and pipe.is_fifo()
+    assert (
+        code == 0 and json.loads(out)["picture"] is None and b"plan:" in heard[0] and pipe.is_fifo()
+    )
     assert [path.name for path in run_folder.glob("pipe*")] == ["pipe"]
 
 
@@ -73,15 +87,34 @@ def test_json_has_the_promised_keys_and_nothing_else_on_stdout(run_folder, capsy
     document = json.loads(out)
     assert code == 0
     assert {"plan", "predicted", "baselines", "alternatives", "search", "path"} <= set(document)
-    assert {"strategy", "global_batch_size", "microbatch_size", "microbatches", "gpus_used",
-            "units"} <= set(document["plan"])
-    assert {"name", "modules", "tp", "dp", "pp", "gpus", "layers_per_stage"} <= set(document["plan"]["units"][0])
-    assert {"iteration_s", "sequences_per_s", "mfu", "warmup_s", "steady_s", "bubble_fraction",
-            "memory"} <= set(document["predicted"])
+    assert {
+        "strategy",
+        "global_batch_size",
+        "microbatch_size",
+        "microbatches",
+        "gpus_used",
+        "units",
+    } <= set(document["plan"])
+    assert {"name", "modules", "tp", "dp", "pp", "gpus", "layers_per_stage"} <= set(
+        document["plan"]["units"][0]
+    )
+    assert {
+        "iteration_s",
+        "sequences_per_s",
+        "mfu",
+        "warmup_s",
+        "steady_s",
+        "bubble_fraction",
+        "memory",
+    } <= set(document["predicted"])
     assert {"solve_s", "candidates", "exact"} <= set(document["search"])
     explanation = document["explanation"]
-    assert {"units", "binding_unit", "memory_unit", "time", "runners_up", "baselines"} <= set(explanation)
-    assert sum(part["seconds"] for part in explanation["time"]) == pytest.approx(document["predicted"]["iteration_s"])
+    assert {"units", "binding_unit", "memory_unit", "time", "runners_up", "baselines"} <= set(
+        explanation
+    )
+    assert sum(part["seconds"] for part in explanation["time"]) == pytest.approx(
+        document["predicted"]["iteration_s"]
+    )
     changes = [change["what"] for change in document["sensitivity"]["changes"]]
     assert changes[:3] == ["images doubled", "images halved", "text only"]
     assert document["not_run"] == []
@@ -94,8 +127,12 @@ def test_quiet_prints_the_path_only_and_a_folder_stands_for_its_run_file(run_fol
 
 
 def test_the_hint_carries_the_users_own_arguments(run_folder, capsys):
-    _, _, err = call(["plan", run_folder / "disttrain.yaml", "--out", run_folder / "b.yaml"], capsys)
-    assert err.endswith(f"Next: disttrain train {run_folder / 'disttrain.yaml'} --plan {run_folder / 'b.yaml'}\n")
+    _, _, err = call(
+        ["plan", run_folder / "disttrain.yaml", "--out", run_folder / "b.yaml"], capsys
+    )
+    assert err.endswith(
+        f"Next: disttrain train {run_folder / 'disttrain.yaml'} --plan {run_folder / 'b.yaml'}\n"
+    )
 
 
 def test_gpus_bounds_the_devices(run_folder, capsys):
@@ -129,11 +166,15 @@ def test_a_profile_of_another_model_is_refused_with_both_fingerprints(run_folder
     assert code == 1 and mine in err and "feedfacefeedface" in err
 
 
-@pytest.mark.parametrize(("old", "new", "named"), [
-    ("  steps: ", "  stepz: ", "train.stepz: unknown key"),
-    ("  global_batch_size: 12", "  global_batch_size: 0", "train.global_batch_size"),
-    ("  precision: fp32", "  precision: fp8", "'fp32' or 'bf16'"),
-    ("name: tiny", "name: [", "not valid YAML")])
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("  steps: ", "  stepz: ", "train.stepz: unknown key"),
+        ("  global_batch_size: 12", "  global_batch_size: 0", "train.global_batch_size"),
+        ("  precision: fp32", "  precision: fp8", "'fp32' or 'bf16'"),
+        ("name: tiny", "name: [", "not valid YAML"),
+    ],
+)
 def test_a_bad_run_file_is_reported_by_field(run_folder, old, new, named, capsys):
     file = run_folder / "disttrain.yaml"
     text = file.read_text()
@@ -181,10 +222,16 @@ def slow_llm(profile):
 def test_planning_again_says_that_the_plan_in_place_is_still_good(run_folder, capsys):
     call(["plan", run_folder, "--top", 0, "--quiet"], capsys)
     code, out, err = call(["plan", run_folder, "--top", 0], capsys)
-    assert code == 0 and "The plan in place is still good: this one is the same" in out and "Not compared" not in err
+    assert (
+        code == 0
+        and "The plan in place is still good: this one is the same" in out
+        and "Not compared" not in err
+    )
     code, out, _ = call(["plan", run_folder, "--top", 0, "--json"], capsys)
     changes = json.loads(out)["changes"]
-    assert changes["keep"] and changes["differences"] == [] and changes["gain_pct"] == pytest.approx(0)
+    assert (
+        changes["keep"] and changes["differences"] == [] and changes["gain_pct"] == pytest.approx(0)
+    )
 
 
 def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(run_folder, capsys):
@@ -196,28 +243,40 @@ def test_a_moved_profile_shows_what_the_new_plan_changes_and_its_gain(run_folder
     code, out, _ = call(["plan", run_folder, "--json", "--out", other], capsys)
     found = json.loads(out)
     changes = found["changes"]
-    assert code == 0 and changes["old_iteration_s"] == pytest.approx(first["predicted"]["iteration_s"])
+    assert code == 0 and changes["old_iteration_s"] == pytest.approx(
+        first["predicted"]["iteration_s"]
+    )
     assert changes["new_s"] == pytest.approx(found["predicted"]["iteration_s"])
     assert changes["gain_pct"] == pytest.approx(100 * (changes["old_now_s"] / changes["new_s"] - 1))
-    assert {"unit", "what", "before", "after"} == set(changes["differences"][0]) and changes["unfit"] is None
+    assert {"unit", "what", "before", "after"} == set(changes["differences"][0]) and changes[
+        "unfit"
+    ] is None
     code, out, _ = call(["plan", run_folder], capsys)
     said = " ".join(out.split())
     assert code == 0 and "What changes against the plan in place" in out
     assert f"{changes['gain_pct']:.2g} % more sequences per second." in said
     assert "the profile moved its slowest stages, per slot: llm " in said
-    assert read_plan(run_folder / "runs" / "tiny" / "plan.yaml.before").plan.model_dump() == first["plan"]
+    assert (
+        read_plan(run_folder / "runs" / "tiny" / "plan.yaml.before").plan.model_dump()
+        == first["plan"]
+    )
 
 
 def test_a_plan_in_place_that_fits_no_more_is_said_to(run_folder, capsys):
     call(["plan", run_folder, "--quiet"], capsys)
     code, out, _ = call(["plan", run_folder, "--gpus", 3], capsys)
-    assert code == 0 and "The plan in place does not fit any more. It needs 6 devices (there are 3)." in out
+    assert (
+        code == 0
+        and "The plan in place does not fit any more. It needs 6 devices (there are 3)." in out
+    )
 
 
 def test_a_plan_of_another_batch_or_strategy_is_not_compared(run_folder, capsys):
     call(["plan", run_folder, "--quiet"], capsys)
-    code, out, err = call(["plan", run_folder, "--strategy", "megatron", "--json", "--out", run_folder / "b.yaml"],
-                          capsys)
+    code, out, err = call(
+        ["plan", run_folder, "--strategy", "megatron", "--json", "--out", run_folder / "b.yaml"],
+        capsys,
+    )
     assert code == 0 and json.loads(out)["changes"] is None
     assert "it was made for another strategy (disaggregated, now megatron)" in err
     edit_run(run_folder, "global_batch_size: 12", "global_batch_size: 24")
@@ -225,7 +284,9 @@ def test_a_plan_of_another_batch_or_strategy_is_not_compared(run_folder, capsys)
     assert code == 0 and "in place" not in out and "another global batch (12, now 24)" in err
 
 
-@pytest.mark.parametrize("text", ["plan: [", "just words\n", "version: 1\nplan: {}\n", "\udcff\udcfe", ""])
+@pytest.mark.parametrize(
+    "text", ["plan: [", "just words\n", "version: 1\nplan: {}\n", "\udcff\udcfe", ""]
+)
 def test_a_damaged_plan_in_place_is_kept_and_named(run_folder, capsys, text):
     path = run_folder / "runs" / "tiny" / "plan.yaml"
     damaged = text.encode(errors="surrogateescape")
@@ -233,13 +294,21 @@ def test_a_damaged_plan_in_place_is_kept_and_named(run_folder, capsys, text):
     code, out, err = call(["plan", run_folder, "--json", "--top", 0], capsys)
     assert code == 0 and json.loads(out)["changes"] is None
     assert "Not compared with " in err and "plan.yaml" in err and "Traceback" not in err
-    assert path.with_name("plan.yaml.before").read_bytes() == damaged and read_plan(path).plan.gpus_used <= 6
+    assert (
+        path.with_name("plan.yaml.before").read_bytes() == damaged
+        and read_plan(path).plan.gpus_used <= 6
+    )
 
 
 def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, capsys):
     edit_run(run_folder, "device: auto", "device: analytic:A800")
-    edit_profile(run_folder, lambda profile: (
-        profile["device"].update(kind="analytic", name="A800", shared_by=1), profile["provenance"].update(rules=RULES)))
+    edit_profile(
+        run_folder,
+        lambda profile: (
+            profile["device"].update(kind="analytic", name="A800", shared_by=1),
+            profile["provenance"].update(rules=RULES),
+        ),
+    )
     code, out, err = call(["plan", run_folder], capsys)
     assert code == 0 and "Training does not run yet, and refuses: a device that is not here" in out
     assert err.endswith(f"Next: disttrain train {run_folder} --rehearse\n")
@@ -253,7 +322,9 @@ def test_a_plan_for_a_device_of_the_catalogue_is_shown_but_not_run(run_folder, c
     assert not (run_folder / "runs" / "tiny" / "traces").exists()
 
 
-@pytest.mark.parametrize(("device", "kind", "name"), [("cpu", "cuda", "NVIDIA H200"), ("analytic:A800", "cpu", "EPYC")])
+@pytest.mark.parametrize(
+    ("device", "kind", "name"), [("cpu", "cuda", "NVIDIA H200"), ("analytic:A800", "cpu", "EPYC")]
+)
 def test_a_profile_of_another_device_is_refused_by_name(run_folder, capsys, device, kind, name):
     edit_run(run_folder, "device: auto", f"device: {device}")
     edit_profile(run_folder, lambda profile: profile["device"].update(kind=kind, name=name))
@@ -270,12 +341,32 @@ def test_a_plan_says_what_is_trained(run_folder, capsys):
     assert code == 0 and "trained: llm" in out
 
 
-@pytest.mark.parametrize(("old", "new", "named"), [
-    ("  tokenizer: bytes", "  distribution: {name: laion-like}\n  tokenizer: bytes", ["sources", "distribution"]),
-    ("  loss_weights:", "  trained: [audio]\n  loss_weights:", ["trained", "audio", "projectors"]),
-    ("  loss_weights:", "  trained: []\n  loss_weights:", ["trained", "at least one"]),
-    ("      context_tokens: 1", "      cached_latents: true\n      context_tokens: 1", ["cached_latents", "vae"]),
-    ("  zero_stage: 1", "  activation_checkpointing: some\n  zero_stage: 1", ["activation_checkpointing", "'full'"])])
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (
+            "  tokenizer: bytes",
+            "  distribution: {name: laion-like}\n  tokenizer: bytes",
+            ["sources", "distribution"],
+        ),
+        (
+            "  loss_weights:",
+            "  trained: [audio]\n  loss_weights:",
+            ["trained", "audio", "projectors"],
+        ),
+        ("  loss_weights:", "  trained: []\n  loss_weights:", ["trained", "at least one"]),
+        (
+            "      context_tokens: 1",
+            "      cached_latents: true\n      context_tokens: 1",
+            ["cached_latents", "vae"],
+        ),
+        (
+            "  zero_stage: 1",
+            "  activation_checkpointing: some\n  zero_stage: 1",
+            ["activation_checkpointing", "'full'"],
+        ),
+    ],
+)
 def test_wrong_choices_are_refused_by_field(run_folder, old, new, named, capsys):
     edit_run(run_folder, old, new)
     code, out, err = call(["plan", run_folder], capsys)
@@ -288,7 +379,12 @@ def test_a_plan_made_before_the_run_file_changed_is_refused(run_folder, capsys):
     call(["plan", run_folder, "--quiet"], capsys)
     edit_run(run_folder, "  loss_weights:", "  trained: [llm]\n  loss_weights:")
     code, _, err = call(["train", run_folder], capsys)
-    assert code == 1 and "another model.trained" in err and "plan: all" in err and "disttrain plan" in err
+    assert (
+        code == 1
+        and "another model.trained" in err
+        and "plan: all" in err
+        and "disttrain plan" in err
+    )
 
 
 def test_dry_run_shows_every_rank_and_starts_nothing(run_folder, capsys):
@@ -296,7 +392,9 @@ def test_dry_run_shows_every_rank_and_starts_nothing(run_folder, capsys):
     code, out, err = call(["train", run_folder, "--dry-run", "--json"], capsys)
     document = json.loads(out)
     ranks = [rank for stage in document["stages"] for rank in stage["ranks"]]
-    assert code == 0 and ranks == list(range(document["ranks"])) == list(range(document["plan"]["gpus_used"]))
+    assert code == 0 and ranks == list(range(document["ranks"])) == list(
+        range(document["plan"]["gpus_used"])
+    )
     code, out, err = call(["train", run_folder, "--dry-run"], capsys)
     assert code == 0 and "Nothing was started" in out and "peak GiB" in out
     assert err.endswith(f"disttrain train {run_folder}\n")
@@ -304,10 +402,14 @@ def test_dry_run_shows_every_rank_and_starts_nothing(run_folder, capsys):
 
 
 def test_plan_loads_no_torch(run_folder):
-    code = ("import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['plan', sys.argv[1], '--quiet'])\n"
-            "except SystemExit as left:\n    assert left.code == 0\n"
-            "print('LOADED', sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", code, str(run_folder)], capture_output=True, text=True, check=True)
+    code = (
+        "import sys\nfrom disttrain_cli.app import main\ntry:\n    main(['plan', sys.argv[1],"
+        " '--quiet'])\nexcept SystemExit as left:\n    assert left.code == 0\nprint('LOADED',"
+        " sorted({'torch', 'transformers', 'diffusers', 'deepspeed'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run_folder)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "LOADED []"
 
 

@@ -1,4 +1,5 @@
-"""`disttrain train`: what is refused before anything starts, and how a run is shown (the run itself is faked)."""
+"""`disttrain train`: what is refused before anything starts, and how a run is shown (the run itself
+is faked)."""
 
 import json
 from pathlib import Path
@@ -10,9 +11,22 @@ from disttrain_cli.commands.train import LiveStep
 from disttrain_cli.errors import RankFailedError, RankLostError, UsageError
 from disttrain_cli.runtime import train as training
 
-STEPS = [{"step": number, "loss": 3.0 - number, "losses": {"text": 2.0 - number, "image": None}, "grad_norm": 1.5,
-          "iteration_s": 0.5, "sequences_per_s": 24.0, "mfu": 0.25, "data_wait_s": 0.01,
-          "tokens": 2400, "images": 24, "targets": 12} for number in range(3)]
+STEPS = [
+    {
+        "step": number,
+        "loss": 3.0 - number,
+        "losses": {"text": 2.0 - number, "image": None},
+        "grad_norm": 1.5,
+        "iteration_s": 0.5,
+        "sequences_per_s": 24.0,
+        "mfu": 0.25,
+        "data_wait_s": 0.01,
+        "tokens": 2400,
+        "images": 24,
+        "targets": 12,
+    }
+    for number in range(3)
+]
 
 
 def call(words, capsys):
@@ -32,16 +46,25 @@ def planned(run_folder, capsys):
 @pytest.fixture
 def faked(planned, monkeypatch):
     """A run that reports three steps and starts no rank."""
-    def train(run, plan, profile, *, steps, resume, restart, profile_steps, origin, on_step, progress):
+
+    def train(
+        run, plan, profile, *, steps, resume, restart, profile_steps, origin, on_step, progress
+    ):
         root = Path(run.dir.root)
         for step in STEPS:
             on_step(step)
             progress("training", step["step"] + 1, 3)
         return training.TrainResult(
-            run_dir=str(root), steps=STEPS, skipped_samples=[{"sample": "a/1", "reason": "broken"}] * 5,
-            resumed_from_step=7 if resume else None, started_from=str(origin) if origin else None,
+            run_dir=str(root),
+            steps=STEPS,
+            skipped_samples=[{"sample": "a/1", "reason": "broken"}] * 5,
+            resumed_from_step=7 if resume else None,
+            started_from=str(origin) if origin else None,
             checkpoint=str(root / "checkpoints" / "step-000003"),
-            trace=str(root / "traces"), images=[str(root / "images" / "0.png")], reference_losses={"zero_noise": 1.0})
+            trace=str(root / "traces"),
+            images=[str(root / "images" / "0.png")],
+            reference_losses={"zero_noise": 1.0},
+        )
 
     monkeypatch.setattr(training, "train", train)
     return planned
@@ -50,10 +73,22 @@ def faked(planned, monkeypatch):
 def test_steps_losses_and_paths_are_shown(faked, capsys):
     code, out, err = call(["train", faked, "--resume"], capsys)
     assert code == 0
-    for text in ("3.0000", "predicted", "zero noise 1.0000", "Resumed from step 7", "a/1: broken", "2 more",
-                 "checkpoints/step-000003", "traces", "1 generated"):
+    for text in (
+        "3.0000",
+        "predicted",
+        "zero noise 1.0000",
+        "Resumed from step 7",
+        "a/1: broken",
+        "2 more",
+        "checkpoints/step-000003",
+        "traces",
+        "1 generated",
+    ):
         assert text in out
-    assert "training  loss 1.0000 (text 0.0000)  0.500 s per step  24.00 sequences/s  MFU 25.0 %" in err
+    assert (
+        "training  loss 1.0000 (text 0.0000)  0.500 s per step  24.00 sequences/s  MFU 25.0 %"
+        in err
+    )
     assert err.endswith(f"Next: disttrain analyze {faked / 'runs' / 'tiny'}\n")
 
 
@@ -71,8 +106,12 @@ def test_a_run_starts_from_another_ones_weights(faked, monkeypatch, capsys):
     assert said["started_from"] == str(before)
     code, _, err = call(["train", faked, "--from", faked / "before", "--dry-run"], capsys)
     assert code == 0 and f"--from {faked / 'before'}" in err
-    code, out, _ = call(["train", faked, "--from", faked / "before", "--restart", "--steps", 7, "--dry-run"], capsys)
-    assert code == 0 and out.rstrip().endswith(f"disttrain train {faked} --steps 7 --from {faked / 'before'} --restart")
+    code, out, _ = call(
+        ["train", faked, "--from", faked / "before", "--restart", "--steps", 7, "--dry-run"], capsys
+    )
+    assert code == 0 and out.rstrip().endswith(
+        f"disttrain train {faked} --steps 7 --from {faked / 'before'} --restart"
+    )
     for other in ("--resume", "--rehearse"):
         code, _, err = call(["train", faked, "--from", faked / "before", other], capsys)
         assert code == 2 and f"--from does not go with {other}" in err
@@ -92,7 +131,14 @@ def test_json_has_the_promised_keys(faked, capsys):
     code, out, _ = call(["train", faked, "--json", "--quiet"], capsys)
     document = json.loads(out)
     assert code == 0 and document["steps"] == STEPS
-    assert {"run_dir", "steps", "skipped_samples", "resumed_from_step", "checkpoint", "trace"} <= set(document)
+    assert {
+        "run_dir",
+        "steps",
+        "skipped_samples",
+        "resumed_from_step",
+        "checkpoint",
+        "trace",
+    } <= set(document)
 
 
 def test_a_failed_rank_is_exit_4(planned, monkeypatch, capsys):
@@ -104,17 +150,26 @@ def test_a_failed_rank_is_exit_4(planned, monkeypatch, capsys):
     assert code == 4 and out == "" and "Rank 3" in err and "rank-00003.log" in err
 
 
-@pytest.mark.parametrize(("old", "new", "named"), [
-    ("  global_batch_size: 12", "  global_batch_size: 24", "24"),
-    ("hidden_size: 128", "hidden_size: 256", "another model"),
-    ("  gpus_per_node: 6", "  gpus_per_node: 2", "another cluster")])
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("  global_batch_size: 12", "  global_batch_size: 24", "24"),
+        ("hidden_size: 128", "hidden_size: 256", "another model"),
+        ("  gpus_per_node: 6", "  gpus_per_node: 2", "another cluster"),
+    ],
+)
 def test_a_plan_that_does_not_belong_is_refused(planned, old, new, named, capsys):
     file = planned / "disttrain.yaml"
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new, 1))
     code, out, err = call(["train", planned], capsys)
-    assert code == 1 and out == "" and named in err and not (planned / "runs" / "tiny" / "traces").exists()
+    assert (
+        code == 1
+        and out == ""
+        and named in err
+        and not (planned / "runs" / "tiny" / "traces").exists()
+    )
 
 
 def test_progress_carries_the_figures_and_the_time_left(monkeypatch):
@@ -140,25 +195,44 @@ def test_steps_to_profile_reach_the_ranks(planned, monkeypatch, capsys):
     monkeypatch.setattr(training, "train", train)
     assert call(["train", planned, "--steps", "20", "--profile-steps", "5:8"], capsys)[0] == 4
     assert given == [range(5, 8)]
-    assert call(["train", planned, "--steps", "20", "--profile-steps", "5:8", "--emit", "torchrun"], capsys)[0] == 0
+    assert (
+        call(
+            ["train", planned, "--steps", "20", "--profile-steps", "5:8", "--emit", "torchrun"],
+            capsys,
+        )[0]
+        == 0
+    )
     job = json.loads((planned / "runs" / "tiny" / "launch" / "job.json").read_text())
     assert job["payload"]["profile_steps"] == [5, 8]
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["5"], "given: 5"), (["8:5"], "given: 8:5"), (["5:5"], "A < B"), (["-1:3"], "given: -1:3"),
-    (["a:b"], "given: a:b"), (["5:8:9"], "given: 5:8:9"), (["18:22"], "may end at 20"),
-    (["5:8", "--rehearse"], "does not go with --rehearse"),
-    (["5:8", "--preflight"], "does not go with --preflight")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["5"], "given: 5"),
+        (["8:5"], "given: 8:5"),
+        (["5:5"], "A < B"),
+        (["-1:3"], "given: -1:3"),
+        (["a:b"], "given: a:b"),
+        (["5:8:9"], "given: 5:8:9"),
+        (["18:22"], "may end at 20"),
+        (["5:8", "--rehearse"], "does not go with --rehearse"),
+        (["5:8", "--preflight"], "does not go with --preflight"),
+    ],
+)
 def test_steps_that_cannot_be_profiled_are_wrong_usage(planned, capsys, options, said):
     code, out, err = call(["train", planned, "--steps", "20", "--profile-steps", *options], capsys)
     assert code == 2 and out == "" and said in err and "Next: " in err
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--resume", "--restart"], "--resume and --restart exclude each other"),
-    (["--emit", "torchrun", "--rehearse"], "--emit does not go with --rehearse"),
-    (["--emit", "slurm", "--rehearse", "--dry-run"], "--emit does not go with --rehearse")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--resume", "--restart"], "--resume and --restart exclude each other"),
+        (["--emit", "torchrun", "--rehearse"], "--emit does not go with --rehearse"),
+        (["--emit", "slurm", "--rehearse", "--dry-run"], "--emit does not go with --rehearse"),
+    ],
+)
 def test_options_that_exclude_each_other_are_wrong_usage(planned, capsys, options, said):
     code, out, err = call(["train", planned, *options], capsys)
     assert code == 2 and out == "" and said in err and "Next: " in err
@@ -176,8 +250,11 @@ def test_after_a_lost_rank_the_command_to_go_on_is_named(planned, monkeypatch, c
     code, out, err = call(["train", planned, "--steps", "9"], capsys)
     again = f"disttrain train {planned} --steps 9"
     assert code == 4 and out == ""
-    assert err.endswith(f"Next: Go on from {checkpoint}: {again} --resume\n" if checkpoint
-                        else f"Next: See its log: less x\nThere is no checkpoint yet; start again: {again}\n")
+    assert err.endswith(
+        f"Next: Go on from {checkpoint}: {again} --resume\n"
+        if checkpoint
+        else f"Next: See its log: less x\nThere is no checkpoint yet; start again: {again}\n"
+    )
 
 
 def test_steps_to_profile_must_not_be_past(planned):

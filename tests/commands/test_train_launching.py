@@ -1,4 +1,5 @@
-"""`disttrain train --dry-run`, `--emit`, `--preflight` and stopping: what is shown and written, and the exit codes."""
+"""`disttrain train --dry-run`, `--emit`, `--preflight` and stopping: what is shown and written, and
+the exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from tests.commands.conftest import MODULES, make_profile
 from tests.commands.test_train import STEPS, call
 from tests.runtime.factory import plan_of, unit
 
-LARGE = {"image_encoder": (1, 108, 1), "llm": (8, 18, 6), "image_generator": (4, 81, 1)}  # TP, DP, PP
+LARGE = {
+    "image_encoder": (1, 108, 1),
+    "llm": (8, 18, 6),
+    "image_generator": (4, 81, 1),
+}  # TP, DP, PP
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +35,16 @@ def planned_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     profile = make_profile(run.file)
     write_whole(run.dir.profile, profile.model_dump_json())
     plan = plan_of(run, [unit(name, [name], [len(MODULES[name][1])], dp=2) for name in MODULES], 1)
-    write_plan(run.dir.plan, plan.model_copy(update={
-        "fingerprints": profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})}))
+    write_plan(
+        run.dir.plan,
+        plan.model_copy(
+            update={
+                "fingerprints": profile.fingerprints.model_copy(
+                    update={"profile": fingerprint(profile)}
+                )
+            }
+        ),
+    )
     return folder
 
 
@@ -45,7 +58,11 @@ def planned(planned_once: Path, tmp_path: Path) -> Path:
 def large(planned: Path) -> Path:
     """A run folder with a plan of 1,296 ranks on 162 nodes."""
     file = planned / "disttrain.yaml"
-    text = file.read_text().replace("  nodes: 1", "  nodes: 162").replace("  gpus_per_node: 6", "  gpus_per_node: 8")
+    text = (
+        file.read_text()
+        .replace("  nodes: 1", "  nodes: 162")
+        .replace("  gpus_per_node: 6", "  gpus_per_node: 8")
+    )
     file.write_text(text.replace("  global_batch_size: 12", "  global_batch_size: 36"))
     run = read_run(file)
     profile = make_profile(run.file)
@@ -53,19 +70,47 @@ def large(planned: Path) -> Path:
     units = []
     for name, (tp, dp, pp) in LARGE.items():
         layers = len(MODULES[name][1])
-        units.append(UnitPlan(name=name, modules=[name], tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
-                              layers_per_stage=[layers - pp + 1] + [1] * (pp - 1)))
+        units.append(
+            UnitPlan(
+                name=name,
+                modules=[name],
+                tp=tp,
+                dp=dp,
+                pp=pp,
+                gpus=tp * dp * pp,
+                layers_per_stage=[layers - pp + 1] + [1] * (pp - 1),
+            )
+        )
     plan = read_plan(run.dir.plan)
-    layout = plan.plan.model_copy(update={"units": units, "gpus_used": 1296, "global_batch_size": 36,
-                                          "microbatch_size": 1, "microbatches": 2})
-    write_plan(run.dir.plan, plan.model_copy(update={
-        "plan": layout, "fingerprints": profile.fingerprints.model_copy(update={"profile": fingerprint(profile)})}))
+    layout = plan.plan.model_copy(
+        update={
+            "units": units,
+            "gpus_used": 1296,
+            "global_batch_size": 36,
+            "microbatch_size": 1,
+            "microbatches": 2,
+        }
+    )
+    write_plan(
+        run.dir.plan,
+        plan.model_copy(
+            update={
+                "plan": layout,
+                "fingerprints": profile.fingerprints.model_copy(
+                    update={"profile": fingerprint(profile)}
+                ),
+            }
+        ),
+    )
     return planned
 
 
-def test_1296_ranks_are_shown_with_groups_and_hosts(large: Path, monkeypatch: pytest.MonkeyPatch,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("disttrain_cli.planning.check.check_layout", lambda *about: None)  # of interest is the shape
+def test_1296_ranks_are_shown_with_groups_and_hosts(
+    large: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "disttrain_cli.planning.check.check_layout", lambda *about: None
+    )  # of interest is the shape
     code, out, err = call(["train", large, "--dry-run", "--json", "--quiet"], capsys)
     assert code == 0, err
     document = json.loads(out)
@@ -88,12 +133,20 @@ def test_too_few_slots_are_refused(planned: Path, capsys: pytest.CaptureFixture[
     file = planned / "disttrain.yaml"
     file.write_text(file.read_text().replace("  nodes: 1", "  nodes: 1\n  hostfile: hosts"))
     code, out, err = call(["train", planned, "--dry-run"], capsys)
-    assert code == 1 and out == "" and "do not fit on 1 host(s) with 1 slot(s)" in err and "cluster.hostfile" in err
+    assert (
+        code == 1
+        and out == ""
+        and "do not fit on 1 host(s) with 1 slot(s)" in err
+        and "cluster.hostfile" in err
+    )
 
 
-def test_scripts_are_written_and_named(planned: Path, tmp_path: Path,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(["train", planned, "--emit", "torchrun", "--out", tmp_path / "out", "--steps", "7"], capsys)
+def test_scripts_are_written_and_named(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(
+        ["train", planned, "--emit", "torchrun", "--out", tmp_path / "out", "--steps", "7"], capsys
+    )
     assert code == 0 and f"bash {(tmp_path / 'out' / 'node-0.sh').resolve()}" in out
     assert json.loads((tmp_path / "out" / "job.json").read_text())["payload"]["steps"] == 7
     code, out, _ = call(["train", planned, "--emit", "slurm", "--json", "--quiet"], capsys)
@@ -104,23 +157,39 @@ def test_scripts_are_written_and_named(planned: Path, tmp_path: Path,
     assert code == 2 and "torchrun" in err
 
 
-def test_preflight_tells_what_rank_0_told(planned: Path, monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(training, "preflight", lambda *about, progress: ["rank 0's groups over gloo: ok"])
+def test_preflight_tells_what_rank_0_told(
+    planned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        training, "preflight", lambda *about, progress: ["rank 0's groups over gloo: ok"]
+    )
     code, out, _ = call(["train", planned, "--preflight"], capsys)
     assert code == 0 and "ranks met" in out and "rank 0's groups over gloo: ok" in out
 
 
-@pytest.mark.parametrize(("name", "expected"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143),
-                                                ("stop file", 143)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 143), ("stop file", 143)]
+)
 def test_a_stopped_run_shows_its_steps_and_ends_with_the_signals_code(
-        planned: Path, name: str, expected: int, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
+    planned: Path,
+    name: str,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def train(run, plan, profile, **options):
         return training.TrainResult(
-            run_dir=str(run.dir.root), steps=STEPS, skipped_samples=[], resumed_from_step=None,
-            checkpoint=str(run.dir.checkpoints / "step-000003"), trace=str(run.dir.traces), images=[],
-            reference_losses={}, stopped_by=name, restarts=["Rank 2 was killed by SIGKILL"])
+            run_dir=str(run.dir.root),
+            steps=STEPS,
+            skipped_samples=[],
+            resumed_from_step=None,
+            checkpoint=str(run.dir.checkpoints / "step-000003"),
+            trace=str(run.dir.traces),
+            images=[],
+            reference_losses={},
+            stopped_by=name,
+            restarts=["Rank 2 was killed by SIGKILL"],
+        )
 
     monkeypatch.setattr(training, "train", train)
     code, out, err = call(["train", planned], capsys)

@@ -23,7 +23,9 @@ def test_flops_are_forward_plus_backward_of_every_layer() -> None:
 def test_cpu_peak_counts_once() -> None:
     run = synthetic.run_file()
     cpu, cuda = synthetic.tiny(run).device, synthetic.tiny(run, kind="cuda").device
-    assert mfu(1e11, 1.0, cpu, 4) == pytest.approx(4 * mfu(1e11, 1.0, cuda, 4)) == pytest.approx(0.2)
+    assert (
+        mfu(1e11, 1.0, cpu, 4) == pytest.approx(4 * mfu(1e11, 1.0, cuda, 4)) == pytest.approx(0.2)
+    )
 
 
 def test_more_than_everything_is_an_error() -> None:

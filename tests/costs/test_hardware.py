@@ -21,15 +21,32 @@ from disttrain_cli.spec.runfile import ClusterSpec, LinkSpec
 AMOUNTS = st.builds(KernelWork, *[st.floats(0, 1e13)] * 4, st.integers(0, 1000))
 
 
-@pytest.mark.parametrize(("reported", "name"), [
-    ("NVIDIA A100-SXM4-80GB", "A100"), ("NVIDIA A100-PCIE-40GB", "A100-40GB"), ("NVIDIA A800-SXM4-80GB", "A800"),
-    ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H800", "H800"), ("NVIDIA H200", "H200"), ("NVIDIA B200", "B200")])
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
 def test_catalogue_knows_the_names_that_torch_reports(reported: str, name: str) -> None:
     assert lookup(reported).name == name
 
 
-@pytest.mark.parametrize("reported", ["NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H200 NVL",
-                                      "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GB200"])
+@pytest.mark.parametrize(
+    "reported",
+    [
+        "NVIDIA GeForce RTX 4090",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GB200",
+    ],
+)
 def test_unknown_device_asks_for_its_peak(reported: str) -> None:
     with pytest.raises(SpecError) as error:
         lookup(reported)
@@ -40,7 +57,10 @@ def test_every_entry_names_its_source_and_a_curve() -> None:
     known = catalogue()
     for name, device in known.devices.items():
         assert lookup(name) is device and len(device.source) > 20
-        assert device.bf16_tflops > 10 * device.fp32_tflops and device.peak_of("fp32") == device.fp32_tflops
+        assert (
+            device.bf16_tflops > 10 * device.fp32_tflops
+            and device.peak_of("fp32") == device.fp32_tflops
+        )
     assert all(len(curve.source) > 20 for curve in known.curves.values())
     assert {device.curve for device in known.devices.values()} | {"generic"} == set(known.curves)
     assert known.devices["A800"].link_gbytes_s < known.devices["A100"].link_gbytes_s
@@ -49,7 +69,12 @@ def test_every_entry_names_its_source_and_a_curve() -> None:
 def test_the_run_file_comes_before_the_catalogue() -> None:
     cluster = ClusterSpec(peak_tflops=280, memory_gib=64, links=LinkSpec(intra_node_gbps=800))
     device = analytic_device("a800", cluster, "bf16")
-    assert (device.name, device.peak_of("bf16"), device.memory_gib, device.link_gbytes_s) == ("A800", 280, 64, 100)
+    assert (device.name, device.peak_of("bf16"), device.memory_gib, device.link_gbytes_s) == (
+        "A800",
+        280,
+        64,
+        100,
+    )
     assert device.fp32_tflops == lookup("A800").fp32_tflops
     assert analytic_device("A800", ClusterSpec(), "bf16") == lookup("A800")
 
@@ -58,9 +83,16 @@ def test_an_unknown_device_asks_for_its_figures_and_takes_them() -> None:
     with pytest.raises(SpecError) as error:
         analytic_device("X9", ClusterSpec(peak_tflops=100), "bf16")
     assert "A800" in error.value.why
-    assert "cluster.memory_gib" in error.value.next_step and "peak_tflops" not in error.value.next_step
+    assert (
+        "cluster.memory_gib" in error.value.next_step and "peak_tflops" not in error.value.next_step
+    )
     device = analytic_device("X9", ClusterSpec(peak_tflops=100, memory_gib=32), "bf16")
-    assert (device.name, device.curve, device.memory_gib, device.peak_tflops) == ("X9", "generic", 32, 100)
+    assert (device.name, device.curve, device.memory_gib, device.peak_tflops) == (
+        "X9",
+        "generic",
+        32,
+        100,
+    )
     assert device.memory_gbytes_s == 1e5 / catalogue().generic_flops_per_byte
     assert "memory bandwidth taken as" in device.source and "between nodes" in device.source
 
@@ -69,10 +101,17 @@ def test_time_of_one_kernel_by_hand() -> None:
     device, curve = lookup("A800"), catalogue().curves["ampere"]
     product = KernelWork(product_flops=312e9, moved_bytes=2039e6, kernels=3)
     assert kernels_ms(device, "bf16", product) == pytest.approx(
-        1 / curve.product + 1 / curve.memory + 3e-3 * curve.launch_us)
-    assert kernels_ms(device, "bf16", KernelWork(attention_flops=312e9)) == pytest.approx(1 / curve.attention)
-    assert kernels_ms(device, "bf16", KernelWork(convolution_flops=312e9)) == pytest.approx(1 / curve.convolution)
-    assert kernels_ms(device, "fp32", KernelWork(product_flops=19.5e9)) == pytest.approx(1 / curve.product)
+        1 / curve.product + 1 / curve.memory + 3e-3 * curve.launch_us
+    )
+    assert kernels_ms(device, "bf16", KernelWork(attention_flops=312e9)) == pytest.approx(
+        1 / curve.attention
+    )
+    assert kernels_ms(device, "bf16", KernelWork(convolution_flops=312e9)) == pytest.approx(
+        1 / curve.convolution
+    )
+    assert kernels_ms(device, "fp32", KernelWork(product_flops=19.5e9)) == pytest.approx(
+        1 / curve.product
+    )
     assert memory_s(device, 2039e9) == pytest.approx(1 / curve.memory)
 
 

@@ -19,34 +19,52 @@ from disttrain_cli.spec.work import Work
 from tests.planning import synthetic
 
 
-@pytest.mark.parametrize(("precision", "zero", "dp", "expected"), [
-    ("bf16", 1, 4, 2 + 4 + 12 / 4), ("fp32", 0, 4, 4 + 4 + 8), ("fp32", 1, 4, 4 + 4 + 12 / 4)])
+@pytest.mark.parametrize(
+    ("precision", "zero", "dp", "expected"),
+    [("bf16", 1, 4, 2 + 4 + 12 / 4), ("fp32", 0, 4, 4 + 4 + 8), ("fp32", 1, 4, 4 + 4 + 12 / 4)],
+)
 def test_bytes_per_parameter(precision: str, zero: int, dp: int, expected: float) -> None:
     kept, shared = bytes_per_parameter(precision, zero)
     assert kept + shared / dp == expected
 
 
 def layout(microbatches: int) -> Layout:
-    units = [UnitPlan(name="e", modules=["image_encoder"], dp=3, gpus=3, layers_per_stage=[4]),
-             UnitPlan(name="l", modules=["llm"], dp=2, pp=2, gpus=4, layers_per_stage=[3, 3]),
-             UnitPlan(name="g", modules=["image_generator"], gpus=1, layers_per_stage=[4])]
-    return Layout(global_batch_size=4 * microbatches, microbatch_size=2, microbatches=microbatches, gpus_used=8,
-                  units=units)
+    units = [
+        UnitPlan(name="e", modules=["image_encoder"], dp=3, gpus=3, layers_per_stage=[4]),
+        UnitPlan(name="l", modules=["llm"], dp=2, pp=2, gpus=4, layers_per_stage=[3, 3]),
+        UnitPlan(name="g", modules=["image_generator"], gpus=1, layers_per_stage=[4]),
+    ]
+    return Layout(
+        global_batch_size=4 * microbatches,
+        microbatch_size=2,
+        microbatches=microbatches,
+        gpus_used=8,
+        units=units,
+    )
 
 
 def test_llm_stage_by_hand() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     memory = layout_memory(profile, layout(8), 4.0)
-    assert [(m.unit, m.stage, m.limit_gib) for m in memory] == [("e", 0, 4.0), ("l", 0, 4.0), ("l", 1, 4.0),
-                                                                 ("g", 0, 4.0)]
+    assert [(m.unit, m.stage, m.limit_gib) for m in memory] == [
+        ("e", 0, 4.0),
+        ("l", 0, 4.0),
+        ("l", 1, 4.0),
+        ("g", 0, 4.0),
+    ]
     first = 40_000 + 2 * 200_000  # parameters of embed and two blocks
     activations = 2 * 256 * (500 + 2 * 8e3)  # two sequences of 256 tokens at worst
     working = 0.4 * 8e3 * 2 * 256  # a block's beside what it keeps
-    messages = 2 * (30_000 + 8_000) * 4 / 2  # of two slots: gradients to the encoder, rows to the next stage
+    messages = (
+        2 * (30_000 + 8_000) * 4 / 2
+    )  # of two slots: gradients to the encoder, rows to the next stage
     assert memory[1].peak_gib * GIB == pytest.approx(
-        first * (4 + 4 + 12 / 2) + 3 * activations + working + messages)
+        first * (4 + 4 + 12 / 2) + 3 * activations + working + messages
+    )
     assert memory[1].activations_gib * GIB == pytest.approx(3 * activations)
-    assert (memory[1].transient_gib * GIB, memory[1].messages_gib * GIB) == pytest.approx((working, messages))
+    assert (memory[1].transient_gib * GIB, memory[1].messages_gib * GIB) == pytest.approx(
+        (working, messages)
+    )
     few = layout_memory(profile, layout(2), 4.0)
     assert few[1].peak_gib * GIB == pytest.approx(first * 14 + 2 * activations + working + messages)
 
@@ -55,41 +73,69 @@ def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     module = profile.modules["image_encoder"]
     mean, worst = module.work_per_sequence, module.max_work_per_sequence
-    busiest = worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)  # a slot has 4 sequences
+    busiest = (
+        worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)
+    )  # a slot has 4 sequences
     kept = [module.costs[kind].tp["1"].activation_bytes(busiest) for kind in module.layers]
     states, messages = module.parameters * (8 + 12 / 3), 2 * 30_000 * 4 / 3
-    fullest = sum(kept[:3]) + 0.4 * kept[2]  # the last block runs; the projector, of a quarter of its size, is done
+    fullest = (
+        sum(kept[:3]) + 0.4 * kept[2]
+    )  # the last block runs; the projector, of a quarter of its size, is done
     assert layout_memory(profile, layout(8), 4.0)[0].peak_gib * GIB == pytest.approx(
-        states + 3 * sum(kept) + fullest + messages)
+        states + 3 * sum(kept) + fullest + messages
+    )
 
 
 def test_rows_on_their_way_are_those_of_the_cuts_that_a_stage_has() -> None:
     profile = synthetic.tiny(synthetic.run_file())
-    cuts = {"image_encoder": [9e3, 9e3, 9e3, 3e4], "llm": [5e3, 7e3, 6e3, 6e3, 6e3, 8e3],
-            "image_generator": [9e6, 9e6, 9e6, 0.0]}
-    modules = {name: module.model_copy(update={"cut_bytes_per_sequence": cuts[name]})
-               for name, module in profile.modules.items()}
+    cuts = {
+        "image_encoder": [9e3, 9e3, 9e3, 3e4],
+        "llm": [5e3, 7e3, 6e3, 6e3, 6e3, 8e3],
+        "image_generator": [9e6, 9e6, 9e6, 0.0],
+    }
+    modules = {
+        name: module.model_copy(update={"cut_bytes_per_sequence": cuts[name]})
+        for name, module in profile.modules.items()
+    }
     memory = layout_memory(profile.model_copy(update={"modules": modules}), layout(8), 4.0)
     of_slots = 2 * 4  # sequences of two slots
-    assert [stage.messages_gib * GIB for stage in memory] == pytest.approx([
-        of_slots * 3e4 / 3, of_slots * (3e4 + 7e3) / 2, of_slots * (7e3 + 8e3) / 2,
-        of_slots * 8e3])  # the generator is one stage: nothing crosses its wide cuts
+    assert [stage.messages_gib * GIB for stage in memory] == pytest.approx(
+        [of_slots * 3e4 / 3, of_slots * (3e4 + 7e3) / 2, of_slots * (7e3 + 8e3) / 2, of_slots * 8e3]
+    )  # the generator is one stage: nothing crosses its wide cuts
 
 
-@pytest.mark.parametrize(("trained", "checkpointing", "times"), [
-    (None, False, 0), (None, True, 1), (["llm"], True, 1)])
-def test_inputs_of_a_slot_stay_where_layers_compute_again(trained: list[str] | None, checkpointing: bool,
-                                                          times: int) -> None:
+@pytest.mark.parametrize(
+    ("trained", "checkpointing", "times"), [(None, False, 0), (None, True, 1), (["llm"], True, 1)]
+)
+def test_inputs_of_a_slot_stay_where_layers_compute_again(
+    trained: list[str] | None, checkpointing: bool, times: int
+) -> None:
     """Pixels, which the encoder's first layer reads, are held by all that compute again."""
     profile = synthetic.tiny(synthetic.run_file())
     encoder = profile.modules["image_encoder"]
     embed = encoder.costs["embed"]
-    reading = embed.model_copy(update={"tp": {tp: shard.model_copy(update={
-        "batch_bytes": Polynomial(per_token=700.0)}) for tp, shard in embed.tp.items()}})
-    known = profile.model_copy(update={"modules": profile.modules | {"image_encoder": encoder.model_copy(update={
-        "costs": encoder.costs | {"embed": reading}})}})
-    before, after = (activation_terms(given, ["image_encoder"], 1, trained, checkpointing)[1].sum()
-                     for given in (profile, known))
+    reading = embed.model_copy(
+        update={
+            "tp": {
+                tp: shard.model_copy(update={"batch_bytes": Polynomial(per_token=700.0)})
+                for tp, shard in embed.tp.items()
+            }
+        }
+    )
+    known = profile.model_copy(
+        update={
+            "modules": profile.modules
+            | {
+                "image_encoder": encoder.model_copy(
+                    update={"costs": encoder.costs | {"embed": reading}}
+                )
+            }
+        }
+    )
+    before, after = (
+        activation_terms(given, ["image_encoder"], 1, trained, checkpointing)[1].sum()
+        for given in (profile, known)
+    )
     assert after - before == pytest.approx(times * 700 * encoder.max_work_per_sequence.tokens)
 
 
@@ -97,13 +143,20 @@ def test_one_replica_runs_without_zero_and_its_copy_of_weights() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     alone = layout_memory(profile, layout(8), 4.0)[3]
     assert alone.unit == "g" and alone.optimizer_gib * GIB == pytest.approx(
-        8 * profile.modules["image_generator"].parameters)
+        8 * profile.modules["image_generator"].parameters
+    )
 
 
 def test_reserves_are_stated_and_take_their_share() -> None:
     profile = synthetic.tiny(synthetic.run_file())
-    device = profile.device.model_copy(update={"context_gib": 0.5, "workspace_mib": 64.0, "communicator_mib": 32.0,
-                                                "fragmentation": 0.1})
+    device = profile.device.model_copy(
+        update={
+            "context_gib": 0.5,
+            "workspace_mib": 64.0,
+            "communicator_mib": 32.0,
+            "fragmentation": 0.1,
+        }
+    )
     before = layout_memory(profile, layout(8), 4.0)
     after = layout_memory(profile.model_copy(update={"device": device}), layout(8), 4.0)
     for plain, stage, replicated in zip(before, after, (True, True, True, False), strict=True):
@@ -111,9 +164,12 @@ def test_reserves_are_stated_and_take_their_share() -> None:
         # The world, replicas, both ways over two cuts.
         assert stage.reserve_gib == pytest.approx(0.5 + (64 + count * 32) / 1024)
         assert stage.fragmentation_gib == pytest.approx(
-            0.1 * (plain.activations_gib + plain.transient_gib + plain.messages_gib))
+            0.1 * (plain.activations_gib + plain.transient_gib + plain.messages_gib)
+        )
         assert stage.peak_gib == pytest.approx(sum(stage.parts.values()))
-        assert stage.peak_gib - plain.peak_gib == pytest.approx(stage.reserve_gib + stage.fragmentation_gib)
+        assert stage.peak_gib - plain.peak_gib == pytest.approx(
+            stage.reserve_gib + stage.fragmentation_gib
+        )
 
 
 def test_communicators_of_a_rank() -> None:

@@ -21,7 +21,9 @@ from disttrain_cli.spec.runfile import Run, RunFile
 PROPERTY = settings(deadline=None, database=None, derandomize=True, max_examples=50)
 
 INPUTS = ModelInputs(
-    llm="llm", vocabulary=261, sequence_length=128,
+    llm="llm",
+    vocabulary=261,
+    sequence_length=128,
     image=ImageInput(module="encoder", patch_px=8, merge=2, max_pixels=4096),
     target=TargetInput(module="generator", size_px=16, context_tokens=4, latent_pixels=256),
 )
@@ -30,7 +32,9 @@ INPUTS = ModelInputs(
 def encoded(width: int, height: int, suffix: str = ".jpg", shade: int = 0) -> bytes:
     """An image file with a gradient and a shade of its own."""
     rows, columns = np.mgrid[0:height, 0:width]
-    pixels = np.stack([rows * 255 // height, columns * 255 // width, np.full_like(rows, shade % 256)], axis=2)
+    pixels = np.stack(
+        [rows * 255 // height, columns * 255 // width, np.full_like(rows, shade % 256)], axis=2
+    )
     return cv2.imencode(suffix, pixels.astype(np.uint8))[1].tobytes()
 
 
@@ -68,7 +72,8 @@ def interleaved(key: str, *segments: dict[str, Any]) -> tuple[str, bytes]:
 
 
 def write_dataset(folder: Path, samples: int = 40) -> None:
-    """`mixed/`: interleaved samples of skewed size, some of text only; `captions/`: images with captions."""
+    """`mixed/`: interleaved samples of skewed size, some of text only; `captions/`: images with
+    captions."""
     random = np.random.default_rng(7)
     shards: list[list[tuple[str, bytes]]] = [[], []]
     for number in range(samples):
@@ -80,33 +85,60 @@ def write_dataset(folder: Path, samples: int = 40) -> None:
         shards[number % 2] += [interleaved(key, *segments), *files]
     for number, files in enumerate(shards):
         write_tar(folder / "mixed" / f"{number:05d}.tar", files)
-    captions = [(f"c{n}{suffix}", data) for n in range(6)
-                for suffix, data in ((".png", encoded(20 + n, 30, ".png")), (".txt", f"caption {n}".encode()))]
+    captions = [
+        (f"c{n}{suffix}", data)
+        for n in range(6)
+        for suffix, data in (
+            (".png", encoded(20 + n, 30, ".png")),
+            (".txt", f"caption {n}".encode()),
+        )
+    ]
     write_tar(folder / "captions" / "00000.tar", captions)
 
 
 def make_run(folder: Path, sources: list[dict[str, Any]] | None = None, **data: Any) -> Run:
     sources = sources or [{"path": "mixed"}, {"path": "captions"}]
-    file = RunFile.model_validate({
-        "name": "t",
-        "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
-        "data": {"sources": sources, "sequence_length": INPUTS.sequence_length, "max_image_pixels": 4096, **data},
-        "train": {"global_batch_size": 12, "steps": 2},
-    })
+    file = RunFile.model_validate(
+        {
+            "name": "t",
+            "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
+            "data": {
+                "sources": sources,
+                "sequence_length": INPUTS.sequence_length,
+                "max_image_pixels": 4096,
+                **data,
+            },
+            "train": {"global_batch_size": 12, "steps": 2},
+        }
+    )
     return Run(path=folder / "disttrain.yaml", file=file)
 
 
 def unit(name: str, modules: list[str], dp: int, pp: int = 1) -> UnitPlan:
-    return UnitPlan(name=name, modules=modules, dp=dp, pp=pp, gpus=dp * pp, layers_per_stage=[1] * pp)
+    return UnitPlan(
+        name=name, modules=modules, dp=dp, pp=pp, gpus=dp * pp, layers_per_stage=[1] * pp
+    )
 
 
-def make_layout(units: list[UnitPlan], microbatch_size: int = 1, global_batch_size: int = 12) -> Layout:
+def make_layout(
+    units: list[UnitPlan], microbatch_size: int = 1, global_batch_size: int = 12
+) -> Layout:
     dp = next(u.dp for u in units if "llm" in u.modules)
-    return Layout(global_batch_size=global_batch_size, microbatch_size=microbatch_size,
-                  microbatches=global_batch_size // (dp * microbatch_size),
-                  gpus_used=sum(u.gpus for u in units), units=units)
+    return Layout(
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        microbatches=global_batch_size // (dp * microbatch_size),
+        gpus_used=sum(u.gpus for u in units),
+        units=units,
+    )
 
 
-DISAGGREGATED = make_layout([unit("encoder", ["encoder"], 3), unit("llm", ["llm"], 2, 2),
-                             unit("generator", ["generator"], 1)], microbatch_size=2)
+DISAGGREGATED = make_layout(
+    [
+        unit("encoder", ["encoder"], 3),
+        unit("llm", ["llm"], 2, 2),
+        unit("generator", ["generator"], 1),
+    ],
+    microbatch_size=2,
+)
 MONOLITHIC = make_layout([unit("all", ["encoder", "llm", "generator"], 2, 3)])

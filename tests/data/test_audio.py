@@ -1,4 +1,5 @@
-"""Audio clips in the sizes of the data: drawn, packed, sampled, and shared out over an audio unit."""
+"""Audio clips in the sizes of the data: drawn, packed, sampled, and shared out over an audio
+unit."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ from tests.data.test_distribution import INPUTS, make_run
 
 AUDIO_INPUT = AudioInput(module="ear", mel_bins=80, frames=3000, merge=4)
 HEARING = INPUTS.model_copy(update={"audio": AUDIO_INPUT})
-ASKED = {"images_per_sequence": 4, "generated_per_sequence": 4, "clips_per_sequence": 3, "min_side_px": 256}
+ASKED = {
+    "images_per_sequence": 4,
+    "generated_per_sequence": 4,
+    "clips_per_sequence": 3,
+    "min_side_px": 256,
+}
 
 
 def test_clips_are_drawn_beside_images_and_change_none_of_their_sizes() -> None:
@@ -52,7 +58,8 @@ def test_packing_statistics_and_sample_count_clips(tmp_path: Path) -> None:
     assert np.mean(data.sample.clips) == pytest.approx(3.0, rel=0.01)
     assert np.mean(data.sample.targets) == pytest.approx(4.0, rel=0.01)
     assert np.mean([sum(images) for images in data.sample.images]) == pytest.approx(
-        epoch.image_grid.prod(axis=1).sum() / 2000, rel=0.01)
+        epoch.image_grid.prod(axis=1).sum() / 2000, rel=0.01
+    )
     assert sizes_of_sample(size_sample(epoch, 2000)).clips.tolist() == epoch.clips.tolist()
 
 
@@ -64,7 +71,11 @@ def test_a_profile_without_clips_has_none(tmp_path: Path) -> None:
 def test_every_replica_of_an_audio_unit_gets_its_even_share(tmp_path: Path) -> None:
     index = open_index(make_run(tmp_path, sequences=200, **ASKED), HEARING)
     sizes = sizes_of(SequenceStream(index, 0).batch(0, 48))
-    layout = make_layout([unit("e", ["encoder"], 3), unit("a", ["ear"], 5), unit("l", ["llm", "generator"], 4)], 2, 48)
+    layout = make_layout(
+        [unit("e", ["encoder"], 3), unit("a", ["ear"], 5), unit("l", ["llm", "generator"], 4)],
+        2,
+        48,
+    )
     costs = count_costs(sizes, HEARING)
     assert costs["ear"].tolist() == (sizes.clips * 1500).tolist()
     assignment = assign(costs, layout, "llm", "paper")
@@ -74,6 +85,8 @@ def test_every_replica_of_an_audio_unit_gets_its_even_share(tmp_path: Path) -> N
     assert loads[..., 0].sum(axis=1).tolist() == clips.tolist()
     assert (np.ptp(loads[..., 0], axis=1) <= 1).all() and clips.sum() == sizes.clips.sum() > 100
     assert np.array_equal(loads[..., 1], 1500 * loads[..., 0])
-    with_llm = make_layout([unit("e", ["encoder"], 3), unit("l", ["ear", "llm", "generator"], 4)], 2, 48)
+    with_llm = make_layout(
+        [unit("e", ["encoder"], 3), unit("l", ["ear", "llm", "generator"], 4)], 2, 48
+    )
     own = replica_loads(sizes, HEARING, with_llm, assignment)["ear"]
     assert np.array_equal(own[..., 0], sizes.clips[places].sum(axis=2))

@@ -1,4 +1,5 @@
-"""Samples with images that cannot be decoded: left out of the losses on every rank, or found and left out before."""
+"""Samples with images that cannot be decoded: left out of the losses on every rank, or found and
+left out before."""
 
 from __future__ import annotations
 
@@ -19,24 +20,38 @@ from disttrain_cli.data.sequences import NOT_TRAINED, SequencePlan
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.progress import silent
 from disttrain_cli.spec.runfile import Run
-from tests.data.dataset import INPUTS, MONOLITHIC, damaged, encoded, image, interleaved, text, write_tar
+from tests.data.dataset import (
+    INPUTS,
+    MONOLITHIC,
+    damaged,
+    encoded,
+    image,
+    interleaved,
+    text,
+    write_tar,
+)
 from tests.data.test_loader import fetch_step, fetched, loader
 
 MakeRun = Callable[..., Run]
 
 
 def broken_run(own_run: MakeRun, **data: Any) -> Run:
-    """Headers and ends are whole, so that the index takes all images; one to read and one to generate are damaged."""
+    """Headers and ends are whole, so that the index takes all images; one to read and one to
+    generate are damaged."""
     whole, cut = encoded(40, 40), damaged(encoded(40, 40))
     files = []
     for n in range(10):
-        files += [interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),
-                  (f"{n}.a.jpg", cut if n == 3 else whole), (f"{n}.b.jpg", cut if n == 5 else whole)]
+        files += [
+            interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),
+            (f"{n}.a.jpg", cut if n == 3 else whole),
+            (f"{n}.b.jpg", cut if n == 5 else whole),
+        ]
     return own_run({"a.tar": files}, **data)
 
 
 def trained_on(source: Loader, index: Index) -> Counter[tuple[str, int, float]]:
-    """(key, labels, weight) of every sample of four steps, as what a loader of the only replica prepares says."""
+    """(key, labels, weight) of every sample of four steps, as what a loader of the only replica
+    prepares says."""
     seen: Counter[tuple[str, int, float]] = Counter()
     for step in range(4):
         packing = source._orders.of(step)[1]
@@ -45,18 +60,27 @@ def trained_on(source: Loader, index: Index) -> Counter[tuple[str, int, float]]:
             assert batch.labels is not None and batch.target_weights is not None
             for place, sequence in enumerate(own.replicas["all"][0].sequences.tolist()):
                 plan = SequencePlan(packing, int(own.sequences[sequence] - packing.ids[0]))
-                weights = iter(batch.target_weights[own.target_sequence[own.replicas["all"][0].targets] == sequence])
-                for sample, first, count in zip(plan.samples, plan.sample_at, plan.sample_tokens, strict=True):
-                    labels = int((batch.labels[place, first:first + count] != NOT_TRAINED).sum())
+                weights = iter(
+                    batch.target_weights[
+                        own.target_sequence[own.replicas["all"][0].targets] == sequence
+                    ]
+                )
+                for sample, first, count in zip(
+                    plan.samples, plan.sample_at, plan.sample_tokens, strict=True
+                ):
+                    labels = int((batch.labels[place, first : first + count] != NOT_TRAINED).sum())
                     seen[index.keys[int(sample)], labels, float(next(weights))] += 1
     return seen
 
 
-ONE_REPLICA = MONOLITHIC.model_copy(update={"units": [MONOLITHIC.units[0].model_copy(update={"dp": 1})],
-                                            "microbatches": 12})
+ONE_REPLICA = MONOLITHIC.model_copy(
+    update={"units": [MONOLITHIC.units[0].model_copy(update={"dp": 1})], "microbatches": 12}
+)
 
 
-def test_a_sample_with_a_broken_image_is_left_out_of_both_losses_and_named_once(own_run: MakeRun) -> None:
+def test_a_sample_with_a_broken_image_is_left_out_of_both_losses_and_named_once(
+    own_run: MakeRun,
+) -> None:
     run = broken_run(own_run, max_bad_fraction=0.1)
     index = build_index(run, INPUTS)
     with loader(run, index, ONE_REPLICA, "all", 0) as source:
@@ -68,7 +92,8 @@ def test_a_sample_with_a_broken_image_is_left_out_of_both_losses_and_named_once(
 
 
 def test_who_prepares_labels_leaves_out_what_another_decodes(own_run: MakeRun) -> None:
-    """No rank asks another one: labels, weights and pixels prepared apart are those prepared together."""
+    """No rank asks another one: labels, weights and pixels prepared apart are those prepared
+    together."""
     run = broken_run(own_run, max_bad_fraction=0.1)
     index = build_index(run, INPUTS)
     together = [fetch_step(run, index, ONE_REPLICA, "all", 0, step) for step in range(2)]
@@ -84,12 +109,24 @@ def test_what_was_decoded_for_its_pixels_is_not_decoded_again_for_its_labels(
 ) -> None:
     decoded: Counter[int] = Counter()
 
-    def counted(run: Run, index: Index, reader: Any, sample: int, segment: int, decode: Any) -> list[Any]:
+    def counted(
+        run: Run, index: Index, reader: Any, sample: int, segment: int, decode: Any
+    ) -> list[Any]:
         decoded[segment] += 1
         return try_decoding(run, index, reader, sample, segment, decode)
 
-    run = own_run({"a.tar": [part for n in range(24) for part in (
-        interleaved(f"{n}", text("read"), image(f"{n}.jpg")), (f"{n}.jpg", encoded(40, 40)))]})
+    run = own_run(
+        {
+            "a.tar": [
+                part
+                for n in range(24)
+                for part in (
+                    interleaved(f"{n}", text("read"), image(f"{n}.jpg")),
+                    (f"{n}.jpg", encoded(40, 40)),
+                )
+            ]
+        }
+    )
     index = build_index(run, INPUTS)
     monkeypatch.setattr("disttrain_cli.data.preparing.try_decoding", counted)
     preparer = Preparer(run, SharedOrders(Orders(run.file, ONE_REPLICA, index)))
@@ -106,10 +143,18 @@ def test_what_a_check_left_out_is_in_no_sequence_and_the_rest_is_not_decoded_twi
     before = build_index(run, INPUTS)
     assert len(unchecked(before)) == 10
     broken = find_broken(run, before, silent)
-    assert sorted((before.keys[row], why.key) for row, why in broken.items()) == [("3", "3"), ("5", "5")]
+    assert sorted((before.keys[row], why.key) for row, why in broken.items()) == [
+        ("3", "3"),
+        ("5", "5"),
+    ]
     after = leave_out(run, INPUTS, broken)
-    assert list(after.keys) == [str(n) for n in range(10) if n not in (3, 5)] and not len(unchecked(after))
-    assert sorted(one.key for one in after.skipped) == ["3", "5"] and after.fingerprint != before.fingerprint
+    assert list(after.keys) == [str(n) for n in range(10) if n not in (3, 5)] and not len(
+        unchecked(after)
+    )
+    assert (
+        sorted(one.key for one in after.skipped) == ["3", "5"]
+        and after.fingerprint != before.fingerprint
+    )
     again = read_index(run, INPUTS)
     assert again.fingerprint == after.fingerprint and not find_broken(run, again, silent)
     monkeypatch.setattr("disttrain_cli.data.preparing.broken_in", None)
@@ -121,10 +166,14 @@ def test_what_a_check_left_out_is_in_no_sequence_and_the_rest_is_not_decoded_twi
 
 
 def test_a_check_that_finds_nothing_changes_no_fingerprint(own_run: MakeRun) -> None:
-    run = own_run({"a.tar": [interleaved("0", text("read"), image("0.jpg")), ("0.jpg", encoded(20, 20))]})
+    run = own_run(
+        {"a.tar": [interleaved("0", text("read"), image("0.jpg")), ("0.jpg", encoded(20, 20))]}
+    )
     before = build_index(run, INPUTS)
     after = leave_out(run, INPUTS, find_broken(run, before, silent))
-    assert after.fingerprint == before.fingerprint and after.checked.all() and not before.checked.any()
+    assert (
+        after.fingerprint == before.fingerprint and after.checked.all() and not before.checked.any()
+    )
 
 
 def test_too_many_found_by_a_check_leave_the_index_as_it_is(own_run: MakeRun) -> None:
@@ -150,4 +199,8 @@ def test_a_shard_without_any_sample_is_checked_too(own_run: MakeRun) -> None:
     run = own_run({"a.tar": [("x.json", b"{")], "b.tar": whole}, max_bad_fraction=0.5)
     index = build_index(run, INPUTS)
     checked = leave_out(run, INPUTS, find_broken(run, index, silent))
-    assert len(checked) == 1 and checked.fingerprint == index.fingerprint and not len(unchecked(checked))
+    assert (
+        len(checked) == 1
+        and checked.fingerprint == index.fingerprint
+        and not len(unchecked(checked))
+    )

@@ -1,4 +1,5 @@
-"""Sound files: sizes from headers, samples at 16 kHz, and everything that is none refused with its reason."""
+"""Sound files: sizes from headers, samples at 16 kHz, and everything that is none refused with its
+reason."""
 
 from __future__ import annotations
 
@@ -14,18 +15,33 @@ import pytest
 from disttrain_cli.data.clips import decode_clip, read_clip_header
 
 soundfile = pytest.importorskip("soundfile")
-FORMS = {"wav": ("WAV", "PCM_16"), "float": ("WAV", "FLOAT"), "flac": ("FLAC", "PCM_16"), "ogg": ("OGG", "VORBIS"),
-         "mp3": ("MP3", "MPEG_LAYER_III")}
+FORMS = {
+    "wav": ("WAV", "PCM_16"),
+    "float": ("WAV", "FLOAT"),
+    "flac": ("FLAC", "PCM_16"),
+    "ogg": ("OGG", "VORBIS"),
+    "mp3": ("MP3", "MPEG_LAYER_III"),
+}
 
 
-def sound(form: str = "wav", rate_hz: int = 16_000, seconds: float = 0.5, channels: int = 1,
-          hz: float = 440.0) -> bytes:
+def sound(
+    form: str = "wav",
+    rate_hz: int = 16_000,
+    seconds: float = 0.5,
+    channels: int = 1,
+    hz: float = 440.0,
+) -> bytes:
     """A sound file; its second channel is half as loud as the first."""
     times = np.arange(round(seconds * rate_hz)) / rate_hz
     signal = 0.5 * np.sin(2 * np.pi * hz * times)
     buffer, (kind, subtype) = io.BytesIO(), FORMS.get(form, (form.upper(), "PCM_16"))
-    soundfile.write(buffer, np.stack([signal / (1 + c) for c in range(channels)], axis=1), rate_hz, format=kind,
-                    subtype=subtype)
+    soundfile.write(
+        buffer,
+        np.stack([signal / (1 + c) for c in range(channels)], axis=1),
+        rate_hz,
+        format=kind,
+        subtype=subtype,
+    )
     return buffer.getvalue()
 
 
@@ -38,7 +54,9 @@ def test_durations_come_from_headers_and_samples_follow_them(form: str) -> None:
     data = sound(form, seconds=0.75, channels=2)
     assert header_of(data) == (750, 16_000)
     samples = decode_clip(data, 750)
-    expected = 0.375 * np.sin(2 * np.pi * 440 * np.arange(12_000) / 16_000)  # the mean of both channels
+    expected = 0.375 * np.sin(
+        2 * np.pi * 440 * np.arange(12_000) / 16_000
+    )  # the mean of both channels
     assert samples.dtype == np.float32 and len(samples) == 12_000
     assert np.abs(samples - expected).max() < (1e-4 if form in ("wav", "float", "flac") else 0.05)
 
@@ -74,7 +92,10 @@ BAD = {
     "cut flac": (sound("flac")[:-200], "no whole sound file"),
     "cut ogg": (sound("ogg")[:-200], "truncated Ogg"),
     "cut mp3": (sound("mp3")[:1000], "truncated"),
-    "damaged flac": (sound("flac")[:900] + bytes(400) + sound("flac")[1300:], "no whole sound file"),
+    "damaged flac": (
+        sound("flac")[:900] + bytes(400) + sound("flac")[1300:],
+        "no whole sound file",
+    ),
     "another form": (sound("aiff"), "AIFF"),
     "nothing to hear": (sound("wav", seconds=0), "without a sample"),
     "many channels": (sound("wav", channels=9), "9 channels"),
@@ -91,8 +112,20 @@ def test_bad_files_are_refused_with_a_reason(name: str) -> None:
         decode_clip(data, 500)
 
 
-@pytest.mark.parametrize("name", ["empty", "a picture", "zeros", "cut wav", "cut ogg", "another form",
-                                  "nothing to hear", "many channels", "strange rate"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "empty",
+        "a picture",
+        "zeros",
+        "cut wav",
+        "cut ogg",
+        "another form",
+        "nothing to hear",
+        "many channels",
+        "strange rate",
+    ],
+)
 def test_most_of_them_are_known_from_their_headers(name: str) -> None:
     data, reason = BAD[name]
     with pytest.raises(ValueError, match=reason):
@@ -108,11 +141,18 @@ def test_a_header_may_claim_any_length() -> None:
 
 
 def test_mpg123_keeps_to_itself_what_is_wrong(tmp_path: Path) -> None:
-    """It writes to C's stderr, as libpng does; a process of its own, which nothing else has muted."""
+    """It writes to C's stderr, as libpng does; a process of its own, which nothing else has
+    muted."""
     (tmp_path / "cut.mp3").write_bytes(sound("mp3")[:900])
-    code = ("import sys; from disttrain_cli.data.clips import decode_clip\n"
-            "try: decode_clip(open(sys.argv[1], 'rb').read(), 1000)\n"
-            "except ValueError as error: print(error)")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "cut.mp3")], capture_output=True, text=True,
-                          check=True)
+    code = (
+        "import sys; from disttrain_cli.data.clips import decode_clip\n"
+        "try: decode_clip(open(sys.argv[1], 'rb').read(), 1000)\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "cut.mp3")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "truncated" in done.stdout and done.stderr == ""

@@ -16,13 +16,20 @@ def test_every_sequence_is_where_its_replica_works_on_it(layout):
     order = order_step(batch, layout, 7, "paper")
     rows = list(contents(order, batch, layout))
     assert sorted(row["sequence"] for row in rows) == batch.ids.tolist()
-    assert sorted(sample for row in rows for sample in row["samples"]) == sorted(batch.samples.tolist())
+    assert sorted(sample for row in rows for sample in row["samples"]) == sorted(
+        batch.samples.tolist()
+    )
     for row in rows:
         slot = order.slots[row["slot"]]
         own = slot.sequences[slot.replicas[llm.name][row["replica"]].sequences].tolist()
         assert row["unit"] == llm.name and row["sequence"] in own
         at = row["sequence"] - int(batch.ids[0])
-        first, last = batch.sample_start[at:at + 2]
-        assert row["samples"] == batch.samples[first:last].tolist() and row["tokens"] == batch.tokens[at]
+        first, last = batch.sample_start[at : at + 2]
+        assert (
+            row["samples"] == batch.samples[first:last].tolist()
+            and row["tokens"] == batch.tokens[at]
+        )
         assert row["tokens"] == sum(batch.index.lengths[sample] for sample in row["samples"])
-        assert [name.rsplit("/", 1)[-1] for name in row["names"]] == [batch.index.keys[s] for s in row["samples"]]
+        assert [name.rsplit("/", 1)[-1] for name in row["names"]] == [
+            batch.index.keys[s] for s in row["samples"]
+        ]

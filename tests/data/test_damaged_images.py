@@ -1,4 +1,5 @@
-"""Damaged, lying and hostile image files: a ValueError with the reason or an image of the right shape, nothing else."""
+"""Damaged, lying and hostile image files: a ValueError with the reason or an image of the right
+shape, nothing else."""
 
 from __future__ import annotations
 
@@ -27,12 +28,18 @@ def stored(kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-FILES = {"jpeg": stored("JPEG"), "progressive": stored("JPEG", progressive=True), "png": stored("PNG"),
-         "webp": stored("WEBP"), "lossless": stored("WEBP", lossless=True)}
+FILES = {
+    "jpeg": stored("JPEG"),
+    "progressive": stored("JPEG", progressive=True),
+    "png": stored("PNG"),
+    "webp": stored("WEBP"),
+    "lossless": stored("WEBP", lossless=True),
+}
 
 
 def outcome(data: bytes) -> str:
-    """The reason why it is refused, or nothing; whatever decodes must have the promised shape and range."""
+    """The reason why it is refused, or nothing; whatever decodes must have the promised shape and
+    range."""
     reasons = set()
     for decode in (lambda: decode_image(data, (6, 8), IMAGE), lambda: decode_target(data, TARGET)):
         try:
@@ -65,14 +72,19 @@ def test_a_hole_is_noticed_though_both_ends_are_whole(name: str, noticed: float)
     data = FILES[name]
     body = data.index(b"IDAT" if name == "png" else b"\xff\xda") + 32
     begins = range(body, len(data) - 100, len(data) // 60)
-    assert np.mean([bool(outcome(data[:begin] + data[begin + 40:])) for begin in begins]) >= noticed
+    assert (
+        np.mean([bool(outcome(data[:begin] + data[begin + 40 :])) for begin in begins]) >= noticed
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
 @PROPERTY
-@given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
+@given(
+    flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_flipped_bytes(name: str, flips: list[tuple[int, int]]) -> None:
-    """Refused or decoded to the right shape; a changed PNG that is not refused would have no checksums."""
+    """Refused or decoded to the right shape; a changed PNG that is not refused would have no
+    checksums."""
     data = bytearray(FILES[name])
     for place, value in flips:
         data[place % len(data)] = value
@@ -89,7 +101,9 @@ def test_a_few_bytes_left_over_at_the_end_of_a_jpeg_are_forgiven() -> None:
 def test_a_motion_photo_is_the_picture_before_the_film() -> None:
     data = FILES["jpeg"]
     film = b"\0\0\0\x18ftypmp42" + bytes(20_000)
-    assert np.array_equal(decode_image(data + film, (6, 8), IMAGE), decode_image(data, (6, 8), IMAGE))
+    assert np.array_equal(
+        decode_image(data + film, (6, 8), IMAGE), decode_image(data, (6, 8), IMAGE)
+    )
     assert "truncated jpeg" in outcome(data[:-200] + film)
 
 
@@ -106,13 +120,24 @@ def with_png_size(data: bytes, width: int, height: int) -> bytes:
 
 
 def with_jpeg_size(data: bytes, width: int, height: int) -> bytes:
-    at = next(place for place in range(len(data)) if data[place:place + 2] in (b"\xff\xc0", b"\xff\xc2")) + 5
-    return data[:at] + struct.pack(">HH", height, width) + data[at + 4:]
+    at = (
+        next(
+            place
+            for place in range(len(data))
+            if data[place : place + 2] in (b"\xff\xc0", b"\xff\xc2")
+        )
+        + 5
+    )
+    return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
 
 
 def test_bombs_are_refused_by_their_header() -> None:
     canvas = b"RIFF\x1e\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + b"\xff\x3f\0" * 2 + bytes(8)
-    for bomb in (with_png_size(FILES["png"], 60_000, 60_000), with_jpeg_size(FILES["jpeg"], 65_000, 65_000), canvas):
+    for bomb in (
+        with_png_size(FILES["png"], 60_000, 60_000),
+        with_jpeg_size(FILES["jpeg"], 65_000, 65_000),
+        canvas,
+    ):
         assert "oversized" in outcome(bomb)
 
 
@@ -139,7 +164,9 @@ def test_a_webp_whose_canvas_is_not_its_picture() -> None:
 def test_endless_scans_are_refused() -> None:
     data = FILES["progressive"]
     scan = data.rindex(b"\xff\xda")
-    assert f"more than {MAX_SCANS} scans" in outcome(data[:-2] + data[scan:-2] * MAX_SCANS + data[-2:])
+    assert f"more than {MAX_SCANS} scans" in outcome(
+        data[:-2] + data[scan:-2] * MAX_SCANS + data[-2:]
+    )
 
 
 def test_other_files_are_no_images() -> None:

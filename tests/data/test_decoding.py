@@ -1,4 +1,5 @@
-"""Decoding gives RGB of the promised shape and range, close to an antialiased reference, for every kind of file."""
+"""Decoding gives RGB of the promised shape and range, close to an antialiased reference, for every
+kind of file."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_shape_range_and_channels(suffix: str, size: tuple[int, int]) -> None:
     planes = decode_image(encoded(*size, suffix, shade=255), (4, 6), IMAGE)
     assert planes.shape == (3, 32, 48) and planes.dtype == np.float32
     assert planes.min() >= -1 and planes.max() <= 1
-    blue, green, red = planes[2], planes[1], planes[0]  # encoded() writes a gradient down, one across, and a shade
+    blue, green, red = (
+        planes[2],
+        planes[1],
+        planes[0],
+    )  # encoded() writes a gradient down, one across, and a shade
     assert red.mean() > 0.95
     assert blue[-1].mean() - blue[0].mean() > 1.5 and green[:, -1].mean() - green[:, 0].mean() > 1.5
 
@@ -47,13 +52,18 @@ def decibels(values: np.ndarray, want: np.ndarray) -> float:
     return 10 * math.log10(4 / np.mean(np.square(values - want, dtype=np.float64)))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(59, 79), (50, 67), (40, 53), (34, 45), (30, 40), (20, 27), (30, 53),
-                                               (55, 40), (66, 88)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(59, 79), (50, 67), (40, 53), (34, 45), (30, 40), (20, 27), (30, 53), (55, 40), (66, 88)],
+)
 def test_resizing_is_close_to_pillows_antialiased_bicubic(rows: int, columns: int) -> None:
-    """At every factor: no more than a decibel behind averaging by area, which is several times slower."""
+    """At every factor: no more than a decibel behind averaging by area, which is several times
+    slower."""
     image = ImageInput(module="e", patch_px=8, max_pixels=10**6)
     pixels = noise(640, 480)
-    want = np.asarray(Image.fromarray(pixels).resize((columns * 8, rows * 8), Image.Resampling.BICUBIC))
+    want = np.asarray(
+        Image.fromarray(pixels).resize((columns * 8, rows * 8), Image.Resampling.BICUBIC)
+    )
     area = cv2.resize(pixels, (columns * 8, rows * 8), interpolation=cv2.INTER_AREA)
     ours = decode_image(stored(Image.fromarray(pixels), "PNG"), (rows, columns), image)
 
@@ -81,9 +91,17 @@ PICTURE = Image.fromarray(PIXELS)
 
 def test_grey_and_cmyk_jpeg() -> None:
     grey = np.asarray(PICTURE.convert("L")).astype(int)
-    assert np.abs(colours(stored(PICTURE.convert("L"), "JPEG", quality=95)) - grey[:, :, None]).mean() < 3
+    assert (
+        np.abs(colours(stored(PICTURE.convert("L"), "JPEG", quality=95)) - grey[:, :, None]).mean()
+        < 3
+    )
     assert np.abs(colours(stored(PICTURE.convert("CMYK"), "JPEG", quality=95)) - PIXELS).mean() < 4
-    assert np.abs(colours(stored(PICTURE, "JPEG", quality=95, progressive=True, subsampling=0)) - PIXELS).mean() < 4
+    assert (
+        np.abs(
+            colours(stored(PICTURE, "JPEG", quality=95, progressive=True, subsampling=0)) - PIXELS
+        ).mean()
+        < 4
+    )
 
 
 def test_png_of_every_depth() -> None:
@@ -97,29 +115,41 @@ def test_png_of_every_depth() -> None:
     two = PICTURE.convert("1")
     assert np.array_equal(colours(stored(two, "PNG")), np.asarray(two.convert("RGB")))
     as_grey = ImageInput(module="e", patch_px=8, channels=1, mean=(0,), std=(1,), max_pixels=10**6)
-    for file in (stored(PICTURE, "PNG"), stored(PICTURE.convert("L"), "PNG"), stored(PICTURE, "JPEG", quality=98)):
+    for file in (
+        stored(PICTURE, "PNG"),
+        stored(PICTURE.convert("L"), "PNG"),
+        stored(PICTURE, "JPEG", quality=98),
+    ):
         assert np.abs(decode_image(file, (4, 5), as_grey)[0] * 255 - grey).mean() < 2
 
 
 def test_transparency_lies_over_white() -> None:
     alpha = np.tile(np.linspace(0, 255, 40).astype(np.uint8), (32, 1))
     veiled = np.dstack([PIXELS, alpha])
-    over = Image.alpha_composite(Image.new("RGBA", (40, 32), "white"), Image.fromarray(veiled)).convert("RGB")
-    for file in (stored(Image.fromarray(veiled), "PNG"), stored(Image.fromarray(veiled), "WEBP", lossless=True,
-                                                                exact=True)):
+    over = Image.alpha_composite(
+        Image.new("RGBA", (40, 32), "white"), Image.fromarray(veiled)
+    ).convert("RGB")
+    for file in (
+        stored(Image.fromarray(veiled), "PNG"),
+        stored(Image.fromarray(veiled), "WEBP", lossless=True, exact=True),
+    ):
         assert np.abs(colours(file) - np.asarray(over).astype(int)).max() <= 1
     opaque = stored(Image.fromarray(np.dstack([PIXELS, np.full_like(alpha, 255)])), "PNG")
     assert np.array_equal(colours(opaque), PIXELS)
     palette = PICTURE.quantize(16)
     hidden = np.asarray(palette) == 3
     seen = colours(stored(palette, "PNG", transparency=3))
-    assert (seen[hidden] == 255).all() and np.array_equal(seen[~hidden], np.asarray(palette.convert("RGB"))[~hidden])
+    assert (seen[hidden] == 255).all() and np.array_equal(
+        seen[~hidden], np.asarray(palette.convert("RGB"))[~hidden]
+    )
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "PNG"])
 def test_animations_show_their_first_picture(kind: str) -> None:
     lossless = {"lossless": True} if kind == "WEBP" else {}
-    file = stored(PICTURE, kind, save_all=True, append_images=[Image.new("RGB", (40, 32), "red")], **lossless)
+    file = stored(
+        PICTURE, kind, save_all=True, append_images=[Image.new("RGB", (40, 32), "red")], **lossless
+    )
     assert np.array_equal(colours(file), PIXELS)
 
 
@@ -130,7 +160,7 @@ def test_orientation_is_not_applied() -> None:
     for kind in ("JPEG", "PNG", "WEBP"):
         turned, plain = stored(PICTURE, kind, exif=exif), stored(PICTURE, kind)
         assert Image.open(io.BytesIO(turned)).getexif()[0x0112] == 6
-        header = read_header(lambda offset, length, data=turned: data[offset:offset + length])
+        header = read_header(lambda offset, length, data=turned: data[offset : offset + length])
         assert (header.width_px, header.height_px) == (40, 32)
         assert np.array_equal(colours(turned), colours(plain))
 
@@ -153,8 +183,13 @@ def test_formats_are_told_by_content() -> None:
             colours(stored(PICTURE, kind))
 
 
-@pytest.mark.parametrize("decode", [lambda data, out: decoding.decode_image(data, (4, 5), IMAGE, out),
-                                    lambda data, out: decoding.decode_target(data, TARGET, out)])
+@pytest.mark.parametrize(
+    "decode",
+    [
+        lambda data, out: decoding.decode_image(data, (4, 5), IMAGE, out),
+        lambda data, out: decoding.decode_target(data, TARGET, out),
+    ],
+)
 def test_written_in_place(decode: Any) -> None:
     """Into a part of a larger array, and not at all where decoding fails."""
     data = stored(PICTURE, "JPEG")
@@ -170,8 +205,11 @@ def test_written_in_place(decode: Any) -> None:
 def test_scaled_decoding_is_close_to_the_whole_one() -> None:
     assert IMAGE is not None
     data = encoded(1000, 800)
-    whole = cv2.resize(cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR), (80, 64),
-                       interpolation=cv2.INTER_AREA)
+    whole = cv2.resize(
+        cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR),
+        (80, 64),
+        interpolation=cv2.INTER_AREA,
+    )
     expected = whole[:, :, ::-1].transpose(2, 0, 1) / 127.5 - 1
     assert np.abs(decode_image(data, (8, 10), IMAGE) - expected).mean() < 0.01
 
@@ -179,15 +217,21 @@ def test_scaled_decoding_is_close_to_the_whole_one() -> None:
 def test_mean_std_and_grey() -> None:
     grey = ImageInput(module="e", patch_px=8, channels=1, mean=(0.25,), std=(0.5,), max_pixels=4096)
     data = cv2.imencode(".png", np.full((8, 16, 3), 128, np.uint8))[1].tobytes()
-    assert np.allclose(decode_image(data, (1, 2), grey), np.full((1, 8, 16), (128 / 255 - 0.25) / 0.5))
+    assert np.allclose(
+        decode_image(data, (1, 2), grey), np.full((1, 8, 16), (128 / 255 - 0.25) / 0.5)
+    )
 
 
 def test_every_channel_has_its_own_mean_and_std() -> None:
     means, stds = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
     image = ImageInput(module="e", patch_px=8, mean=means, std=stds, max_pixels=4096)
-    red, green, blue = decode_image(stored(Image.new("RGB", (8, 8), (255, 128, 0)), "PNG"), (1, 1), image)[:, 0, 0]
-    assert np.allclose([red, green, blue], [(v / 255 - m) / s for v, m, s in zip((255, 128, 0), means, stds,
-                                                                                  strict=True)])
+    red, green, blue = decode_image(
+        stored(Image.new("RGB", (8, 8), (255, 128, 0)), "PNG"), (1, 1), image
+    )[:, 0, 0]
+    assert np.allclose(
+        [red, green, blue],
+        [(v / 255 - m) / s for v, m, s in zip((255, 128, 0), means, stds, strict=True)],
+    )
 
 
 def test_target_is_the_middle_square() -> None:

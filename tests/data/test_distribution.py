@@ -1,4 +1,5 @@
-"""Every shipped distribution: sizes that fit, means as asked for, marginals as stated, equal on every machine."""
+"""Every shipped distribution: sizes that fit, means as asked for, marginals as stated, equal on
+every machine."""
 
 from __future__ import annotations
 
@@ -24,39 +25,61 @@ from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
 from disttrain_cli.spec.runfile import DistributionSpec, Run, RunFile
 from tests.data.dataset import PROPERTY, make_layout, unit
 
-NAMES = [entry.name.removesuffix(".yaml")
-         for entry in (files("disttrain_cli") / "templates" / "distributions").iterdir()]
+NAMES = [
+    entry.name.removesuffix(".yaml")
+    for entry in (files("disttrain_cli") / "templates" / "distributions").iterdir()
+]
 INPUTS = ModelInputs(
-    llm="llm", vocabulary=32_000, sequence_length=8192,
+    llm="llm",
+    vocabulary=32_000,
+    sequence_length=8192,
     image=ImageInput(module="encoder", patch_px=14, merge=2, max_pixels=512 * 512),
     target=TargetInput(module="generator", size_px=512, context_tokens=77, latent_pixels=4096),
 )
 
 
 def make_run(folder: Path, **distribution: Any) -> Run:
-    file = RunFile.model_validate({
-        "name": "t", "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
-        "data": {"distribution": distribution}, "train": {"global_batch_size": 48, "steps": 2}})
+    file = RunFile.model_validate(
+        {
+            "name": "t",
+            "model": {"modules": {"llm": {"kind": "llm", "architecture": "llama"}}},
+            "data": {"distribution": distribution},
+            "train": {"global_batch_size": 48, "steps": 2},
+        }
+    )
     return Run(path=folder / "disttrain.yaml", file=file)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("read", "generated"), [(8, 8), (16, 16), (1, 0), (0, 2.5)])
-def test_means_are_exact_and_every_document_fills_its_sequence(name: str, read: float, generated: float) -> None:
-    spec = DistributionSpec(name=name, images_per_sequence=read, generated_per_sequence=generated, sequences=1000)
+def test_means_are_exact_and_every_document_fills_its_sequence(
+    name: str, read: float, generated: float
+) -> None:
+    spec = DistributionSpec(
+        name=name, images_per_sequence=read, generated_per_sequence=generated, sequences=1000
+    )
     drawn = draw(spec, INPUTS)
     lengths = np.add.reduceat(drawn.tokens, drawn.segment_start[:-1]) + SAMPLE_SPECIALS
     assert set(lengths) == {INPUTS.sequence_length} and len(lengths) == 1000
-    assert (drawn.kinds == IMAGE).sum() == 1000 * read and (drawn.kinds == TARGET).sum() == 1000 * generated
+    assert (drawn.kinds == IMAGE).sum() == 1000 * read and (
+        drawn.kinds == TARGET
+    ).sum() == 1000 * generated
     assert (drawn.tokens[drawn.kinds == TARGET] == 77).all() and (drawn.tokens > 0).all()
-    assert drawn.tokens[drawn.kinds == IMAGE].tolist() == (drawn.grids.prod(axis=1)[drawn.kinds == IMAGE] // 4).tolist()
+    assert (
+        drawn.tokens[drawn.kinds == IMAGE].tolist()
+        == (drawn.grids.prod(axis=1)[drawn.kinds == IMAGE] // 4).tolist()
+    )
     assert (drawn.kinds[drawn.segment_start[1:] - 1] == TEXT).all()
 
 
 @given(st.floats(0, 3), st.floats(0, 10), st.integers(1, 60), st.integers(300, 2000))
 @PROPERTY
-def test_whatever_is_asked_for_fits_or_is_refused(read: float, generated: float, sequences: int, length: int) -> None:
-    spec = DistributionSpec(images_per_sequence=read, generated_per_sequence=generated, sequences=sequences)
+def test_whatever_is_asked_for_fits_or_is_refused(
+    read: float, generated: float, sequences: int, length: int
+) -> None:
+    spec = DistributionSpec(
+        images_per_sequence=read, generated_per_sequence=generated, sequences=sequences
+    )
     inputs = INPUTS.model_copy(update={"sequence_length": length})
     try:
         drawn = draw(spec, inputs)
@@ -82,9 +105,15 @@ def test_laion_like_image_sizes() -> None:
     sizes = image_sizes(read_distribution("laion-like"), 200_000)
     for side, counts in ((sizes.min(axis=1), (211, 67, 9.6)), (sizes.max(axis=1), (268, 112, 26))):
         for pixels, millions in zip((256, 512, 1024), counts, strict=True):
-            assert 413 * (side >= pixels).mean() == pytest.approx(millions, rel=0.12 if pixels == 1024 else 0.02)
+            assert 413 * (side >= pixels).mean() == pytest.approx(
+                millions, rel=0.12 if pixels == 1024 else 0.02
+            )
     ratio = sizes[:, 0] / sizes[:, 1]
-    assert 0.48 < ratio.min() < 0.52 and 1.92 < ratio.max() < 2.08 and np.median(ratio) == pytest.approx(1, abs=0.02)
+    assert (
+        0.48 < ratio.min() < 0.52
+        and 1.92 < ratio.max() < 2.08
+        and np.median(ratio) == pytest.approx(1, abs=0.02)
+    )
     assert image_sizes(read_distribution("laion-like"), 5000, 1024).min() >= 1024
 
 
@@ -94,9 +123,11 @@ def test_the_same_sizes_on_every_machine() -> None:
     again = draw(DistributionSpec(sequences=100), INPUTS)
     assert again.fingerprint == drawn.fingerprint and np.array_equal(again.tokens, drawn.tokens)
     other = INPUTS.model_copy(update={"sequence_length": 4096})
-    changed = [draw(DistributionSpec(sequences=100, min_side_px=256), INPUTS),
-               draw(DistributionSpec(sequences=100, images_per_sequence=7.9), INPUTS),
-               draw(DistributionSpec(sequences=100), other)]
+    changed = [
+        draw(DistributionSpec(sequences=100, min_side_px=256), INPUTS),
+        draw(DistributionSpec(sequences=100, images_per_sequence=7.9), INPUTS),
+        draw(DistributionSpec(sequences=100), other),
+    ]
     assert len({drawn.fingerprint, *(one.fingerprint for one in changed)}) == 4
 
 
@@ -104,12 +135,20 @@ def test_packing_statistics_and_ordering_work_on_drawn_sizes(tmp_path: Path) -> 
     index = open_index(make_run(tmp_path, sequences=200, min_side_px=512), INPUTS)
     data = describe_data(pack(index, INPUTS, 0, 0))
     assert (data.samples, data.sequences, data.fill_fraction, data.skipped) == (200, 200, 1.0, 0)
-    assert data.images_per_sequence.mean == 8 and data.targets == 1600 and data.fingerprint == index.fingerprint
+    assert (
+        data.images_per_sequence.mean == 8
+        and data.targets == 1600
+        and data.fingerprint == index.fingerprint
+    )
     assert len(data.sample.tokens) == 200 and set(data.sample.length_sq) == {8192**2}
     batch = SequenceStream(index, 0).batch(0, 48)
-    layout = make_layout([unit("e", ["encoder"], 3), unit("l", ["llm"], 4), unit("g", ["generator"], 5)], 2, 48)
+    layout = make_layout(
+        [unit("e", ["encoder"], 3), unit("l", ["llm"], 4), unit("g", ["generator"], 5)], 2, 48
+    )
     sizes = sizes_of(batch)
-    loads = replica_loads(sizes, INPUTS, layout, assign(count_costs(sizes, INPUTS), layout, "llm", "paper"))
+    loads = replica_loads(
+        sizes, INPUTS, layout, assign(count_costs(sizes, INPUTS), layout, "llm", "paper")
+    )
     assert loads["encoder"].sum(axis=(0, 1))[0] == len(batch.image_segment)
 
 
@@ -119,11 +158,17 @@ def test_a_model_without_encoder_or_generator_has_none_of_their_images(tmp_path:
     assert index.kinds.tolist() == [TEXT] * 10 and set(index.tokens) == {8190}
 
 
-@pytest.mark.parametrize(("asked", "named"), [
-    ({"images_per_sequence": 64, "min_side_px": 512},
-     ["64 images read × 3", "8 images generated × 9", "data.sequence_length = 8,192"]),
-    ({"images_per_sequence": 900}, ["900 images read"]),
-    ({"name": "../presets/tiny"}, ["'../presets/tiny'", "laion-like"])])
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (
+            {"images_per_sequence": 64, "min_side_px": 512},
+            ["64 images read × 3", "8 images generated × 9", "data.sequence_length = 8,192"],
+        ),
+        ({"images_per_sequence": 900}, ["900 images read"]),
+        ({"name": "../presets/tiny"}, ["'../presets/tiny'", "laion-like"]),
+    ],
+)
 def test_what_cannot_be_drawn(tmp_path: Path, asked: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(SpecError) as refused:
         open_index(make_run(tmp_path, **asked), INPUTS)

@@ -25,7 +25,9 @@ LONG = " ".join(f"wörd{n} 字" for n in range(200))
 
 
 @pytest.fixture(scope="module", params=["bytes", "byte level", "metaspace"])
-def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
     from tokenizers import Tokenizer as Rules
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -33,10 +35,16 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         return ByteTokenizer()
     rules = Rules(models.BPE(byte_fallback=request.param == "metaspace"))
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if request.param == "metaspace" else []
-    rules.pre_tokenizer = pre_tokenizers.Metaspace() if bytes_ else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rules.pre_tokenizer = (
+        pre_tokenizers.Metaspace() if bytes_ else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    )
     alphabet = [] if bytes_ else pre_tokenizers.ByteLevel.alphabet()
-    rules.train_from_iterator([LONG], trainers.BpeTrainer(vocab_size=400, special_tokens=bytes_,
-                                                          initial_alphabet=alphabet, show_progress=False))
+    rules.train_from_iterator(
+        [LONG],
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=bytes_, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
     folder = tmp_path_factory.mktemp("tokenizer")
     rules.save(str(folder / "tokenizer.json"))
     return FolderTokenizer(folder)
@@ -68,9 +76,13 @@ def labels_by_key(index: Index) -> dict[str, list[bytes]]:
         plan = SequencePlan(packing, number)
         labels = plan.token_ids(tokens, reader.texts)[1]
         assert (labels != NOT_TRAINED).sum() == packing.label_tokens[number]
-        for sample, first, count in zip(plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True):
+        for sample, first, count in zip(
+            plan.samples.tolist(), plan.sample_at, plan.sample_tokens, strict=True
+        ):
             own = labels[first : first + count - 1]
-            trained[sample] = bytes(ord(".") if token == tokens.eos else token for token in own[own != NOT_TRAINED])
+            trained[sample] = bytes(
+                ord(".") if token == tokens.eos else token for token in own[own != NOT_TRAINED]
+            )
     found: dict[str, list[bytes]] = {}
     for sample in sorted(trained):
         found.setdefault(index.keys[sample], []).append(trained[sample])
@@ -78,23 +90,31 @@ def labels_by_key(index: Index) -> dict[str, list[bytes]]:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_all_of_a_long_document_is_trained_once_and_its_end_alone_as_an_end(tmp_path: Path, form: str) -> None:
+def test_all_of_a_long_document_is_trained_once_and_its_end_alone_as_an_end(
+    tmp_path: Path, form: str
+) -> None:
     texts = ["short", LONG, "x" * ROOM, "y" * (ROOM + 1), "字" * ROOM]
     (tmp_path / "d").mkdir()
     if form == "jsonl":
-        (tmp_path / "d/a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (tmp_path / "d/a.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     else:
         pq.write_table(pa.table({"text": texts}), tmp_path / "d/a.parquet")
     index = build_index(make_run(tmp_path, [{"path": "d"}], max_bad_fraction=0), INPUTS)
     found = list(labels_by_key(index).values())
     assert [b"".join(own) for own in found] == [f"{text}.".encode() for text in texts]
-    assert [len(own) for own in found] == [1, len(found[1]), 1, 2, len(found[4])] and len(found[1]) > 15
+    assert [len(own) for own in found] == [1, len(found[1]), 1, 2, len(found[4])] and len(
+        found[1]
+    ) > 15
     assert not index.skipped and int(index.lengths.max()) <= INPUTS.sequence_length
 
 
 def test_a_document_is_held_out_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
-    (tmp_path / "d/a.jsonl").write_text("".join(json.dumps({"text": LONG}) + "\n" for _ in range(20)))
+    (tmp_path / "d/a.jsonl").write_text(
+        "".join(json.dumps({"text": LONG}) + "\n" for _ in range(20))
+    )
     index = build_index(make_run(tmp_path, [{"path": "d"}], held_out=0.5), INPUTS)
     assert index.drawn is not None and 0 < index.drawn.sum() < len(index)
     for key in set(index.keys):

@@ -20,22 +20,32 @@ def drawn(random, count, images=3.0, tokens=200.0, targets=1.0, patches=40.0):
     read, made = (random.negative_binomial(2, 2 / (2 + mean), count) for mean in (images, targets))
     return SizeSample(
         tokens=np.minimum(256, random.gamma(4, tokens / 4, count)).astype(int).tolist(),
-        length_sq=random.integers(10_000, 30_000, count).tolist(), targets=made.tolist(),
-        images=[random.poisson(patches, number).tolist() for number in read])
+        length_sq=random.integers(10_000, 30_000, count).tolist(),
+        targets=made.tolist(),
+        images=[random.poisson(patches, number).tolist() for number in read],
+    )
 
 
 def steps_of(random, counts, **sizes):
     rows = []
     for step in range(counts):
         batch = drawn(random, BATCH, **sizes)
-        rows.append({"step": step, "sequences": BATCH, "tokens": sum(batch.tokens),
-                     "images": sum(len(own) for own in batch.images), "targets": sum(batch.targets)})
+        rows.append(
+            {
+                "step": step,
+                "sequences": BATCH,
+                "tokens": sum(batch.tokens),
+                "images": sum(len(own) for own in batch.images),
+                "targets": sum(batch.targets),
+            }
+        )
     return rows
 
 
 def profile_of(random, count=512, **sizes):
-    return PROFILE.model_copy(update={"data": PROFILE.data.model_copy(
-        update={"sample": drawn(random, count, **sizes)})})
+    return PROFILE.model_copy(
+        update={"data": PROFILE.data.model_copy(update={"sample": drawn(random, count, **sizes)})}
+    )
 
 
 def test_equal_data_do_not_drift():
@@ -48,27 +58,37 @@ def test_equal_data_do_not_drift():
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), factor=st.sampled_from([0.5, 1.6, 2.5]),
-       what=st.sampled_from(["images", "targets", "patches"]))
+@given(
+    seed=st.integers(0, 10_000),
+    factor=st.sampled_from([0.5, 1.6, 2.5]),
+    what=st.sampled_from(["images", "targets", "patches"]),
+)
 def test_a_mean_that_moved_is_named(seed, factor, what):
     random = np.random.default_rng(seed)
     profile = profile_of(random)
     moved = {what: {"images": 3.0, "targets": 1.0, "patches": 40.0}[what] * factor}
     found = drift(profile, steps_of(random, 40, **moved), drawn(random, 512, **moved))
-    name = {"images": "images read per sequence", "targets": "images generated per sequence",
-            "patches": "patches per image"}[what]
+    name = {
+        "images": "images read per sequence",
+        "targets": "images generated per sequence",
+        "patches": "patches per image",
+    }[what]
     assert [one.what for one in found] == [name]
     assert found[0].seen / found[0].planned == pytest.approx(factor, rel=0.3)
     assert found[0].change_pct == pytest.approx(100 * (found[0].seen / found[0].planned - 1))
     assert np.sign(found[0].z) == np.sign(factor - 1)
-    assert found[0].sentence.startswith(f"The data brings {found[0].seen:.3g} {name} where the plan was made for")
+    assert found[0].sentence.startswith(
+        f"The data brings {found[0].seen:.3g} {name} where the plan was made for"
+    )
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), begins=st.integers(4, 20))
 def test_the_step_from_which_on_it_is_so(seed, begins):
     random = np.random.default_rng(seed)
-    rows = steps_of(random, begins) + [row | {"step": row["step"] + begins} for row in steps_of(random, 30, images=9.0)]
+    rows = steps_of(random, begins) + [
+        row | {"step": row["step"] + begins} for row in steps_of(random, 30, images=9.0)
+    ]
     found = drift(profile_of(random), rows)
     assert [one.what for one in found] == ["images read per sequence"]
     assert found[0].from_step == begins
@@ -86,7 +106,9 @@ def test_only_what_is_read_now_counts():
 def test_what_the_plan_never_saw_has_no_percentage():
     random = np.random.default_rng(2)
     found = drift(profile_of(random, targets=1e-9), steps_of(random, 10))
-    assert [(one.what, one.planned, one.change_pct) for one in found] == [("images generated per sequence", 0.0, None)]
+    assert [(one.what, one.planned, one.change_pct) for one in found] == [
+        ("images generated per sequence", 0.0, None)
+    ]
     assert "made for none" in found[0].sentence
 
 

@@ -13,11 +13,11 @@ from tests.data.dataset import encoded
 
 
 def header(data: bytes) -> ImageHeader:
-    return read_header(lambda offset, length: data[offset:offset + length])
+    return read_header(lambda offset, length: data[offset : offset + length])
 
 
 def whole(data: bytes) -> bool:
-    return is_whole(lambda offset, length: data[offset:offset + length], len(data))
+    return is_whole(lambda offset, length: data[offset : offset + length], len(data))
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp"])
@@ -33,26 +33,36 @@ def test_webp_kinds_and_segments_before_the_frame() -> None:
     lossless = cv2.imencode(".webp", pixels, [cv2.IMWRITE_WEBP_QUALITY, 101])[1].tobytes()
     lossy = cv2.imencode(".webp", pixels, [cv2.IMWRITE_WEBP_QUALITY, 60])[1].tobytes()
     assert {lossless[12:16], lossy[12:16]} == {b"VP8L", b"VP8 "}
-    extended = b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0" + (44).to_bytes(3, "little") + (19).to_bytes(3, "little")
+    extended = (
+        b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0"
+        + (44).to_bytes(3, "little")
+        + (19).to_bytes(3, "little")
+    )
     assert {header(d)[1:3] for d in (lossless, lossy, extended)} == {(45, 20)}
     jpeg = encoded(40, 24)
     with_segment = jpeg[:2] + b"\xff\xe1" + struct.pack(">H", 60002) + bytes(60000) + jpeg[2:]
     assert header(with_segment) == ("jpeg", 40, 24, False)
 
 
-@pytest.mark.parametrize(("data", "reason"), [
-    (b"", "^an empty file, not a JPEG"),
-    (b"hello, this is a text and no image", "^not a JPEG"),
-    (b"\n<!DOCTYPE html><html>404</html>", "^a web page or SVG, not a JPEG"),
-    (b"GIF89a" + bytes(40), "^a GIF, not"),
-    (b"\0\0\0\x1cftypavif" + bytes(40), "^an AVIF, not"),
-    (b"\0\0\0\x18ftypheic" + bytes(40), "^a HEIC, not"),
-    (b"\xff\xd8\xff\xe0", "cut short|damaged"),
-    (b"\xff\xd8" + bytes(40), "damaged"),
-    (b"\xff\xd8\xff\xda" + bytes(40), "without a frame"),
-    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 100_000, 100_000) + bytes(8), "oversized"),
-    (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 0, 5) + bytes(8), "0x5"),
-])
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "^an empty file, not a JPEG"),
+        (b"hello, this is a text and no image", "^not a JPEG"),
+        (b"\n<!DOCTYPE html><html>404</html>", "^a web page or SVG, not a JPEG"),
+        (b"GIF89a" + bytes(40), "^a GIF, not"),
+        (b"\0\0\0\x1cftypavif" + bytes(40), "^an AVIF, not"),
+        (b"\0\0\0\x18ftypheic" + bytes(40), "^a HEIC, not"),
+        (b"\xff\xd8\xff\xe0", "cut short|damaged"),
+        (b"\xff\xd8" + bytes(40), "damaged"),
+        (b"\xff\xd8\xff\xda" + bytes(40), "without a frame"),
+        (
+            b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 100_000, 100_000) + bytes(8),
+            "oversized",
+        ),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + struct.pack(">II", 0, 5) + bytes(8), "0x5"),
+    ],
+)
 def test_refused(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         header(data)

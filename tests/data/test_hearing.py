@@ -1,4 +1,5 @@
-"""A model that hears is given its clips: indexed, packed, shared over replicas, made into features at their places."""
+"""A model that hears is given its clips: indexed, packed, shared over replicas, made into features
+at their places."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ LAYOUTS = [
     make_layout([unit("eye", ["encoder"], 1), unit("ear", ["ear"], 3), unit("llm", ["llm"], 2)], 2),
     make_layout([unit("both", ["encoder", "ear"], 3), unit("llm", ["llm"], 2)], 2),
     make_layout([unit("eye", ["encoder"], 2), unit("rest", ["ear", "llm"], 2)], 1),
-    make_layout([unit("all", ["encoder", "ear", "llm"], 3)], 2)]
+    make_layout([unit("all", ["encoder", "ear", "llm"], 3)], 2),
+]
 
 
 def files(samples: int = 30) -> list[tuple[str, bytes]]:
@@ -43,7 +45,9 @@ def files(samples: int = 30) -> list[tuple[str, bytes]]:
         for place in range(int(random.integers(0, 4))):
             name = f"{key}.{place}." + ("flac" if random.random() < 0.6 else "png")
             if name.endswith("flac"):
-                found.append((name, sound("flac", 8_000, seconds=0.1 * (1 + place), hz=100.0 * (1 + number))))
+                found.append(
+                    (name, sound("flac", 8_000, seconds=0.1 * (1 + place), hz=100.0 * (1 + number)))
+                )
                 segments.append(clip(name))
             else:
                 found.append((name, encoded(20, 20 + number, ".png")))
@@ -67,18 +71,26 @@ def test_clips_are_segments_of_as_many_tokens(heard: tuple[Run, Index]) -> None:
 
 
 def test_clips_that_nobody_hears_are_no_segments_and_long_ones_are_named(own_run: MakeRun) -> None:
-    long = [("long.wav", sound(seconds=0.601)), ("long.txt", b"x"), ("fits.wav", sound(seconds=0.6)),
-            ("fits.txt", b"y")]
+    long = [
+        ("long.wav", sound(seconds=0.601)),
+        ("long.txt", b"x"),
+        ("fits.wav", sound(seconds=0.6)),
+        ("fits.txt", b"y"),
+    ]
     run = own_run({"a.tar": long}, max_bad_fraction=0.5)
     deaf = build_index(run, INPUTS)
     assert len(deaf) == 2 and not (deaf.kinds == AUDIO).any()
     (skipped,) = build_index(run, HEARING).skipped
-    assert skipped.key == "long" and skipped.reason == "a clip of 0.6 s, longer than the 0.6 s that the model hears"
+    assert (
+        skipped.key == "long"
+        and skipped.reason == "a clip of 0.6 s, longer than the 0.6 s that the model hears"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe())
-def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(heard: tuple[Run, Index],
-                                                                           layout: Any) -> None:
+def test_every_clip_of_a_slot_has_one_replica_of_each_unit_that_works_on_it(
+    heard: tuple[Run, Index], layout: Any
+) -> None:
     run, index = heard
     for slot in Orders(run.file, layout, index).of(1)[0].slots:
         assert slot.rows("audio", "positions").tolist() == [30] * len(slot.clip_sequence)
@@ -106,17 +118,33 @@ def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: A
         works = {"encoder": {"pixels"}, "ear": {"audio"}, "llm": {"tokens", "layout", "labels"}}
         fields = set().union(*(works[name] for name in part.modules))
         for replica in range(part.dp):
-            with Loader(run, Orders(run.file, layout, index), unit=part.name, replica=replica, fields=fields) as source:
+            with Loader(
+                run, Orders(run.file, layout, index), unit=part.name, replica=replica, fields=fields
+            ) as source:
                 for place, slot in enumerate(source.order(0).slots):
                     batch, own = source.fetch(0, place), slot.replicas[part.name][replica]
                     assert batch.clips is not None and int(batch.clips) == len(own.clips)
-                    segments = np.concatenate([
-                        np.zeros(0, np.int64), *(stream.clip_segment[stream.clip_start[s]:stream.clip_start[s + 1]]
-                                                 for s in slot.sequences.tolist())])[own.clips]
+                    segments = np.concatenate(
+                        [
+                            np.zeros(0, np.int64),
+                            *(
+                                stream.clip_segment[stream.clip_start[s] : stream.clip_start[s + 1]]
+                                for s in slot.sequences.tolist()
+                            ),
+                        ]
+                    )[own.clips]
                     if "ear" in part.modules:
-                        assert batch.audio_features is not None and batch.audio_features.shape == (len(segments), 8, 60)
-                        for features, segment in zip(batch.audio_features, segments.tolist(), strict=True):
-                            sample = int(np.searchsorted(index.segment_start, segment, side="right") - 1)
+                        assert batch.audio_features is not None and batch.audio_features.shape == (
+                            len(segments),
+                            8,
+                            60,
+                        )
+                        for features, segment in zip(
+                            batch.audio_features, segments.tolist(), strict=True
+                        ):
+                            sample = int(
+                                np.searchsorted(index.segment_start, segment, side="right") - 1
+                            )
                             expected = np.empty((8, 60), np.float32)
                             decode_features(reader.file(sample, segment), EAR, expected)
                             assert np.array_equal(features, expected) and np.ptp(features) > 0
@@ -124,24 +152,41 @@ def test_features_and_places_belong_together(heard: tuple[Run, Index], layout: A
                     if "llm" in part.modules:
                         assert batch.token_ids is not None
                         assert batch.audio_rows is not None and batch.image_rows is not None
-                        flat, both = batch.token_ids.reshape(-1), np.concatenate([batch.audio_rows, batch.image_rows])
+                        flat, both = (
+                            batch.token_ids.reshape(-1),
+                            np.concatenate([batch.audio_rows, batch.image_rows]),
+                        )
                         assert sorted(both) == np.flatnonzero(flat == tokens.image).tolist()
                         starts = batch.audio_rows.reshape(-1, 3)
-                        assert (np.diff(starts, axis=1) == 1).all() and (np.diff(starts[:, 0]) > 0).all()
+                        assert (np.diff(starts, axis=1) == 1).all() and (
+                            np.diff(starts[:, 0]) > 0
+                        ).all()
                         assert len(starts) == len(own.clips)
     assert seen == len(stream.clip_segment)
 
 
 def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
     whole = sound("flac")
-    content = [part for number in range(30) for part in (
-        (f"{number}.flac", whole[:-300] if number in (3, 5) else whole), (f"{number}.txt", b"the same"))]
+    content = [
+        part
+        for number in range(30)
+        for part in (
+            (f"{number}.flac", whole[:-300] if number in (3, 5) else whole),
+            (f"{number}.txt", b"the same"),
+        )
+    ]
     run = own_run({"a.tar": content}, max_bad_fraction=0.1)
     index = build_index(run, HEARING)
     layout = make_layout([unit("all", ["encoder", "ear", "llm"], 1)], 2)
-    with Loader(run, Orders(run.file, layout, index), unit="all", replica=0, fields=FIELDS) as source:
-        features = [one for step in range(4) for slot in range(6)
-                    for one in source.fetch(step, slot).audio_features]  # type: ignore[union-attr]
+    with Loader(
+        run, Orders(run.file, layout, index), unit="all", replica=0, fields=FIELDS
+    ) as source:
+        features = [
+            one
+            for step in range(4)
+            for slot in range(6)
+            for one in source.fetch(step, slot).audio_features
+        ]  # type: ignore[union-attr]
         assert sorted(one.key for one in source.skipped) == ["3", "5"]
         assert all("no whole sound file" in one.reason for one in source.skipped)
     silent = [bool((one == np.float32(SILENCE)).all()) for one in features]
@@ -150,7 +195,9 @@ def test_broken_clips_are_silent_and_named(own_run: MakeRun) -> None:
 
 def test_clips_survive_the_journey_from_a_worker(heard: tuple[Run, Index]) -> None:
     run, index = heard
-    with Loader(run, Orders(run.file, LAYOUTS[3], index), unit="all", replica=1, fields=FIELDS) as source:
+    with Loader(
+        run, Orders(run.file, LAYOUTS[3], index), unit="all", replica=1, fields=FIELDS
+    ) as source:
         batch = source.fetch(0, 0)
     arrived = wire.read_slot(iter(sent(Prepared(batch, [])))).batch
     for name in ("clips", "audio_features", "audio_rows"):

@@ -18,15 +18,31 @@ from disttrain_cli.data.tokenizer import ByteTokenizer
 from disttrain_cli.errors import DataError, MismatchError, SpecError
 from disttrain_cli.spec.index import COLUMNS, IMAGE, TARGET, TEXT
 from disttrain_cli.spec.runfile import Run
-from tests.data.dataset import INPUTS, encoded, image, interleaved, make_run, text, write_dataset, write_tar
+from tests.data.dataset import (
+    INPUTS,
+    encoded,
+    image,
+    interleaved,
+    make_run,
+    text,
+    write_dataset,
+    write_tar,
+)
 from tests.data.sources.forms import write_form, write_llava
 
 MakeRun = Callable[..., Run]
 
 
 def test_rows(own_run: MakeRun) -> None:
-    run = own_run({"a.tar": [interleaved("s", text("häh"), image("s.0.jpg"), image("s.1.png", True), text("!")),
-                             ("s.0.jpg", encoded(64, 32)), ("s.1.png", encoded(99, 99, ".png"))]})
+    run = own_run(
+        {
+            "a.tar": [
+                interleaved("s", text("häh"), image("s.0.jpg"), image("s.1.png", True), text("!")),
+                ("s.0.jpg", encoded(64, 32)),
+                ("s.1.png", encoded(99, 99, ".png")),
+            ]
+        }
+    )
     index = build_index(run, INPUTS)
     assert index.kinds.tolist() == [TEXT, IMAGE, TARGET, TEXT]
     assert index.tokens.tolist() == [4, 8, 4, 1]
@@ -41,8 +57,21 @@ def test_reading_back_is_the_same(run: Run, index: Index) -> None:
 
     assert tuple(pq.read_schema(run.dir.index).names) == COLUMNS
     again = read_index(run, INPUTS)
-    assert again.fingerprint == index.fingerprint and list(again.keys) == list(index.keys) and len(index) == 46
-    for name in ("source", "shard", "segment_start", "kinds", "tokens", "offsets", "sizes", "grids"):
+    assert (
+        again.fingerprint == index.fingerprint
+        and list(again.keys) == list(index.keys)
+        and len(index) == 46
+    )
+    for name in (
+        "source",
+        "shard",
+        "segment_start",
+        "kinds",
+        "tokens",
+        "offsets",
+        "sizes",
+        "grids",
+    ):
         assert np.array_equal(getattr(again, name), getattr(index, name))
 
 
@@ -55,15 +84,35 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path, index: Index) -> 
 
 
 def test_images_without_a_module_are_left_out(own_run: MakeRun) -> None:
-    run = own_run({"a.tar": [interleaved("0", text("a"), image("0.jpg")), ("0.jpg", encoded(20, 20)),
-                             interleaved("1", image("0.jpg"))]}, max_bad_fraction=0.5)
+    run = own_run(
+        {
+            "a.tar": [
+                interleaved("0", text("a"), image("0.jpg")),
+                ("0.jpg", encoded(20, 20)),
+                interleaved("1", image("0.jpg")),
+            ]
+        },
+        max_bad_fraction=0.5,
+    )
     index = build_index(run, INPUTS.model_copy(update={"image": None}))
     assert index.kinds.tolist() == [TEXT] and [s.key for s in index.skipped] == ["1"]
 
 
-def test_what_has_no_module_is_counted_and_no_text_that_asks_for_it_is_trained(own_run: MakeRun) -> None:
-    files = [interleaved("s", text("seen"), image("s.0.jpg"), text("Draw it."), image("s.1.jpg", True), text("end")),
-             ("s.0.jpg", encoded(20, 20)), ("s.1.jpg", encoded(20, 20))]
+def test_what_has_no_module_is_counted_and_no_text_that_asks_for_it_is_trained(
+    own_run: MakeRun,
+) -> None:
+    files = [
+        interleaved(
+            "s",
+            text("seen"),
+            image("s.0.jpg"),
+            text("Draw it."),
+            image("s.1.jpg", True),
+            text("end"),
+        ),
+        ("s.0.jpg", encoded(20, 20)),
+        ("s.1.jpg", encoded(20, 20)),
+    ]
     run = own_run({"a.tar": files, "b.tar": files})
     index = build_index(run, INPUTS.model_copy(update={"target": None}))
     assert index.kinds.tolist() == [TEXT, IMAGE, TEXT, TEXT] * 2
@@ -75,7 +124,9 @@ def test_what_has_no_module_is_counted_and_no_text_that_asks_for_it_is_trained(o
 
 
 def test_images_without_any_text_are_refused(own_run: MakeRun) -> None:
-    run = own_run({"a.tar": [interleaved("0", image("0.jpg"), text("")), ("0.jpg", encoded(20, 20))]})
+    run = own_run(
+        {"a.tar": [interleaved("0", image("0.jpg"), text("")), ("0.jpg", encoded(20, 20))]}
+    )
     with pytest.raises(DataError, match="no text"):
         build_index(run, INPUTS)
     assert not run.dir.index.exists()
@@ -130,7 +181,9 @@ def test_changed_data_is_refused(tmp_path: Path, change: str) -> None:
     assert "disttrain profile" in str(caught.value)
 
 
-def test_copies_with_other_times_are_known_by_their_content(own_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_with_other_times_are_known_by_their_content(
+    own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = own_run({"a.tar": shard_of("one"), "b.tar": shard_of("two")})
     before, read = build_index(run, INPUTS), Read(monkeypatch)
     for number, name in enumerate(("a.tar", "b.tar")):
@@ -139,7 +192,9 @@ def test_copies_with_other_times_are_known_by_their_content(own_run: MakeRun, mo
     write_tar(run.folder / "own" / "c.tar", shard_of("three"))
     assert len(open_index(run, INPUTS)) == 3 and read.taken() == ["c.tar"]
     with monkeypatch.context() as looked:
-        looked.setattr("disttrain_cli.data.index_checks.content_of", None)  # the new times are in the index now
+        looked.setattr(
+            "disttrain_cli.data.index_checks.content_of", None
+        )  # the new times are in the index now
         assert len(open_index(run, INPUTS)) == 3
 
 
@@ -188,8 +243,15 @@ def shard_of(*texts: str) -> list[tuple[str, bytes]]:
 def test_the_last_text_says_whether_the_end_is_trained(own_run: MakeRun) -> None:
     picture = ("p.jpg", encoded(20, 20))
     quiet, loud = text("abc") | {"loss": False}, text("de") | {"loss": True}
-    samples = [[quiet], [loud], [quiet, loud], [loud, quiet], [loud, image("p.jpg")], [image("p.jpg")],
-               [quiet, image("p.jpg")]]
+    samples = [
+        [quiet],
+        [loud],
+        [quiet, loud],
+        [loud, quiet],
+        [loud, image("p.jpg")],
+        [image("p.jpg")],
+        [quiet, image("p.jpg")],
+    ]
     files = [picture, *(interleaved(f"{n}", *segments) for n, segments in enumerate(samples))]
     index = build_index(own_run({"a.tar": files}), INPUTS)
     assert index.end_trained.tolist() == [False, True, True, False, True, True, False]
@@ -205,12 +267,19 @@ def test_text_that_is_not_trained_is_no_text_to_train_on(own_run: MakeRun) -> No
 def test_loss_is_true_or_false(own_run: MakeRun, flag: object) -> None:
     files = [interleaved("bad", text("a") | {"loss": flag}), interleaved("good", text("b"))]
     index = build_index(own_run({"a.tar": files}, max_bad_fraction=0.5), INPUTS)
-    assert list(index.keys) == ["good"] and index.skipped[0].reason == "segments[0].loss must be true or false"
+    assert (
+        list(index.keys) == ["good"]
+        and index.skipped[0].reason == "segments[0].loss must be true or false"
+    )
 
 
 def test_images_beyond_the_budget_are_counted(own_run: MakeRun) -> None:
-    files = [interleaved("0", text("a"), image("0.jpg"), image("1.jpg"), image("2.jpg", True)),
-             ("0.jpg", encoded(64, 64)), ("1.jpg", encoded(72, 64)), ("2.jpg", encoded(300, 300))]
+    files = [
+        interleaved("0", text("a"), image("0.jpg"), image("1.jpg"), image("2.jpg", True)),
+        ("0.jpg", encoded(64, 64)),
+        ("1.jpg", encoded(72, 64)),
+        ("2.jpg", encoded(300, 300)),
+    ]
     assert build_index(own_run({"a.tar": files}), INPUTS).scaled_down == 1
 
 
@@ -234,11 +303,15 @@ class Read:
         return names
 
 
-def test_new_shards_are_read_and_the_rest_is_kept(own_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_shards_are_read_and_the_rest_is_kept(
+    own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = Read(monkeypatch)
     broken = ("broken.json", b"{")
-    run = own_run({"b.tar": [*shard_of("one", "two"), broken], "d.tar": [], "e.tar": shard_of("five")},
-                  max_bad_fraction=0.5)
+    run = own_run(
+        {"b.tar": [*shard_of("one", "two"), broken], "d.tar": [], "e.tar": shard_of("five")},
+        max_bad_fraction=0.5,
+    )
     build_index(run, INPUTS)
     assert read.taken() == ["b.tar", "d.tar", "e.tar"]
     write_tar(run.folder / "own" / "a.tar", [broken, *shard_of("zero")])
@@ -253,9 +326,22 @@ def test_new_shards_are_read_and_the_rest_is_kept(own_run: MakeRun, monkeypatch:
     assert [shard.name for shard in at_once.shards] == [f"{name}.tar" for name in "abcde"]
     for name in ("fingerprint", "weights", "shards", "skipped"):
         assert getattr(grown, name) == getattr(at_once, name)
-    for name in ("source", "shard", "segment_start", "kinds", "tokens", "trained", "offsets", "sizes", "grids"):
+    for name in (
+        "source",
+        "shard",
+        "segment_start",
+        "kinds",
+        "tokens",
+        "trained",
+        "offsets",
+        "sizes",
+        "grids",
+    ):
         assert np.array_equal(getattr(grown, name), getattr(at_once, name)), name
-    assert list(grown.keys) == list(at_once.keys) and [one.shard for one in grown.skipped] == ["own/a.tar", "own/b.tar"]
+    assert list(grown.keys) == list(at_once.keys) and [one.shard for one in grown.skipped] == [
+        "own/a.tar",
+        "own/b.tar",
+    ]
 
 
 @pytest.mark.parametrize("change", ["written", "gone", "written and new"])
@@ -271,14 +357,20 @@ def test_profile_refuses_what_changed_and_names_the_override(own_run: MakeRun, c
         write_tar(run.folder / "own" / "c.tar", shard_of("three"))
     with pytest.raises(MismatchError, match="changed since it was indexed") as caught:
         open_index(run, INPUTS)
-    assert ("a.tar: gone" if change == "gone" else "a.tar: was 10240 bytes of 20") in caught.value.why
-    assert "c.tar" not in caught.value.why and "disttrain profile --reindex" in caught.value.next_step
+    assert (
+        "a.tar: gone" if change == "gone" else "a.tar: was 10240 bytes of 20"
+    ) in caught.value.why
+    assert (
+        "c.tar" not in caught.value.why and "disttrain profile --reindex" in caught.value.next_step
+    )
     after = build_index(run, INPUTS)
     assert after.fingerprint != before.fingerprint
     assert open_index(run, INPUTS).fingerprint == after.fingerprint
 
 
-def test_an_index_of_another_version_is_built_again(own_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_another_version_is_built_again(
+    own_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from disttrain_cli.data import index as room
 
     run = own_run({"a.tar": shard_of("one")})
@@ -311,9 +403,17 @@ def test_a_full_disk_leaves_the_old_index(own_run: MakeRun, most_bytes: int) -> 
     run = own_run({"a.tar": shard_of("one")})
     index = build_index(run, INPUTS)
     random = np.random.default_rng(0)
-    write_tar(run.folder / "own" / "b.tar", [interleaved(random.bytes(30).hex(), text("two")) for _ in range(400)])
-    done = subprocess.run([sys.executable, "-c", FILL_THE_DISK, str(run.folder), str(most_bytes)], text=True,
-                          capture_output=True, check=True, cwd=Path(__file__).parents[2])
+    write_tar(
+        run.folder / "own" / "b.tar",
+        [interleaved(random.bytes(30).hex(), text("two")) for _ in range(400)],
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", FILL_THE_DISK, str(run.folder), str(most_bytes)],
+        text=True,
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout.startswith("SpecError Cannot write") and "index.parquet" in done.stdout
     assert "File too large" in done.stdout and not done.stderr
     assert [path.name for path in run.dir.index.parent.iterdir()] == ["index.parquet"]
@@ -323,12 +423,20 @@ def test_a_full_disk_leaves_the_old_index(own_run: MakeRun, most_bytes: int) -> 
 
 def test_names_with_control_characters_are_written_out(own_run: MakeRun) -> None:
     evil = "a\x1b[2J\n\r\u202eb"
-    files = [(f"{evil}.json", b"{"), interleaved(f"good{evil}", text("fine"), image("0.jpg")),
-             ("0.jpg", encoded(20, 20)), interleaved("also bad", image(evil))]
+    files = [
+        (f"{evil}.json", b"{"),
+        interleaved(f"good{evil}", text("fine"), image("0.jpg")),
+        ("0.jpg", encoded(20, 20)),
+        interleaved("also bad", image(evil)),
+    ]
     index = build_index(own_run({f"{evil}.tar": files}, max_bad_fraction=0.9), INPUTS)
     shown = [*index.keys, *(part for one in index.skipped for part in one)]
     assert len(index.skipped) == 2 and all(word.isprintable() for word in shown)
-    assert "good" in index.keys[0] and "\\x1b[2J\\n" in index.keys[0] and "\\x1b[2J\\n" in index.skipped[0].shard
+    assert (
+        "good" in index.keys[0]
+        and "\\x1b[2J\\n" in index.keys[0]
+        and "\\x1b[2J\\n" in index.skipped[0].shard
+    )
     Path(index.shards[0].path).unlink()
     with pytest.raises(DataError) as caught:
         ShardReader(index, ByteTokenizer()).texts(0)
@@ -337,11 +445,27 @@ def test_names_with_control_characters_are_written_out(own_run: MakeRun) -> None
 
 def test_images_that_lie_are_named_by_what_they_are(own_run: MakeRun) -> None:
     """Mislabelled, huge or no images at all: told by their content, before a pixel is decoded."""
-    png = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (50_000).to_bytes(4, "big") * 2 + b"\x08\x02" + bytes(200)
+    png = (
+        b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
+        + (50_000).to_bytes(4, "big") * 2
+        + b"\x08\x02"
+        + bytes(200)
+    )
     jpeg = b"\xff\xd8\xff\xc0\x00\x11\x08\xff\xff\xff\xff" + bytes(20)
-    pictures = {"png": encoded(40, 20, ".png"), "webp": encoded(30, 30, ".webp"), "words": b"these are words",
-                "bomb": png, "large": jpeg, "cut": encoded(40, 40)[:15], "empty": b""}
-    files = [file for name, data in pictures.items() for file in ((f"{name}.jpg", data), (f"{name}.txt", b"a caption"))]
+    pictures = {
+        "png": encoded(40, 20, ".png"),
+        "webp": encoded(30, 30, ".webp"),
+        "words": b"these are words",
+        "bomb": png,
+        "large": jpeg,
+        "cut": encoded(40, 40)[:15],
+        "empty": b"",
+    }
+    files = [
+        file
+        for name, data in pictures.items()
+        for file in ((f"{name}.jpg", data), (f"{name}.txt", b"a caption"))
+    ]
     index = build_index(own_run({"a.tar": files}, max_bad_fraction=0.9), INPUTS)
     assert list(index.keys) == ["png", "webp"]
     reasons = {one.key: one.reason for one in index.skipped}
@@ -366,8 +490,14 @@ def test_an_image_beside_a_json_that_changes_is_refused(tmp_path: Path) -> None:
 
 def test_sources_of_several_forms_with_weights(tmp_path: Path) -> None:
     written = [write_form(tmp_path, form) for form in ("interleaved", "llava", "parquet")]
-    sources = [one.source | {"weight": weight} for one, weight in zip(written, (1, 2.5, 1), strict=True)]
+    sources = [
+        one.source | {"weight": weight} for one, weight in zip(written, (1, 2.5, 1), strict=True)
+    ]
     run = make_run(tmp_path, sources)
     index = build_index(run, INPUTS)
-    assert index.weights == [1, 2.5, 1] and [shard.form for shard in index.shards] == ["tar", "llava", "parquet"]
+    assert index.weights == [1, 2.5, 1] and [shard.form for shard in index.shards] == [
+        "tar",
+        "llava",
+        "parquet",
+    ]
     assert np.bincount(index.source).tolist() == [len(one.samples) for one in written]

@@ -1,4 +1,5 @@
-"""What a rank is given: right tokens, labels and places, the same for any threads, layout or prefetch."""
+"""What a rank is given: right tokens, labels and places, the same for any threads, layout or
+prefetch."""
 
 from __future__ import annotations
 
@@ -29,13 +30,29 @@ ALL = {"pixels", "tokens", "layout", "context", "labels", "targets"}
 MakeRun = Callable[..., Run]
 
 
-def loader(run: Run, index: Index, layout: Layout, unit: str, replica: int, fields: set[str] = ALL,
-           **options: Any) -> Loader:
-    return Loader(run, Orders(run.file, layout, index), unit=unit, replica=replica, fields=fields, **options)
+def loader(
+    run: Run,
+    index: Index,
+    layout: Layout,
+    unit: str,
+    replica: int,
+    fields: set[str] = ALL,
+    **options: Any,
+) -> Loader:
+    return Loader(
+        run, Orders(run.file, layout, index), unit=unit, replica=replica, fields=fields, **options
+    )
 
 
-def fetch_step(run: Run, index: Index, layout: Layout, unit: str, replica: int, step: int = 0,
-               fields: set[str] = ALL) -> list[SlotBatch]:
+def fetch_step(
+    run: Run,
+    index: Index,
+    layout: Layout,
+    unit: str,
+    replica: int,
+    step: int = 0,
+    fields: set[str] = ALL,
+) -> list[SlotBatch]:
     with loader(run, index, layout, unit, replica, fields, first_step=step) as source:
         return [fetched(source, step, slot) for slot in range(layout.microbatches)]
 
@@ -48,13 +65,18 @@ def fetched(source: Loader, step: int, slot: int) -> SlotBatch:
 
 
 def with_preprocess(run: Run, workers: int, prefetch_slots: int) -> Run:
-    preprocess = run.file.preprocess.model_copy(update={"workers": workers, "prefetch_slots": prefetch_slots})
+    preprocess = run.file.preprocess.model_copy(
+        update={"workers": workers, "prefetch_slots": prefetch_slots}
+    )
     return run.model_copy(update={"file": run.file.model_copy(update={"preprocess": preprocess})})
 
 
 def arrays(batch: SlotBatch) -> dict[str, bytes]:
-    return {name: b"".join(a.tobytes() for a in value) if isinstance(value, list) else value.tobytes()
-            for name, value in vars(batch).items() if value is not None}
+    return {
+        name: b"".join(a.tobytes() for a in value) if isinstance(value, list) else value.tobytes()
+        for name, value in vars(batch).items()
+        if value is not None
+    }
 
 
 def test_tokens_say_what_the_samples_say(run: Run, index: Index) -> None:
@@ -71,13 +93,23 @@ def test_tokens_say_what_the_samples_say(run: Run, index: Index) -> None:
                 assert batch.token_ids is not None and batch.labels is not None
                 assert batch.positions is not None and batch.documents is not None
                 (sequence,) = slot.sequences[slot.replicas["all"][replica].sequences]
-                samples = stream.samples[stream.sample_start[sequence]:stream.sample_start[sequence + 1]]
+                samples = stream.samples[
+                    stream.sample_start[sequence] : stream.sample_start[sequence + 1]
+                ]
                 ids, labels = batch.token_ids[0], batch.labels[0]
                 for number, row in enumerate(samples.tolist()):
                     own = ids[batch.documents[0] == number]
-                    assert own[0] == tokens.bos and own[-1] == tokens.eos and len(own) == index.lengths[row]
-                    assert own[own < 256].tolist() == [t for part in reader.texts(row) for t in part]
-                    assert batch.positions[0][batch.documents[0] == number].tolist() == list(range(len(own)))
+                    assert (
+                        own[0] == tokens.bos
+                        and own[-1] == tokens.eos
+                        and len(own) == index.lengths[row]
+                    )
+                    assert own[own < 256].tolist() == [
+                        t for part in reader.texts(row) for t in part
+                    ]
+                    assert batch.positions[0][batch.documents[0] == number].tolist() == list(
+                        range(len(own))
+                    )
                 assert (ids[batch.documents[0] == -1] == tokens.pad).all()
                 where = np.flatnonzero(labels != NOT_TRAINED)
                 assert (labels[where] == ids[where + 1]).all()
@@ -88,14 +120,19 @@ def test_tokens_say_what_the_samples_say(run: Run, index: Index) -> None:
 
 
 def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
-    """Image rows hold the placeholder, in the order and number of the pixels; context rows likewise."""
+    """Image rows hold the placeholder, in the order and number of the pixels; context rows
+    likewise."""
     tokens, merged = ByteTokenizer(), 4
     reader = ShardReader(index, tokens)
     stream = SequenceStream(index, run.file.train.seed).batch(0, 12)
     with loader(run, index, MONOLITHIC, "all", 1) as source:
         for place, slot in enumerate(source.order(0).slots):
             batch, own = source.fetch(0, place), slot.replicas["all"][1]
-            assert batch.token_ids is not None and batch.pixels is not None and batch.target_pixels is not None
+            assert (
+                batch.token_ids is not None
+                and batch.pixels is not None
+                and batch.target_pixels is not None
+            )
             assert batch.image_rows is not None and batch.context_rows is not None
             flat = batch.token_ids.reshape(-1)
             assert sorted(batch.image_rows) == np.flatnonzero(flat == tokens.image).tolist()
@@ -103,21 +140,36 @@ def test_rows_and_pixels_belong_together(run: Run, index: Index) -> None:
             images = [one for block in batch.pixels for one in block]
             assert len(images) == len(own.images) == len(batch.image_grids)
             (sequence,) = slot.sequences[own.sequences]
-            segments = stream.image_segment[stream.image_start[sequence]:stream.image_start[sequence + 1]]
-            expected_rows = np.split(np.flatnonzero(flat == tokens.image),
-                                     np.cumsum(index.tokens[segments])[:-1]) if len(segments) else []
+            segments = stream.image_segment[
+                stream.image_start[sequence] : stream.image_start[sequence + 1]
+            ]
+            expected_rows = (
+                np.split(
+                    np.flatnonzero(flat == tokens.image), np.cumsum(index.tokens[segments])[:-1]
+                )
+                if len(segments)
+                else []
+            )
             at, first = 0, int(own.images.min()) if len(own.images) else 0
-            for pixels, number, grid in zip(images, own.images - first, batch.image_grids, strict=True):
-                sample = int(np.searchsorted(index.segment_start, segments[number], side="right") - 1)
+            for pixels, number, grid in zip(
+                images, own.images - first, batch.image_grids, strict=True
+            ):
+                sample = int(
+                    np.searchsorted(index.segment_start, segments[number], side="right") - 1
+                )
                 data = reader.file(sample, int(segments[number]))
                 assert np.array_equal(pixels, decode_image(data, tuple(grid), INPUTS.image))
                 rows = grid.prod() // merged
-                assert batch.image_rows[at:at + rows].tolist() == expected_rows[number].tolist()
+                assert batch.image_rows[at : at + rows].tolist() == expected_rows[number].tolist()
                 at += rows
-            goals = stream.target_segment[stream.target_start[sequence]:stream.target_start[sequence + 1]]
+            goals = stream.target_segment[
+                stream.target_start[sequence] : stream.target_start[sequence + 1]
+            ]
             for pixels, segment in zip(batch.target_pixels, goals.tolist(), strict=True):
                 sample = int(np.searchsorted(index.segment_start, segment, side="right") - 1)
-                assert np.array_equal(pixels, decode_target(reader.file(sample, segment), INPUTS.target))
+                assert np.array_equal(
+                    pixels, decode_target(reader.file(sample, segment), INPUTS.target)
+                )
 
 
 def test_threads_and_prefetch_do_not_change_a_byte(run: Run, index: Index) -> None:
@@ -129,46 +181,80 @@ def test_threads_and_prefetch_do_not_change_a_byte(run: Run, index: Index) -> No
 def test_slots_in_any_order_and_steps_resumed(run: Run, index: Index) -> None:
     with loader(run, index, DISAGGREGATED, "llm", 0, {"tokens", "labels"}) as source:
         late, early = source.fetch(2, 1), source.fetch(0, 0)
-    assert arrays(fetch_step(run, index, DISAGGREGATED, "llm", 0, 2, {"tokens", "labels"})[1]) == arrays(late)
-    assert arrays(fetch_step(run, index, DISAGGREGATED, "llm", 0, 0, {"tokens", "labels"})[0]) == arrays(early)
+    assert arrays(
+        fetch_step(run, index, DISAGGREGATED, "llm", 0, 2, {"tokens", "labels"})[1]
+    ) == arrays(late)
+    assert arrays(
+        fetch_step(run, index, DISAGGREGATED, "llm", 0, 0, {"tokens", "labels"})[0]
+    ) == arrays(early)
 
 
 def test_only_the_fields_asked_for(run: Run, index: Index) -> None:
-    names = {"pixels": {"pixels"}, "tokens": {"token_ids", "image_rows"}, "layout": {"positions", "documents"},
-             "context": {"context_rows"}, "labels": {"labels"},
-             "targets": {"target_pixels", "target_weights", "noise_seeds"},
-             "weights": {"target_weights", "noise_seeds"}}
+    names = {
+        "pixels": {"pixels"},
+        "tokens": {"token_ids", "image_rows"},
+        "layout": {"positions", "documents"},
+        "context": {"context_rows"},
+        "labels": {"labels"},
+        "targets": {"target_pixels", "target_weights", "noise_seeds"},
+        "weights": {"target_weights", "noise_seeds"},
+    }
     for field, expected in names.items():
         (batch, *_) = fetch_step(run, index, MONOLITHIC, "all", 0, fields={field})
-        assert {n for n, value in vars(batch).items() if value is not None} == expected | {"image_grids"}
+        assert {n for n, value in vars(batch).items() if value is not None} == expected | {
+            "image_grids"
+        }
 
 
 def test_further_encoders_and_generators_have_pixels_of_their_own(run: Run, index: Index) -> None:
     """Each sized as it asks, of the same images; only those asked for are there."""
     assert INPUTS.image is not None and INPUTS.target is not None
-    eye = INPUTS.image.model_copy(update={"module": "other_eye", "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
-    painter = INPUTS.target.model_copy(update={"module": "painter", "size_px": 2 * INPUTS.target.size_px})
-    both = replace(index, inputs=INPUTS.model_copy(update={"other_images": [eye], "other_targets": [painter]}))
+    eye = INPUTS.image.model_copy(
+        update={"module": "other_eye", "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    )
+    painter = INPUTS.target.model_copy(
+        update={"module": "painter", "size_px": 2 * INPUTS.target.size_px}
+    )
+    both = replace(
+        index, inputs=INPUTS.model_copy(update={"other_images": [eye], "other_targets": [painter]})
+    )
 
     def of(*fields: str) -> list[SlotBatch]:
         return fetch_step(run, both, MONOLITHIC, "all", 0, fields=set(fields))
 
-    for first, more, second in zip(of("pixels"), of("pixels", "pixels.1"), of("pixels.1"), strict=True):
+    for first, more, second in zip(
+        of("pixels"), of("pixels", "pixels.1"), of("pixels.1"), strict=True
+    ):
         assert first.other_pixels is None and second.pixels is None
-        assert more.pixels is not None and more.other_pixels is not None and second.other_pixels is not None
-        for own, other, alone in zip(more.pixels, more.other_pixels, second.other_pixels, strict=True):
+        assert (
+            more.pixels is not None
+            and more.other_pixels is not None
+            and second.other_pixels is not None
+        )
+        for own, other, alone in zip(
+            more.pixels, more.other_pixels, second.other_pixels, strict=True
+        ):
             assert np.array_equal(own, other)  # each normalises them as it asks, on the rank
             assert np.array_equal(other, alone)
     for first, second in zip(of("targets"), of("targets.1"), strict=True):
-        assert second.target_pixels is None and second.other_targets is not None and first.target_pixels is not None
+        assert (
+            second.target_pixels is None
+            and second.other_targets is not None
+            and first.target_pixels is not None
+        )
         (pixels,) = second.other_targets
-        assert len(pixels) == len(first.target_pixels) and pixels.shape[2] == 2 * first.target_pixels.shape[2]
+        assert (
+            len(pixels) == len(first.target_pixels)
+            and pixels.shape[2] == 2 * first.target_pixels.shape[2]
+        )
         assert np.array_equal(first.noise_seeds, second.noise_seeds)
         assert np.array_equal(first.target_weights, second.target_weights)
 
 
 def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -> None:
-    def of(layout: Layout, encoder: str, generator: str) -> tuple[list[bytes], list[tuple[int, bytes]]]:
+    def of(
+        layout: Layout, encoder: str, generator: str
+    ) -> tuple[list[bytes], list[tuple[int, bytes]]]:
         pixels, targets = [], []
         dp = {unit.name: unit.dp for unit in layout.units}
         for replica in range(dp[encoder]):
@@ -188,10 +274,21 @@ def test_images_and_noise_are_the_same_in_every_layout(run: Run, index: Index) -
 
 
 def test_noise_changes_with_the_step(own_run: MakeRun) -> None:
-    run = own_run({"a.tar": [interleaved("0", text("draw"), image("0.jpg", True)), ("0.jpg", encoded(20, 20))]})
+    run = own_run(
+        {
+            "a.tar": [
+                interleaved("0", text("draw"), image("0.jpg", True)),
+                ("0.jpg", encoded(20, 20)),
+            ]
+        }
+    )
     index = build_index(run, INPUTS)
-    seeds = {int(batch.noise_seeds[0]) for step in (0, 1) for batch in
-             fetch_step(run, index, DISAGGREGATED, "generator", 0, step, {"targets"}) if batch.noise_seeds is not None}
+    seeds = {
+        int(batch.noise_seeds[0])
+        for step in (0, 1)
+        for batch in fetch_step(run, index, DISAGGREGATED, "generator", 0, step, {"targets"})
+        if batch.noise_seeds is not None
+    }
     assert len(seeds) == 2
 
 

@@ -19,7 +19,9 @@ def test_features_equal_transformers(bins: int, seconds: int, share: float) -> N
     extractor = WhisperFeatureExtractor(feature_size=bins, chunk_length=seconds)
     random = np.random.default_rng(bins)
     count = max(1, int(share * seconds * 16_000))
-    samples = (0.4 * np.sin(np.arange(count) * 0.3) + 0.02 * random.standard_normal(count)).astype(np.float32)
+    samples = (0.4 * np.sin(np.arange(count) * 0.3) + 0.02 * random.standard_normal(count)).astype(
+        np.float32
+    )
     expected = extractor(samples, sampling_rate=16_000, return_tensors="np")["input_features"][0]
     features = np.empty((bins, 100 * seconds), np.float32)
     log_mel(samples, AudioInput(module="ear", mel_bins=bins, frames=100 * seconds), features)
@@ -28,13 +30,19 @@ def test_features_equal_transformers(bins: int, seconds: int, share: float) -> N
 
 
 def test_silence_has_one_value() -> None:
-    audio, features = AudioInput(module="ear", mel_bins=16, frames=100), np.empty((16, 100), np.float32)
+    audio, features = (
+        AudioInput(module="ear", mel_bins=16, frames=100),
+        np.empty((16, 100), np.float32),
+    )
     log_mel(np.zeros(300, np.float32), audio, features)
     assert (features == np.float32(SILENCE)).all()
 
 
 def test_a_file_becomes_features_or_leaves_what_was_there() -> None:
-    audio, features = AudioInput(module="ear", mel_bins=16, frames=100), np.full((16, 100), 7, np.float32)
+    audio, features = (
+        AudioInput(module="ear", mel_bins=16, frames=100),
+        np.full((16, 100), 7, np.float32),
+    )
     for bad in (sound("flac")[:-200], sound("wav", seconds=1.1)):
         with pytest.raises(ValueError):
             decode_features(bad, audio, features)

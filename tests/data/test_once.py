@@ -1,4 +1,5 @@
-"""Values computed once: by the thread that asks first, the last ones remembered, failures tried again."""
+"""Values computed once: by the thread that asks first, the last ones remembered, failures tried
+again."""
 
 from __future__ import annotations
 

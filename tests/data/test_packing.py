@@ -1,4 +1,5 @@
-"""Sequences hold whole samples, every sample as often as its weight says, and the stream crosses epochs in order."""
+"""Sequences hold whole samples, every sample as often as its weight says, and the stream crosses
+epochs in order."""
 
 from __future__ import annotations
 
@@ -18,18 +19,31 @@ from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
 from tests.data.dataset import INPUTS, PROPERTY
 
 
-def make_index(kinds: list[list[int]], tokens: list[list[int]], weights: list[float] | None = None,
-               source: Ints | None = None) -> Index:
+def make_index(
+    kinds: list[list[int]],
+    tokens: list[list[int]],
+    weights: list[float] | None = None,
+    source: Ints | None = None,
+) -> Index:
     """An index of sizes alone; images are 2 x 4 patches."""
     flat_kinds = np.array([k for row in kinds for k in row], dtype=np.int64)
     zeros = np.zeros(len(flat_kinds), dtype=np.int64)
     return Index(
-        fingerprint="", inputs=INPUTS, weights=weights or [1.0], shards=[], skipped=[],
+        fingerprint="",
+        inputs=INPUTS,
+        weights=weights or [1.0],
+        shards=[],
+        skipped=[],
         source=np.zeros(len(kinds), dtype=np.int64) if source is None else source,
-        shard=np.zeros(len(kinds), dtype=np.int64), keys=[str(n) for n in range(len(kinds))],
-        segment_start=starts_of(np.array([len(row) for row in kinds])), kinds=flat_kinds,
-        tokens=np.array([t for row in tokens for t in row], dtype=np.int64), trained=flat_kinds == TEXT,
-        ended=np.zeros(len(flat_kinds), dtype=bool), offsets=zeros, sizes=zeros,
+        shard=np.zeros(len(kinds), dtype=np.int64),
+        keys=[str(n) for n in range(len(kinds))],
+        segment_start=starts_of(np.array([len(row) for row in kinds])),
+        kinds=flat_kinds,
+        tokens=np.array([t for row in tokens for t in row], dtype=np.int64),
+        trained=flat_kinds == TEXT,
+        ended=np.zeros(len(flat_kinds), dtype=bool),
+        offsets=zeros,
+        sizes=zeros,
         grids=np.where(flat_kinds[:, None] == IMAGE, [[2, 4]], 0),
     )
 
@@ -42,7 +56,9 @@ def test_pairs_of_tokens_follow_the_windows() -> None:
     index = make_index([[TEXT], [TEXT], [TEXT]], [[1], [8], [38]])  # and two marks each
     assert pack(index, INPUTS, 0, 0).length_sq.sum() == 9 + 100 + 1600
     windowed = replace(index, inputs=INPUTS.model_copy(update={"windows": [4, 4]}))
-    assert pack(windowed, windowed.inputs, 0, 0).length_sq.sum() == 9 + (100 - 6 * 7) + (1600 - 36 * 37)
+    assert pack(windowed, windowed.inputs, 0, 0).length_sq.sum() == 9 + (100 - 6 * 7) + (
+        1600 - 36 * 37
+    )
 
 
 @given(st.lists(st.integers(1, 128), min_size=1, max_size=300))
@@ -52,7 +68,9 @@ def test_fill_holds_everything_once(lengths: list[int]) -> None:
     assert sorted(place for members in bins for place in members) == list(range(len(lengths)))
     loads = sorted(sum(lengths[place] for place in members) for members in bins)
     assert loads[-1] <= 128
-    assert len(loads) < 2 or loads[0] + loads[1] > 128  # best fit never opens a sequence that was not needed
+    assert (
+        len(loads) < 2 or loads[0] + loads[1] > 128
+    )  # best fit never opens a sequence that was not needed
 
 
 def test_a_packing_counts_its_members(index: Index) -> None:
@@ -61,18 +79,32 @@ def test_a_packing_counts_its_members(index: Index) -> None:
     assert packing.fill_fraction > 0.9 and packing.tokens.max() <= INPUTS.sequence_length
     images = targets = 0
     for number, samples in enumerate(sequence_samples(packing)):
-        segments = [s for row in samples for s in range(index.segment_start[row], index.segment_start[row + 1])]
+        segments = [
+            s
+            for row in samples
+            for s in range(index.segment_start[row], index.segment_start[row + 1])
+        ]
         kinds = index.kinds[segments]
         assert packing.tokens[number] == index.tokens[segments].sum() + 2 * len(samples)
         assert packing.length_sq[number] == sum(index.lengths[row] ** 2 for row in samples)
-        assert packing.label_tokens[number] == index.tokens[segments][kinds == TEXT].sum() + len(samples)
+        assert packing.label_tokens[number] == index.tokens[segments][kinds == TEXT].sum() + len(
+            samples
+        )
         own = slice(packing.image_start[number], packing.image_start[number + 1])
-        assert packing.image_segment[own].tolist() == [s for s in segments if index.kinds[s] == IMAGE]
+        assert packing.image_segment[own].tolist() == [
+            s for s in segments if index.kinds[s] == IMAGE
+        ]
         assert np.array_equal(packing.image_grid[own], index.grids[packing.image_segment[own]])
         own = slice(packing.target_start[number], packing.target_start[number + 1])
-        assert packing.target_segment[own].tolist() == [s for s in segments if index.kinds[s] == TARGET]
+        assert packing.target_segment[own].tolist() == [
+            s for s in segments if index.kinds[s] == TARGET
+        ]
         images, targets = images + (kinds == IMAGE).sum(), targets + (kinds == TARGET).sum()
-    assert (images, targets) == (len(packing.image_segment), len(packing.target_segment)) and images and targets
+    assert (
+        (images, targets) == (len(packing.image_segment), len(packing.target_segment))
+        and images
+        and targets
+    )
 
 
 def test_seed_and_epoch_shuffle(index: Index) -> None:
@@ -87,7 +119,10 @@ def test_weights_draw_samples() -> None:
     drawn = [Counter(epoch.samples.tolist()) for epoch in epochs]
     for counts in drawn:
         assert sorted(counts[row] for row in range(10)) == [2] * 5 + [3] * 5
-        assert sum(counts[row] for row in range(10, 20)) == 5 and max(counts[row] for row in range(10, 20)) == 1
+        assert (
+            sum(counts[row] for row in range(10, 20)) == 5
+            and max(counts[row] for row in range(10, 20)) == 1
+        )
         assert all(counts[row] == 1 for row in range(20, 30))
     assert drawn[0] != drawn[1]
 
@@ -102,7 +137,7 @@ def test_stream_is_the_epochs_one_after_the_other(first: int, count: int) -> Non
         expected += sequence_samples(pack(index, INPUTS, 5, epoch))
         epoch += 1
     batch = SequenceStream(index, 5).batch(first, count)
-    assert sequence_samples(batch) == expected[first:first + count]
+    assert sequence_samples(batch) == expected[first : first + count]
     assert batch.ids.tolist() == list(range(first, first + count))
 
 
@@ -118,7 +153,10 @@ def test_ranges_and_hash() -> None:
     assert ranges(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
     values = mix(1, 2, np.arange(1000))
     assert len(set(values.tolist())) == 1000
-    assert values[:2].tolist() == [16613338946343043936, 13264548337748323810]  # on every machine, for ever
+    assert values[:2].tolist() == [
+        16613338946343043936,
+        13264548337748323810,
+    ]  # on every machine, for ever
     assert 0.45 < (values / 2**64).mean() < 0.55
 
 

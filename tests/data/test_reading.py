@@ -1,4 +1,5 @@
-"""Every form of dataset is indexed, read again in any order by any thread, and trained where it says so."""
+"""Every form of dataset is indexed, read again in any order by any thread, and trained where it
+says so."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ from tests.data.sources.forms import ENDED, FORMS, Written, write_form
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def read_form(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Index, Written]:
+def read_form(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Run, Index, Written]:
     folder = tmp_path_factory.mktemp("forms")
     written = write_form(folder, request.param)
     run = make_run(folder, [written.source])
@@ -38,9 +41,16 @@ def contents(index: Index, reader: ShardReader, sample: int) -> list[tuple[int, 
     segments = range(index.segment_start[sample], index.segment_start[sample + 1])
     texts = iter(reader.texts(sample))
     eos = ByteTokenizer().eos
-    return [(TEXT, bytes(ord(ENDED) if token == eos else token for token in next(texts)).decode(),
-             bool(index.trained[s])) if index.kinds[s] == TEXT
-            else (int(index.kinds[s]), reader.file(sample, s), bool(index.trained[s])) for s in segments]
+    return [
+        (
+            TEXT,
+            bytes(ord(ENDED) if token == eos else token for token in next(texts)).decode(),
+            bool(index.trained[s]),
+        )
+        if index.kinds[s] == TEXT
+        else (int(index.kinds[s]), reader.file(sample, s), bool(index.trained[s]))
+        for s in segments
+    ]
 
 
 def test_what_was_written_is_read(read_form: tuple[Run, Index, Written]) -> None:
@@ -68,13 +78,22 @@ def test_labels_are_the_trained_texts(read_form: tuple[Run, Index, Written]) -> 
         ids, labels = plan.token_ids(tokens, reader.texts)
         learnt = labels[labels != NOT_TRAINED].tolist()
         own = [written.samples[sample] for sample in plan.samples]
-        said = [[tokens.eos if byte == ord(ENDED) else byte for byte in "".join(
-            [*(value for kind, value, trained in sample if trained), ENDED]).encode()] for sample in own]
+        said = [
+            [
+                tokens.eos if byte == ord(ENDED) else byte
+                for byte in "".join(
+                    [*(value for kind, value, trained in sample if trained), ENDED]
+                ).encode()
+            ]
+            for sample in own
+        ]
         assert learnt == [token for sample in said for token in sample]
         assert len(learnt) == packing.label_tokens[number] and len(ids) == INPUTS.sequence_length
 
 
-def test_a_shard_that_disappears_is_named(tmp_path: Path, read_form: tuple[Run, Index, Written]) -> None:
+def test_a_shard_that_disappears_is_named(
+    tmp_path: Path, read_form: tuple[Run, Index, Written]
+) -> None:
     run, index, _ = read_form
     copy = make_run(tmp_path, [source.model_dump() for source in run.file.data.sources])
     shutil.copytree(run.folder, tmp_path, dirs_exist_ok=True)
@@ -82,25 +101,39 @@ def test_a_shard_that_disappears_is_named(tmp_path: Path, read_form: tuple[Run, 
     name = Path(index.shards[0].path)
     name.unlink()
     reader = ShardReader(index, ByteTokenizer())
-    for read in (lambda: reader.texts(0), lambda: reader.file(1, int(np.flatnonzero(index.kinds == IMAGE)[0]))):
+    for read in (
+        lambda: reader.texts(0),
+        lambda: reader.file(1, int(np.flatnonzero(index.kinds == IMAGE)[0])),
+    ):
         with pytest.raises(DataError, match=name.name) as caught:
             read()
         assert "disttrain profile" in caught.value.next_step
 
 
-@given(st.lists(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=4), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=8,
+    )
+)
 @settings(PROPERTY, max_examples=15)
-def test_the_index_counts_the_labels_that_sequences_have(samples: list[list[tuple[bool, int]]]) -> None:
+def test_the_index_counts_the_labels_that_sequences_have(
+    samples: list[list[tuple[bool, int]]],
+) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        files = [interleaved(f"{n}", *(text("x" * length) | {"loss": loss} for loss, length in sample))
-                 for n, sample in enumerate([*samples, [(True, 1)]])]
+        files = [
+            interleaved(f"{n}", *(text("x" * length) | {"loss": loss} for loss, length in sample))
+            for n, sample in enumerate([*samples, [(True, 1)]])
+        ]
         write_tar(Path(folder, "own", "a.tar"), files)
         run = make_run(Path(folder), [{"path": "own"}])
         index = build_index(run, INPUTS)
         assert index.label_tokens[:-1].tolist() == [
-            sum(length for loss, length in sample if loss) + sample[-1][0] for sample in samples]
+            sum(length for loss, length in sample if loss) + sample[-1][0] for sample in samples
+        ]
         packing = pack(index, INPUTS, 0, 0)
         reader = ShardReader(index, ByteTokenizer())
         for number in range(len(packing)):

@@ -30,12 +30,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def digits(folder: Path) -> Index:
-    run = make_run(folder, [{"path": "interleaved"}, {"path": "captions"}], sequence_length=256, max_bad_fraction=0)
+    run = make_run(
+        folder,
+        [{"path": "interleaved"}, {"path": "captions"}],
+        sequence_length=256,
+        max_bad_fraction=0,
+    )
     return build_index(run, BYTE_INPUTS)
 
 
 def digest(folder: Path) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.tar")))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(folder.rglob("*.tar")))
+    ).hexdigest()
 
 
 def test_every_scan_is_used_and_sizes_are_skewed(digits: Index) -> None:
@@ -54,17 +61,26 @@ def test_every_scan_is_used_and_sizes_are_skewed(digits: Index) -> None:
 def test_the_largest_pixel_budget_fits_too(folder: Path) -> None:
     image = BYTE_INPUTS.image
     assert image is not None
-    inputs = BYTE_INPUTS.model_copy(update={"image": image.model_copy(update={"max_pixels": 16384})})
+    inputs = BYTE_INPUTS.model_copy(
+        update={"image": image.model_copy(update={"max_pixels": 16384})}
+    )
     run = make_run(folder, [{"path": "interleaved"}, {"path": "captions"}], max_bad_fraction=0)
     assert not build_index(run, inputs).skipped
 
 
 def test_text_before_a_target_names_the_digit(folder: Path) -> None:
     with tarfile.open(folder / "interleaved" / "00000.tar") as tar:
-        segments = [json.load(tar.extractfile(name))["segments"]  # type: ignore[arg-type]
-                    for name in tar.getnames() if name.endswith(".json")]
-    before = [sample[place - 1]["value"] for sample in segments for place, segment in enumerate(sample)
-              if segment.get("generate")]
+        segments = [
+            json.load(tar.extractfile(name))["segments"]  # type: ignore[arg-type]
+            for name in tar.getnames()
+            if name.endswith(".json")
+        ]
+    before = [
+        sample[place - 1]["value"]
+        for sample in segments
+        for place, segment in enumerate(sample)
+        if segment.get("generate")
+    ]
     assert before and all(any(value.endswith(f" {word}.") for word in WORDS) for value in before)
 
 

@@ -9,7 +9,13 @@ import pytest
 
 from disttrain_cli.data.index import Index, build_index
 from disttrain_cli.data.packing import pack
-from disttrain_cli.data.statistics import describe_data, distribution, mean_and_max_work, sequence_work, unigram_entropy
+from disttrain_cli.data.statistics import (
+    describe_data,
+    distribution,
+    mean_and_max_work,
+    sequence_work,
+    unigram_entropy,
+)
 from disttrain_cli.spec.runfile import Run
 from tests.data.dataset import INPUTS, interleaved, text
 
@@ -20,7 +26,9 @@ def test_totals(index: Index) -> None:
     assert (data.samples, data.sequences, data.fingerprint) == (46, len(packing), index.fingerprint)
     assert data.text_tokens + data.image_tokens + 4 * data.targets == index.tokens.sum()
     assert data.images_per_sequence.mean == pytest.approx(data.images / len(packing))
-    assert data.images_per_sequence.p50 <= data.images_per_sequence.p99 <= data.images_per_sequence.max
+    assert (
+        data.images_per_sequence.p50 <= data.images_per_sequence.p99 <= data.images_per_sequence.max
+    )
 
 
 def test_work_of_sequences(index: Index) -> None:
@@ -28,11 +36,18 @@ def test_work_of_sequences(index: Index) -> None:
     work = sequence_work(packing)
     patches = packing.image_grid.prod(axis=1)
     assert work["encoder"].sum(axis=0).tolist() == [len(patches), patches.sum(), (patches**2).sum()]
-    assert work["llm"].sum(axis=0).tolist() == [len(packing), packing.tokens.sum(), packing.length_sq.sum()]
+    assert work["llm"].sum(axis=0).tolist() == [
+        len(packing),
+        packing.tokens.sum(),
+        packing.length_sq.sum(),
+    ]
     targets = len(packing.target_segment)
     assert work["generator"].sum(axis=0).tolist() == [targets, targets * 256, targets * 256**2]
     mean, largest = mean_and_max_work(packing)["llm"]
-    assert mean.tokens == pytest.approx(packing.tokens.mean()) and largest.tokens == packing.tokens.max()
+    assert (
+        mean.tokens == pytest.approx(packing.tokens.mean())
+        and largest.tokens == packing.tokens.max()
+    )
 
 
 def test_distribution_of_nothing() -> None:
@@ -40,6 +55,8 @@ def test_distribution_of_nothing() -> None:
 
 
 def test_unigram_entropy(own_run: Callable[..., Run]) -> None:
-    run = own_run({"a.tar": [interleaved("0", text("ab"), text("c")), interleaved("1", text("abc"))]})
+    run = own_run(
+        {"a.tar": [interleaved("0", text("ab"), text("c")), interleaved("1", text("abc"))]}
+    )
     index = build_index(run, INPUTS)
     assert unigram_entropy(run, index) == pytest.approx(np.log(4))  # a, b, c and EOS, equally often

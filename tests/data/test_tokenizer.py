@@ -25,21 +25,29 @@ def test_bytes() -> None:
 
 
 def write_folder(folder: Path, saved: bool = False) -> Path:
-    """A tokenizer of words, saved by transformers or as bare files with long forms of special tokens."""
+    """A tokenizer of words, saved by transformers or as bare files with long forms of special
+    tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "two": 3, "words": 4}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "two": 3, "words": 4}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.enable_truncation(1)
     folder.mkdir(parents=True)
     if saved:
         from transformers import PreTrainedTokenizerFast
 
-        PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>",
-                                unk_token="<unk>").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=words, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        ).save_pretrained(folder)
     else:
         words.save(str(folder / "tokenizer.json"))
-        special = {"bos_token": {"content": "<s>", "lstrip": False}, "eos_token": "</s>", "pad_token": None}
+        special = {
+            "bos_token": {"content": "<s>", "lstrip": False},
+            "eos_token": "</s>",
+            "pad_token": None,
+        }
         (folder / "special_tokens_map.json").write_text(json.dumps(special))
     return folder
 
@@ -64,12 +72,16 @@ def test_a_folder_that_transformers_saved(tmp_path: Path) -> None:
 
 def test_tokenizing_needs_no_torch(tmp_path: Path) -> None:
     write_folder(tmp_path / "tok")
-    code = ("import sys; from pathlib import Path; import disttrain_cli.data.loader; "
-            "from disttrain_cli.data.tokenizer import FolderTokenizer, ByteTokenizer; "
-            "ByteTokenizer().encode('a'); FolderTokenizer(Path(sys.argv[1])).encode('two'); "
-            "print([name for name in ('torch', 'transformers', 'scipy') if name in sys.modules])")
+    code = (
+        "import sys; from pathlib import Path; import disttrain_cli.data.loader; "
+        "from disttrain_cli.data.tokenizer import FolderTokenizer, ByteTokenizer; "
+        "ByteTokenizer().encode('a'); FolderTokenizer(Path(sys.argv[1])).encode('two'); "
+        "print([name for name in ('torch', 'transformers', 'scipy') if name in sys.modules])"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "tok")]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_missing_and_broken_folder(tmp_path: Path) -> None:
@@ -110,7 +122,8 @@ def test_a_name_is_looked_up_in_the_cache(tmp_path: Path, cache: Path, name: str
 
 
 def test_only_the_files_that_are_read_make_the_fingerprint(tmp_path: Path, cache: Path) -> None:
-    """So that machines which fetched more or less of a repository agree, and code in it does not matter."""
+    """So that machines which fetched more or less of a repository agree, and code in it does not
+    matter."""
     snapshot = write_folder(put(cache, "words"))
     run = make_run(tmp_path, tokenizer="words")
     before = read_tokenizer(run).fingerprint
@@ -130,7 +143,10 @@ def test_a_local_folder_comes_first(tmp_path: Path, cache: Path) -> None:
 def test_a_name_that_is_not_here_says_what_to_do(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(SpecError, match="no tokenizer 'org/words' here") as caught:
         read_tokenizer(make_run(tmp_path, tokenizer="org/words"))
-    assert "HF_HUB_OFFLINE" in caught.value.why and "hf download org/words tokenizer.json" in caught.value.next_step
+    assert (
+        "HF_HUB_OFFLINE" in caught.value.why
+        and "hf download org/words tokenizer.json" in caught.value.next_step
+    )
     assert str(tmp_path / "org" / "words") in caught.value.why
 
 

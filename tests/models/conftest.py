@@ -63,23 +63,32 @@ MODULES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Run]:
-    """Builds a run; keyword arguments replace keys of a module by the module's name, None removes it.
+    """Builds a run; keyword arguments replace keys of a module by the module's name, None removes
+    it.
 
     `audio_encoder={}` adds an audio encoder, which the model has not otherwise.
     """
 
     def make(seed: int = 0, **changes: dict[str, Any] | None) -> Run:
         modules = {}
-        for name, module in (MODULES | {"audio_encoder": AUDIO} if "audio_encoder" in changes else MODULES).items():
+        for name, module in (
+            MODULES | {"audio_encoder": AUDIO} if "audio_encoder" in changes else MODULES
+        ).items():
             change = changes.get(name, {})
             if change is not None:
                 config = {**module["config"], **change.get("config", {})}
-                modules[name] = {k: v for k, v in {**module, **change, "config": config}.items() if v is not None}
+                modules[name] = {
+                    k: v for k, v in {**module, **change, "config": config}.items() if v is not None
+                }
         file = RunFile.model_validate(
             {
                 "name": "tiny",
                 "model": {"modules": modules, "loss_weights": {"text": 0.5, "image": 2.0}},
-                "data": {"sources": [{"path": "data"}], "sequence_length": 48, "max_image_pixels": 4096},
+                "data": {
+                    "sources": [{"path": "data"}],
+                    "sequence_length": 48,
+                    "max_image_pixels": 4096,
+                },
                 "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32", "seed": seed},
             }
         )

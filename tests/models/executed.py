@@ -1,7 +1,8 @@
-"""Layers run by the stages' own code on a fake CUDA device, counted by code that shares nothing with their prices.
+"""Layers run by the stages' own code on a fake CUDA device, counted by code that shares nothing
+with their prices.
 
-Kept is what is alive after the forward and was not before; kernels are operators that compute, FLOPs those of products,
-convolutions and attention, all by the formulas below.
+Kept is what is alive after the forward and was not before; kernels are operators that compute,
+FLOPs those of products, convolutions and attention, all by the formulas below.
 """
 
 from __future__ import annotations
@@ -13,13 +14,34 @@ from typing import Any
 MATRICES = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 #: Operators that are several kernels on a GPU.
 SEVERAL = {
-    "aten::native_group_norm": 3, "aten::native_group_norm_backward": 5, "aten::native_layer_norm_backward": 2,
-    "disttrain::rms_norm_backward": 2, "torch_attn::_varlen_attn": 2, "torch_attn::_varlen_attn_backward": 3,
-    "aten::_scaled_dot_product_efficient_attention_backward": 2, "aten::logsumexp": 7,
-    "aten::embedding_dense_backward": 6, "aten::slice_backward": 2, "aten::select_backward": 2,
-    "aten::masked_fill": 2, "aten::index_copy": 2, "aten::index_fill": 2, "aten::index_put": 2, "aten::index_add": 2,
-    "aten::scatter_add": 2}
-SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
+    "aten::native_group_norm": 3,
+    "aten::native_group_norm_backward": 5,
+    "aten::native_layer_norm_backward": 2,
+    "disttrain::rms_norm_backward": 2,
+    "torch_attn::_varlen_attn": 2,
+    "torch_attn::_varlen_attn_backward": 3,
+    "aten::_scaled_dot_product_efficient_attention_backward": 2,
+    "aten::logsumexp": 7,
+    "aten::embedding_dense_backward": 6,
+    "aten::slice_backward": 2,
+    "aten::select_backward": 2,
+    "aten::masked_fill": 2,
+    "aten::index_copy": 2,
+    "aten::index_fill": 2,
+    "aten::index_put": 2,
+    "aten::index_add": 2,
+    "aten::scatter_add": 2,
+}
+SILENT = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "lift_fresh",
+}
 
 
 def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
@@ -32,9 +54,13 @@ def executed(cases: list[list[Any]]) -> list[dict[str, float]]:
 
     torch._subclasses.fake_tensor.CONSTANT_NUMEL_LIMIT = -1  # no real numbers beside the fake ones
     real = host.to_device
-    host.to_device = lambda values, device, dtype=None: torch.empty(  # before others import it
-        values.shape, dtype=values.dtype, device=device) if isinstance(values, torch.Tensor) else real(
-            values, device, dtype)
+    host.to_device = lambda values, device, dtype=None: (
+        torch.empty(  # before others import it
+            values.shape, dtype=values.dtype, device=device
+        )
+        if isinstance(values, torch.Tensor)
+        else real(values, device, dtype)
+    )
     Counter()  # from now on lengths of segments are remembered
     found = []
     for path, place, tp, sizes in cases:
@@ -79,8 +105,13 @@ def _one(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, flo
         if recompute:
             result |= {"recomputed_kept": kept}
         else:
-            result |= {"kept": kept, "forward_kernels": kernels[0], "backward_kernels": kernels[1],
-                       "forward_flops": flops[0], "backward_flops": flops[1]}
+            result |= {
+                "kept": kept,
+                "forward_kernels": kernels[0],
+                "backward_kernels": kernels[1],
+                "forward_flops": flops[0],
+                "backward_flops": flops[1],
+            }
     return result
 
 
@@ -91,10 +122,16 @@ def _on_device(batch: Any) -> Any:
     def made(value: Any) -> Any:
         if isinstance(value, list):
             return [made(one) for one in value]
-        return torch.empty(value.shape, dtype=value.dtype, device="cuda") if isinstance(value, torch.Tensor) else value
+        return (
+            torch.empty(value.shape, dtype=value.dtype, device="cuda")
+            if isinstance(value, torch.Tensor)
+            else value
+        )
 
-    return replace(type(batch)(**{name: made(value) for name, value in vars(batch).items()}),
-                   noise_seeds=batch.noise_seeds)
+    return replace(
+        type(batch)(**{name: made(value) for name, value in vars(batch).items()}),
+        noise_seeds=batch.noise_seeds,
+    )
 
 
 def _shapes(table: Any, place: int, inputs: Any, batch: Any, tp: int) -> dict[str, tuple[int, ...]]:
@@ -103,12 +140,16 @@ def _shapes(table: Any, place: int, inputs: Any, batch: Any, tp: int) -> dict[st
     from disttrain_cli.models.probe import row_count
 
     rows = {spec.name: row_count(spec, inputs, batch) for spec in live_tensors(table, place)}
-    return {spec.name: (-(-rows[spec.name] // tp) if spec.split else rows[spec.name], *spec.shape)
-            for spec in live_tensors(table, place) if spec.name in table[place].reads}
+    return {
+        spec.name: (-(-rows[spec.name] // tp) if spec.split else rows[spec.name], *spec.shape)
+        for spec in live_tensors(table, place)
+        if spec.name in table[place].reads
+    }
 
 
-def _step(layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any,
-          recompute: bool) -> tuple[int, list[int], list[int]]:
+def _step(
+    layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any, recompute: bool
+) -> tuple[int, list[int], list[int]]:
     import gc
 
     import torch
@@ -118,11 +159,17 @@ def _step(layer: Any, batch: Any, shapes: dict[str, tuple[int, ...]], dtype: Any
     from disttrain_cli.runtime.engine.stage import StageRunner
 
     runner, passes = StageRunner([], recompute=recompute), not layer.frozen
-    sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in layer.parameters() if weight.requires_grad]
+    sums = [
+        torch.zeros_like(weight, dtype=torch.float32)
+        for weight in layer.parameters()
+        if weight.requires_grad
+    ]
 
     def state() -> dict[str, Any]:  # made by an operator, as the layer before would have
-        return {name: torch.randn(shape, device="cuda", dtype=dtype, requires_grad=passes) * 2.0
-                for name, shape in shapes.items()}
+        return {
+            name: torch.randn(shape, device="cuda", dtype=dtype, requires_grad=passes) * 2.0
+            for name, shape in shapes.items()
+        }
 
     with Storages() as storages:
         runner._compute(layer, state(), batch)  # what is made once, for the batch or for good
@@ -181,7 +228,9 @@ def _counter() -> Any:
             super().__init__()
             self.kernels = self.flops = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
             made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
@@ -189,9 +238,13 @@ def _counter() -> Any:
             there = any(tensor.device.type == "cuda" for tensor in tensors or made)
             if not there or func.is_view or short in SILENT or name.startswith(("c10d", "prim")):
                 return result
-            if not func._schema.is_mutable and all(any(
-                    one.untyped_storage()._cdata == other.untyped_storage()._cdata for other in tensors)
-                    for one in made):
+            if not func._schema.is_mutable and all(
+                any(
+                    one.untyped_storage()._cdata == other.untyped_storage()._cdata
+                    for other in tensors
+                )
+                for one in made
+            ):
                 return result  # a view after all
             if short.startswith("convolution"):
                 self.kernels += len(made) + (short == "convolution" and args[2] is not None)
@@ -215,13 +268,31 @@ def _counter() -> Any:
                 window = args[13 if back else 9]
                 sizes = [lengths[args[place].untyped_storage()._cdata] for place in starts]
                 pairs = sum(own * other for own, other in zip(*sizes, strict=True))
-                return 2 * (5 if back else 2) * query.shape[1] * query.shape[2] * pairs // (2 if window[1] == 0 else 1)
+                return (
+                    2
+                    * (5 if back else 2)
+                    * query.shape[1]
+                    * query.shape[2]
+                    * pairs
+                    // (2 if window[1] == 0 else 1)
+                )
             if "efficient_attention" in name:
                 back = name.endswith("backward")
                 query, key = args[1:3] if back else args[:2]
-                causal = args[11] if back and len(args) > 11 else (not back and len(args) > 6 and args[6])
+                causal = (
+                    args[11]
+                    if back and len(args) > 11
+                    else (not back and len(args) > 6 and args[6])
+                )
                 pairs = query.shape[0] * query.shape[2] * key.shape[2]
-                return 2 * (5 if back else 2) * query.shape[1] * query.shape[3] * pairs // (2 if causal else 1)
+                return (
+                    2
+                    * (5 if back else 2)
+                    * query.shape[1]
+                    * query.shape[3]
+                    * pairs
+                    // (2 if causal else 1)
+                )
             return 0
 
     return Counting

@@ -1,4 +1,5 @@
-"""The two ranks of the parallel tests: every function and every layer, over a TP group and whole, side by side."""
+"""The two ranks of the parallel tests: every function and every layer, over a TP group and whole,
+side by side."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def ranks(payload: dict[str, Any]) -> None:
         group = Group(dist.group.WORLD, TP, int(os.environ["RANK"]))
         checks: dict[str, Callable[[], None]] = {
             f"{name} of {rows} rows": lambda check=check, rows=rows: check(group, rows)
-            for name, check in FUNCTIONS.items() for rows in (1, 3, 8)}
+            for name, check in FUNCTIONS.items()
+            for rows in (1, 3, 8)
+        }
         for path in payload["runs"]:
             checks |= layer_checks(Path(path), group)
         found = {}
@@ -96,7 +99,10 @@ def _reduce(group: Group, rows: int) -> None:
 
 
 def _copy(group: Group, rows: int) -> None:
-    whole, weights = random(rows, 6, seed=1).requires_grad_(), [random(6, rows, seed=2 + r).T for r in range(TP)]
+    whole, weights = (
+        random(rows, 6, seed=1).requires_grad_(),
+        [random(6, rows, seed=2 + r).T for r in range(TP)],
+    )
     (copy_whole(whole, group) * weights[group.rank]).sum().backward()
     same(whole.grad, sum(weights))
 
@@ -130,26 +136,30 @@ def _once(group: Group, rows: int) -> None:
 
 
 def _embed(group: Group, rows: int) -> None:
-    table, ids, weight = random(8, 6, seed=1).requires_grad_(), torch.arange(rows) * 5 % 8, random(rows, 6, seed=2)
-    own = table.detach()[4 * group.rank:4 * group.rank + 4].clone().requires_grad_()
+    table, ids, weight = (
+        random(8, 6, seed=1).requires_grad_(),
+        torch.arange(rows) * 5 % 8,
+        random(rows, 6, seed=2),
+    )
+    own = table.detach()[4 * group.rank : 4 * group.rank + 4].clone().requires_grad_()
     made = scatter(embed(ids, own, 4 * group.rank), group)
     (made * weight[group.own(rows)]).sum().backward()
     (table[ids] * weight).sum().backward()
     same(made, table[ids][group.own(rows)])
-    same(own.grad, table.grad[4 * group.rank:4 * group.rank + 4])
+    same(own.grad, table.grad[4 * group.rank : 4 * group.rank + 4])
 
 
 def _cross_entropy(group: Group, rows: int) -> None:
     """Also with logits whose exponentials overflow, and with rows that are not trained."""
     logits = (random(rows, 8, seed=1) * 1000).requires_grad_()
     labels = torch.where(torch.arange(rows) % 3 == 1, -100, torch.arange(rows) * 5 % 8)
-    own = logits.detach()[:, 4 * group.rank:4 * group.rank + 4].clone().requires_grad_()
+    own = logits.detach()[:, 4 * group.rank : 4 * group.rank + 4].clone().requires_grad_()
     made = cross_entropy(own, labels, 4 * group.rank, group)
     expected = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
     (3 * made).backward()
     (3 * expected).backward()
     same(made, expected)
-    same(own.grad, logits.grad[:, 4 * group.rank:4 * group.rank + 4])
+    same(own.grad, logits.grad[:, 4 * group.rank : 4 * group.rank + 4])
 
 
 def _across(group: Group, rows: int) -> None:
@@ -157,7 +167,9 @@ def _across(group: Group, rows: int) -> None:
     whole, weight = random(rows, 6, seed=1).requires_grad_(), random(rows, 6, seed=2)
     up, down = random(6, 8, seed=3).requires_grad_(), random(8, 6, seed=4).requires_grad_()
     half = slice(4 * group.rank, 4 * group.rank + 4)
-    own_up, own_down = (part.detach().clone().requires_grad_() for part in (up[:, half], down[half]))
+    own_up, own_down = (
+        part.detach().clone().requires_grad_() for part in (up[:, half], down[half])
+    )
     own = whole.detach()[group.own(rows)].clone().requires_grad_()
     gathered = []
 
@@ -177,7 +189,8 @@ def _across(group: Group, rows: int) -> None:
 
 
 def _expires(storage: Any, limit_s: float = 10.0) -> bool:
-    """Whether a storage is let go; gloo's thread may hold it a moment longer than the message takes."""
+    """Whether a storage is let go; gloo's thread may hold it a moment longer than the message
+    takes."""
     end_s = time.monotonic() + limit_s
     while not (expired := torch.UntypedStorage._expired(storage)) and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -185,8 +198,17 @@ def _expires(storage: Any, limit_s: float = 10.0) -> bool:
 
 
 FUNCTIONS = {
-    "across": _across, "gather": _gather, "scatter": _scatter, "reduce": _reduce, "copy": _copy, "split": _split,
-    "share": _share, "once": _once, "embed": _embed, "cross_entropy": _cross_entropy}
+    "across": _across,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce": _reduce,
+    "copy": _copy,
+    "split": _split,
+    "share": _share,
+    "once": _once,
+    "embed": _embed,
+    "cross_entropy": _cross_entropy,
+}
 
 
 def layer_checks(path: Path, group: Group) -> dict[str, Callable[[], None]]:
@@ -195,8 +217,13 @@ def layer_checks(path: Path, group: Group) -> dict[str, Callable[[], None]]:
     kinds = {}
     for index, info in enumerate(layer_table(run)):
         kinds.setdefault((info.module, info.kind), index)
-    return {f"{path.stem}/{module}.{kind}, {size}": lambda index=index, size=size: _layer(run, index, size, group)
-            for (module, kind), index in kinds.items() for size in SIZES}
+    return {
+        f"{path.stem}/{module}.{kind}, {size}": lambda index=index, size=size: _layer(
+            run, index, size, group
+        )
+        for (module, kind), index in kinds.items()
+        for size in SIZES
+    }
 
 
 def _layer(run: Any, index: int, size: str, group: Group) -> None:
@@ -211,10 +238,14 @@ def _layer(run: Any, index: int, size: str, group: Group) -> None:
     def mine(name: str, tensor: Tensor) -> Tensor:
         return tensor[group.own(len(tensor))] if name in split_names else tensor
 
-    part = {name: mine(name, tensor.detach()).clone().requires_grad_() for name, tensor in given.items()}
+    part = {
+        name: mine(name, tensor.detach()).clone().requires_grad_() for name, tensor in given.items()
+    }
     expected, made = whole(dict(given), batch), own(dict(part), copy(batch))
-    seeds = {name: torch.ones(()) if name.startswith(LOSS_PREFIX) else random(*tensor.shape, seed=3)
-             for name, tensor in expected.items()}
+    seeds = {
+        name: torch.ones(()) if name.startswith(LOSS_PREFIX) else random(*tensor.shape, seed=3)
+        for name, tensor in expected.items()
+    }
     _backward(expected, seeds)
     _backward(made, {name: mine(name, seed) for name, seed in seeds.items()})
     for name, tensor in expected.items():
@@ -225,7 +256,9 @@ def _layer(run: Any, index: int, size: str, group: Group) -> None:
         if tensor.grad is not None:
             same(part[name].grad, mine(name, tensor.grad), f"gradient of {name}")
     parameters = dict(own.named_parameters())
-    zeros = {path: torch.zeros_like(p) if p.grad is None else p.grad for path, p in parameters.items()}
+    zeros = {
+        path: torch.zeros_like(p) if p.grad is None else p.grad for path, p in parameters.items()
+    }
     sum_over([zeros[path] for path, p in parameters.items() if p.partial_gradient], group)
     for path, parameter in whole.named_parameters():
         shard = shard_of(parameters[path])
@@ -244,7 +277,9 @@ def same(made: Tensor | None, expected: Tensor, what: str = "") -> None:
     """Equal to 1e-5 of the largest value."""
     assert made is not None, what
     scale = max(1.0, float(expected.detach().abs().max())) if expected.numel() else 1.0
-    torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5 * scale, msg=lambda said: f"{what}: {said}")
+    torch.testing.assert_close(
+        made, expected, rtol=1e-5, atol=1e-5 * scale, msg=lambda said: f"{what}: {said}"
+    )
 
 
 def names(runs: list[Path]) -> Iterator[str]:

@@ -15,8 +15,10 @@ CPU = torch.device("cpu")
 
 def drawn(rows, heads, groups, width, seed=0):
     draws = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, count, width, generator=draws, dtype=torch.float64, requires_grad=True)
-            for count in (heads, groups, groups)]
+    return [
+        torch.randn(rows, count, width, generator=draws, dtype=torch.float64, requires_grad=True)
+        for count in (heads, groups, groups)
+    ]
 
 
 def masked(query, key, value, lengths, causal, window, scale):
@@ -36,8 +38,13 @@ def masked(query, key, value, lengths, causal, window, scale):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.booleans(),
-       st.none() | st.integers(1, 13), st.sampled_from([None, 0.3]))
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.booleans(),
+    st.none() | st.integers(1, 13),
+    st.sampled_from([None, 0.3]),
+)
 def test_it_is_the_masked_softmax(lengths, heads, causal, window, scale):
     window = window if causal else None
     inputs = drawn(sum(lengths), *heads, 8)
@@ -45,8 +52,11 @@ def test_it_is_the_masked_softmax(lengths, heads, causal, window, scale):
     expected = masked(*inputs, lengths, causal, window, scale)
     seed = torch.randn(made.shape, dtype=made.dtype)
     assert torch.allclose(made, expected, atol=1e-12)
-    for own, other in zip(torch.autograd.grad(made, inputs, seed), torch.autograd.grad(expected, inputs, seed),
-                          strict=True):
+    for own, other in zip(
+        torch.autograd.grad(made, inputs, seed),
+        torch.autograd.grad(expected, inputs, seed),
+        strict=True,
+    ):
         assert torch.allclose(own, other, atol=1e-11)
 
 
@@ -62,27 +72,51 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("lengths", "window"), [([4096], None), ([4096], 64), ([1000, 2000, 1096], None)])
+@pytest.mark.parametrize(
+    ("lengths", "window"), [([4096], None), ([4096], 64), ([1000, 2000, 1096], None)]
+)
 def test_nothing_grows_with_the_square_of_the_rows(lengths, window):
-    query, key, value = (tensor.detach().float().requires_grad_() for tensor in drawn(4096, 2, 1, 8))
+    query, key, value = (
+        tensor.detach().float().requires_grad_() for tensor in drawn(4096, 2, 1, 8)
+    )
     with Largest() as largest:
-        attend(query, key, value, Segments(lengths, CPU), causal=True, window=window).sum().backward()
+        attend(
+            query, key, value, Segments(lengths, CPU), causal=True, window=window
+        ).sum().backward()
     assert largest.elements <= 4 * query.numel()
 
 
-@pytest.mark.parametrize(("dtype", "width", "kernel"), [
-    (torch.bfloat16, 128, "varlen"), (torch.float16, 256, "varlen"), (torch.bfloat16, 264, "efficient"),
-    (torch.bfloat16, 20, "grouped"), (torch.float32, 20, "efficient"), (torch.float32, 6, "grouped"),
-    (torch.float64, 128, "grouped")])
+@pytest.mark.parametrize(
+    ("dtype", "width", "kernel"),
+    [
+        (torch.bfloat16, 128, "varlen"),
+        (torch.float16, 256, "varlen"),
+        (torch.bfloat16, 264, "efficient"),
+        (torch.bfloat16, 20, "grouped"),
+        (torch.float32, 20, "efficient"),
+        (torch.float32, 6, "grouped"),
+        (torch.float64, 128, "grouped"),
+    ],
+)
 def test_flash_attention_runs_where_it_can(dtype, width, kernel):
     assert kernel_for(torch.device("meta"), dtype, width) == kernel
     assert kernel_for(CPU, dtype, width) == "grouped"
 
 
-@pytest.mark.parametrize(("causal", "window", "said"), [
-    (False, None, (-1, -1)), (True, None, (-1, 0)), (True, 3, (2, 0)), (True, 4, (3, 0)), (True, 5, (-1, 0)),
-    (True, 1, (0, 0))])
-def test_flash_attention_is_told_the_window_without_the_row_itself(monkeypatch, causal, window, said):
+@pytest.mark.parametrize(
+    ("causal", "window", "said"),
+    [
+        (False, None, (-1, -1)),
+        (True, None, (-1, 0)),
+        (True, 3, (2, 0)),
+        (True, 4, (3, 0)),
+        (True, 5, (-1, 0)),
+        (True, 1, (0, 0)),
+    ],
+)
+def test_flash_attention_is_told_the_window_without_the_row_itself(
+    monkeypatch, causal, window, said
+):
     told = {}
 
     def varlen(query, key, value, starts, others, longest, most, **options):

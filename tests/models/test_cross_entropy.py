@@ -15,9 +15,13 @@ def test_chunks_change_nothing(monkeypatch, chunk, dtype):
     logits = (torch.randn(17, 11, generator=draws) * 30).to(dtype).requires_grad_()
     labels = torch.where(torch.arange(17) % 4 == 2, -100, torch.arange(17) % 11)
     made = cross_entropy(logits, labels, 0, None)
-    expected = torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
+    expected = torch.nn.functional.cross_entropy(
+        logits.float(), labels, ignore_index=-100, reduction="sum"
+    )
     assert made.dtype == torch.float32 and torch.allclose(made, expected, rtol=1e-6)
-    own, other = (torch.autograd.grad(3 * loss, logits, retain_graph=True)[0] for loss in (made, expected))
+    own, other = (
+        torch.autograd.grad(3 * loss, logits, retain_graph=True)[0] for loss in (made, expected)
+    )
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert own.dtype == dtype and torch.allclose(own.float(), other.float(), atol=tolerance)
     assert torch.equal(own, torch.autograd.grad(3 * made, logits)[0])  # a graph may be walked twice

@@ -24,15 +24,19 @@ def through(layers, batch, state=None):
 
 
 def whole_model(run, layers):
-    """transformers' model with the weights of our layers, under the names that they say are published."""
+    """transformers' model with the weights of our layers, under the names that they say are
+    published."""
     from disttrain_cli.models.architectures import read_configs
 
     module = read_configs(run)["llm"]
     config = copy.deepcopy(module.config)
     config._attn_implementation = "sdpa"
     whole = published_class(module.architecture)(config).eval()
-    weights = {name: tensor for layer in layers
-               for name, tensor in layer.to_published(dict(layer.named_parameters())).items()}
+    weights = {
+        name: tensor
+        for layer in layers
+        for name, tensor in layer.to_published(dict(layer.named_parameters())).items()
+    }
     for layer in layers:
         for path, tensor in layer.from_published(weights.__getitem__):
             assert tensor is layer.get_parameter(path)
@@ -43,18 +47,52 @@ def whole_model(run, layers):
 
 FAMILIES = {
     "llama": ("llama", {}),
-    "llama 3": ("llama", {"rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16}, "attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "attention_bias": True,
+            "mlp_bias": True,
+            "head_dim": 16,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": 7, "head_dim": 16}),
     "mistral without windows": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {}),
-    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen2 with yarn": ("qwen2", {"rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}}),
+    "qwen2 with windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2 with yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
     "qwen3": ("qwen3", {"head_dim": 8}),
-    "qwen3 wide": ("qwen3", {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 40,
-                             "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3 wide": (
+        "qwen3",
+        {
+            "head_dim": 20,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "hidden_size": 40,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -80,10 +118,16 @@ def test_packed_samples_equal_transformers_own_model_one_sample_at_a_time(make_r
     for row, start, length in ((0, 0, 20), (0, 20, 9), (0, 29, 12), (1, 0, 33)):
         ids = batch.token_ids[row, start : start + length][None]
         expected = whole.model(ids).last_hidden_state[0]
-        torch.testing.assert_close(hidden[row, start : start + length], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            hidden[row, start : start + length], expected, rtol=1e-5, atol=1e-5
+        )
         labels = batch.labels[row, start : start + length]
-        total = total + torch.nn.functional.cross_entropy(whole(ids).logits[0], labels, reduction="sum")
-    torch.testing.assert_close(state["loss/text"], 0.5 * total / (20 + 9 + 12 + 33), rtol=1e-5, atol=0)
+        total = total + torch.nn.functional.cross_entropy(
+            whole(ids).logits[0], labels, reduction="sum"
+        )
+    torch.testing.assert_close(
+        state["loss/text"], 0.5 * total / (20 + 9 + 12 + 33), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 with windows", "qwen3 wide"])
@@ -96,15 +140,22 @@ def test_costs_are_counted_and_a_group_divides_it(make_run, name):
     place = next(i for i, info in enumerate(table) if info.name == "llm.block.1")
     batch = probe_batch(inputs, documents=[[48]], device="meta")
     layer = build_layers(run, place, place + 1, device="meta")[0]
-    assert layer_operators(layer, state_at(table, place, inputs, batch, "meta"), batch).saved_bytes > 0
+    assert (
+        layer_operators(layer, state_at(table, place, inputs, batch, "meta"), batch).saved_bytes > 0
+    )
     degrees = tp_degrees(run, "llm", 6)
     heads = 3 if name == "qwen3 wide" else 2
     assert degrees == [tp for tp in (1, 3) if heads % tp == 0 and 261 % tp == 0]
     tp = heads
     part = build_layers(run, place, place + 1, tp=tp, tp_rank=1)[0]
-    rows = {n: t.detach() for n, t in state_at(table, place, inputs, probe_batch(inputs, documents=[[48]])).items()}
+    rows = {
+        n: t.detach()
+        for n, t in state_at(table, place, inputs, probe_batch(inputs, documents=[[48]])).items()
+    }
     assert part(rows, probe_batch(inputs, documents=[[48]]))["hidden"].shape == rows["hidden"].shape
-    assert part.layer.self_attn.q_proj.out_features == layer.layer.self_attn.q_proj.out_features // tp
+    assert (
+        part.layer.self_attn.q_proj.out_features == layer.layer.self_attn.q_proj.out_features // tp
+    )
 
 
 def test_a_tied_head_starts_as_a_copy_of_the_embedding(make_run):
@@ -115,14 +166,23 @@ def test_a_tied_head_starts_as_a_copy_of_the_embedding(make_run):
     assert not torch.equal(embed.embedding.weight, head.lm_head.weight)
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_type", "longest sample")),
-    ({"layer_types": ["full_attention"]}, ("layer_types", "num_hidden_layers")),
-    ({"layer_types": ["linear_attention", "full_attention"]}, ("layer_types",)),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, ("sliding_window", "layer_types")),
-    ({"use_sliding_window": True, "sliding_window": 0}, ("sliding_window", "1 or more")),
-    ({"head_dim": 7}, ("head_dim", "even")),
-])
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            ("rope_type", "longest sample"),
+        ),
+        ({"layer_types": ["full_attention"]}, ("layer_types", "num_hidden_layers")),
+        ({"layer_types": ["linear_attention", "full_attention"]}, ("layer_types",)),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            ("sliding_window", "layer_types"),
+        ),
+        ({"use_sliding_window": True, "sliding_window": 0}, ("sliding_window", "1 or more")),
+        ({"head_dim": 7}, ("head_dim", "even")),
+    ],
+)
 def test_wrong_configurations_are_named(make_run, config, words):
     with pytest.raises(SpecError) as error:
         layer_table(make_run(llm={"architecture": "qwen3", "config": config}))
@@ -161,7 +221,10 @@ def test_padding_gives_no_nan_and_untrained_slots_a_connected_zero(make_run):
     assert state["hidden"].isfinite().all() and float(state["loss/text"].detach()) == 0
     state["loss/text"].backward()
     for layer in layers:
-        assert all(p.grad is not None and p.grad.isfinite().all() and not p.grad.any() for p in layer.parameters())
+        assert all(
+            p.grad is not None and p.grad.isfinite().all() and not p.grad.any()
+            for p in layer.parameters()
+        )
 
 
 def test_segments_and_rotary_are_made_once_per_stage(make_run):

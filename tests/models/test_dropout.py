@@ -1,4 +1,5 @@
-"""Masks follow the sample, whatever the layout: other items beside it, parts of the features, or a second forward."""
+"""Masks follow the sample, whatever the layout: other items beside it, parts of the features, or a
+second forward."""
 
 from dataclasses import replace
 
@@ -15,7 +16,9 @@ from disttrain_cli.models.probe import probe_batch, state_at
 P = 0.25
 
 
-def _dropout(seeds: list[int], counts: list[int], tp: int = 1, rank: int = 0, key: int = 7) -> SeededDropout:
+def _dropout(
+    seeds: list[int], counts: list[int], tp: int = 1, rank: int = 0, key: int = 7
+) -> SeededDropout:
     made = SeededDropout(P, key, divided=tp > 1)
     made.begin(row_hashes(torch.tensor(seeds), counts), tp, rank)
     return made
@@ -85,17 +88,23 @@ def test_a_vits_block_drops_the_same_of_an_image_alone_and_among_others(make_run
     both = probe_batch(inputs, grids=[(merge, merge), (merge, 2 * merge)])
     state = state_at(table, place, inputs, both, "cpu")
     rows = merge * merge + 1
-    second = replace(both, image_grids=both.image_grids[1:], image_seeds=both.image_seeds[1:], cache={})
+    second = replace(
+        both, image_grids=both.image_grids[1:], image_seeds=both.image_seeds[1:], cache={}
+    )
     whole = block(state, both)["image_hidden"]
     alone = block({"image_hidden": state["image_hidden"][rows:]}, second)["image_hidden"]
     torch.testing.assert_close(whole[rows:], alone)
     assert not torch.allclose(block.eval()(state, both)["image_hidden"], whole)
 
 
-@pytest.mark.parametrize(("module", "change"), [
-    ("image_encoder", {"config": {"hidden_dropout_prob": 0.5}}),
-    ("audio_encoder", {"config": {"dropout": 0.3, "activation_dropout": 0.2}}),
-    ("image_generator", {"config": {"dropout": 0.4}})])
+@pytest.mark.parametrize(
+    ("module", "change"),
+    [
+        ("image_encoder", {"config": {"hidden_dropout_prob": 0.5}}),
+        ("audio_encoder", {"config": {"dropout": 0.3, "activation_dropout": 0.2}}),
+        ("image_generator", {"config": {"dropout": 0.4}}),
+    ],
+)
 def test_layers_that_drop_are_counted_like_those_that_do_not(make_run, module, change) -> None:
     kept = {"config": dict.fromkeys(change["config"], 0.0)}
     counted = [count_flops(make_run(**{module: own}))[module] for own in (change, kept)]

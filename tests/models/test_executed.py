@@ -1,4 +1,5 @@
-"""Priced is what runs: every kind of layer, counted on the meta device and executed on a fake CUDA device."""
+"""Priced is what runs: every kind of layer, counted on the meta device and executed on a fake CUDA
+device."""
 
 from __future__ import annotations
 
@@ -24,53 +25,136 @@ from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
 #: Of presets whose layers others have too, those of other widths.
 PRESETS: dict[str, str | tuple[str, ...]] = {
-    "mllm-9b": "", "qwen-vl-8b": "", "tiny-two-generators": "",
-    "mllm-72b": ("image_encoder.block.0", "llm.block.0", "image_generator.vae_encoder", "image_generator.up.3"),
+    "mllm-9b": "",
+    "qwen-vl-8b": "",
+    "tiny-two-generators": "",
+    "mllm-72b": (
+        "image_encoder.block.0",
+        "llm.block.0",
+        "image_generator.vae_encoder",
+        "image_generator.up.3",
+    ),
     "mllm-130b": ("llm.embed", "llm.block.0", "llm.head"),
-    "mllm-audio-10b": ("audio_encoder.embed", "audio_encoder.block.0", "audio_encoder.projector")}
-IMAGE = {"hidden_size": 1152, "num_hidden_layers": 2, "num_attention_heads": 16, "intermediate_size": 4304,
-         "image_size": 384, "patch_size": 14}
-TEXT = {"vocab_size": 152064, "hidden_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "intermediate_size": 6144}
-SDXL = {"in_channels": 4, "out_channels": 4, "sample_size": 64, "layers_per_block": 2,
-        "block_out_channels": [320, 640, 1280],
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "cross_attention_dim": 2048,
-        "attention_head_dim": [5, 10, 20], "transformer_layers_per_block": [1, 2, 2], "use_linear_projection": True,
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816}
-PIXART = {"num_attention_heads": 16, "attention_head_dim": 72, "in_channels": 4, "out_channels": 8, "num_layers": 2,
-          "sample_size": 64, "patch_size": 2, "cross_attention_dim": 1152, "caption_channels": 4096,
-          "use_additional_conditions": False}
-VAE = {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [128, 256, 512, 512],
-       "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+    "mllm-audio-10b": ("audio_encoder.embed", "audio_encoder.block.0", "audio_encoder.projector"),
+}
+IMAGE = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "intermediate_size": 4304,
+    "image_size": 384,
+    "patch_size": 14,
+}
+TEXT = {
+    "vocab_size": 152064,
+    "hidden_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 6144,
+}
+SDXL = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "sample_size": 64,
+    "layers_per_block": 2,
+    "block_out_channels": [320, 640, 1280],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "cross_attention_dim": 2048,
+    "attention_head_dim": [5, 10, 20],
+    "transformer_layers_per_block": [1, 2, 2],
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+PIXART = {
+    "num_attention_heads": 16,
+    "attention_head_dim": 72,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "sample_size": 64,
+    "patch_size": 2,
+    "cross_attention_dim": 1152,
+    "caption_channels": 4096,
+    "use_additional_conditions": False,
+}
+VAE = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "latent_channels": 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+}
 #: Classes of models that no preset has.
 OTHERS: dict[str, dict[str, Any]] = {
     "siglip, mistral, pixart": {
         "eye": {"kind": "encoder", "architecture": "siglip_vision_model", "config": IMAGE},
-        "llm": {"kind": "llm", "architecture": "mistral", "config": TEXT | {"sliding_window": 1024}},
-        "brush": {"kind": "generator", "architecture": "pixart", "image_size": 512, "context_tokens": 120,
-                  "cached_latents": True, "config": PIXART, "vae": VAE}},
+        "llm": {
+            "kind": "llm",
+            "architecture": "mistral",
+            "config": TEXT | {"sliding_window": 1024},
+        },
+        "brush": {
+            "kind": "generator",
+            "architecture": "pixart",
+            "image_size": 512,
+            "context_tokens": 120,
+            "cached_latents": True,
+            "config": PIXART,
+            "vae": VAE,
+        },
+    },
     "clip, qwen3, sdxl": {
         "eye": {"kind": "encoder", "architecture": "clip_vision_model", "config": IMAGE},
         "llm": {"kind": "llm", "architecture": "qwen3", "config": TEXT | {"head_dim": 128}},
-        "brush": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 512, "context_tokens": 77,
-                  "cached_latents": True, "config": SDXL, "vae": VAE}},
+        "brush": {
+            "kind": "generator",
+            "architecture": "unet2d_condition",
+            "image_size": 512,
+            "context_tokens": 77,
+            "cached_latents": True,
+            "config": SDXL,
+            "vae": VAE,
+        },
+    },
 }
 SIZES: dict[str, dict[str, Any]] = {"audio": {"clips": 4}, "target": {"targets": 4}}
 #: The most that priced and executed may be apart, and bytes that no share is asked of.
 MOST, FEW = 0.03, 1 << 16
-FIGURES = ("kept", "recomputed_kept", "forward_kernels", "backward_kernels", "forward_flops", "backward_flops")
+FIGURES = (
+    "kept",
+    "recomputed_kept",
+    "forward_kernels",
+    "backward_kernels",
+    "forward_flops",
+    "backward_flops",
+)
 
 
 def run_file(folder: Path, name: str) -> Path:
     path = folder / f"{name}.yaml"
     if name in OTHERS:
-        text = yaml.safe_dump({
-            "name": "t", "model": {"modules": OTHERS[name]}, "cluster": {"nodes": 1, "gpus_per_node": 8},
-            "data": {"distribution": {"images_per_sequence": 2, "generated_per_sequence": 2, "sequences": 300},
-                     "sequence_length": 4096, "max_image_pixels": 1 << 20},
-            "train": {"global_batch_size": 8, "steps": 1, "precision": "bf16"}})
+        text = yaml.safe_dump(
+            {
+                "name": "t",
+                "model": {"modules": OTHERS[name]},
+                "cluster": {"nodes": 1, "gpus_per_node": 8},
+                "data": {
+                    "distribution": {
+                        "images_per_sequence": 2,
+                        "generated_per_sequence": 2,
+                        "sequences": 300,
+                    },
+                    "sequence_length": 4096,
+                    "max_image_pixels": 1 << 20,
+                },
+                "train": {"global_batch_size": 8, "steps": 1, "precision": "bf16"},
+            }
+        )
     else:
         text = preset_text(name)
     path.write_text(text)
@@ -86,12 +170,17 @@ def cases_of(path: Path) -> list[list[Any]]:
             continue
         seen.add((info.module, info.kind))
         item, length = inputs.item(info.module), inputs.sequence_length
-        sizes = SIZES.get(item) or {"documents": [[length // 2, length // 4, length // 4]], "length": length}
+        sizes = SIZES.get(item) or {
+            "documents": [[length // 2, length // 4, length // 4]],
+            "length": length,
+        }
         if item == "image":
             m = inputs.probe_step
             side = -(-24 // m) * m
             sizes = {"grids": [(side, side - m), (side, side - m), (side, 2 * side)]}
-        found += [[str(path), place, tp, sizes] for tp in (1, 4) if tp in tp_degrees(run, info.module, 8)]
+        found += [
+            [str(path), place, tp, sizes] for tp in (1, 4) if tp in tp_degrees(run, info.module, 8)
+        ]
     return found
 
 
@@ -103,19 +192,33 @@ def priced(path: str, place: int, tp: int, sizes: dict[str, Any]) -> dict[str, f
     join(layer, Group(None, tp, 0) if tp > 1 else None)
     layer.requires_grad_(not layer.frozen)
     batch = probe_batch(inputs, device="meta", **sizes)
-    found = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch)
-    amount = input_bytes(table[place], table, inputs, {name: Work() for name in run.file.model.order}, dtype.itemsize,
-                         tp)
+    found = layer_operators(
+        layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch
+    )
+    amount = input_bytes(
+        table[place],
+        table,
+        inputs,
+        {name: Work() for name in run.file.model.order},
+        dtype.itemsize,
+        tp,
+    )
     tokens = sum(rows * columns for rows, columns in sizes.get("grids", []))
     items = next(len(value) if isinstance(value, list) else value for value in sizes.values())
     forward, backward = found.forward, found.backward
-    return {"kept": found.saved_bytes, "recomputed_kept": amount(Work(items, tokens, 0.0)),
-            "forward_kernels": forward.kernels, "backward_kernels": backward.kernels,
-            "forward_flops": sum(forward[:3]), "backward_flops": sum(backward[:3])}
+    return {
+        "kept": found.saved_bytes,
+        "recomputed_kept": amount(Work(items, tokens, 0.0)),
+        "forward_kernels": forward.kernels,
+        "backward_kernels": backward.kernels,
+        "forward_flops": sum(forward[:3]),
+        "backward_flops": sum(backward[:3]),
+    }
 
 
 def compared(folder: Path, wanted: Mapping[str, str | tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Both, of the layers of some models by the ends of their names; an empty end is that of all."""
+    """Both, of the layers of some models by the ends of their names; an empty end is that of
+    all."""
     rows: list[dict[str, Any]] = []
     cases: list[list[Any]] = []
     for name, ends in wanted.items():
@@ -124,7 +227,14 @@ def compared(folder: Path, wanted: Mapping[str, str | tuple[str, ...]]) -> list[
         for case in cases_of(path):
             if table[case[1]].name.endswith(ends):
                 cases.append(case)
-                rows.append({"model": name, "layer": table[case[1]].name, "tp": case[2], "priced": priced(*case)})
+                rows.append(
+                    {
+                        "model": name,
+                        "layer": table[case[1]].name,
+                        "tp": case[2],
+                        "priced": priced(*case),
+                    }
+                )
     for row, ran in zip(rows, on_fake_cuda(executed, cases), strict=True):
         row["ran"] = ran
     return rows
@@ -139,13 +249,29 @@ def off(row: dict[str, Any], figure: str) -> float:
 
 
 def check(rows: list[dict[str, Any]]) -> None:
-    apart = {(row["model"], row["layer"], row["tp"], figure): (row["priced"][figure], row["ran"][figure])
-             for row in rows for figure in FIGURES if off(row, figure) > MOST}
+    apart = {
+        (row["model"], row["layer"], row["tp"], figure): (row["priced"][figure], row["ran"][figure])
+        for row in rows
+        for figure in FIGURES
+        if off(row, figure) > MOST
+    }
     assert not apart
 
 
 def test_what_layers_keep_and_run_is_what_they_are_priced_at(tmp_path: Path) -> None:
-    check(compared(tmp_path, {"tiny": ("image_encoder.block.0", "llm.block.0", "llm.head", "image_generator.down.0")}))
+    check(
+        compared(
+            tmp_path,
+            {
+                "tiny": (
+                    "image_encoder.block.0",
+                    "llm.block.0",
+                    "llm.head",
+                    "image_generator.down.0",
+                )
+            },
+        )
+    )
 
 
 @pytest.mark.slow

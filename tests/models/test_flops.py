@@ -27,30 +27,57 @@ def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
         work = probe_work(inputs, info.module, **own)
         costs = flops[info.module][info.kind]
         expected = layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch)
-        assert (costs.forward(work), costs.backward(work), costs.backward_input(work)) == expected, info.name
+        assert (
+            costs.forward(work),
+            costs.backward(work),
+            costs.backward_input(work),
+        ) == expected, info.name
         assert costs.parameters == info.parameters
 
         layer.requires_grad_(False)  # frozen: only the gradients of inputs are left
         frozen = layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch)
-        assert frozen == (expected.forward, expected.backward_input, expected.backward_input), info.name
+        assert frozen == (expected.forward, expected.backward_input, expected.backward_input), (
+            info.name
+        )
 
-    # By hand: two FLOPs per weight and token forward, twice that backward; 4·D per pair of tokens in attention.
+    # By hand: two FLOPs per weight and token forward, twice that backward; 4·D per pair of tokens
+    # in attention.
     head = flops["llm"]["head"]
     assert (head.forward.per_token, head.backward.per_token) == (2 * 48 * 261, 4 * 48 * 261)
     block = flops["llm"]["block"]
     weights = 48 * 48 * 2 + 48 * 24 * 2 + 3 * 48 * 96
     assert block.forward.per_token == 2 * weights and block.forward.per_length_sq == 4 * 48
-    assert block.backward_input.per_token == 2 * weights and block.backward_input.per_length_sq == 8 * 48
+    assert (
+        block.backward_input.per_token == 2 * weights
+        and block.backward_input.per_length_sq == 8 * 48
+    )
 
 
-@pytest.mark.parametrize(("family", "fields", "windows"), [
-    ("mistral", {"sliding_window": 5}, (5, 5, 5)), ("mistral", {"sliding_window": 1}, (1, 1, 1)),
-    ("mistral", {"sliding_window": 4096}, ()), ("mistral", {"sliding_window": None}, ()), ("llama", {}, ()),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}, (48, 7, 7)),
-    ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1}, ())])
+@pytest.mark.parametrize(
+    ("family", "fields", "windows"),
+    [
+        ("mistral", {"sliding_window": 5}, (5, 5, 5)),
+        ("mistral", {"sliding_window": 1}, (1, 1, 1)),
+        ("mistral", {"sliding_window": 4096}, ()),
+        ("mistral", {"sliding_window": None}, ()),
+        ("llama", {}, ()),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+            (48, 7, 7),
+        ),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1}, ()),
+    ],
+)
 def test_flops_of_attention_follow_the_window_of_every_block(make_run, family, fields, windows):
-    given = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
-             "num_hidden_layers": 3, "vocab_size": 261}
+    given = {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "vocab_size": 261,
+    }
     run = make_run(llm={"architecture": family, "config": given | fields})
     inputs, block = describe(run), count_flops(run)["llm"]["block"]
     assert tuple(inputs.windows) == windows
@@ -78,12 +105,15 @@ def test_meta_and_cpu_count_the_same_matmuls(make_run):
 
 
 def forward_tflop(makers, batch):
-    """Forward of consecutive layers on the meta device, without those before the first or after the last."""
+    """Forward of consecutive layers on the meta device, without those before the first or after the
+    last."""
     from torch.utils.flop_counter import FlopCounterMode
 
     layers = [maker.on_meta() for maker in makers]
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        state = {name: value for layer in layers for name, value in START.items() if name in layer.reads}
+        state = {
+            name: value for layer in layers for name, value in START.items() if name in layer.reads
+        }
         for layer in layers:
             state.update(layer(state, batch))
     return counter.get_total_flops() / 1e12
@@ -92,7 +122,9 @@ def forward_tflop(makers, batch):
 START: dict[str, torch.Tensor] = {}
 
 
-@pytest.mark.parametrize(("side", "expected"), [(224, 0.3346), (448, 1.463), (504, 1.910), (1022, 11.37)])
+@pytest.mark.parametrize(
+    ("side", "expected"), [(224, 0.3346), (448, 1.463), (504, 1.910), (1022, 11.37)]
+)
 def test_vit_huge(side, expected):
     from transformers import ViTConfig
 
@@ -108,15 +140,22 @@ def test_vit_huge(side, expected):
     image = ImageInput(module="vit", patch_px=14, max_pixels=side * side)
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=64, image=image)
     batch = probe_batch(inputs, grids=[(side // 14, side // 14)], device="meta")
-    assert forward_tflop(vit.makers("vit", config, 1, 64, 64)[:-1], batch) == pytest.approx(expected, rel=5e-4)
+    assert forward_tflop(vit.makers("vit", config, 1, 64, 64)[:-1], batch) == pytest.approx(
+        expected, rel=5e-4
+    )
 
 
 def test_whisper_large_v3():
-    """By hand for a clip's 1500 positions: 12·D² weights and 4·1500·D of attention per layer, two convolutions."""
+    """By hand for a clip's 1500 positions: 12·D² weights and 4·1500·D of attention per layer, two
+    convolutions."""
     from transformers import WhisperConfig
 
     config = WhisperConfig(
-        d_model=1280, encoder_layers=32, encoder_attention_heads=20, encoder_ffn_dim=5120, num_mel_bins=128
+        d_model=1280,
+        encoder_layers=32,
+        encoder_attention_heads=20,
+        encoder_ffn_dim=5120,
+        num_mel_bins=128,
     )
     config = packed(config)
     audio = AudioInput(module="ear", mel_bins=128, frames=3000, merge=4)
@@ -137,7 +176,10 @@ def test_one_llama_layer_at_8192_tokens(monkeypatch, width, ffn, heads, kv_heads
     from transformers import LlamaConfig
 
     config = LlamaConfig(
-        hidden_size=width, intermediate_size=ffn, num_attention_heads=heads, num_key_value_heads=kv_heads
+        hidden_size=width,
+        intermediate_size=ffn,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
     )
     config = packed(config)
     inputs = ModelInputs(llm="llm", vocabulary=32000, sequence_length=8192)
@@ -158,7 +200,9 @@ def test_stable_diffusion_2_1_unet(monkeypatch, size, expected):
         "attention_head_dim": [5, 10, 20, 20],
         "use_linear_projection": True,
     }
-    target = TargetInput(module="unet", size_px=size, channels=4, context_tokens=77, latent_pixels=size * size)
+    target = TargetInput(
+        module="unet", size_px=size, channels=4, context_tokens=77, latent_pixels=size * size
+    )
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
     batch = probe_batch(inputs, targets=1, device="meta")
     monkeypatch.setitem(START, "conditioning", torch.empty(77, 1024, device="meta"))
@@ -178,7 +222,11 @@ def test_stable_diffusions_vae_encoder(size, expected):
         "down_block_types": ["DownEncoderBlock2D"] * 4,
         "up_block_types": ["UpDecoderBlock2D"] * 4,
     }
-    target = TargetInput(module="unet", size_px=size, context_tokens=77, latent_pixels=(size // 8) ** 2)
+    target = TargetInput(
+        module="unet", size_px=size, context_tokens=77, latent_pixels=(size // 8) ** 2
+    )
     inputs = ModelInputs(llm="llm", vocabulary=261, sequence_length=128, target=target)
     batch = probe_batch(inputs, targets=1, device="meta")
-    assert forward_tflop([vae.encoder_maker("unet", config, size)], batch) == pytest.approx(expected, abs=5e-4)
+    assert forward_tflop([vae.encoder_maker("unet", config, size)], batch) == pytest.approx(
+        expected, abs=5e-4
+    )

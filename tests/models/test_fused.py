@@ -1,4 +1,5 @@
-"""Our functions give what transformers' classes give, forward and backward, and keep no more than they say."""
+"""Our functions give what transformers' classes give, forward and backward, and keep no more than
+they say."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ ROWS, WIDTH, INNER = 12, 16, 24
 def kept(make):
     """Shapes and types of what a forward saves, and its result."""
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (saved.append(tensor), tensor)[1], lambda t: t
+    ):
         result = make()
     return {(tuple(tensor.shape), tensor.dtype) for tensor in saved}, result
 
@@ -42,23 +45,30 @@ def test_rms_norm_in_double_precision_has_exact_gradients():
     weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
     norm = RmsNorm(5, 1e-6).double()
     assert torch.autograd.gradcheck(
-        lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,)), (x, weight))
+        lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,)), (x, weight)
+    )
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_gated_mlp(act, frozen):
     torch.manual_seed(0)
-    mlp = LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER, hidden_act=act,
-                               num_attention_heads=2)).requires_grad_(not frozen)
+    mlp = LlamaMLP(
+        LlamaConfig(
+            hidden_size=WIDTH, intermediate_size=INNER, hidden_act=act, num_attention_heads=2
+        )
+    ).requires_grad_(not frozen)
     x, seed = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(ROWS, WIDTH)
     inputs = [x, *(parameter for parameter in mlp.parameters() if parameter.requires_grad)]
     expected, made = mlp(x), gated_mlp(mlp, x)
     assert torch.equal(expected, made)
-    for one, other in zip(*(torch.autograd.grad(result, inputs, seed) for result in (expected, made)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(result, inputs, seed) for result in (expected, made)), strict=True
+    ):
         assert torch.allclose(one, other, atol=1e-6)
     activations = {shape for shape, _ in kept(lambda: gated_mlp(mlp, x.detach()))[0]} - {
-        tuple(parameter.T.shape) for parameter in mlp.parameters()}
+        tuple(parameter.T.shape) for parameter in mlp.parameters()
+    }
     assert activations <= {(ROWS, WIDTH), (ROWS, INNER)}
 
 

@@ -1,4 +1,5 @@
-"""Image generators against diffusers' own forward: U-Nets like SD 1.5, 2.1, XL, and PixArt; noise, cuts, sampling."""
+"""Image generators against diffusers' own forward: U-Nets like SD 1.5, 2.1, XL, and PixArt; noise,
+cuts, sampling."""
 
 import copy
 import dataclasses
@@ -23,49 +24,103 @@ from tests.models.test_sharding import in_lockstep
 from tests.models.test_vae import VAE
 
 NAME = "image_generator"
-SD = {"in_channels": 4, "out_channels": 4, "block_out_channels": [16, 32], "layers_per_block": 1,
-      "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-      "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 24, "norm_num_groups": 8}
+SD = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": [16, 32],
+    "layers_per_block": 1,
+    "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+    "cross_attention_dim": 24,
+    "norm_num_groups": 8,
+}
 SCALED = {"betas": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
-PIXART = {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 8, "num_layers": 2,
-          "cross_attention_dim": 48, "caption_channels": 20, "use_additional_conditions": True}
+PIXART = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 2,
+    "cross_attention_dim": 48,
+    "caption_channels": 20,
+    "use_additional_conditions": True,
+}
 GENERATORS = {
     "sd 1.5": {"config": SD | {"attention_head_dim": 4}, "vae": VAE, "noise": SCALED},
-    "sd 2.1": {"config": SD | {"attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True},
-               "vae": VAE, "noise": SCALED | {"prediction": "v_prediction"}},
-    "sd xl": {"config": SD | {
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-        "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"], "attention_head_dim": [2, 4],
-        "transformer_layers_per_block": [1, 2], "use_linear_projection": True, "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 20 + 6 * 8}, "vae": VAE,
-        "noise": SCALED},
+    "sd 2.1": {
+        "config": SD
+        | {"attention_head_dim": [2, 4], "use_linear_projection": True, "upcast_attention": True},
+        "vae": VAE,
+        "noise": SCALED | {"prediction": "v_prediction"},
+    },
+    "sd xl": {
+        "config": SD
+        | {
+            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+            "attention_head_dim": [2, 4],
+            "transformer_layers_per_block": [1, 2],
+            "use_linear_projection": True,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8,
+            "projection_class_embeddings_input_dim": 20 + 6 * 8,
+        },
+        "vae": VAE,
+        "noise": SCALED,
+    },
     "pixart": {"architecture": "pixart", "config": PIXART, "vae": VAE},
-    "pixart, small": {"architecture": "pixart", "config": PIXART | {
-        "in_channels": 3, "out_channels": 3, "caption_channels": None, "use_additional_conditions": False,
-        "cross_attention_dim": 20, "activation_fn": "geglu"}, "noise": {"prediction": "flow"}},
-    "pixels, velocity": {"config": SD | {"in_channels": 3, "out_channels": 3, "attention_head_dim": 4},
-                         "noise": {"prediction": "v_prediction", "betas": "squaredcos_cap_v2"}},
+    "pixart, small": {
+        "architecture": "pixart",
+        "config": PIXART
+        | {
+            "in_channels": 3,
+            "out_channels": 3,
+            "caption_channels": None,
+            "use_additional_conditions": False,
+            "cross_attention_dim": 20,
+            "activation_fn": "geglu",
+        },
+        "noise": {"prediction": "flow"},
+    },
+    "pixels, velocity": {
+        "config": SD | {"in_channels": 3, "out_channels": 3, "attention_head_dim": 4},
+        "noise": {"prediction": "v_prediction", "betas": "squaredcos_cap_v2"},
+    },
 }
 QUICK = ("sd xl", "pixart", "pixart, small")
-ANY = pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in GENERATORS])
+ANY = pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in GENERATORS],
+)
 
 
 @pytest.fixture
 def setting(make_run):
     """Run, inputs, the generator's layers, a batch and the state at the generator's entry."""
+
     def make(kind, targets=3):
         # The tiny U-Net of `make_run` has fields of its own.
         run = make_run(image_generator={"config": {"block_out_channels": [16, 32]}})
         plain = run.file.model_dump(mode="json", exclude_none=True)
-        plain["model"]["modules"][NAME] = {"kind": "generator", "image_size": 16, "context_tokens": 4,
-                                           "architecture": "unet2d_condition", **GENERATORS[kind]}
+        plain["model"]["modules"][NAME] = {
+            "kind": "generator",
+            "image_size": 16,
+            "context_tokens": 4,
+            "architecture": "unet2d_condition",
+            **GENERATORS[kind],
+        }
         run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
         table, inputs = layer_table(run), describe(run)
         start = next(i for i, info in enumerate(table) if info.module == NAME)
         batch = probe_batch(inputs, targets=targets)
         batch.target_weights[1:2] = 0.0
-        return run, inputs, build_layers(run, start, len(table)), batch, entry_state(table, NAME, inputs, batch)
+        return (
+            run,
+            inputs,
+            build_layers(run, start, len(table)),
+            batch,
+            entry_state(table, NAME, inputs, batch),
+        )
 
     return make
 
@@ -106,36 +161,59 @@ def test_layers_equal_diffusers_own_model(setting, kind):
         arguments["added_cond_kwargs"] = {"text_embeds": state["pooled"], "time_ids": ids}
     if kind.startswith("pixart"):  # the layers' own conditioning is already projected
         projector = next(layer for layer in layers if layer.kind == "projector")
-        arguments["encoder_hidden_states"] = projector(state, batch)["conditioning"].unflatten(0, (3, 4))
-        arguments["added_cond_kwargs"] = {"resolution": torch.full((3, 2), 16.0), "aspect_ratio": torch.ones(3, 1)} \
-            if kind == "pixart" else {"resolution": None, "aspect_ratio": None}
+        arguments["encoder_hidden_states"] = projector(state, batch)["conditioning"].unflatten(
+            0, (3, 4)
+        )
+        arguments["added_cond_kwargs"] = (
+            {"resolution": torch.full((3, 2), 16.0), "aspect_ratio": torch.ones(3, 1)}
+            if kind == "pixart"
+            else {"resolution": None, "aspect_ratio": None}
+        )
     times = timesteps + 1 if config.noise.prediction == "flow" else timesteps
     predicted = model(noisy, timestep=times, **arguments).sample[:, : canvas.shape[0]]
     torch.testing.assert_close(out.predict(state), predicted, rtol=1e-5, atol=1e-5)
-    goal = {"epsilon": noise, "flow": noise - clean,
-            "v_prediction": scheduler(config.noise).get_velocity(clean, noise, timesteps)}[config.noise.prediction]
+    goal = {
+        "epsilon": noise,
+        "flow": noise - clean,
+        "v_prediction": scheduler(config.noise).get_velocity(clean, noise, timesteps),
+    }[config.noise.prediction]
     errors = (predicted - goal).square().mean((1, 2, 3))
-    torch.testing.assert_close(state["loss/image"], 2.0 * (errors[0] + errors[2]) / 3, rtol=1e-5, atol=0)
-    gradients = torch.autograd.grad(state["loss/image"], [p for layer in layers for p in layer.parameters()
-                                                          if p.requires_grad])
+    torch.testing.assert_close(
+        state["loss/image"], 2.0 * (errors[0] + errors[2]) / 3, rtol=1e-5, atol=0
+    )
+    gradients = torch.autograd.grad(
+        state["loss/image"], [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    )
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def scheduler(noise):
     from diffusers import DDPMScheduler
 
-    return DDPMScheduler(beta_schedule=noise.betas, beta_start=noise.beta_start, beta_end=noise.beta_end)
+    return DDPMScheduler(
+        beta_schedule=noise.betas, beta_start=noise.beta_start, beta_end=noise.beta_end
+    )
 
 
 @pytest.mark.parametrize("betas", ["linear", "scaled_linear", "squaredcos_cap_v2"])
 def test_noise_is_mixed_as_diffusers_does_and_flows_are_straight_lines(betas):
-    noise, clean, drawn = Noise("v_prediction", betas, 0.001, 0.01), torch.randn(3, 1, 2, 2), torch.randn(3, 1, 2, 2)
+    noise, clean, drawn = (
+        Noise("v_prediction", betas, 0.001, 0.01),
+        torch.randn(3, 1, 2, 2),
+        torch.randn(3, 1, 2, 2),
+    )
     timesteps = torch.tensor([0, 500, 999])
-    assert torch.equal(noise.mix(clean, drawn, timesteps), scheduler(noise).add_noise(clean, drawn, timesteps))
-    assert torch.equal(noise.goal(clean, drawn, timesteps), scheduler(noise).get_velocity(clean, drawn, timesteps))
+    assert torch.equal(
+        noise.mix(clean, drawn, timesteps), scheduler(noise).add_noise(clean, drawn, timesteps)
+    )
+    assert torch.equal(
+        noise.goal(clean, drawn, timesteps), scheduler(noise).get_velocity(clean, drawn, timesteps)
+    )
     flow = Noise("flow")
     torch.testing.assert_close(flow.mix(clean, drawn, timesteps)[2], drawn[2])
-    torch.testing.assert_close(flow.mix(clean, drawn, timesteps)[1], 0.499 * clean[1] + 0.501 * drawn[1])
+    torch.testing.assert_close(
+        flow.mix(clean, drawn, timesteps)[1], 0.499 * clean[1] + 0.501 * drawn[1]
+    )
 
 
 @ANY
@@ -155,9 +233,14 @@ def test_any_cut_changes_nothing(setting, kind):
         assert torch.equal(loss, expected)
         used = [name for name in crossing if before[name].requires_grad]
         gradients = torch.autograd.grad(loss, [crossing[name] for name in used], allow_unused=True)
-        back = torch.autograd.grad([before[name] for name in used], state["context"], [
-            torch.zeros_like(before[name]) if gradient is None else gradient
-            for name, gradient in zip(used, gradients, strict=True)])[0]
+        back = torch.autograd.grad(
+            [before[name] for name in used],
+            state["context"],
+            [
+                torch.zeros_like(before[name]) if gradient is None else gradient
+                for name, gradient in zip(used, gradients, strict=True)
+            ],
+        )[0]
         torch.testing.assert_close(back, whole, rtol=1e-5, atol=1e-7)
 
 
@@ -167,28 +250,47 @@ def test_a_bf16_batch_an_empty_one_and_the_order_of_images(setting, kind):
     loss = through(layers, batch, state)["loss/image"]
     order = torch.tensor([2, 0, 1])
     rows = (order[:, None] * 4 + torch.arange(4)).flatten()
-    changed = dataclasses.replace(batch, cache={}, target_pixels=batch.target_pixels[order],
-                                  target_weights=batch.target_weights[order], noise_seeds=batch.noise_seeds[order])
-    torch.testing.assert_close(through(layers, changed, {"context": state["context"][rows]})["loss/image"], loss)
+    changed = dataclasses.replace(
+        batch,
+        cache={},
+        target_pixels=batch.target_pixels[order],
+        target_weights=batch.target_weights[order],
+        noise_seeds=batch.noise_seeds[order],
+    )
+    torch.testing.assert_close(
+        through(layers, changed, {"context": state["context"][rows]})["loss/image"], loss
+    )
     nobody = probe_batch(inputs, targets=0)
     empty = through(layers, nobody, {"context": state["context"][:0]})
     assert all(len(tensor) == 0 for tensor in empty.values())
     halves = [copy.deepcopy(layer).bfloat16() for layer in layers]
-    made = through(halves, dataclasses.replace(batch, cache={}), {"context": state["context"].bfloat16()})
+    made = through(
+        halves, dataclasses.replace(batch, cache={}), {"context": state["context"].bfloat16()}
+    )
     torch.testing.assert_close(made["loss/image"], loss, rtol=0.1, atol=0.1)
 
 
 def test_pixarts_dropout_follows_the_images_seeds(setting, monkeypatch):
-    monkeypatch.setitem(GENERATORS, "dropping", GENERATORS["pixart"] | {"config": PIXART | {"dropout": 0.5}})
+    monkeypatch.setitem(
+        GENERATORS, "dropping", GENERATORS["pixart"] | {"config": PIXART | {"dropout": 0.5}}
+    )
     _, _, layers, batch, state = setting("dropping")
     assert sum("dropout" in layer.needs for layer in layers) == PIXART["num_layers"]
     through(layers, batch, state)
     plain = through(layers, batch, state)["patches"]
     seeds = torch.tensor([5, 6, 7])
-    seeded = through(layers, dataclasses.replace(batch, cache={}, target_seeds=seeds), state)["patches"]
+    seeded = through(layers, dataclasses.replace(batch, cache={}, target_seeds=seeds), state)[
+        "patches"
+    ]
     assert not torch.equal(seeded, plain)
-    part = dataclasses.replace(batch, cache={}, target_seeds=seeds[1:], target_pixels=batch.target_pixels[1:],
-                               target_weights=batch.target_weights[1:], noise_seeds=batch.noise_seeds[1:])
+    part = dataclasses.replace(
+        batch,
+        cache={},
+        target_seeds=seeds[1:],
+        target_pixels=batch.target_pixels[1:],
+        target_weights=batch.target_weights[1:],
+        noise_seeds=batch.noise_seeds[1:],
+    )
     some = through(layers, part, {"context": state["context"][4:]})["patches"]
     torch.testing.assert_close(some, seeded[1:], rtol=1e-5, atol=1e-5)
 
@@ -214,12 +316,17 @@ def test_a_perfect_predictor_leads_to_the_image(setting, kind, monkeypatch):
     run, inputs, _, _, _ = setting(kind, targets=1)
     noise, seen = read_configs(run)[NAME].noise, {}
     pixels = "vae" not in GENERATORS[kind]
-    clean = torch.linspace(-0.9, 0.9, 3 * 16 * 16).view(1, 3, 16, 16) if pixels else \
-        torch.linspace(-2.0, 2.0, 4 * 8 * 8).view(1, 4, 8, 8)
+    clean = (
+        torch.linspace(-0.9, 0.9, 3 * 16 * 16).view(1, 3, 16, 16)
+        if pixels
+        else torch.linspace(-2.0, 2.0, 4 * 8 * 8).view(1, 4, 8, 8)
+    )
     layers = build_layers(run, 0, len(layer_table(run)))
     start = next(layer for layer in layers if layer.name == f"{NAME}.in")
     begin = start.start
-    monkeypatch.setattr(start, "start", lambda state, x, t: (seen.update(x=x, t=t), begin(state, x, t))[1])
+    monkeypatch.setattr(
+        start, "start", lambda state, x, t: (seen.update(x=x, t=t), begin(state, x, t))[1]
+    )
 
     def knows(self, state):
         if noise.prediction == "flow":
@@ -236,7 +343,9 @@ def test_a_perfect_predictor_leads_to_the_image(setting, kind, monkeypatch):
 
     monkeypatch.setattr(type(layers[-1]), "predict", knows)
     assert isinstance(layers[-1], Finish)
-    batch = dataclasses.replace(probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=1), target_pixels=None)
+    batch = dataclasses.replace(
+        probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=1), target_pixels=None
+    )
     images = generate(layers, batch, inputs, 5, 0, None if pixels else Keeps())
     if pixels:
         expected = ((clean[0] + 1) * 127.5).round().permute(1, 2, 0).numpy()
@@ -246,24 +355,41 @@ def test_a_perfect_predictor_leads_to_the_image(setting, kind, monkeypatch):
 
 
 def test_the_schedule_is_the_folders_and_the_run_files_over_it(make_run, tmp_path):
-    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UNet2DConditionModel
+    from diffusers import (
+        DPMSolverMultistepScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        UNet2DConditionModel,
+    )
 
-    unet = UNet2DConditionModel(**SD | {"attention_head_dim": 4, "in_channels": 3, "out_channels": 3})
+    unet = UNet2DConditionModel(
+        **SD | {"attention_head_dim": 4, "in_channels": 3, "out_channels": 3}
+    )
     unet.save_config(tmp_path / "sd" / "unet")
-    DPMSolverMultistepScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012,
-                                prediction_type="v_prediction").save_config(tmp_path / "sd" / "scheduler")
+    DPMSolverMultistepScheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type="v_prediction",
+    ).save_config(tmp_path / "sd" / "scheduler")
 
     def noise(**spec):
         run = make_run()
         plain = run.file.model_dump(mode="json", exclude_none=True)
         plain["model"]["modules"][NAME] = {
-            "kind": "generator", "image_size": 16, "context_tokens": 4, "folder": "sd/unet", **spec}
+            "kind": "generator",
+            "image_size": 16,
+            "context_tokens": 4,
+            "folder": "sd/unet",
+            **spec,
+        }
         made = type(run)(path=run.path, file=type(run.file).model_validate(plain))
         assert layer_table(made)
         return read_configs(made)[NAME].noise
 
     assert noise() == Noise("v_prediction", "scaled_linear", 0.00085, 0.012)
-    assert noise(noise={"prediction": "epsilon"}) == Noise("epsilon", "scaled_linear", 0.00085, 0.012)
+    assert noise(noise={"prediction": "epsilon"}) == Noise(
+        "epsilon", "scaled_linear", 0.00085, 0.012
+    )
     FlowMatchEulerDiscreteScheduler().save_config(tmp_path / "sd" / "unet")
     assert noise().prediction == "flow"
     path = tmp_path / "sd" / "unet" / "scheduler_config.json"
@@ -276,44 +402,102 @@ def test_the_schedule_is_the_folders_and_the_run_files_over_it(make_run, tmp_pat
         noise()
 
 
-@pytest.mark.parametrize(("kind", "config", "others", "words"), [
-    ("pixart", {"out_channels": 5}, {}, ("config.out_channels", "4: vae.latent_channels, or 8 with a variance")),
-    ("pixart", {"cross_attention_dim": 20}, {}, ("config.cross_attention_dim", "48, the width")),
-    ("pixart", {"attention_head_dim": 11}, {}, ("config.attention_head_dim", "multiple of 12")),
-    ("pixart", {"norm_type": "ada_norm"}, {}, ("config.norm_type", "ada_norm_single")),
-    ("pixart", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
-    ("pixart", {"num_heads": 3}, {}, ("config.num_heads", "unknown field", "num_attention_heads")),
-    ("pixart", {"dropout": 1.5}, {}, ("config.dropout", "given: 1.5")),
-    ("sd xl", {"projection_class_embeddings_input_dim": 48}, {}, ("projection_class_embeddings_input_dim", "6 times")),
-    ("sd xl", {"addition_embed_type": "image"}, {}, ("addition_embed_type", "text_time")),
-    ("sd 1.5", {}, {"noise": {"beta_start": 0.5}}, ("noise.beta_start", "less than beta_end")),
-])
+@pytest.mark.parametrize(
+    ("kind", "config", "others", "words"),
+    [
+        (
+            "pixart",
+            {"out_channels": 5},
+            {},
+            ("config.out_channels", "4: vae.latent_channels, or 8 with a variance"),
+        ),
+        (
+            "pixart",
+            {"cross_attention_dim": 20},
+            {},
+            ("config.cross_attention_dim", "48, the width"),
+        ),
+        ("pixart", {"attention_head_dim": 11}, {}, ("config.attention_head_dim", "multiple of 12")),
+        ("pixart", {"norm_type": "ada_norm"}, {}, ("config.norm_type", "ada_norm_single")),
+        ("pixart", {"patch_size": 3}, {}, ("config.patch_size", "divisor of 8")),
+        (
+            "pixart",
+            {"num_heads": 3},
+            {},
+            ("config.num_heads", "unknown field", "num_attention_heads"),
+        ),
+        ("pixart", {"dropout": 1.5}, {}, ("config.dropout", "given: 1.5")),
+        (
+            "sd xl",
+            {"projection_class_embeddings_input_dim": 48},
+            {},
+            ("projection_class_embeddings_input_dim", "6 times"),
+        ),
+        ("sd xl", {"addition_embed_type": "image"}, {}, ("addition_embed_type", "text_time")),
+        ("sd 1.5", {}, {"noise": {"beta_start": 0.5}}, ("noise.beta_start", "less than beta_end")),
+    ],
+)
 def test_wrong_configurations_are_named(make_run, kind, config, others, words):
     run = make_run()
     plain = run.file.model_dump(mode="json", exclude_none=True)
     spec = GENERATORS[kind]
-    plain["model"]["modules"][NAME] = {"kind": "generator", "image_size": 16, "context_tokens": 4,
-                                       "architecture": "unet2d_condition", **spec, "config": spec["config"] | config,
-                                       **others}
+    plain["model"]["modules"][NAME] = {
+        "kind": "generator",
+        "image_size": 16,
+        "context_tokens": 4,
+        "architecture": "unet2d_condition",
+        **spec,
+        "config": spec["config"] | config,
+        **others,
+    }
     with pytest.raises(SpecError) as error:
         layer_table(type(run)(path=run.path, file=type(run.file).model_validate(plain)))
     assert all(word in str(error.value) for word in words), str(error.value)
 
-BIG_VAE = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 4,
-           "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+
+BIG_VAE = {
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+}
 #: The published configurations, their image size and parameters.
 PUBLISHED = {
-    "Stable Diffusion 1.5": ("unet2d_condition", {"cross_attention_dim": 768, "attention_head_dim": 8}, 512,
-                             859_520_964),
-    "Stable Diffusion 2.1": ("unet2d_condition", {
-        "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "use_linear_projection": True,
-        "upcast_attention": True}, 768, 865_910_724),
-    "Stable Diffusion XL": ("unet2d_condition", {
-        "block_out_channels": [320, 640, 1280], "attention_head_dim": [5, 10, 20], "cross_attention_dim": 2048,
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "use_linear_projection": True,
-        "transformer_layers_per_block": [1, 2, 10], "addition_embed_type": "text_time", "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816}, 1024, 2_567_463_684),
+    "Stable Diffusion 1.5": (
+        "unet2d_condition",
+        {"cross_attention_dim": 768, "attention_head_dim": 8},
+        512,
+        859_520_964,
+    ),
+    "Stable Diffusion 2.1": (
+        "unet2d_condition",
+        {
+            "cross_attention_dim": 1024,
+            "attention_head_dim": [5, 10, 20, 20],
+            "use_linear_projection": True,
+            "upcast_attention": True,
+        },
+        768,
+        865_910_724,
+    ),
+    "Stable Diffusion XL": (
+        "unet2d_condition",
+        {
+            "block_out_channels": [320, 640, 1280],
+            "attention_head_dim": [5, 10, 20],
+            "cross_attention_dim": 2048,
+            "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+            "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+            "use_linear_projection": True,
+            "transformer_layers_per_block": [1, 2, 10],
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 256,
+            "projection_class_embeddings_input_dim": 2816,
+        },
+        1024,
+        2_567_463_684,
+    ),
     "PixArt-α 1024": ("pixart", {"caption_channels": 4096}, 1024, 611_349_152),
 }
 
@@ -324,8 +508,14 @@ def test_published_generators_are_described(make_run, name):
     architecture, config, size, parameters = PUBLISHED[name]
     run = make_run()
     plain = run.file.model_dump(mode="json", exclude_none=True)
-    plain["model"]["modules"][NAME] = {"kind": "generator", "image_size": size, "context_tokens": 77,
-                                       "architecture": architecture, "config": config, "vae": BIG_VAE}
+    plain["model"]["modules"][NAME] = {
+        "kind": "generator",
+        "image_size": size,
+        "context_tokens": 77,
+        "architecture": architecture,
+        "config": config,
+        "vae": BIG_VAE,
+    }
     run = type(run)(path=run.path, file=type(run.file).model_validate(plain))
     table = [info for info in layer_table(run) if info.module == NAME]
     own = sum(info.parameters for info in table if info.kind != "projector" and not info.frozen)
@@ -335,19 +525,24 @@ def test_published_generators_are_described(make_run, name):
 
 def latent_unet(folder):
     """A diffusers pipeline: the U-Net of latents and its VAE."""
-    for name, fields in (("unet", {"_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4}),
-                         ("vae", {"_class_name": "AutoencoderKL"})):
+    for name, fields in (
+        ("unet", {"_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 4}),
+        ("vae", {"_class_name": "AutoencoderKL"}),
+    ):
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text(json.dumps(fields))
     (folder / "model_index.json").write_text("{}")
 
 
-@pytest.mark.parametrize(("folder", "named"), [
-    ("pipe", "set model.modules.image_generator.folder: pipe/unet"),
-    ("pipe/unet", "set model.modules.image_generator.vae_folder: pipe/vae"),
-    ("someone/a-model", "hf download someone/a-model --local-dir someone/a-model"),
-    ("nowhere", "Correct model.modules.image_generator.folder, or give architecture."),
-])
+@pytest.mark.parametrize(
+    ("folder", "named"),
+    [
+        ("pipe", "set model.modules.image_generator.folder: pipe/unet"),
+        ("pipe/unet", "set model.modules.image_generator.vae_folder: pipe/vae"),
+        ("someone/a-model", "hf download someone/a-model --local-dir someone/a-model"),
+        ("nowhere", "Correct model.modules.image_generator.folder, or give architecture."),
+    ],
+)
 def test_a_folder_that_does_not_fit_says_what_to_name_instead(make_run, tmp_path, folder, named):
     latent_unet(tmp_path / "pipe")
     run = make_run(image_generator={"architecture": None, "folder": folder, "config": {}})

@@ -22,7 +22,11 @@ def test_describe_says_what_the_data_needs(make_run):
     inputs = describe(make_run())
     assert (inputs.vocabulary, inputs.sequence_length) == (261, 48)
     assert (inputs.image.patch_px, inputs.image.merge, inputs.image.extra_tokens) == (4, 2, 1)
-    assert (inputs.target.size_px, inputs.target.context_tokens, inputs.target.latent_pixels) == (16, 4, 256)
+    assert (inputs.target.size_px, inputs.target.context_tokens, inputs.target.latent_pixels) == (
+        16,
+        4,
+        256,
+    )
 
 
 def test_modules_may_be_missing(make_run):
@@ -131,7 +135,9 @@ def test_slots_without_images_or_targets_run_forward_and_backward(make_run, grid
     sum(v for k, v in state.items() if k.startswith("loss/")).backward()
     assert ("loss/image" in state) == bool(targets)
     for layer in layers:
-        empty = (layer.module == "image_encoder" and not grids) or (layer.module == "image_generator" and not targets)
+        empty = (layer.module == "image_encoder" and not grids) or (
+            layer.module == "image_generator" and not targets
+        )
         assert (next(layer.parameters()).grad is None) == empty
         for spec in layer.writes:
             assert empty == (len(state[spec.name]) == 0) or (spec.name == "context" and not targets)
@@ -144,9 +150,9 @@ def test_entry_state_fits_every_module(make_run):
     assert {k: tuple(v.shape) for k, v in entry_state(table, "llm", inputs, batch).items()} == {
         "image_embeds": (11, 48)
     }
-    assert {k: tuple(v.shape) for k, v in entry_state(table, "image_generator", inputs, batch).items()} == {
-        "context": (8, 48)
-    }
+    assert {
+        k: tuple(v.shape) for k, v in entry_state(table, "image_generator", inputs, batch).items()
+    } == {"context": (8, 48)}
     layers = build_layers(run, 0, len(table))
     for index, layer in enumerate(layers):
         state = state_at(table, index, inputs, batch)
@@ -162,7 +168,8 @@ def test_bf16_layers_run(make_run):
     layers = build_layers(run, 0, len(table), dtype=torch.bfloat16)
     state = run_layers(layers, batch)
     full = run_layers(
-        build_layers(run, 0, len(table)), probe_batch(inputs, grids=GRIDS, documents=DOCUMENTS, targets=2)
+        build_layers(run, 0, len(table)),
+        probe_batch(inputs, grids=GRIDS, documents=DOCUMENTS, targets=2),
     )
     for name in ("loss/text", "loss/image"):
         assert state[name].dtype == torch.float32
@@ -180,31 +187,53 @@ def test_bf16_layers_run(make_run):
         ({"image_generator": {"config": {"cross_attention": 3}}}, ("cross_attention_dim",)),
         ({"llm": {"config": {"hidden_size": "large"}}}, ("hidden_size", "expected int")),
         ({"llm": {"config": {"hidden_size": 50}}}, ("multiple of the number of attention",)),
-        ({"image_encoder": {"config": {"hidden_size": 50}}}, ("hidden_size", "multiple of num_attention_heads")),
+        (
+            {"image_encoder": {"config": {"hidden_size": 50}}},
+            ("hidden_size", "multiple of num_attention_heads"),
+        ),
         ({"llm": {"config": {"num_key_value_heads": 3}}}, ("num_key_value_heads", "divisor")),
         ({"llm": {"config": {"num_attention_heads": 0}}}, ("model.modules.llm",)),
         ({"llm": {"config": {"num_hidden_layers": 0}}}, ("num_hidden_layers",)),
         ({"llm": {"config": {"attention_dropout": 0.1}}}, ("attention_dropout",)),
-        ({"image_encoder": {"config": {"attention_probs_dropout_prob": 0.1}}}, ("attention_probs_dropout_prob",)),
+        (
+            {"image_encoder": {"config": {"attention_probs_dropout_prob": 0.1}}},
+            ("attention_probs_dropout_prob",),
+        ),
         ({"image_encoder": {"config": {"patch_size": [4, 2]}}}, ("patch_size",)),
         ({"llm": {"config": {"vocab_size": 256}}}, ("vocab_size", "261")),
         ({"image_generator": {"image_size": 17}}, ("image_size", "multiples of 2")),
         ({"image_generator": {"config": {"dropout": 1.5}}}, ("dropout",)),
         ({"image_generator": {"config": {"class_embed_type": "timestep"}}}, ("class_embed_type",)),
         (
-            {"image_generator": {"config": {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}}},
+            {
+                "image_generator": {
+                    "config": {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"]}
+                }
+            },
             ("AttnDownBlock2D",),
         ),
-        ({"image_generator": {"config": {"up_block_types": "UpBlock2D"}}}, ("up_block_types", "CrossAttnUpBlock2D")),
+        (
+            {"image_generator": {"config": {"up_block_types": "UpBlock2D"}}},
+            ("up_block_types", "CrossAttnUpBlock2D"),
+        ),
         ({"image_generator": {"config": {"in_channels": 4}}}, ("in_channels",)),
         ({"image_generator": {"config": {"sample_size": 64}}}, ("sample_size",)),
-        ({"image_generator": {"config": {"norm_num_groups": 7}}}, ("image_generator", "num_channels")),
+        (
+            {"image_generator": {"config": {"norm_num_groups": 7}}},
+            ("image_generator", "num_channels"),
+        ),
         ({"image_generator": {"config": {"block_out_channels": [16]}}}, ("block_out_channels",)),
         ({"image_generator": {"config": {"block_out_channels": "wide"}}}, ("image_generator",)),
         ({"image_generator": {"config": {"layers_per_block": None}}}, ("image_generator",)),
         ({"llm": {"config": {"hidden_act": "no-such"}}}, ("hidden_act", "silu")),
-        ({"llm": {"config": {"rope_parameters": {"rope_type": "spiral"}}}}, ("rope_type", "default")),
-        ({"llm": {"config": {"rope_parameters": {"rope_type": "linear"}}}}, ("model.modules.llm", "factor")),
+        (
+            {"llm": {"config": {"rope_parameters": {"rope_type": "spiral"}}}},
+            ("rope_type", "default"),
+        ),
+        (
+            {"llm": {"config": {"rope_parameters": {"rope_type": "linear"}}}},
+            ("model.modules.llm", "factor"),
+        ),
         ({"image_generator": {"config": {"block_out_channels": [-16, 32]}}}, ("image_generator",)),
     ],
 )
@@ -239,21 +268,41 @@ def test_a_tower_inside_a_whole_models_folder_with_its_processor(make_run, tmp_p
     """The tower's part of config.json is used, and the processor's mean, deviation and scale."""
     folder = tmp_path / "eye"
     folder.mkdir()
-    vision = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-              "image_size": 16, "patch_size": 4, "model_type": "siglip_vision_model"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "siglip", "vision_config": vision}))
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+        "model_type": "siglip_vision_model",
+    }
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "siglip", "vision_config": vision})
+    )
     run = make_run(image_encoder={"architecture": None, "folder": "eye", "config": {}})
     image = describe(run).image
-    assert (image.patch_px, image.extra_tokens) == (4, 0) and image.mean == image.std == (0.5, 0.5, 0.5)
+    assert (image.patch_px, image.extra_tokens) == (4, 0) and image.mean == image.std == (
+        0.5,
+        0.5,
+        0.5,
+    )
     processor = {"image_mean": [0.1, 0.2, 0.3], "image_std": 0.25, "rescale_factor": 1 / 127.5}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     image = describe(run).image
-    assert image.mean == pytest.approx((0.05, 0.1, 0.15)) and image.std == pytest.approx((0.125, 0.125, 0.125))
-    (folder / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False, "do_rescale": False}))
+    assert image.mean == pytest.approx((0.05, 0.1, 0.15)) and image.std == pytest.approx(
+        (0.125, 0.125, 0.125)
+    )
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"do_normalize": False, "do_rescale": False})
+    )
     image = describe(run).image
     assert image.mean == (0, 0, 0) and image.std == pytest.approx((1 / 255,) * 3)
-    for wrong, words in (({"image_std": [1, 0, 1]}, "image_std"), ({"image_mean": "grey"}, "image_mean"),
-                         ({"rescale_factor": -1}, "rescale_factor")):
+    for wrong, words in (
+        ({"image_std": [1, 0, 1]}, "image_std"),
+        ({"image_mean": "grey"}, "image_mean"),
+        ({"rescale_factor": -1}, "rescale_factor"),
+    ):
         (folder / "preprocessor_config.json").write_text(json.dumps(wrong))
         with pytest.raises(SpecError, match=words):
             describe(run)
@@ -281,7 +330,10 @@ def test_means_are_those_of_the_classes_processors():
         ("[]", ("must be a mapping",)),
         ('{"model_type": "gpt2"}', ("gpt2", "known: vit, clip_vision_model")),
         ("{}", ("unknown architecture",)),
-        ('{"model_type": "llama", "auto_map": {"AutoModel": "mine.Model"}}', ("auto_map", "never run", "mine.Model")),
+        (
+            '{"model_type": "llama", "auto_map": {"AutoModel": "mine.Model"}}',
+            ("auto_map", "never run", "mine.Model"),
+        ),
         ('{"model_type": "clip"}', ("whole clip model", "vision_config")),
         ('{"model_type": "clip", "vision_config": {}}', ("of kind encoder, not llm",)),
     ],

@@ -38,7 +38,11 @@ def test_fp32_on_a_gpu_is_never_rounded_to_tf32(monkeypatch):
     try:
         assert use_cuda(3) == torch.device("cuda", 3) and chosen == [torch.device("cuda", 3)]
         assert not (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
-        assert torch.backends.cudnn.conv.fp32_precision != "tf32" != torch.backends.cuda.matmul.fp32_precision
+        assert (
+            torch.backends.cudnn.conv.fp32_precision
+            != "tf32"
+            != torch.backends.cuda.matmul.fp32_precision
+        )
         assert torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

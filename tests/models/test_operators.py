@@ -13,7 +13,11 @@ from disttrain_cli.models.operators import layer_operators
 from disttrain_cli.models.probe import probe_batch, state_at
 
 ROWS, WIDTH, HIDDEN = 100, 8, 16
-X, W, H = 4 * ROWS * WIDTH, 4 * WIDTH * HIDDEN, 4 * ROWS * HIDDEN  # bytes of input, a weight, a hidden tensor
+X, W, H = (
+    4 * ROWS * WIDTH,
+    4 * WIDTH * HIDDEN,
+    4 * ROWS * HIDDEN,
+)  # bytes of input, a weight, a hidden tensor
 
 
 class Toy(PipelineLayer):
@@ -25,7 +29,11 @@ class Toy(PipelineLayer):
 
     def __init__(self, between):
         super().__init__()
-        self.one, self.two, self.between = nn.Linear(WIDTH, HIDDEN, False), nn.Linear(HIDDEN, WIDTH, False), between
+        self.one, self.two, self.between = (
+            nn.Linear(WIDTH, HIDDEN, False),
+            nn.Linear(HIDDEN, WIDTH, False),
+            between,
+        )
 
     def is_empty(self, state, batch):
         return False
@@ -51,7 +59,10 @@ def test_every_operator_is_a_kernel_that_reads_and_writes():
     products = (X + W + H) + (X + H + W) + (H + X + W) + (H + W + X)
     assert done.backward == KernelWork(4 * flops, 0, 0, products + (H + H + H) + SUMS, 7)
     three = toy(lambda h: torch.exp(h).sin().cos())
-    assert (three.forward.kernels, three.forward.moved_bytes - done.forward.moved_bytes) == (5, 4 * H)
+    assert (three.forward.kernels, three.forward.moved_bytes - done.forward.moved_bytes) == (
+        5,
+        4 * H,
+    )
 
 
 def test_gradients_are_added_to_fp32_sums():
@@ -66,16 +77,25 @@ def test_gradients_are_added_to_fp32_sums():
 
 def test_views_and_what_allocates_only_are_no_kernels():
     plain = toy(torch.relu).forward
-    assert toy(lambda h: torch.relu(h.view(-1).unflatten(0, (ROWS, HIDDEN)).t().detach().t())).forward == plain
+    assert (
+        toy(lambda h: torch.relu(h.view(-1).unflatten(0, (ROWS, HIDDEN)).t().detach().t())).forward
+        == plain
+    )
 
 
 def test_kept_is_what_the_backward_holds():
-    assert toy(torch.relu).saved_bytes == X + H  # relu needs its output only, which the second product keeps too
+    assert (
+        toy(torch.relu).saved_bytes == X + H
+    )  # relu needs its output only, which the second product keeps too
     assert toy(lambda h: torch.exp(h).sin().cos()).saved_bytes == X + 3 * H  # each result, once
     assert toy(torch.relu, frozen=True).saved_bytes == H
-    assert toy(lambda h: (h * 2.0 + 1.0).clone()).saved_bytes == X + H  # nothing but the product's input
+    assert (
+        toy(lambda h: (h * 2.0 + 1.0).clone()).saved_bytes == X + H
+    )  # nothing but the product's input
     assert toy(lambda h: h[:, :8].repeat(1, 2)).saved_bytes == X + H
-    assert toy(lambda h: h.expand(2, -1, -1)[0].sin()).saved_bytes == X + 2 * H  # a view keeps what it is of, once
+    assert (
+        toy(lambda h: h.expand(2, -1, -1)[0].sin()).saved_bytes == X + 2 * H
+    )  # a view keeps what it is of, once
 
 
 def test_what_a_function_keeps_by_itself_counts_too():
@@ -121,9 +141,14 @@ def test_looking_up_reads_no_whole_table():
     table = torch.empty(10_000, HIDDEN, device="meta")
 
     def looked_up(h):
-        return h + torch.nn.functional.embedding(torch.empty(ROWS, dtype=torch.int64, device="meta"), table)
+        return h + torch.nn.functional.embedding(
+            torch.empty(ROWS, dtype=torch.int64, device="meta"), table
+        )
 
-    assert toy(looked_up).forward.moved_bytes == toy(torch.relu).forward.moved_bytes + 8 * ROWS + 2 * H + H
+    assert (
+        toy(looked_up).forward.moved_bytes
+        == toy(torch.relu).forward.moved_bytes + 8 * ROWS + 2 * H + H
+    )
 
 
 def operators(run, name, **sizes):
@@ -144,8 +169,8 @@ def test_attention_runs_as_flash_attention_does(make_run):
     assert found.backward.attention_flops == 2.5 * scores / 2
     assert found.backward.product_flops == model.backward - 2 * scores
     row = 4 * length * width
-    # Kept: x, first norm; q, k and v of all heads, output; x + attention, second norm; gate, up, product; a scale for
-    # each row of both norms, cosines and sines are the batch's.
+    # Kept: x, first norm; q, k and v of all heads, output; x + attention, second norm; gate, up,
+    # product; a scale for each row of both norms, cosines and sines are the batch's.
     kept = 2 * row + 4 * row + 2 * row + 3 * 4 * length * inner + 2 * 4 * length
     log_sums = 4 * heads * -(-length // 32) * 32  # in steps of 32 rows
     assert found.saved_bytes == kept + log_sums + 2 * 8  # and a seed and an offset
@@ -159,19 +184,32 @@ def test_attention_of_images_is_not_halved_and_masks_are_not_counted(make_run):
     place = next(i for i, info in enumerate(table) if info.name == "llm.block.0")
     layer = build_layers(run, place, place + 1, device="meta")[0]
     batch = probe_batch(inputs, documents=[[32]], length=32, device="meta")
-    counts = [layer_operators(layer, state_at(table, place, inputs, batch, "meta"), batch) for _ in range(2)]
+    counts = [
+        layer_operators(layer, state_at(table, place, inputs, batch, "meta"), batch)
+        for _ in range(2)
+    ]
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize(("causal", "window", "share"), [(False, None, 1), (True, None, 2), (True, 8, 2)])
+@pytest.mark.parametrize(
+    ("causal", "window", "share"), [(False, None, 1), (True, None, 2), (True, 8, 2)]
+)
 def test_flash_attention_skips_what_is_hidden(causal, window, share):
     class Attention(PipelineLayer):
         def is_empty(self, state, batch):
             return False
 
         def compute(self, state, batch):
-            return {"y": attend(state["x"], state["x"], state["x"], Segments([20, 12], torch.device("meta")),
-                                causal=causal, window=window)}
+            return {
+                "y": attend(
+                    state["x"],
+                    state["x"],
+                    state["x"],
+                    Segments([20, 12], torch.device("meta")),
+                    causal=causal,
+                    window=window,
+                )
+            }
 
     x = torch.empty(32, 4, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
     found = layer_operators(Attention(), {"x": x}, Batch(image_grids=[]))
@@ -184,9 +222,11 @@ def test_the_head_keeps_its_logits(make_run):
     length, vocabulary, width = 32, 261, 48
     found, _ = operators(make_run(), "llm.head", documents=[[length]], length=length)
     rows = 4 * length * width
-    # Beside x, the norm and the logits, of each row: the norm's scale; largest logit, sum and label's logit; where the
-    # label is, whether it is here and whether it is trained.
-    assert found.saved_bytes == 2 * rows + 4 * length * vocabulary + length * (4 + 3 * 4 + 8 + 1 + 1)
+    # Beside x, the norm and the logits, of each row: the norm's scale; largest logit, sum and
+    # label's logit; where the label is, whether it is here and whether it is trained.
+    assert found.saved_bytes == 2 * rows + 4 * length * vocabulary + length * (
+        4 + 3 * 4 + 8 + 1 + 1
+    )
 
 
 def test_convolutions_are_counted_and_gradients_left_as_they_were(make_run):

@@ -1,4 +1,5 @@
-"""Under which name every parameter of every architecture is trained: what a published model has is its module's."""
+"""Under which name every parameter of every architecture is trained: what a published model has is
+its module's."""
 
 from pathlib import Path
 
@@ -11,30 +12,61 @@ from disttrain_cli.spec.runfile import Run, RunFile
 from tests.models.conftest import AUDIO, LLAMA, MODULES, UNET
 from tests.models.test_towers import TOWERS
 
-PIXART = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 3, "out_channels": 6, "num_layers": 1,
-          "cross_attention_dim": 24, "caption_channels": 20}
-CONFIGS = {"whisper": AUDIO["config"], "unet2d_condition": UNET, "pixart": PIXART} | {
-    name: tower["config"] for name, tower in TOWERS.items()} | {
-    name: LLAMA for name, entry in ARCHITECTURES.items() if entry.kind == "llm"}
+PIXART = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 3,
+    "out_channels": 6,
+    "num_layers": 1,
+    "cross_attention_dim": 24,
+    "caption_channels": 20,
+}
+CONFIGS = (
+    {"whisper": AUDIO["config"], "unet2d_condition": UNET, "pixart": PIXART}
+    | {name: tower["config"] for name, tower in TOWERS.items()}
+    | {name: LLAMA for name, entry in ARCHITECTURES.items() if entry.kind == "llm"}
+)
 PLACES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
 #: Parts of the published classes that no layer has: heads that pool, or that nothing here reads.
 UNUSED = ("pooler.", "head.", "embed_positions.")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_modules_are_its_published_models_and_only_the_rest_are_projectors(make_run, architecture) -> None:
+def test_a_modules_are_its_published_models_and_only_the_rest_are_projectors(
+    make_run, architecture
+) -> None:
     place = PLACES[ARCHITECTURES[architecture].kind]
     spec = TOWERS.get(architecture, AUDIO if architecture == "whisper" else MODULES[place])
     plain = make_run().file.model_dump(mode="json", exclude_none=True)
-    plain["model"]["modules"][place] = {**spec, "kind": ARCHITECTURES[architecture].kind, "architecture": architecture,
-                                        "config": CONFIGS[architecture]}
+    plain["model"]["modules"][place] = {
+        **spec,
+        "kind": ARCHITECTURES[architecture].kind,
+        "architecture": architecture,
+        "config": CONFIGS[architecture],
+    }
     run = Run(path=Path("disttrain.yaml"), file=RunFile.model_validate(plain))
-    layers = [layer for layer in build_layers(run, 0, len(layer_table(run)), device="meta") if layer.module == place]
+    layers = [
+        layer
+        for layer in build_layers(run, 0, len(layer_table(run)), device="meta")
+        if layer.module == place
+    ]
     module = read_configs(run)[place]
-    shapes = {name: tensor.shape for name, tensor in on_meta(architecture, module.config).state_dict().items()}
-    owners = {path_of: layer.owner_of(path) for layer in layers for path, parameter in layer.named_parameters()
-              for path_of in [layer.published_name(path) or f"{layer.name}.{path}"]}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in on_meta(architecture, module.config).state_dict().items()
+    }
+    owners = {
+        path_of: layer.owner_of(path)
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+        for path_of in [layer.published_name(path) or f"{layer.name}.{path}"]
+    }
     assert {name for name, owner in owners.items() if owner == place} == {
-        name for name in shapes if not name.startswith(UNUSED) and not name.startswith("model.rotary")}
+        name
+        for name in shapes
+        if not name.startswith(UNUSED) and not name.startswith("model.rotary")
+    }
     joined = {name for name, owner in owners.items() if owner == "projectors"}
-    assert bool(joined) == (place != "llm") and all(name.startswith(f"{place}.projector.") for name in joined)
+    assert bool(joined) == (place != "llm") and all(
+        name.startswith(f"{place}.projector.") for name in joined
+    )

@@ -1,4 +1,5 @@
-"""A TP group of two processes computes what one does: every function and one layer of each kind, both ways."""
+"""A TP group of two processes computes what one does: every function and one layer of each kind,
+both ways."""
 
 import json
 
@@ -10,15 +11,35 @@ from tests.models.parallel_worker import names
 from tests.models.test_generators import GENERATORS
 from tests.models.test_towers import TOWERS
 
-GENERATOR = {"kind": "generator", "architecture": "unet2d_condition", "image_size": 16, "context_tokens": 4}
+GENERATOR = {
+    "kind": "generator",
+    "architecture": "unet2d_condition",
+    "image_size": 16,
+    "context_tokens": 4,
+}
 #: By name of a run, the module that takes the place of the tiny model's.
 OTHERS = {
-    **{tower: ("image_encoder", {"kind": "encoder", "architecture": tower, **TOWERS[tower]})
-       for tower in ("clip_vision_model", "siglip_vision_model", "qwen2_5_vl_vision")},
+    **{
+        tower: ("image_encoder", {"kind": "encoder", "architecture": tower, **TOWERS[tower]})
+        for tower in ("clip_vision_model", "siglip_vision_model", "qwen2_5_vl_vision")
+    },
     **{name: ("image_generator", GENERATOR | GENERATORS[name]) for name in ("sd xl", "pixart")},
-    "qwen3": ("llm", {"kind": "llm", "architecture": "qwen3", "config": {
-        "vocab_size": 264, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 12}}),
+    "qwen3": (
+        "llm",
+        {
+            "kind": "llm",
+            "architecture": "qwen3",
+            "config": {
+                "vocab_size": 264,
+                "hidden_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 96,
+                "head_dim": 12,
+            },
+        },
+    ),
 }
 
 
@@ -26,7 +47,8 @@ OTHERS = {
 def runs(make_run, tmp_path):
     """Run files of the tiny model, and of it with another module each."""
     tiny = make_run(llm={"config": {"vocab_size": 264}}, audio_encoder={}).file.model_dump(
-        mode="json", exclude_none=True)
+        mode="json", exclude_none=True
+    )
     models = {"tiny": tiny["model"]["modules"]}
     for name, (module, spec) in OTHERS.items():
         models[name] = {module: spec} | ({} if module == "llm" else {"llm": models["tiny"]["llm"]})
@@ -34,7 +56,9 @@ def runs(make_run, tmp_path):
             models[name] = dict(reversed(models[name].items()))
     paths = [tmp_path / f"{name}.yaml" for name in models]
     for path, modules in zip(paths, models.values(), strict=True):
-        path.write_text(yaml.safe_dump(tiny | {"model": tiny["model"] | {"modules": modules}}, sort_keys=False))
+        path.write_text(
+            yaml.safe_dump(tiny | {"model": tiny["model"] | {"modules": modules}}, sort_keys=False)
+        )
     return paths
 
 
@@ -48,4 +72,6 @@ def test_a_group_computes_what_one_process_does(runs, tmp_path):
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert set(found) == checks
-        assert not (wrong := [f"{name}, rank {rank}: {said}" for name, said in found.items() if said]), "\n".join(wrong)
+        assert not (
+            wrong := [f"{name}, rank {rank}: {said}" for name, said in found.items() if said]
+        ), "\n".join(wrong)

@@ -1,4 +1,5 @@
-"""The published models as blocks of a run file: described, counted and divided without memory for weights."""
+"""The published models as blocks of a run file: described, counted and divided without memory for
+weights."""
 
 import pytest
 import yaml
@@ -19,8 +20,8 @@ config: {hidden_size: 1280, num_hidden_layers: 32, num_attention_heads: 16, inte
 LLAMA = """
 kind: llm
 architecture: llama
-config: {vocab_size: 32000, hidden_size: %d, num_hidden_layers: %d, num_attention_heads: %d, num_key_value_heads: %d,
-         intermediate_size: %d, tie_word_embeddings: false}
+config: {vocab_size: 32000, hidden_size: %d, num_hidden_layers: %d, num_attention_heads: %d,
+         num_key_value_heads: %d, intermediate_size: %d, tie_word_embeddings: false}
 """
 STABLE_DIFFUSION = """
 kind: generator
@@ -48,31 +49,50 @@ vae:
 
 
 def published(tmp_path, llama, image_size):
-    modules = {"image_encoder": VIT_HUGE, "llm": LLAMA % llama, "image_generator": STABLE_DIFFUSION % image_size}
-    file = RunFile.model_validate({
-        "name": "published",
-        "model": {"modules": {name: yaml.safe_load(text) for name, text in modules.items()}},
-        "data": {"distribution": {}, "tokenizer": "folder"},
-        "train": {"global_batch_size": 1920, "steps": 1},
-    })
+    modules = {
+        "image_encoder": VIT_HUGE,
+        "llm": LLAMA % llama,
+        "image_generator": STABLE_DIFFUSION % image_size,
+    }
+    file = RunFile.model_validate(
+        {
+            "name": "published",
+            "model": {"modules": {name: yaml.safe_load(text) for name, text in modules.items()}},
+            "data": {"distribution": {}, "tokenizer": "folder"},
+            "train": {"global_batch_size": 1920, "steps": 1},
+        }
+    )
     return Run(path=tmp_path / "disttrain.yaml", file=file)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("llama", "image_size", "parameters_b", "image_tflop"), [
-    ((4096, 32, 32, 32, 11008), 512, (0.63, 6.74, 0.87), 0.804 + 1.117),
-    ((5120, 40, 40, 40, 13824), 512, (0.63, 13.02, 0.87), 0.804 + 1.117),
-    ((8192, 80, 64, 8, 28672), 1024, (0.63, 68.98, 0.87), 4.675 + 4.879),
-])
-def test_published_models_are_described_and_counted(tmp_path, llama, image_size, parameters_b, image_tflop):
+@pytest.mark.parametrize(
+    ("llama", "image_size", "parameters_b", "image_tflop"),
+    [
+        ((4096, 32, 32, 32, 11008), 512, (0.63, 6.74, 0.87), 0.804 + 1.117),
+        ((5120, 40, 40, 40, 13824), 512, (0.63, 13.02, 0.87), 0.804 + 1.117),
+        ((8192, 80, 64, 8, 28672), 1024, (0.63, 68.98, 0.87), 4.675 + 4.879),
+    ],
+)
+def test_published_models_are_described_and_counted(
+    tmp_path, llama, image_size, parameters_b, image_tflop
+):
     run = published(tmp_path, llama, image_size)
     table, target = layer_table(run), describe(run).target
     assert (target.size_px, target.latent_pixels) == (image_size, (image_size // 8) ** 2)
-    for name, expected in zip(("image_encoder", "llm", "image_generator"), parameters_b, strict=True):
-        own = [layer for layer in table if layer.module == name and layer.kind != "projector" and not layer.frozen]
+    for name, expected in zip(
+        ("image_encoder", "llm", "image_generator"), parameters_b, strict=True
+    ):
+        own = [
+            layer
+            for layer in table
+            if layer.module == name and layer.kind != "projector" and not layer.frozen
+        ]
         assert sum(layer.parameters for layer in own) / 1e9 == pytest.approx(expected, abs=0.005)
     flops = count_flops(run)["image_generator"]
-    forward = sum(costs.forward(Work(1.0)) for kind, costs in flops.items() if kind != "projector") / 1e12
+    forward = (
+        sum(costs.forward(Work(1.0)) for kind, costs in flops.items() if kind != "projector") / 1e12
+    )
     assert forward == pytest.approx(image_tflop, abs=1e-3)
     degrees = {module: tp_degrees(run, module, 8) for module in run.file.model.order}
     assert degrees == {"image_encoder": [1, 2, 4, 8], "llm": [1, 2, 4, 8], "image_generator": [1]}
@@ -81,9 +101,13 @@ def test_published_models_are_described_and_counted(tmp_path, llama, image_size,
 def test_a_shard_is_built_without_the_whole_layer(tmp_path, monkeypatch):
     run = published(tmp_path, (8192, 80, 64, 8, 28672), 512)
     made = []
-    monkeypatch.setattr("disttrain_cli.models.building._initialise",
-                        lambda layer, std: made.append(sum(p.numel() for p in layer.parameters())))
+    monkeypatch.setattr(
+        "disttrain_cli.models.building._initialise",
+        lambda layer, std: made.append(sum(p.numel() for p in layer.parameters())),
+    )
     block = next(i for i, info in enumerate(layer_table(run)) if info.name == "llm.block.0")
     layer = build_layers(run, block, block + 1, tp=8)[0]
     norms = 2 * 8192
-    assert made == [(855654400 - norms) // 8 + norms] == [sum(p.numel() for p in layer.parameters())]
+    assert (
+        made == [(855654400 - norms) // 8 + norms] == [sum(p.numel() for p in layer.parameters())]
+    )

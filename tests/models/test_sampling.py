@@ -13,7 +13,9 @@ from disttrain_cli.models.sampling import generate
 def images(run, steps=3, seed=0, targets=2):
     layers, inputs = build_layers(run, 0, len(layer_table(run))), describe(run)
     batch = probe_batch(inputs, grids=[(4, 4)], documents=[[40], [30]], targets=targets)
-    return generate(layers, dataclasses.replace(batch, labels=None, target_pixels=None), inputs, steps, seed)
+    return generate(
+        layers, dataclasses.replace(batch, labels=None, target_pixels=None), inputs, steps, seed
+    )
 
 
 def test_images_are_a_function_of_weights_seed_and_context(make_run):
@@ -30,7 +32,8 @@ def test_nothing_to_generate_gives_no_image(make_run):
 
 
 def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypatch):
-    """A predictor that knows the clean image must bring DDIM back to it exactly, whatever the noise."""
+    """A predictor that knows the clean image must bring DDIM back to it exactly, whatever the
+    noise."""
     from diffusers import DDIMScheduler
 
     from disttrain_cli.models import unet
@@ -39,8 +42,12 @@ def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypa
     alphas = DDIMScheduler().alphas_cumprod
     seen = {}
     monkeypatch.setattr(
-        unet.In, "start",
-        lambda self, state, x, t, start=unet.In.start: (seen.update(x=x, t=t), start(self, state, x, t))[1]
+        unet.In,
+        "start",
+        lambda self, state, x, t, start=unet.In.start: (
+            seen.update(x=x, t=t),
+            start(self, state, x, t),
+        )[1],
     )
 
     def knows(self, state):
@@ -55,7 +62,8 @@ def test_equal_to_diffusers_own_loop_with_a_perfect_predictor(make_run, monkeypa
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
 def test_what_a_prediction_is_wrong_by_stays_in_images_no_more_than_with_ddpm(prediction):
-    """A denoiser of four images that knows them, but for an error of a tenth: how far its images are from the next."""
+    """A denoiser of four images that knows them, but for an error of a tenth: how far its images
+    are from the next."""
     from diffusers import DDPMScheduler
 
     noise = Noise(prediction=prediction)
@@ -64,16 +72,25 @@ def test_what_a_prediction_is_wrong_by_stays_in_images_no_more_than_with_ddpm(pr
 
     def predict(noisy, time):
         signal, sigma = alphas[time].sqrt(), (1 - alphas[time]).sqrt()
-        clean = torch.softmax(-(noisy[:, None] - signal * images).square().sum(-1) / (2 * sigma**2), -1) @ images
+        clean = (
+            torch.softmax(-(noisy[:, None] - signal * images).square().sum(-1) / (2 * sigma**2), -1)
+            @ images
+        )
         drawn = (noisy - signal * clean) / sigma
-        return (drawn if prediction == "epsilon" else signal * drawn - sigma * clean) + 0.1 * torch.sin(9 * noisy)
+        return (
+            drawn if prediction == "epsilon" else signal * drawn - sigma * clean
+        ) + 0.1 * torch.sin(9 * noisy)
 
     def left_over(scheduler):
         scheduler.set_timesteps(20)
-        sample, random = (torch.randn(16, 64, generator=torch.Generator().manual_seed(1)),
-                          torch.Generator().manual_seed(2))
+        sample, random = (
+            torch.randn(16, 64, generator=torch.Generator().manual_seed(1)),
+            torch.Generator().manual_seed(2),
+        )
         for time in scheduler.timesteps:
-            sample = scheduler.step(predict(sample, time), time, sample, generator=random).prev_sample
+            sample = scheduler.step(
+                predict(sample, time), time, sample, generator=random
+            ).prev_sample
         return float((sample[:, None] - images).square().mean(-1).min(1).values.sqrt().mean())
 
     ddpm = left_over(DDPMScheduler(prediction_type=prediction, clip_sample=True, **_betas(noise)))

@@ -4,7 +4,15 @@ import threading
 import pytest
 import torch
 
-from disttrain_cli.models.division import Shard, own_rows, parts, piece, shard, shard_of, whole_shape
+from disttrain_cli.models.division import (
+    Shard,
+    own_rows,
+    parts,
+    piece,
+    shard,
+    shard_of,
+    whole_shape,
+)
 from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, state_at
@@ -53,10 +61,20 @@ def in_lockstep(shards, state, batch):
     return [results[rank] for rank in range(len(shards))]
 
 
-@pytest.mark.parametrize("name", [
-    "image_encoder.block.0", "image_encoder.projector", "audio_encoder.block.0", "audio_encoder.projector",
-    "llm.block.0", "image_generator.projector", "image_generator.down.0", "image_generator.mid", "image_generator.up.1",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "image_encoder.block.0",
+        "image_encoder.projector",
+        "audio_encoder.block.0",
+        "audio_encoder.projector",
+        "llm.block.0",
+        "image_generator.projector",
+        "image_generator.down.0",
+        "image_generator.mid",
+        "image_generator.up.1",
+    ],
+)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_summed_partial_outputs_of_all_ranks_equal_the_whole_layer(make_run, name, tp):
     run = make_run(llm={"config": {"num_key_value_heads": tp}}, audio_encoder={})
@@ -84,16 +102,26 @@ def test_gradients_of_all_ranks_are_slices_of_the_whole_ones(make_run):
     state["hidden"].grad = None
     in_lockstep(shards, state, batch)[0]["hidden"].square().sum().backward()
     torch.testing.assert_close(state["hidden"].grad, expected, rtol=1e-4, atol=1e-4)
-    for path, dim in (("self_attn.k_proj", 0), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+    for path, dim in (
+        ("self_attn.k_proj", 0),
+        ("mlp.up_proj", 0),
+        ("self_attn.o_proj", 1),
+        ("mlp.down_proj", 1),
+    ):
         found = torch.cat([layer.layer.get_submodule(path).weight.grad for layer in shards], dim)
-        torch.testing.assert_close(found, whole.layer.get_submodule(path).weight.grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found, whole.layer.get_submodule(path).weight.grad, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_vocabulary_shards_add_up_to_the_embedding_and_the_logits(make_run):
     run = make_run(image_encoder=None, **DIVISIBLE)
     state, batch, embed = placed(run, "llm.embed")
     whole = embed(dict(state), batch)["hidden"]
-    assert torch.equal(sum(shard(copy.deepcopy(embed), 3, r)(dict(state), batch)["hidden"] for r in range(3)), whole)
+    assert torch.equal(
+        sum(shard(copy.deepcopy(embed), 3, r)(dict(state), batch)["hidden"] for r in range(3)),
+        whole,
+    )
     state, batch, head = placed(run, "llm.head")
     shards = [shard(copy.deepcopy(head), 3, rank) for rank in range(3)]
     logits = torch.cat([layer.lm_head(layer.norm(state["hidden"])) for layer in shards], 1)
@@ -102,12 +130,15 @@ def test_vocabulary_shards_add_up_to_the_embedding_and_the_logits(make_run):
 
 @pytest.mark.parametrize("on_meta", [True, False])
 def test_shards_of_every_layer_run_forward_and_backward_at_any_tp(make_run, on_meta):
-    """The matmul FLOPs of what is divided are 1/TP of the whole layer's, and labels of all ids are accepted."""
+    """The matmul FLOPs of what is divided are 1/TP of the whole layer's, and labels of all ids are
+    accepted."""
     run = make_run(**DIVISIBLE, audio_encoder={})
     table, inputs = layer_table(run), describe(run)
     device = "meta" if on_meta else "cpu"
     layers = build_layers(run, 0, len(table), device)
-    for index, (info, layer) in enumerate(zip(table, build_layers(run, 0, len(table), device, tp=TP), strict=True)):
+    for index, (info, layer) in enumerate(
+        zip(table, build_layers(run, 0, len(table), device, tp=TP), strict=True)
+    ):
         batch = probe_batch(inputs, device=device, **SIZES)
         state = state_at(table, index, inputs, batch, device)
         part = layer_flops(layer, state, batch)
@@ -120,7 +151,9 @@ def test_shards_of_every_layer_run_forward_and_backward_at_any_tp(make_run, on_m
             else:
                 assert part == full
         made = layer(state, batch)
-        torch.autograd.backward(list(made.values()), [torch.ones_like(tensor) for tensor in made.values()])
+        torch.autograd.backward(
+            list(made.values()), [torch.ones_like(tensor) for tensor in made.values()]
+        )
         assert all(p.grad is not None for p in layer.parameters()), info.name
 
 
@@ -134,9 +167,14 @@ def test_degrees_divide_heads_widths_and_vocabulary(make_run):
 
 
 def test_a_unet_without_a_common_divisor_of_heads_is_not_divided(make_run):
-    config = {"block_out_channels": [10, 40], "attention_head_dim": [5, 20], "norm_num_groups": 5,
-              "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-              "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 20}
+    config = {
+        "block_out_channels": [10, 40],
+        "attention_head_dim": [5, 20],
+        "norm_num_groups": 5,
+        "down_block_types": ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D"],
+        "cross_attention_dim": 20,
+    }
     run = make_run(image_generator={"config": config}, llm={"config": {"hidden_size": 40}})
     assert tp_degrees(run, "image_generator", 8) == [1]
     assert tp_degrees(run, "image_generator", 10) == [1, 5]
@@ -147,7 +185,10 @@ def test_a_rank_has_its_parts_of_the_very_weights_of_the_whole_layer(make_run, n
     run = make_run(**DIVISIBLE)
     index = next(i for i, info in enumerate(layer_table(run)) if info.name == name)
     (whole,) = build_layers(run, index, index + 1)
-    ranks = [build_layers(run, index, index + 1, dtype=torch.float64, tp=TP, tp_rank=rank)[0] for rank in range(TP)]
+    ranks = [
+        build_layers(run, index, index + 1, dtype=torch.float64, tp=TP, tp_rank=rank)[0]
+        for rank in range(TP)
+    ]
     assert ranks[1].first_id in (None, 132)
     divided = 0
     for path, parameter in whole.named_parameters():
@@ -158,7 +199,9 @@ def test_a_rank_has_its_parts_of_the_very_weights_of_the_whole_layer(make_run, n
             if (made := shard_of(own)) is not None:
                 assert (made.tp, made.rank) == (TP, rank)
                 divided += own.numel()
-    once = [p.numel() for path, p in whole.named_parameters() if shard_of(ranks[0].get_parameter(path))]
+    once = [
+        p.numel() for path, p in whole.named_parameters() if shard_of(ranks[0].get_parameter(path))
+    ]
     assert 0 < divided == sum(once)
 
 

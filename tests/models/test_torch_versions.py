@@ -18,13 +18,22 @@ ROOT = Path(__file__).parents[2]
 PRESETS = ROOT / "src" / "disttrain_cli" / "templates" / "presets"
 
 
-@pytest.mark.parametrize(("version", "numbers"), [
-    ("2.11.0+cu130", (2, 11)), ("2.12.1", (2, 12)), ("2.13.0+cpu", (2, 13)), ("2.13.0a0+gitdeadbee", (2, 13))])
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [
+        ("2.11.0+cu130", (2, 11)),
+        ("2.12.1", (2, 12)),
+        ("2.13.0+cpu", (2, 13)),
+        ("2.13.0a0+gitdeadbee", (2, 13)),
+    ],
+)
 def test_versions_of_the_range_serve(version, numbers):
     assert check(version) == numbers
 
 
-@pytest.mark.parametrize("version", ["2.10.0+cu128", "1.13.1", "2.14.0", "3.0.0.dev20270101", "unknown"])
+@pytest.mark.parametrize(
+    "version", ["2.10.0+cu128", "1.13.1", "2.14.0", "3.0.0.dev20270101", "unknown"]
+)
 def test_other_versions_are_refused_with_what_to_install(version):
     with pytest.raises(DisttrainError) as caught:
         check(version)
@@ -32,30 +41,44 @@ def test_other_versions_are_refused_with_what_to_install(version):
 
 
 def test_the_package_asks_for_the_same_range():
-    wanted = [line for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-              if line.startswith("torch")]
+    wanted = [
+        line
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        if line.startswith("torch")
+    ]
     assert wanted == [f"torch>={OLDEST[0]}.{OLDEST[1]},<{BEYOND[0]}.{BEYOND[1]}"]
 
 
 def test_a_user_is_told_before_names_are_imported_that_such_a_torch_lacks(tmp_path):
     (tmp_path / "disttrain.yaml").write_text((PRESETS / "tiny.yaml").read_text())
-    program = ("import sys, torch; torch.__version__ = '2.9.1'; sys.modules['torch.nn.attention.varlen'] = None\n"
-               "sys.argv = ['disttrain', 'profile', '--json']\n"
-               "from disttrain_cli.__main__ import main; main()")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    program = (
+        "import sys, torch; torch.__version__ = '2.9.1'; sys.modules['torch.nn.attention.varlen'] ="
+        " None\nsys.argv = ['disttrain', 'profile', '--json']\nfrom disttrain_cli.__main__ import"
+        " main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
     assert json.loads(done.stdout)["error"] == {
-        "what": "torch 2.9.1 cannot be used", "why": "disttrain runs with torch >=2.11,<2.14",
-        "next": "Install one of them: python -m pip install 'torch>=2.11,<2.14'", "exit_code": 1}
+        "what": "torch 2.9.1 cannot be used",
+        "why": "disttrain runs with torch >=2.11,<2.14",
+        "next": "Install one of them: python -m pip install 'torch>=2.11,<2.14'",
+        "exit_code": 1,
+    }
 
 
 @pytest.mark.parametrize("heads", [4, 2])
 def test_the_flops_of_segments_are_those_of_their_attention(heads):
     """In 2.11 by our own count; in all others by torch's, which ours must equal."""
-    query, key, value = (torch.empty(32, count, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
-                         for count in (4, heads, heads))
+    query, key, value = (
+        torch.empty(32, count, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        for count in (4, heads, heads)
+    )
     starts = torch.tensor([0, 20, 32], dtype=torch.int32)
     with FlopCounterMode(display=False) as forward:
-        made = varlen_attn(query, key, value, starts, starts, 20, 20, window_size=(-1, 0), enable_gqa=heads < 4)
+        made = varlen_attn(
+            query, key, value, starts, starts, 20, 20, window_size=(-1, 0), enable_gqa=heads < 4
+        )
     with FlopCounterMode(display=False) as backward:
         made.backward(torch.empty_like(made))
     products = 2 * 4 * 16 * (20**2 + 12**2)  # of all heads

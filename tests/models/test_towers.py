@@ -1,4 +1,5 @@
-"""Vision towers against transformers' own: the published names of every weight, hidden states on any grids."""
+"""Vision towers against transformers' own: the published names of every weight, hidden states on
+any grids."""
 
 import dataclasses
 
@@ -18,12 +19,23 @@ from disttrain_cli.models.sharding import tp_degrees
 from disttrain_cli.models.towers import positions
 
 SQUARE = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 16,
     "patch_size": 4,
 }
 QWEN = {
-    "hidden_size": 32, "depth": 3, "num_heads": 4, "intermediate_size": 48, "patch_size": 4, "window_size": 16,
-    "spatial_merge_size": 2, "out_hidden_size": 40, "fullatt_block_indexes": [1],
+    "hidden_size": 32,
+    "depth": 3,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "window_size": 16,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 40,
+    "fullatt_block_indexes": [1],
 }
 TOWERS = {
     "vit": {"merge": 2, "config": SQUARE},
@@ -40,7 +52,15 @@ def tower(make_run):
         spec = TOWERS[architecture]
         config = spec["config"] | changes.pop("config", {})
         run = make_run(image_generator=None, image_encoder=None)
-        modules = {"eye": {"kind": "encoder", "architecture": architecture, **spec, "config": config, **changes}}
+        modules = {
+            "eye": {
+                "kind": "encoder",
+                "architecture": architecture,
+                **spec,
+                "config": config,
+                **changes,
+            }
+        }
         plain = run.file.model_dump(mode="json", exclude_none=True)
         plain["model"]["modules"] = modules | plain["model"]["modules"]
         return type(run)(path=run.path, file=type(run.file).model_validate(plain))
@@ -54,7 +74,8 @@ def encoder(run, **options):
 
 
 def published(run, architecture, original=None):
-    """transformers' whole model with random weights, and our layers with the same ones through `published`."""
+    """transformers' whole model with random weights, and our layers with the same ones through
+    `published`."""
     torch.manual_seed(1)
     whole = on_meta(architecture, read_configs(original or run)["eye"].config)
     whole.to_empty(device="cpu")
@@ -99,8 +120,12 @@ def test_patches_equal_transformers_own(tower, architecture, feature_layer):
             expected.append(whole.post_layernorm(made.last_hidden_state))
         else:
             expected.append(made.last_hidden_state)
-    torch.testing.assert_close(found, torch.cat([e.flatten(0, 1) for e in expected]), rtol=1e-5, atol=1e-5)
-    assert (4, 4) in batch.image_grids and found.shape[1] == 32  # the tower's own size is among them
+    torch.testing.assert_close(
+        found, torch.cat([e.flatten(0, 1) for e in expected]), rtol=1e-5, atol=1e-5
+    )
+    assert (4, 4) in batch.image_grids and found.shape[
+        1
+    ] == 32  # the tower's own size is among them
     if feature_layer is None:
         heads = {name for name in unused if not name.startswith(("head.", "pooler."))}
         assert not heads, heads
@@ -112,19 +137,32 @@ def test_qwen_equals_transformers_own(tower):
     run = tower("qwen2_5_vl_vision")
     whole, layers, unused = published(run, "qwen2_5_vl_vision")
     assert not unused
-    assert [layer.kind for layer in layers] == ["embed", "block", "block.global", "block", "merger", "projector"]
+    assert [layer.kind for layer in layers] == [
+        "embed",
+        "block",
+        "block.global",
+        "block",
+        "merger",
+        "projector",
+    ]
     batch = probe_batch(describe(run), grids=GRIDS)
     grids, patches = [], []
     for pixels in batch.pixels:  # as transformers' processor lays patches out, the image twice
         for image in pixels:
             rows, columns = image.shape[1] // 4, image.shape[2] // 4
             cut = image.unflatten(1, (rows // 2, 2, 4)).unflatten(4, (columns // 2, 2, 4))
-            blocks = cut.permute(1, 4, 2, 5, 0, 3, 6)  # block rows, block columns, 2, 2, channel, height, width
-            patches.append(blocks.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).flatten(4).flatten(0, 3))
+            blocks = cut.permute(
+                1, 4, 2, 5, 0, 3, 6
+            )  # block rows, block columns, 2, 2, channel, height, width
+            patches.append(
+                blocks.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).flatten(4).flatten(0, 3)
+            )
             grids.append([1, rows, columns])
     expected = whole(torch.cat(patches), grid_thw=torch.tensor(grids))
     state = through(layers[:-1], batch)
-    torch.testing.assert_close(state["image_hidden"], expected.last_hidden_state, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        state["image_hidden"], expected.last_hidden_state, rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(state["image_merged"], expected.pooler_output, rtol=1e-5, atol=1e-5)
     through(layers[-1:], batch, state)["image_embeds"].sum().backward()
     assert all(p.grad is not None for layer in layers for p in layer.parameters())
@@ -137,12 +175,18 @@ def test_images_together_equal_one_by_one(tower, architecture):
     batch = probe_batch(describe(run), grids=GRIDS)
     together = through(layers, batch)["image_embeds"]
     images = [image for pixels in batch.pixels for image in pixels]
-    alone = [through(layers, type(batch)(image_grids=[grid], pixels=[image[None]]))["image_embeds"]
-             for grid, image in zip(batch.image_grids, images, strict=True)]
-    assert [len(rows) for rows in alone] == [rows * columns // 4 for rows, columns in batch.image_grids]
+    alone = [
+        through(layers, type(batch)(image_grids=[grid], pixels=[image[None]]))["image_embeds"]
+        for grid, image in zip(batch.image_grids, images, strict=True)
+    ]
+    assert [len(rows) for rows in alone] == [
+        rows * columns // 4 for rows, columns in batch.image_grids
+    ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
     table, state = layer_table(run), {}
-    for place, layer in enumerate(layers):  # a cut before every layer: on each side only what is live, nothing cached
+    for place, layer in enumerate(
+        layers
+    ):  # a cut before every layer: on each side only what is live, nothing cached
         state = {spec.name: state[spec.name] for spec in live_tensors(table, place)}
         state.update(layer(state, dataclasses.replace(batch, cache={})))
     assert torch.equal(state["image_embeds"], together)
@@ -152,7 +196,8 @@ def test_images_together_equal_one_by_one(tower, architecture):
 
 @pytest.mark.parametrize("architecture", TOWERS)
 def test_costs_are_counted(tower, architecture):
-    """FLOPs hold at other sizes in whole windows; operators and what a TP group reduces are there for every kind."""
+    """FLOPs hold at other sizes in whole windows; operators and what a TP group reduces are there
+    for every kind."""
     run = tower(architecture)
     table, inputs, flops = layer_table(run), describe(run), count_flops(run)["eye"]
     grids = [(4, 4), (8, 4), (8, 12)]
@@ -183,7 +228,9 @@ def test_bf16_runs_and_what_is_kept_for_the_backward_is_counted(tower, architect
     made.sum().backward()
     rows = sum(rows * columns for rows, columns in GRIDS)
     for place, layer in enumerate(layers):
-        kept = saved_bytes(layer, state_at(table, place, inputs, batch, dtype=torch.bfloat16), batch)
+        kept = saved_bytes(
+            layer, state_at(table, place, inputs, batch, dtype=torch.bfloat16), batch
+        )
         assert kept >= (2 * 32 * rows if layer.kind.startswith("block") else 0)
 
 
@@ -195,24 +242,39 @@ def test_degrees_and_shards(tower, architecture):
     batch = probe_batch(inputs, grids=GRIDS)
     layers = encoder(run)
     for place, layer in enumerate(layers):
-        state = {name: tensor.detach() for name, tensor in state_at(table, place, inputs, batch).items()}
+        state = {
+            name: tensor.detach() for name, tensor in state_at(table, place, inputs, batch).items()
+        }
         parts = [build_layers(run, place, place + 1, tp=4, tp_rank=rank)[0] for rank in range(4)]
         if layer.kind == "projector":  # a partial sum each: together they are the whole layer's
             biases = 3 * layer.mlp[2].bias
             total = sum(part(dict(state), batch)["image_embeds"] for part in parts) - biases
-            torch.testing.assert_close(total, layer(dict(state), batch)["image_embeds"], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                total, layer(dict(state), batch)["image_embeds"], rtol=1e-5, atol=1e-5
+            )
         elif layer.kind != "embed":
-            assert sum(p.numel() for p in parts[0].parameters()) < sum(p.numel() for p in layer.parameters()) / 3
-            assert all(made.shape == layer(dict(state), batch)[name].shape
-                       for name, made in parts[1](dict(state), batch).items())
+            assert (
+                sum(p.numel() for p in parts[0].parameters())
+                < sum(p.numel() for p in layer.parameters()) / 3
+            )
+            assert all(
+                made.shape == layer(dict(state), batch)[name].shape
+                for name, made in parts[1](dict(state), batch).items()
+            )
 
 
-@pytest.mark.parametrize(("side", "rows", "columns"), [(4, 2, 6), (3, 5, 3), (2, 2, 3), (1, 2, 2), (16, 23, 9)])
+@pytest.mark.parametrize(
+    ("side", "rows", "columns"), [(4, 2, 6), (3, 5, 3), (2, 2, 3), (1, 2, 2), (16, 23, 9)]
+)
 def test_positions_are_interpolated_as_transformers_does(side, rows, columns):
     table = torch.randn(side * side, 5, generator=torch.Generator().manual_seed(0))
     grid = table.unflatten(0, (side, side)).permute(2, 0, 1)[None]
-    expected = torch.nn.functional.interpolate(grid, size=(rows, columns), mode="bicubic", align_corners=False)
-    torch.testing.assert_close(positions(table, rows, columns), expected[0].flatten(1).T, rtol=1e-5, atol=1e-5)
+    expected = torch.nn.functional.interpolate(
+        grid, size=(rows, columns), mode="bicubic", align_corners=False
+    )
+    torch.testing.assert_close(
+        positions(table, rows, columns), expected[0].flatten(1).T, rtol=1e-5, atol=1e-5
+    )
     assert positions(table, side, side) is table
 
 
@@ -222,21 +284,30 @@ def test_rows_of_a_window_follow_each_other():
     assert sorted(own.order.tolist()) == list(range(48))
     assert own.order[:16].tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 16, 17, 24, 25, 18, 19, 26, 27]
     blocks = own.order[::4].unflatten(0, (12,))
-    assert blocks[own.tokens].tolist() == [row * 16 + column * 2 for row in range(3) for column in range(4)]
+    assert blocks[own.tokens].tolist() == [
+        row * 16 + column * 2 for row in range(3) for column in range(4)
+    ]
 
 
-@pytest.mark.parametrize(("architecture", "changes", "words"), [
-    ("clip_vision_model", {"feature_layer": -4}, ("feature_layer", "-1 to -3")),
-    ("siglip_vision_model", {"config": {"image_size": [16, 16]}}, ("image_size", "squares")),
-    ("siglip_vision_model", {"config": {"attention_dropout": 0.5}}, ("attention_dropout",)),
-    ("clip_vision_model", {"config": {"projection_dims": 3}}, ("projection_dim",)),
-    ("qwen2_5_vl_vision", {"feature_layer": -1}, ("feature_layer", "nothing")),
-    ("qwen2_5_vl_vision", {"merge": 3}, ("merge", "2, the tower's own")),
-    ("qwen2_5_vl_vision", {"config": {"window_size": 12}}, ("window_size", "multiple")),
-    ("qwen2_5_vl_vision", {"config": {"fullatt_block_indexes": [3]}}, ("fullatt_block_indexes", "0 to 2")),
-    ("qwen2_5_vl_vision", {"config": {"hidden_size": 24}}, ("hidden_size", "4 × num_heads")),
-    ("qwen2_5_vl_vision", {"config": {"patch_size": [4, 4]}}, ("patch_size",)),
-])
+@pytest.mark.parametrize(
+    ("architecture", "changes", "words"),
+    [
+        ("clip_vision_model", {"feature_layer": -4}, ("feature_layer", "-1 to -3")),
+        ("siglip_vision_model", {"config": {"image_size": [16, 16]}}, ("image_size", "squares")),
+        ("siglip_vision_model", {"config": {"attention_dropout": 0.5}}, ("attention_dropout",)),
+        ("clip_vision_model", {"config": {"projection_dims": 3}}, ("projection_dim",)),
+        ("qwen2_5_vl_vision", {"feature_layer": -1}, ("feature_layer", "nothing")),
+        ("qwen2_5_vl_vision", {"merge": 3}, ("merge", "2, the tower's own")),
+        ("qwen2_5_vl_vision", {"config": {"window_size": 12}}, ("window_size", "multiple")),
+        (
+            "qwen2_5_vl_vision",
+            {"config": {"fullatt_block_indexes": [3]}},
+            ("fullatt_block_indexes", "0 to 2"),
+        ),
+        ("qwen2_5_vl_vision", {"config": {"hidden_size": 24}}, ("hidden_size", "4 × num_heads")),
+        ("qwen2_5_vl_vision", {"config": {"patch_size": [4, 4]}}, ("patch_size",)),
+    ],
+)
 def test_wrong_configurations_are_named(tower, architecture, changes, words):
     with pytest.raises(SpecError) as error:
         layer_table(tower(architecture, **changes))

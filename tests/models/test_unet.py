@@ -48,8 +48,12 @@ def check_equal_to_diffusers(run):
     predicted = whole(noisy, timesteps, conditioning).sample
     assert torch.equal(layers[-1].predict(state), predicted)
     errors = (predicted - noise).square().mean((1, 2, 3))
-    torch.testing.assert_close(state["loss/image"], 2.0 * (errors[0] + errors[2]) / 3, rtol=1e-6, atol=0)
-    mine = torch.autograd.grad(state["loss/image"], [p for layer in layers[1:] for p in layer.parameters()])
+    torch.testing.assert_close(
+        state["loss/image"], 2.0 * (errors[0] + errors[2]) / 3, rtol=1e-6, atol=0
+    )
+    mine = torch.autograd.grad(
+        state["loss/image"], [p for layer in layers[1:] for p in layer.parameters()]
+    )
     assert all(gradient.isfinite().all() for gradient in mine)
 
 
@@ -75,7 +79,10 @@ def test_noise_depends_on_the_images_seed_only(make_run):
     timesteps, noise = draw_noise(batch, (3, 16, 16), 1000)
     order = torch.tensor([2, 0])
     part = dataclasses.replace(
-        batch, noise_seeds=batch.noise_seeds[order], target_pixels=batch.target_pixels[order], cache={}
+        batch,
+        noise_seeds=batch.noise_seeds[order],
+        target_pixels=batch.target_pixels[order],
+        cache={},
     )
     torch.manual_seed(99)
     some_timesteps, some_noise = draw_noise(part, (3, 16, 16), 1000)
@@ -88,7 +95,9 @@ def test_last_layer_needs_nothing_from_the_first(make_run):
     run = make_run()
     layers, inputs = generator(run), describe(run)
     batch = probe_batch(inputs, targets=2)
-    state = through(layers[:-1], batch, entry_state(layer_table(run), "image_generator", inputs, batch))
+    state = through(
+        layers[:-1], batch, entry_state(layer_table(run), "image_generator", inputs, batch)
+    )
     here = layers[-1]({"sample": state["sample"]}, batch)["loss/image"]
     batch.cache.clear()
     assert torch.equal(here, layers[-1]({"sample": state["sample"]}, batch)["loss/image"])

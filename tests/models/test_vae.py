@@ -46,13 +46,20 @@ def through(layers, batch, state):
 
 def test_the_encoder_stands_at_the_generators_entry_and_is_frozen(run):
     target = describe(run).target
-    assert (target.size_px, target.channels, target.latent_pixels, target.shape) == (16, 3, 8 * 8, (3, 16, 16))
+    assert (target.size_px, target.channels, target.latent_pixels, target.shape) == (
+        16,
+        3,
+        8 * 8,
+        (3, 16, 16),
+    )
     table = layer_table(run)
     own = [layer for layer in table if layer.module == "image_generator"]
     assert [layer.kind for layer in own[:3]] == ["vae_encoder", "projector", "in"]
     assert [layer.kind for layer in table if layer.frozen] == ["vae_encoder"]
     assert {spec.name: spec.shape for spec in live_tensors(table, table.index(own[1]))} == {
-        "context": (48,), "latents": (4, 8, 8)}
+        "context": (48,),
+        "latents": (4, 8, 8),
+    }
     costs = count_flops(run)["image_generator"]
     assert costs["vae_encoder"].forward.per_item > 0
     assert not any(costs["vae_encoder"].backward.model_dump().values())
@@ -77,7 +84,9 @@ def test_latents_equal_diffusers_own_and_the_loss_is_in_latent_space(run):
     torch.testing.assert_close(drawn, vae._noise(batch), rtol=1e-4, atol=1e-4)
     timesteps, noise = draw_noise(batch, (4, 8, 8), 1000)
     assert not torch.equal(drawn, noise)
-    first = start.start({}, DDPMScheduler().add_noise(state["latents"], noise, timesteps), timesteps)
+    first = start.start(
+        {}, DDPMScheduler().add_noise(state["latents"], noise, timesteps), timesteps
+    )
     assert torch.equal(first["skip.0"], state["skip.0"])
     errors = (out.predict(state) - noise).square().mean((1, 2, 3))
     torch.testing.assert_close(state["loss/image"], 2.0 * errors.mean(), rtol=1e-6, atol=0)
@@ -90,9 +99,15 @@ def test_a_latent_depends_on_the_images_seed_only(run):
     layers, batch, _ = generator(run)
     order = torch.tensor([2, 0])
     part = dataclasses.replace(
-        batch, noise_seeds=batch.noise_seeds[order], target_pixels=batch.target_pixels[order], cache={})
+        batch,
+        noise_seeds=batch.noise_seeds[order],
+        target_pixels=batch.target_pixels[order],
+        cache={},
+    )
     torch.manual_seed(99)
-    torch.testing.assert_close(layers[0]({}, part)["latents"], layers[0]({}, batch)["latents"][order])
+    torch.testing.assert_close(
+        layers[0]({}, part)["latents"], layers[0]({}, batch)["latents"][order]
+    )
     nobody = probe_batch(describe(run), targets=0)
     assert layers[0]({}, nobody)["latents"].shape == (0, 4, 8, 8)
 
@@ -109,7 +124,8 @@ def test_cached_latents_need_no_encoder(make_run, run):
     target = describe(cached).target
     assert (target.size_px, target.latent_pixels, target.shape) == (16, 64, (4, 8, 8))
     assert [layer.name for layer in layer_table(cached)] == [
-        layer.name for layer in layer_table(run) if layer.kind != "vae_encoder"]
+        layer.name for layer in layer_table(run) if layer.kind != "vae_encoder"
+    ]
     layers, batch, state = generator(cached)
     through(layers, batch, state)["loss/image"].backward()
     with_vae, without = count_flops(run)["image_generator"], count_flops(cached)["image_generator"]
@@ -128,34 +144,56 @@ def test_images_are_made_of_latents_by_the_vaes_decoder(make_run, run):
     with torch.no_grad():
         expected = whole.decode(latents / whole.config.scaling_factor).sample
     torch.testing.assert_close(decoder.decode(latents), expected)
-    batch = dataclasses.replace(probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=2), target_pixels=None)
+    batch = dataclasses.replace(
+        probe_batch(inputs, grids=[(4, 4)], documents=[[40]], targets=2), target_pixels=None
+    )
     images = generate(build_layers(run, 0, len(layer_table(run))), batch, inputs, 2, 0, decoder)
     assert images.shape == (2, 16, 16, 3) and not (images[0] == images[1]).all()
     cached = make_run(image_generator={**GENERATOR, "cached_latents": True})
-    again = generate(build_layers(cached, 0, len(layer_table(cached))), batch, describe(cached), 2, 0, decoder)
+    again = generate(
+        build_layers(cached, 0, len(layer_table(cached))), batch, describe(cached), 2, 0, decoder
+    )
     assert (again == images).all()
 
 
-@pytest.mark.parametrize(("config", "vae", "others", "words"), [
-    ({"in_channels": 3}, {}, {}, ("config.in_channels", "4: vae.latent_channels")),
-    ({"out_channels": 8}, {}, {}, ("config.out_channels", "4: vae.latent_channels")),
-    ({"sample_size": 16}, {}, {}, ("config.sample_size", "8, the side of the VAE's latents")),
-    ({}, {"latent_chanels": 4}, {}, ("vae.latent_chanels", "latent_channels")),
-    ({}, {"in_channels": 1}, {}, ("vae.in_channels", "RGB")),
-    ({}, {"latent_channels": 0}, {}, ("vae.latent_channels", "1 or more")),
-    ({}, {"block_out_channels": [8]}, {}, ("vae.block_out_channels", "2, one for each of down_block_types")),
-    ({}, {"up_block_types": ["UpDecoderBlock2D"]}, {}, ("vae.up_block_types", "2, one for each")),
-    ({}, {"down_block_types": ["DownBlock2D", "DownBlock2D"]}, {}, ("vae.down_block_types", "DownEncoderBlock2D")),
-    ({}, {"down_block_types": []}, {}, ("vae.down_block_types",)),
-    ({}, {"norm_num_groups": 7}, {}, ("image_generator.vae", "AutoencoderKL", "num_channels")),
-    ({}, {"layers_per_block": "two"}, {}, ("image_generator.vae", "AutoencoderKL")),
-    ({}, {"scaling_factor": 0.0}, {}, ("vae.scaling_factor", "positive")),
-    ({}, {"scaling_factor": float("nan")}, {}, ("vae.scaling_factor", "finite")),
-    ({}, {"shift_factor": "little"}, {}, ("vae.shift_factor", "number")),
-    ({}, {"latents_mean": [0.1]}, {}, ("vae.latents_mean", "nothing")),
-    ({}, {}, {"image_size": 15}, ("image_size", "multiples of 2", "VAE")),
-    ({}, {}, {"image_size": 18}, ("image_size", "multiples of 4", "after the VAE's by 2")),
-])
+@pytest.mark.parametrize(
+    ("config", "vae", "others", "words"),
+    [
+        ({"in_channels": 3}, {}, {}, ("config.in_channels", "4: vae.latent_channels")),
+        ({"out_channels": 8}, {}, {}, ("config.out_channels", "4: vae.latent_channels")),
+        ({"sample_size": 16}, {}, {}, ("config.sample_size", "8, the side of the VAE's latents")),
+        ({}, {"latent_chanels": 4}, {}, ("vae.latent_chanels", "latent_channels")),
+        ({}, {"in_channels": 1}, {}, ("vae.in_channels", "RGB")),
+        ({}, {"latent_channels": 0}, {}, ("vae.latent_channels", "1 or more")),
+        (
+            {},
+            {"block_out_channels": [8]},
+            {},
+            ("vae.block_out_channels", "2, one for each of down_block_types"),
+        ),
+        (
+            {},
+            {"up_block_types": ["UpDecoderBlock2D"]},
+            {},
+            ("vae.up_block_types", "2, one for each"),
+        ),
+        (
+            {},
+            {"down_block_types": ["DownBlock2D", "DownBlock2D"]},
+            {},
+            ("vae.down_block_types", "DownEncoderBlock2D"),
+        ),
+        ({}, {"down_block_types": []}, {}, ("vae.down_block_types",)),
+        ({}, {"norm_num_groups": 7}, {}, ("image_generator.vae", "AutoencoderKL", "num_channels")),
+        ({}, {"layers_per_block": "two"}, {}, ("image_generator.vae", "AutoencoderKL")),
+        ({}, {"scaling_factor": 0.0}, {}, ("vae.scaling_factor", "positive")),
+        ({}, {"scaling_factor": float("nan")}, {}, ("vae.scaling_factor", "finite")),
+        ({}, {"shift_factor": "little"}, {}, ("vae.shift_factor", "number")),
+        ({}, {"latents_mean": [0.1]}, {}, ("vae.latents_mean", "nothing")),
+        ({}, {}, {"image_size": 15}, ("image_size", "multiples of 2", "VAE")),
+        ({}, {}, {"image_size": 18}, ("image_size", "multiples of 4", "after the VAE's by 2")),
+    ],
+)
 def test_wrong_configurations_are_named(make_run, config, vae, others, words):
     change = {"vae": {**VAE, **vae}, "config": {**GENERATOR["config"], **config}, **others}
     with pytest.raises(SpecError) as error:

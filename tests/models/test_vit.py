@@ -25,7 +25,10 @@ def test_layers_equal_transformers_own_model(make_run):
     batch = probe_batch(describe(run), grids=[(8, 8), (4, 6), (8, 8)])
     assert [tuple(p.shape) for p in batch.pixels] == [(1, 3, 16, 24), (2, 3, 32, 32)]
     hidden = projector.norm(through([embed, *blocks], batch)["image_hidden"])
-    expected = [whole(p, interpolate_pos_encoding=True).last_hidden_state.flatten(0, 1) for p in batch.pixels]
+    expected = [
+        whole(p, interpolate_pos_encoding=True).last_hidden_state.flatten(0, 1)
+        for p in batch.pixels
+    ]
     torch.testing.assert_close(hidden, torch.cat(expected), rtol=0, atol=1e-6)
     plain = whole(batch.pixels[1]).last_hidden_state  # its own size: no interpolation
     torch.testing.assert_close(hidden[25:], plain.flatten(0, 1), rtol=0, atol=1e-6)
@@ -46,7 +49,8 @@ def test_different_grids_together_equal_one_by_one(make_run):
 
 
 def test_merging_takes_neighbours_in_raster_order(make_run):
-    """With an identity for the MLP and the norm, every output row is the four patches of one 2 × 2 block."""
+    """With an identity for the MLP and the norm, every output row is the four patches of one 2 × 2
+    block."""
     projector = build_layers(make_run(), 3, 4)[0]
     projector.norm = projector.mlp = torch.nn.Identity()
     rows, columns = 4, 6

@@ -1,4 +1,5 @@
-"""Weights in from folders that the libraries wrote, and out into folders that they load; what is wrong is named."""
+"""Weights in from folders that the libraries wrote, and out into folders that they load; what is
+wrong is named."""
 
 import json
 import shutil
@@ -20,11 +21,31 @@ from tests.models.conftest import AUDIO, LLAMA, UNET
 from tests.models.conftest import VIT as SQUARE
 from tests.models.test_vae import VAE
 
-QWEN_EYE = {"hidden_size": 32, "depth": 2, "num_heads": 4, "intermediate_size": 48, "patch_size": 4, "window_size": 16,
-            "spatial_merge_size": 2, "out_hidden_size": 40, "fullatt_block_indexes": [1]}
-PIXART = {"num_attention_heads": 3, "attention_head_dim": 8, "in_channels": 3, "out_channels": 6, "num_layers": 2,
-          "cross_attention_dim": 24, "caption_channels": 20, "norm_num_groups": 1}
-ENCODER, GENERATOR = {"kind": "encoder", "merge": 2}, {"kind": "generator", "image_size": 16, "context_tokens": 4}
+QWEN_EYE = {
+    "hidden_size": 32,
+    "depth": 2,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "patch_size": 4,
+    "window_size": 16,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 40,
+    "fullatt_block_indexes": [1],
+}
+PIXART = {
+    "num_attention_heads": 3,
+    "attention_head_dim": 8,
+    "in_channels": 3,
+    "out_channels": 6,
+    "num_layers": 2,
+    "cross_attention_dim": 24,
+    "caption_channels": 20,
+    "norm_num_groups": 1,
+}
+ENCODER, GENERATOR = (
+    {"kind": "encoder", "merge": 2},
+    {"kind": "generator", "image_size": 16, "context_tokens": 4},
+)
 #: A small module of each class, without what says where its configuration comes from.
 CLASSES = {
     "vit": (ENCODER, SQUARE),
@@ -43,13 +64,20 @@ CLASSES = {
 
 def make(place, name, **spec):
     """A run of an LLM and, if it is none itself, a module called `own` of a class or a folder."""
-    own = dict(CLASSES[name][0]) | ({"architecture": name, "config": CLASSES[name][1]} if "folder" not in spec else {})
+    own = dict(CLASSES[name][0]) | (
+        {"architecture": name, "config": CLASSES[name][1]} if "folder" not in spec else {}
+    )
     modules = {"own": own | spec}
     if own["kind"] != "llm":
         modules["llm"] = {"kind": "llm", "architecture": "llama", "config": LLAMA}
-    file = RunFile.model_validate({
-        "name": "tiny", "model": {"modules": modules}, "data": {"sources": [{"path": "data"}], "sequence_length": 48},
-        "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"}})
+    file = RunFile.model_validate(
+        {
+            "name": "tiny",
+            "model": {"modules": modules},
+            "data": {"sources": [{"path": "data"}], "sequence_length": 48},
+            "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"},
+        }
+    )
     return Run(path=place / "disttrain.yaml", file=file)
 
 
@@ -88,25 +116,40 @@ def test_every_class_starts_from_what_its_library_saved_and_is_saved_for_it(tmp_
     notes = load_into(layers, run)
     assert str(tmp_path / "given") in notes[0]
     found, expected = weights_of(layers), model.state_dict()
-    assert found and all(torch.equal(tensor, expected[path]) for path, tensor in found.items()), name
+    assert found and all(torch.equal(tensor, expected[path]) for path, tensor in found.items()), (
+        name
+    )
 
     by_name = {layer.name: layer for layer in layers}
     config = read_configs(run)["own"]
-    written = write_model(tmp_path / "out", name, config.config, module_layers(run, "own"),
-                          lambda layer: dict(by_name[layer.name].named_parameters()), torch.float32, most_bytes=40_000)
+    written = write_model(
+        tmp_path / "out",
+        name,
+        config.config,
+        module_layers(run, "own"),
+        lambda layer: dict(by_name[layer.name].named_parameters()),
+        torch.float32,
+        most_bytes=40_000,
+    )
     again, said = published_class(name).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not said["unexpected_keys"] and not said["mismatched_keys"]
-    assert all(path.startswith(("pooler", "head")) for path in said["missing_keys"]), said["missing_keys"]
+    assert all(path.startswith(("pooler", "head")) for path in said["missing_keys"]), said[
+        "missing_keys"
+    ]
     assert all(torch.equal(again.state_dict()[path], tensor) for path, tensor in found.items())
     assert written.parameters == sum(tensor.numel() for tensor in found.values())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     described = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert described.get("architectures", [described.get("_class_name")]) == [written.loads_with.split(".")[-1]]
+    assert described.get("architectures", [described.get("_class_name")]) == [
+        written.loads_with.split(".")[-1]
+    ]
     shutil.rmtree(tmp_path / "given")
     rerun = make(tmp_path, name, folder="out")
     more = layers_of(rerun)
     load_into(more, rerun)
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(more).values(), found.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights_of(more).values(), found.values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -124,18 +167,26 @@ def test_a_tp_rank_takes_its_part(tmp_path, tp):
         joined = torch.cat([dict(part[1].named_parameters())[path] for part in parts], dim)
         assert torch.equal(joined, expected[path])
     path = "layer.input_layernorm.weight"
-    assert all(torch.equal(dict(part[1].named_parameters())[path], expected[path]) for part in parts)
+    assert all(
+        torch.equal(dict(part[1].named_parameters())[path], expected[path]) for part in parts
+    )
 
 
 def test_a_stage_reads_only_its_own_tensors_in_its_own_precision(tmp_path):
-    library_model(make(tmp_path, "llama"), "llama").save_pretrained(tmp_path / "given", max_shard_size="30kB")
-    index = json.loads((tmp_path / "given" / "model.safetensors.index.json").read_text())["weight_map"]
+    library_model(make(tmp_path, "llama"), "llama").save_pretrained(
+        tmp_path / "given", max_shard_size="30kB"
+    )
+    index = json.loads((tmp_path / "given" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     # Files without a tensor of the last block may even be nonsense of the right size.
     run = make(tmp_path, "llama", folder="given")
     block = layers_of(run, dtype=torch.bfloat16)[2]
     load_into([block], run)
     stored = load_file(tmp_path / "given" / index["model.layers.1.mlp.up_proj.weight"])
-    assert torch.equal(block.layer.mlp.up_proj.weight, stored["model.layers.1.mlp.up_proj.weight"].bfloat16())
+    assert torch.equal(
+        block.layer.mlp.up_proj.weight, stored["model.layers.1.mlp.up_proj.weight"].bfloat16()
+    )
 
 
 PREFIXES = [
@@ -161,8 +212,11 @@ def test_a_part_of_a_larger_model_is_found(tmp_path, name, prefixes):
         tensors[theirs + key.removeprefix(own)] = tensor
     # Another part, with the same names inside.
     others = {"whisper": "model.decoder.", "siglip_vision_model": "text_model."}.get(name, "other.")
-    decoys = {key: tensor for key, tensor in load_file(path).items() if "conv" not in key and "patch" not in key
-              and key.startswith(("layers", "encoder"))}
+    decoys = {
+        key: tensor
+        for key, tensor in load_file(path).items()
+        if "conv" not in key and "patch" not in key and key.startswith(("layers", "encoder"))
+    }
     tensors |= {others + key: torch.zeros_like(tensor) for key, tensor in decoys.items()}
     save_file(tensors, path)
     run = make(tmp_path, name, folder="given")
@@ -183,18 +237,26 @@ def test_new_token_ids_start_at_random(tmp_path, tp):
     before = torch.cat([part[-1].lm_head.weight for part in parts]).clone()
     notes = [load_into(part, run) for part in parts]
     assert all("3 token ids are new" in own[1] for own in notes)
-    for made, published in ((torch.cat([part[0].embedding.weight for part in parts]), model.model.embed_tokens),
-                            (torch.cat([part[-1].lm_head.weight for part in parts]), model.lm_head)):
+    for made, published in (
+        (torch.cat([part[0].embedding.weight for part in parts]), model.model.embed_tokens),
+        (torch.cat([part[-1].lm_head.weight for part in parts]), model.lm_head),
+    ):
         assert torch.equal(made[:261], published.weight) and made[261:].isfinite().all()
     assert torch.equal(torch.cat([part[-1].lm_head.weight for part in parts])[261:], before[261:])
 
 
 def test_nothing_is_taken_from_another_part_of_a_larger_model(tmp_path):
-    library_model(make(tmp_path, "siglip_vision_model"), "siglip_vision_model").save_pretrained(tmp_path / "given")
+    library_model(make(tmp_path, "siglip_vision_model"), "siglip_vision_model").save_pretrained(
+        tmp_path / "given"
+    )
     path = tmp_path / "given" / "model.safetensors"
     tensors = load_file(path)
-    whole = {f"{part}.{key}": tensor.clone() for key, tensor in tensors.items()
-             for part in ("text_model", "vision_model") if part == "vision_model" or "patch" not in key}
+    whole = {
+        f"{part}.{key}": tensor.clone()
+        for key, tensor in tensors.items()
+        for part in ("text_model", "vision_model")
+        if part == "vision_model" or "patch" not in key
+    }
     del whole["vision_model.encoder.layers.1.mlp.fc1.weight"]
     save_file(whole, path)
     run = make(tmp_path, "siglip_vision_model", folder="given")
@@ -209,26 +271,48 @@ def test_a_head_that_is_tied_starts_as_a_copy_of_the_embedding(tmp_path):
     del tensors["lm_head.weight"]
     save_file(tensors, path)
     described = json.loads((tmp_path / "given" / "config.json").read_text())
-    (tmp_path / "given" / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": True}))
+    (tmp_path / "given" / "config.json").write_text(
+        json.dumps(described | {"tie_word_embeddings": True})
+    )
     run = make(tmp_path, "llama", folder="given")
     layers = layers_of(run)
     notes = load_into(layers[-1:], run)
     assert torch.equal(layers[-1].lm_head.weight, tensors["model.embed_tokens.weight"])
-    assert "own: there is no lm_head.weight; it starts as a copy of model.embed_tokens.weight." in notes
-    (tmp_path / "given" / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": False}))
+    assert (
+        "own: there is no lm_head.weight; it starts as a copy of model.embed_tokens.weight."
+        in notes
+    )
+    (tmp_path / "given" / "config.json").write_text(
+        json.dumps(described | {"tie_word_embeddings": False})
+    )
     with pytest.raises(SpecError, match=r"missing: lm_head\.weight"):
         load_into(layers[-1:], make(tmp_path, "llama", folder="given"))
 
 
-@pytest.mark.parametrize(("name", "change", "words"), [
-    ("lm_head.weight", lambda tensor: tensor.index_fill(0, torch.tensor([3]), torch.nan), "are NaN"),
-    ("model.embed_tokens.weight", lambda tensor: tensor * torch.nan, "are NaN"),
-    ("model.norm.weight", lambda tensor: tensor.to(torch.int8), "I8"),
-    ("model.layers.0.mlp.up_proj.weight", lambda tensor: tensor.to(torch.float8_e4m3fn), "F8_E4M3")])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (
+            "lm_head.weight",
+            lambda tensor: tensor.index_fill(0, torch.tensor([3]), torch.nan),
+            "are NaN",
+        ),
+        ("model.embed_tokens.weight", lambda tensor: tensor * torch.nan, "are NaN"),
+        ("model.norm.weight", lambda tensor: tensor.to(torch.int8), "I8"),
+        (
+            "model.layers.0.mlp.up_proj.weight",
+            lambda tensor: tensor.to(torch.float8_e4m3fn),
+            "F8_E4M3",
+        ),
+    ],
+)
 def test_what_is_no_plain_number_is_refused(tmp_path, name, change, words):
     library_model(make(tmp_path, "llama"), "llama").save_pretrained(tmp_path / "given")
     path = tmp_path / "given" / "model.safetensors"
-    save_file({key: change(tensor) if key == name else tensor for key, tensor in load_file(path).items()}, path)
+    save_file(
+        {key: change(tensor) if key == name else tensor for key, tensor in load_file(path).items()},
+        path,
+    )
     run = make(tmp_path, "llama", folder="given")
     with pytest.raises(SpecError, match=words) as error:
         load_into(layers_of(run), run)
@@ -250,8 +334,9 @@ def test_a_vae_comes_from_its_own_folder_old_names_too(tmp_path):
     assert read_configs(run)["own"].vae["latent_channels"] == 4
     layers = [layers_of(run)[0], decoder_maker("own", read_configs(run)["own"].vae).build(0)]
     notes = load_into(layers, run)
-    assert len(notes) == 1 and all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in
-                                   weights_of(layers).items())
+    assert len(notes) == 1 and all(
+        torch.equal(tensor, model.state_dict()[key]) for key, tensor in weights_of(layers).items()
+    )
 
 
 def test_without_weights_or_by_wish_a_module_starts_at_random(tmp_path):
@@ -262,14 +347,18 @@ def test_without_weights_or_by_wish_a_module_starts_at_random(tmp_path):
     layers = layers_of(unwanted)
     assert load_into(layers, unwanted) == []
     run = make(tmp_path, "vit", folder="given")
-    assert starting_weights(run) == [f"model.modules.own.folder: own starts from the weights in {tmp_path / 'given'}."]
+    assert starting_weights(run) == [
+        f"model.modules.own.folder: own starts from the weights in {tmp_path / 'given'}."
+    ]
     (tmp_path / "given" / "model.safetensors").rename(tmp_path / "given" / "pytorch_model.bin")
     with pytest.raises(SpecError, match="pickled"):  # by profile too
         starting_weights(run)
     (tmp_path / "given" / "pytorch_model.bin").unlink()
     others = layers_of(run)
     assert load_into(others, run) == []
-    assert ["holds no weights; own starts from random ones" in note for note in starting_weights(run)] == [True]
+    assert [
+        "holds no weights; own starts from random ones" in note for note in starting_weights(run)
+    ] == [True]
     assert starting_weights(unwanted) == []
     for made in (weights_of(layers), weights_of(others)):
         assert all(torch.equal(tensor, plain[key]) for key, tensor in made.items())
@@ -303,15 +392,28 @@ def other_shape(folder):
     (folder / "config.json").write_text(json.dumps(described | {"intermediate_size": 80}))
 
 
-@pytest.mark.parametrize(("damage", "words"), [
-    (damage_index, ("missing: model-00001-of", "Download")),
-    (damage_half, ("model-00001-of", "damaged")),
-    (pickle_only, ("pickled", "pytorch_model.bin", "safetensors", "pretrained: false")),
-    (drop_tensor, ("model.modules.own.folder", "model.layers.1.mlp.up_proj.weight", "lack")),
-    (other_shape, ("model.layers.0.mlp.gate_proj.weight", "given [96, 48]", "expected [80, 48]", "config.json")),
-])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (damage_index, ("missing: model-00001-of", "Download")),
+        (damage_half, ("model-00001-of", "damaged")),
+        (pickle_only, ("pickled", "pytorch_model.bin", "safetensors", "pretrained: false")),
+        (drop_tensor, ("model.modules.own.folder", "model.layers.1.mlp.up_proj.weight", "lack")),
+        (
+            other_shape,
+            (
+                "model.layers.0.mlp.gate_proj.weight",
+                "given [96, 48]",
+                "expected [80, 48]",
+                "config.json",
+            ),
+        ),
+    ],
+)
 def test_bad_weights_are_named(tmp_path, damage, words):
-    library_model(make(tmp_path, "llama"), "llama").save_pretrained(tmp_path / "given", max_shard_size="50kB")
+    library_model(make(tmp_path, "llama"), "llama").save_pretrained(
+        tmp_path / "given", max_shard_size="50kB"
+    )
     damage(tmp_path / "given")
     run = make(tmp_path, "llama", folder="given")
     with pytest.raises(SpecError) as error:

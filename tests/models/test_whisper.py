@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors, parallel_layers
+from disttrain_cli.models.graph import (
+    build_layers,
+    describe,
+    layer_table,
+    live_tensors,
+    parallel_layers,
+)
 from disttrain_cli.models.probe import probe_batch
 
 DOCUMENTS = [[20, 20], [41]]
@@ -49,8 +55,12 @@ def test_clips_together_equal_one_by_one(make_run):
     run = make_run(audio_encoder={})
     layers, batch = audio_layers(run), probe_batch(describe(run), clips=3)
     together = run_layers(layers, batch)["audio_embeds"]
-    alone = [run_layers(layers, type(batch)(image_grids=[], clips=1, audio_features=clip[None]))["audio_embeds"]
-             for clip in batch.audio_features]
+    alone = [
+        run_layers(layers, type(batch)(image_grids=[], clips=1, audio_features=clip[None]))[
+            "audio_embeds"
+        ]
+        for clip in batch.audio_features
+    ]
     assert [tuple(rows.shape) for rows in alone] == [(4, 48)] * 3
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-6)
 
@@ -63,15 +73,21 @@ def test_dropout_follows_the_clips_seeds(make_run):
     plain = run_layers(layers, batch)["audio_hidden"]
     dropped = run_layers(layers, replace(batch, cache={}, clip_seeds=seeds))["audio_hidden"]
     assert not torch.equal(dropped, plain)
-    some = replace(batch, cache={}, clips=2, audio_features=batch.audio_features[1:], clip_seeds=seeds[1:])
-    torch.testing.assert_close(run_layers(layers, some)["audio_hidden"], dropped[12:], rtol=0, atol=1e-6)
+    some = replace(
+        batch, cache={}, clips=2, audio_features=batch.audio_features[1:], clip_seeds=seeds[1:]
+    )
+    torch.testing.assert_close(
+        run_layers(layers, some)["audio_hidden"], dropped[12:], rtol=0, atol=1e-6
+    )
 
 
 def test_merging_takes_neighbours(make_run):
     projector = audio_layers(make_run(audio_encoder={}))[-1]
     projector.norm = projector.mlp = torch.nn.Identity()
     positions = torch.arange(24.0)[:, None]
-    merged = projector({"audio_hidden": positions}, probe_batch(describe(make_run(audio_encoder={})), clips=2))
+    merged = projector(
+        {"audio_hidden": positions}, probe_batch(describe(make_run(audio_encoder={})), clips=2)
+    )
     assert merged["audio_embeds"].tolist()[3:5] == [[9, 10, 11], [12, 13, 14]]
 
 
@@ -82,7 +98,9 @@ def test_the_llm_puts_images_and_clips_in_their_places(make_run):
     assert embed.reads == ("image_embeds", "audio_embeds")
     images, audio = torch.randn(2, 48), torch.randn(4, 48)
     hidden = embed({"image_embeds": images, "audio_embeds": audio}, batch)["hidden"]
-    assert torch.equal(hidden[batch.image_rows], images) and torch.equal(hidden[batch.audio_rows], audio)
+    assert torch.equal(hidden[batch.image_rows], images) and torch.equal(
+        hidden[batch.audio_rows], audio
+    )
     assert not set(batch.image_rows.tolist()) & set(batch.audio_rows.tolist())
     rest = torch.ones(len(hidden), dtype=torch.bool)
     rest[batch.image_rows] = rest[batch.audio_rows] = False
@@ -97,20 +115,28 @@ def test_the_whole_model_trains_the_audio_encoder(make_run, clips):
     state = run_layers(layers, batch)
     (state["loss/text"] + state["loss/image"]).backward()
     own = [parameter.grad for layer in layers[:4] for parameter in layer.parameters()]
-    assert all((gradient is not None and gradient.abs().max() > 0) == bool(clips) for gradient in own)
+    assert all(
+        (gradient is not None and gradient.abs().max() > 0) == bool(clips) for gradient in own
+    )
 
 
 def test_encoders_stand_side_by_side(make_run):
-    """Nothing that one encoder made passes through the other, in either order; the LLM gets both."""
+    """Nothing that one encoder made passes through the other, in either order; the LLM gets
+    both."""
     run = make_run(audio_encoder={})
     table, inputs = layer_table(run), describe(run)
     assert inputs.encoders == ["image_encoder", "audio_encoder"]
     for module, made in (("image_encoder", "image"), ("audio_encoder", "audio")):
         apart = parallel_layers(table, inputs.llm, module)
-        crossing = [[spec.name for spec in live_tensors(table, index + 1, apart)]
-                    for index, layer in enumerate(table) if layer.module == module]
+        crossing = [
+            [spec.name for spec in live_tensors(table, index + 1, apart)]
+            for index, layer in enumerate(table)
+            if layer.module == module
+        ]
         assert crossing == [[f"{made}_hidden"]] * 3 + [[f"{made}_embeds"]]
-    assert not any(parallel_layers(table, inputs.llm, module) for module in ("llm", "image_generator"))
+    assert not any(
+        parallel_layers(table, inputs.llm, module) for module in ("llm", "image_generator")
+    )
     assert {spec.name for spec in live_tensors(table, 8)} == {"image_embeds", "audio_embeds"}
 
 
@@ -138,9 +164,9 @@ def test_described(make_run):
     assert (audio.module, audio.mel_bins, audio.frames) == ("audio_encoder", 5, 24)
     assert (audio.positions, audio.tokens) == (12, 4)
     assert audio.work(2) == (2, 24, 288)
-    assert [inputs.item(name) for name in ("image_encoder", "audio_encoder", "llm", "image_generator")] == [
-        "image", "audio", "sequence", "target"
-    ]
+    assert [
+        inputs.item(name) for name in ("image_encoder", "audio_encoder", "llm", "image_generator")
+    ] == ["image", "audio", "sequence", "target"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What kernels hold of their own, as it is stated, where a layer's footprint and a device's peak contain it."""
+"""What kernels hold of their own, as it is stated, where a layer's footprint and a device's peak
+contain it."""
 
 from __future__ import annotations
 
@@ -30,8 +31,13 @@ def rows(heads: int, width: int) -> Tensor:
 
 def attention(query_heads: int, key_heads: int, width: int) -> list[int]:
     with Asked() as asked:
-        attend(rows(query_heads, width), rows(key_heads, width), rows(key_heads, width),
-               Segments([100, 200], torch.device("meta")), causal=True).sum().backward()
+        attend(
+            rows(query_heads, width),
+            rows(key_heads, width),
+            rows(key_heads, width),
+            Segments([100, 200], torch.device("meta")),
+            causal=True,
+        ).sum().backward()
     return asked.bytes
 
 
@@ -39,7 +45,9 @@ def test_the_backward_of_attention_sums_in_fp32() -> None:
     sums = 4 * (300 + 2 * 128) * 8
     assert attention(8, 8, 64) == [sums * (64 + 1)]
     assert attention(8, 8, 72) == [sums * (96 + 1)]
-    assert attention(8, 2, 64) == [sums * (64 + 1) + 2 * 300 * 8 * 64 * 2]  # keys and values of every query's head
+    assert attention(8, 2, 64) == [
+        sums * (64 + 1) + 2 * 300 * 8 * 64 * 2
+    ]  # keys and values of every query's head
 
 
 def test_convolutions_of_half_precision_copy_what_they_read_and_write() -> None:
@@ -50,5 +58,7 @@ def test_convolutions_of_half_precision_copy_what_they_read_and_write() -> None:
             torch.nn.functional.conv2d(image, weight, padding=1).sum().backward()
         return asked.bytes
 
-    assert convolve(torch.bfloat16) == [2 * (2 * 3 * 32 * 32 + 16 * 3 * 3 * 3 + 2 * 16 * 32 * 32)] * 2
+    assert (
+        convolve(torch.bfloat16) == [2 * (2 * 3 * 32 * 32 + 16 * 3 * 3 * 3 + 2 * 16 * 32 * 32)] * 2
+    )
     assert convolve(torch.float32) == []

@@ -13,15 +13,28 @@ WIDTH = 24
 def batch_of(rows):
     ids = torch.tensor([row + [256] * (WIDTH - len(row)) for row in rows])
     none = torch.zeros(0, dtype=torch.int64)
-    return Batch(image_grids=[], pixels=[], token_ids=ids, positions=torch.arange(WIDTH).expand(len(rows), -1),
-                 sample_lengths=[WIDTH] * len(rows), image_rows=none, context_rows=none, target_weights=torch.zeros(0))
+    return Batch(
+        image_grids=[],
+        pixels=[],
+        token_ids=ids,
+        positions=torch.arange(WIDTH).expand(len(rows), -1),
+        sample_lengths=[WIDTH] * len(rows),
+        image_rows=none,
+        context_rows=none,
+        target_weights=torch.zeros(0),
+    )
 
 
 def written(run, rows, layers, **more):
     allowed = torch.ones(261, dtype=torch.bool)
     allowed[[256, 257, 259, 260]] = False
-    return write(layers, batch_of(rows), describe(run), [len(row) for row in rows],
-                 **{"most": WIDTH, "end": 258, "allowed": allowed} | more)
+    return write(
+        layers,
+        batch_of(rows),
+        describe(run),
+        [len(row) for row in rows],
+        **{"most": WIDTH, "end": 258, "allowed": allowed} | more,
+    )
 
 
 def model(run):
@@ -38,15 +51,21 @@ def test_greedy_text_is_that_of_transformers(make_run):
     layers = model(run)
     whole = whole_model(run, [layer for layer in layers if layer.module == "llm"])
     for row, text in zip(rows, written(run, rows, layers), strict=True):
-        found = whole.generate(torch.tensor([row]), max_new_tokens=WIDTH - len(row), do_sample=False, eos_token_id=258,
-                               pad_token_id=256, suppress_tokens=[256, 257, 259, 260])[0, len(row):].tolist()
+        found = whole.generate(
+            torch.tensor([row]),
+            max_new_tokens=WIDTH - len(row),
+            do_sample=False,
+            eos_token_id=258,
+            pad_token_id=256,
+            suppress_tokens=[256, 257, 259, 260],
+        )[0, len(row) :].tolist()
         assert text == [token for token in found if token != 258] and len(set(text)) > 2
 
 
 def test_the_end_token_ends_a_text_and_forbidden_ones_are_never_written(make_run):
     run, layers = make_run(), model(make_run())
     first = written(run, [[257, 68]], layers)[0]
-    assert written(run, [[257, 68]], layers, end=first[2])[0] == first[:first.index(first[2])]
+    assert written(run, [[257, 68]], layers, end=first[2])[0] == first[: first.index(first[2])]
     only = torch.zeros(261, dtype=torch.bool)
     only[65] = True
     assert written(run, [[257, 68]], layers, allowed=only)[0] == [65] * (WIDTH - 2)
@@ -57,5 +76,7 @@ def test_at_a_temperature_texts_are_drawn_from_the_seed(make_run):
     run, layers = make_run(), model(make_run())
     first = written(run, [[257, 68]] * 2, layers, temperature=2.0, seed=1)
     assert first == written(run, [[257, 68]] * 2, layers, temperature=2.0, seed=1)
-    assert first[0] != first[1] and first != written(run, [[257, 68]] * 2, layers, temperature=2.0, seed=2)
+    assert first[0] != first[1] and first != written(
+        run, [[257, 68]] * 2, layers, temperature=2.0, seed=2
+    )
     assert written(run, [[257, 68]], layers, temperature=1e-6) == written(run, [[257, 68]], layers)

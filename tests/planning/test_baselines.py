@@ -27,7 +27,9 @@ def test_megatron_gives_encoder_and_generator_one_stage_each() -> None:
     (unit,) = group(profile, cluster, "megatron")
     for candidate in search([unit], cluster, top=4).best:
         _, dp, pp = candidate.shapes[0]
-        layers = layers_per_stage(unit, 1, dp, pp, candidate.slot_sequences, 24 // candidate.slot_sequences, 0)
+        layers = layers_per_stage(
+            unit, 1, dp, pp, candidate.slot_sequences, 24 // candidate.slot_sequences, 0
+        )
         assert layers is not None
         assert layers[0] == 4 and layers[-1] == 4 and sum(layers[1:-1]) == 6
 
@@ -35,10 +37,16 @@ def test_megatron_gives_encoder_and_generator_one_stage_each() -> None:
 @pytest.mark.parametrize(("memory_gib", "sound"), [(4.0, False), (0.03, False), (0.03, True)])
 def test_replicated_encoders_are_the_best_of_all_pipelines(memory_gib: float, sound: bool) -> None:
     run = synthetic.run_file(batch=12, gpus=12)
-    profile, cluster = synthetic.tiny(run, tps=(1, 2)), Cluster(12, 4, memory_gib, 1, 12, checkpointing="auto")
+    profile, cluster = (
+        synthetic.tiny(run, tps=(1, 2)),
+        Cluster(12, 4, memory_gib, 1, 12, checkpointing="auto"),
+    )
     choices = [False, True]
     if sound:  # two encoders side by side; nothing recomputed, to try them all in time
-        profile, cluster = synthetic.with_audio(profile, share=0.5), replace(cluster, checkpointing="none")
+        profile, cluster = (
+            synthetic.with_audio(profile, share=0.5),
+            replace(cluster, checkpointing="none"),
+        )
         choices = [False]
     units = group(profile, cluster, "disaggregated")
     holder = len(units) - 2
@@ -51,18 +59,45 @@ def test_replicated_encoders_are_the_best_of_all_pipelines(memory_gib: float, so
             for shapes in itertools.product(*sides):
                 if tp * dp * (pp + len(units) - 1) > 12:
                     continue
-                for kept, layers in itertools.product(itertools.product(choices, repeat=len(units)), cuts(6, pp)):
+                for kept, layers in itertools.product(
+                    itertools.product(choices, repeat=len(units)), cuts(6, pp)
+                ):
                     splits = [*[[4]] * holder, layers, [4]]
-                    plans = [UnitPlan(name=unit.name, modules=list(unit.modules), tp=t, dp=d, pp=len(split),
-                                      gpus=t * d * len(split), layers_per_stage=split, checkpointing=recomputes)
-                             for unit, (t, d), split, recomputes in zip(units, shapes, splits, kept, strict=True)]
-                    ms = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing)
-                          for unit, plan in zip(units, plans, strict=True)]
-                    time = combine([sum(each) for each in ms], [max(each) for each in ms], 12 // size, holder).total_ms
-                    layout = Layout(global_batch_size=12, microbatch_size=size // dp, microbatches=12 // size,
-                                    gpus_used=sum(plan.gpus for plan in plans), units=plans)
-                    if time < expected and all(stage.peak_gib <= memory_gib for stage
-                                               in layout_memory(profile, layout, memory_gib)):
+                    plans = [
+                        UnitPlan(
+                            name=unit.name,
+                            modules=list(unit.modules),
+                            tp=t,
+                            dp=d,
+                            pp=len(split),
+                            gpus=t * d * len(split),
+                            layers_per_stage=split,
+                            checkpointing=recomputes,
+                        )
+                        for unit, (t, d), split, recomputes in zip(
+                            units, shapes, splits, kept, strict=True
+                        )
+                    ]
+                    ms = [
+                        unit_stages_ms(
+                            unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing
+                        )
+                        for unit, plan in zip(units, plans, strict=True)
+                    ]
+                    time = combine(
+                        [sum(each) for each in ms], [max(each) for each in ms], 12 // size, holder
+                    ).total_ms
+                    layout = Layout(
+                        global_batch_size=12,
+                        microbatch_size=size // dp,
+                        microbatches=12 // size,
+                        gpus_used=sum(plan.gpus for plan in plans),
+                        units=plans,
+                    )
+                    if time < expected and all(
+                        stage.peak_gib <= memory_gib
+                        for stage in layout_memory(profile, layout, memory_gib)
+                    ):
                         expected = time
     found = pipelines(units, cluster).best
     assert (found[0].total_ms if found else np.inf) == pytest.approx(expected)
@@ -81,10 +116,15 @@ def test_megatron_takes_the_faster_form_and_may_be_fixed() -> None:
     units, found = megatron(profile, cluster, top=3)
     assert len(found.best) == 3 and found.best == sorted(found.best)
     for form in ("megatron", "disaggregated"):
-        assert found.best[0].total_ms <= pipelines(group(profile, cluster, form), cluster).best[0].total_ms
+        assert (
+            found.best[0].total_ms
+            <= pipelines(group(profile, cluster, form), cluster).best[0].total_ms
+        )
     units, fixed = megatron(profile, cluster, tp=8, pp=2)
     tp, dp, pp = fixed.best[0].shapes[len(units) // 2]
-    assert (tp, pp) == (8, 2 if len(units) == 3 else 4) and fixed.best[0].total_ms > found.best[0].total_ms
+    assert (tp, pp) == (8, 2 if len(units) == 3 else 4) and fixed.best[0].total_ms > found.best[
+        0
+    ].total_ms
     if len(units) == 3:
         assert {shape[0] * shape[1] for shape in fixed.best[0].shapes} == {8 * dp}
 
@@ -101,12 +141,23 @@ def test_a_generator_without_tp_is_replicated() -> None:
     run = synthetic.run_file(batch=240, gpus=96, nodes=12, precision="bf16")
     profile = synthetic.paper_9b(run)
     module = profile.modules["image_generator"]
-    costs = {kind: cost.model_copy(update={"tp": {"1": cost.tp["1"]}}) for kind, cost in module.costs.items()}
-    profile = profile.model_copy(update={"modules": profile.modules | {
-        "image_generator": module.model_copy(update={"costs": costs})}})
+    costs = {
+        kind: cost.model_copy(update={"tp": {"1": cost.tp["1"]}})
+        for kind, cost in module.costs.items()
+    }
+    profile = profile.model_copy(
+        update={
+            "modules": profile.modules
+            | {"image_generator": module.model_copy(update={"costs": costs})}
+        }
+    )
     units, found = megatron(profile, Cluster(96, 8, 80.0, 1, 240), tp=8)
     _, dp, _ = found.best[0].shapes[1]
-    assert [unit.name for unit in units] == list(synthetic.MODULES) and found.best[0].shapes[2] == (1, 8 * dp, 1)
+    assert [unit.name for unit in units] == list(synthetic.MODULES) and found.best[0].shapes[2] == (
+        1,
+        8 * dp,
+        1,
+    )
 
 
 @pytest.mark.parametrize("sound", [False, True])

@@ -22,14 +22,26 @@ def made() -> Made:
     """A plan of one GPU per module that `check` accepts."""
     run = synthetic.run_file(batch=24, gpus=6)
     profile = synthetic.tiny(run)
-    units = [UnitPlan(name=name, modules=[name], gpus=1, layers_per_stage=[len(module.layers)])
-             for name, module in profile.modules.items()]
+    units = [
+        UnitPlan(name=name, modules=[name], gpus=1, layers_per_stage=[len(module.layers)])
+        for name, module in profile.modules.items()
+    ]
     plan = Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
-        plan=Layout(global_batch_size=24, microbatch_size=1, microbatches=24, gpus_used=3, units=units),
-        predicted=Prediction(iteration_s=1, sequences_per_s=24, mfu=0.5, warmup_s=0.1, steady_s=0.9, bubble_fraction=0,
-                             memory=[]),
-        search=Search(solve_s=0, candidates=1, exact=True))
+        plan=Layout(
+            global_batch_size=24, microbatch_size=1, microbatches=24, gpus_used=3, units=units
+        ),
+        predicted=Prediction(
+            iteration_s=1,
+            sequences_per_s=24,
+            mfu=0.5,
+            warmup_s=0.1,
+            steady_s=0.9,
+            bubble_fraction=0,
+            memory=[],
+        ),
+        search=Search(solve_s=0, candidates=1, exact=True),
+    )
     return plan, run, profile
 
 
@@ -38,7 +50,9 @@ def with_layout(plan: Plan, **changes: object) -> Plan:
 
 
 def with_unit(plan: Plan, **changes: object) -> Plan:
-    return with_layout(plan, units=[plan.plan.units[0].model_copy(update=changes), *plan.plan.units[1:]])
+    return with_layout(
+        plan, units=[plan.plan.units[0].model_copy(update=changes), *plan.plan.units[1:]]
+    )
 
 
 def edited(run: RunFile, section: str, **changes: object) -> RunFile:
@@ -47,12 +61,16 @@ def edited(run: RunFile, section: str, **changes: object) -> RunFile:
 
 
 def without_data(run: RunFile) -> RunFile:
-    named = RunFile.model_validate(run.model_dump() | {"data": {"distribution": {}}}).data.distribution
+    named = RunFile.model_validate(
+        run.model_dump() | {"data": {"distribution": {}}}
+    ).data.distribution
     return edited(run, "data", sources=[], distribution=named)
 
 
 def of_device(profile: Profile, kind: str, name: str) -> Profile:
-    return profile.model_copy(update={"device": profile.device.model_copy(update={"kind": kind, "name": name})})
+    return profile.model_copy(
+        update={"device": profile.device.model_copy(update={"kind": kind, "name": name})}
+    )
 
 
 def test_a_plain_plan_runs(made: Made) -> None:
@@ -61,13 +79,22 @@ def test_a_plain_plan_runs(made: Made) -> None:
     refuse_not_run(*made)
 
 
-@pytest.mark.parametrize(("change", "named"), [
-    (lambda plan, run, profile: (plan, without_data(run), profile),
-     ["data.distribution: laion-like", "data.sources"]),
-    (lambda plan, run, profile: (plan, run, of_device(profile, "analytic", "A800")), ["A800", "cluster.device"]),
-])
-def test_what_training_does_not_run_is_refused_by_name(made: Made, change: Callable[..., Made],
-                                                       named: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda plan, run, profile: (plan, without_data(run), profile),
+            ["data.distribution: laion-like", "data.sources"],
+        ),
+        (
+            lambda plan, run, profile: (plan, run, of_device(profile, "analytic", "A800")),
+            ["A800", "cluster.device"],
+        ),
+    ],
+)
+def test_what_training_does_not_run_is_refused_by_name(
+    made: Made, change: Callable[..., Made], named: list[str]
+) -> None:
     with pytest.raises(SpecError) as caught:
         refuse_not_run(*change(*made))
     for word in named:
@@ -90,7 +117,10 @@ def test_frozen_modules_recomputed_activations_and_tensor_parallelism_run(made: 
 
 def test_projectors_alone_need_projectors(made: Made) -> None:
     plan, run, profile = made
-    plan, run = with_layout(plan, trained=["projectors"]), edited(run, "model", trained=["projectors"])
+    plan, run = (
+        with_layout(plan, trained=["projectors"]),
+        edited(run, "model", trained=["projectors"]),
+    )
     with pytest.raises(SpecError, match="Nothing of the model is trained"):
         check(plan, run, profile)
     joined = profile.modules["llm"].model_copy(update={"projector": [0]})
@@ -99,15 +129,29 @@ def test_projectors_alone_need_projectors(made: Made) -> None:
     check(plan.model_copy(update={"fingerprints": fingerprints}), run, profile)
 
 
-@pytest.mark.parametrize(("layout", "train", "model", "named"), [
-    ({"trained": ["llm"]}, {}, {}, ["model.trained", "llm", "all"]),
-    ({}, {}, {"trained": ["llm", "projectors"]}, ["model.trained", "projectors"]),
-    ({"zero_stage": 0}, {}, {}, ["train.zero_stage", "plan: 0", "run file: 1"]),
-    ({"zero_stage": 0}, {"zero_stage": "auto", "precision": "bf16"}, {}, ["train.zero_stage", "auto"]),
-    ({}, {"activation_checkpointing": "full"}, {}, ["train.activation_checkpointing", "no unit", "full"]),
-])
-def test_choices_of_the_run_file_must_be_the_plans(made: Made, layout: dict, train: dict, model: dict,
-                                                   named: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "train", "model", "named"),
+    [
+        ({"trained": ["llm"]}, {}, {}, ["model.trained", "llm", "all"]),
+        ({}, {}, {"trained": ["llm", "projectors"]}, ["model.trained", "projectors"]),
+        ({"zero_stage": 0}, {}, {}, ["train.zero_stage", "plan: 0", "run file: 1"]),
+        (
+            {"zero_stage": 0},
+            {"zero_stage": "auto", "precision": "bf16"},
+            {},
+            ["train.zero_stage", "auto"],
+        ),
+        (
+            {},
+            {"activation_checkpointing": "full"},
+            {},
+            ["train.activation_checkpointing", "no unit", "full"],
+        ),
+    ],
+)
+def test_choices_of_the_run_file_must_be_the_plans(
+    made: Made, layout: dict, train: dict, model: dict, named: list[str]
+) -> None:
     plan, run, profile = made
     run = edited(edited(run, "train", **train), "model", **model)
     fingerprints = plan.fingerprints.model_copy(update={"model": run.model_fingerprint()})
@@ -123,14 +167,27 @@ def test_auto_takes_what_the_plan_chose(made: Made) -> None:
     check(with_layout(plan, zero_stage=0), edited(run, "train", zero_stage="auto"), profile)
     check(with_unit(plan, checkpointing=True), run, profile)
     with pytest.raises(MismatchError, match="activation_checkpointing"):
-        check(with_unit(plan, checkpointing=True), edited(run, "train", activation_checkpointing="none"), profile)
+        check(
+            with_unit(plan, checkpointing=True),
+            edited(run, "train", activation_checkpointing="none"),
+            profile,
+        )
 
 
-@pytest.mark.parametrize(("wanted", "kind", "name", "fits"), [
-    ("auto", "cpu", "EPYC", True), ("cpu", "cpu", "EPYC", True), ("cpu", "cuda", "A800", False),
-    ("analytic:A800", "analytic", "A800", True), ("analytic:A800", "analytic", "H100", False),
-    ("analytic:A800", "cuda", "A800", False)])
-def test_a_profile_of_another_device_is_refused(made: Made, wanted: str, kind: str, name: str, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "kind", "name", "fits"),
+    [
+        ("auto", "cpu", "EPYC", True),
+        ("cpu", "cpu", "EPYC", True),
+        ("cpu", "cuda", "A800", False),
+        ("analytic:A800", "analytic", "A800", True),
+        ("analytic:A800", "analytic", "H100", False),
+        ("analytic:A800", "cuda", "A800", False),
+    ],
+)
+def test_a_profile_of_another_device_is_refused(
+    made: Made, wanted: str, kind: str, name: str, fits: bool
+) -> None:
     _, run, profile = made
     run = edited(run, "cluster", device=wanted)
     profile = of_device(profile, kind, name)

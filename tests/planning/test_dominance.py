@@ -1,4 +1,5 @@
-"""Of ties, however many, the simplest are found: the same ones as by listing all layouts, in little memory."""
+"""Of ties, however many, the simplest are found: the same ones as by listing all layouts, in little
+memory."""
 
 from __future__ import annotations
 
@@ -21,19 +22,27 @@ from tests.planning import synthetic
 def test_only_rows_with_enough_dominators_go(seed: int, top: int, columns: int, rows: int) -> None:
     random = np.random.default_rng(seed)
     worse, simplicity = random.integers(0, 6, (columns, rows)), random.integers(0, 4, (2, rows))
-    first = (simplicity[0][:, None] < simplicity[0]) | ((simplicity[0][:, None] == simplicity[0])
-                                                       & (simplicity[1][:, None] < simplicity[1]))
+    first = (simplicity[0][:, None] < simplicity[0]) | (
+        (simplicity[0][:, None] == simplicity[0]) & (simplicity[1][:, None] < simplicity[1])
+    )
     dominators = ((worse[:, :, None] <= worse[:, None, :]).all(axis=0) & first).sum(axis=0)
     kept = undominated(list(worse), list(simplicity), top)
     assert set(np.flatnonzero(dominators < top)) <= set(kept.tolist())
     if rows < 200:  # all are compared
         assert set(np.flatnonzero(dominators < top)) == set(kept.tolist())
         half = [list(part[:, ::2]) for part in (worse, simplicity)]
-        assert not_behind((list(worse), list(simplicity)), (half[0], half[1]), top).tolist() == (
-            ((worse[:, ::2, None] <= worse[:, None, :]).all(axis=0) & first[::2]).sum(axis=0) < top).tolist()
+        assert (
+            not_behind((list(worse), list(simplicity)), (half[0], half[1]), top).tolist()
+            == (
+                ((worse[:, ::2, None] <= worse[:, None, :]).all(axis=0) & first[::2]).sum(axis=0)
+                < top
+            ).tolist()
+        )
 
 
-@pytest.mark.parametrize(("factor", "memory_gib", "sound"), [(0.0, 4.0, False), (0.0, 0.03, True), (0.05, 4.0, True)])
+@pytest.mark.parametrize(
+    ("factor", "memory_gib", "sound"), [(0.0, 4.0, False), (0.0, 0.03, True), (0.05, 4.0, True)]
+)
 def test_the_simplest_of_many_ties_are_found(factor: float, memory_gib: float, sound: bool) -> None:
     run = synthetic.run_file(batch=4, gpus=6)
     profile = synthetic.tiny(run, kind="cuda", tps=(1, 2))

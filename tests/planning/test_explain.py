@@ -36,8 +36,14 @@ def test_parts_of_the_time_add_up_to_the_step(made: Made) -> None:
     assert sum(part.seconds for part in why.time) == pytest.approx(plan.predicted.iteration_s)
     assert sum(part.fraction for part in why.time) == pytest.approx(1)
     parts = {part.what: part.seconds for part in why.time}
-    assert list(parts) == ["steady", "warm-up and cool-down", "transfers", "gradient reduction", "optimizer",
-                           "uneven data"]
+    assert list(parts) == [
+        "steady",
+        "warm-up and cool-down",
+        "transfers",
+        "gradient reduction",
+        "optimizer",
+        "uneven data",
+    ]
     assert parts["steady"] > 0 and parts["gradient reduction"] >= -1e-12
     assert why.sentences[0].startswith("Time") and "steady" in why.sentences[0]
 
@@ -47,9 +53,13 @@ def test_no_part_is_negative_where_devices_are_not_shared() -> None:
     profile = synthetic.tiny(run, kind="cuda")
     plan, why = explained(run, profile, top=0)
     assert all(part.seconds > -1e-9 for part in why.time if part.what != "uneven data")
-    work = {name: plan.plan.global_batch_size * np.array(module.work_per_sequence)
-            for name, module in profile.modules.items()}
-    parts = time_parts(profile, plan.plan, cluster_of(run, profile), work, plan.predicted.iteration_s)
+    work = {
+        name: plan.plan.global_batch_size * np.array(module.work_per_sequence)
+        for name, module in profile.modules.items()
+    }
+    parts = time_parts(
+        profile, plan.plan, cluster_of(run, profile), work, plan.predicted.iteration_s
+    )
     assert sum(part.seconds for part in parts) == pytest.approx(plan.predicted.iteration_s)
 
 
@@ -63,14 +73,18 @@ def test_what_binds_is_named(made: Made) -> None:
     slowest_line, memory = why.sentences[1], why.sentences[2]
     assert f"stage {slowest.slowest_stage} of {slowest.unit}" in slowest_line
     assert f"stage {fullest.stage} of {fullest.unit}" in memory and "GiB left" in memory
-    assert why.units[0].headroom_gib == pytest.approx(why.units[0].limit_gib - why.units[0].peak_gib)
+    assert why.units[0].headroom_gib == pytest.approx(
+        why.units[0].limit_gib - why.units[0].peak_gib
+    )
 
 
 def test_every_runner_up_is_compared_part_by_part(made: Made) -> None:
     _, _, plan, why = made
     assert len(why.runners_up) == len(plan.alternatives) > 0
     for other, alternative in zip(why.runners_up, plan.alternatives, strict=True):
-        assert sum(other.more_s.values()) == pytest.approx(alternative.iteration_s - plan.predicted.iteration_s)
+        assert sum(other.more_s.values()) == pytest.approx(
+            alternative.iteration_s - plan.predicted.iteration_s
+        )
         assert other.gpus == alternative.gpus_used - plan.plan.gpus_used
         assert other.binding_unit in {unit.name for unit in alternative.plan.units}
         largest = max(other.more_s, key=lambda what: abs(other.more_s[what]))
@@ -86,9 +100,13 @@ def test_ratios_are_per_gpu_given_and_used(made: Made) -> None:
         if other is None:
             assert ratio.per_gpu_given is ratio.per_gpu_used is None
             continue
-        assert ratio.per_gpu_given == pytest.approx(plan.predicted.sequences_per_s / other.sequences_per_s)
+        assert ratio.per_gpu_given == pytest.approx(
+            plan.predicted.sequences_per_s / other.sequences_per_s
+        )
         assert ratio.per_gpu_used == pytest.approx(
-            (plan.predicted.sequences_per_s / plan.plan.gpus_used) / (other.sequences_per_s / other.gpus_used))
+            (plan.predicted.sequences_per_s / plan.plan.gpus_used)
+            / (other.sequences_per_s / other.gpus_used)
+        )
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
@@ -100,34 +118,61 @@ def test_every_strategy_is_explained(strategy: str) -> None:
 
 
 def unit(name: str, tp: int = 1, dp: int = 1, pp: int = 1, **changes: object) -> UnitPlan:
-    return UnitPlan.model_validate({"name": name, "modules": [name], "tp": tp, "dp": dp, "pp": pp, "gpus": tp * dp * pp,
-                                    "layers_per_stage": [2] * pp} | changes)
+    return UnitPlan.model_validate(
+        {
+            "name": name,
+            "modules": [name],
+            "tp": tp,
+            "dp": dp,
+            "pp": pp,
+            "gpus": tp * dp * pp,
+            "layers_per_stage": [2] * pp,
+        }
+        | changes
+    )
 
 
 def layout(*units: UnitPlan, size: int = 1, zero: int = 1) -> Layout:
     dp = units[-1].dp
-    return Layout.model_validate({"global_batch_size": 24, "microbatch_size": size, "microbatches": 24 // dp // size,
-                                  "gpus_used": sum(one.gpus for one in units), "zero_stage": zero, "units": units})
+    return Layout.model_validate(
+        {
+            "global_batch_size": 24,
+            "microbatch_size": size,
+            "microbatches": 24 // dp // size,
+            "gpus_used": sum(one.gpus for one in units),
+            "zero_stage": zero,
+            "units": units,
+        }
+    )
 
 
-@pytest.mark.parametrize(("other", "said"), [
-    (layout(unit("a"), unit("b", dp=2)), "b DP 1 → 2"),
-    (layout(unit("a", tp=2), unit("b", pp=2)), "a TP 1 → 2, b PP 1 → 2"),
-    (layout(unit("a", checkpointing=True), unit("b")), "a recomputes"),
-    (layout(unit("a"), unit("b"), size=2), "M 1 → 2"),
-    (layout(unit("a"), unit("b"), zero=0), "ZeRO-0"),
-    (layout(unit("a"), unit("b")), "same layout"),
-    (layout(unit("all", modules=["a", "b"])), "all (TP 1 DP 1 PP 1)")])
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (layout(unit("a"), unit("b", dp=2)), "b DP 1 → 2"),
+        (layout(unit("a", tp=2), unit("b", pp=2)), "a TP 1 → 2, b PP 1 → 2"),
+        (layout(unit("a", checkpointing=True), unit("b")), "a recomputes"),
+        (layout(unit("a"), unit("b"), size=2), "M 1 → 2"),
+        (layout(unit("a"), unit("b"), zero=0), "ZeRO-0"),
+        (layout(unit("a"), unit("b")), "same layout"),
+        (layout(unit("all", modules=["a", "b"])), "all (TP 1 DP 1 PP 1)"),
+    ],
+)
 def test_differences_in_words(other: Layout, said: str) -> None:
     assert differences(layout(unit("a"), unit("b")), other) == said
 
 
 def test_equal_shapes_with_other_layers_differ_in_them() -> None:
-    mine, theirs = unit("a", pp=2, layers_per_stage=[3, 1]), unit("a", pp=2, layers_per_stage=[2, 2])
+    mine, theirs = (
+        unit("a", pp=2, layers_per_stage=[3, 1]),
+        unit("a", pp=2, layers_per_stage=[2, 2]),
+    )
     assert differences(layout(mine), layout(theirs)) == "a layers 2×2"
 
 
-@pytest.mark.parametrize(("stages", "said"), [
-    ([5], "5"), ([8, 8, 8, 8, 3, 3], "8×4, 3×2"), ([4, 3, 4], "4, 3, 4"), ([2, 2], "2×2")])
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [([5], "5"), ([8, 8, 8, 8, 3, 3], "8×4, 3×2"), ([4, 3, 4], "4, 3, 4"), ([2, 2], "2×2")],
+)
 def test_layers_of_equal_stages_run_together(stages: list[int], said: str) -> None:
     assert layers(unit("a", pp=len(stages), layers_per_stage=stages)) == said

@@ -26,8 +26,10 @@ def test_something_fits_where_the_search_finds_something(case: tuple[Profile, Cl
     assert (layout is None) == (not found)
     if layout is not None:
         assert layout.gpus_used <= min(cluster.gpus, found[0].gpus)
-        assert all(stage.peak_gib <= stage.limit_gib * (1 + 1e-9)
-                   for stage in layout_memory(profile, layout, cluster.memory_gib))
+        assert all(
+            stage.peak_gib <= stage.limit_gib * (1 + 1e-9)
+            for stage in layout_memory(profile, layout, cluster.memory_gib)
+        )
 
 
 def test_each_remedy_is_true_and_about_the_smallest() -> None:
@@ -42,6 +44,7 @@ def test_each_remedy_is_true_and_about_the_smallest() -> None:
     def fits(**changes: object) -> bool:
         changed = replace(cluster, **changes)
         return bool(search(group(profile, changed, "disaggregated"), changed).best)
+
     assert fits(memory_gib=memory_gib * 1.01) and not fits(memory_gib=memory_gib * 0.97)
     assert fits(gpus=gpus) and not fits(gpus=gpus - 8)
     assert fits(checkpointing="auto") and not fits()
@@ -55,5 +58,6 @@ def test_other_strategies_name_memory_too(strategy: str) -> None:
     needed = float(error.next_step.split()[2])
     assert needed > 0.01
     enough = layout_that_fits(profile, replace(cluster, memory_gib=needed * 1.01), strategy)  # type: ignore[arg-type]
-    assert enough is not None and np.isclose(max(stage.peak_gib for stage in layout_memory(profile, enough, 1.0)),
-                                             needed, rtol=0.05)
+    assert enough is not None and np.isclose(
+        max(stage.peak_gib for stage in layout_memory(profile, enough, 1.0)), needed, rtol=0.05
+    )

@@ -19,7 +19,9 @@ def test_busiest_replica_has_whole_images() -> None:
     assert loads[1] == pytest.approx(10 / 2 + 1 / 4)
     assert loads[4] == 1.0
     assert (np.diff(loads) <= 0).all()
-    assert busiest_load(False, 1, 0.25, dp).tolist() == [1.0] * 5  # a quarter of an image, on one replica
+    assert (
+        busiest_load(False, 1, 0.25, dp).tolist() == [1.0] * 5
+    )  # a quarter of an image, on one replica
     assert busiest_load(True, 12, 1.0, np.array([3.0])).tolist() == [4.0]
 
 
@@ -37,17 +39,24 @@ def test_without_bases_the_objective_is_the_papers() -> None:
     for name, module in profile.modules.items():
         costs = {}
         for kind, cost in module.costs.items():
-            time = cost.tp["1"].model_copy(update={
-                side: Polynomial(per_token=getattr(cost.tp["1"], side).per_token)
-                for side in ("forward_ms", "backward_ms")})
+            time = cost.tp["1"].model_copy(
+                update={
+                    side: Polynomial(per_token=getattr(cost.tp["1"], side).per_token)
+                    for side in ("forward_ms", "backward_ms")
+                }
+            )
             costs[kind] = cost.model_copy(update={"tp": {"1": time}})
         modules[name] = module.model_copy(update={"costs": costs})
     profile = profile.model_copy(update={"links": free, "modules": modules})
     units = group(profile, Cluster(6, 6, 4.0, 1, 24), "disaggregated")
     per_sample = [unit.layer_ms(1)[1].sum() for unit in units]  # C of one sequence
-    plans = [UnitPlan(name=u.name, modules=list(u.modules), dp=dp, gpus=dp, layers_per_stage=[u.layers])
-             for u, dp in zip(units, (1, 4, 1), strict=True)]
-    layout = Layout(global_batch_size=24, microbatch_size=2, microbatches=3, gpus_used=6, units=plans)
+    plans = [
+        UnitPlan(name=u.name, modules=list(u.modules), dp=dp, gpus=dp, layers_per_stage=[u.layers])
+        for u, dp in zip(units, (1, 4, 1), strict=True)
+    ]
+    layout = Layout(
+        global_batch_size=24, microbatch_size=2, microbatches=3, gpus_used=6, units=plans
+    )
     time = layout_time(units, layout)
     each = [8 / dp * c for dp, c in zip((1, 4, 1), per_sample, strict=True)]
     assert time.warmup_ms == pytest.approx(sum(each), rel=1e-6)

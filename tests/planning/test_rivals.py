@@ -20,36 +20,64 @@ from tests.planning import synthetic
 
 
 def unit(name: str, modules: list[str], pp: int, layers: list[int]) -> UnitPlan:
-    return UnitPlan(name=name, modules=modules, tp=1, dp=2, pp=pp, gpus=2 * pp, layers_per_stage=layers)
+    return UnitPlan(
+        name=name, modules=modules, tp=1, dp=2, pp=pp, gpus=2 * pp, layers_per_stage=layers
+    )
 
 
 def test_a_pipeline_of_all_modules_comes_apart_where_its_stages_end_with_them() -> None:
     run = synthetic.run_file(batch=4, gpus=8)
     units = group(synthetic.tiny(run), cluster_of(run, synthetic.tiny(run)), "disaggregated")
-    whole = Layout(strategy="megatron", global_batch_size=4, microbatch_size=2, microbatches=1, gpus_used=8,
-                   units=[unit("model", list(synthetic.MODULES), 4, [4, 3, 3, 4])])
+    whole = Layout(
+        strategy="megatron",
+        global_batch_size=4,
+        microbatch_size=2,
+        microbatches=1,
+        gpus_used=8,
+        units=[unit("model", list(synthetic.MODULES), 4, [4, 3, 3, 4])],
+    )
     found = apart(whole, units)
     assert found is not None and found.strategy == "disaggregated" and found.gpus_used == 8
     assert [(one.name, one.tp, one.dp, one.layers_per_stage) for one in found.units] == [
-        ("image_encoder", 1, 2, [4]), ("llm", 1, 2, [3, 3]), ("image_generator", 1, 2, [4])]
+        ("image_encoder", 1, 2, [4]),
+        ("llm", 1, 2, [3, 3]),
+        ("image_generator", 1, 2, [4]),
+    ]
     assert apart(found, units) == found
-    mixed = whole.model_copy(update={"units": [unit("model", list(synthetic.MODULES), 4, [3, 4, 3, 4])]})
+    mixed = whole.model_copy(
+        update={"units": [unit("model", list(synthetic.MODULES), 4, [3, 4, 3, 4])]}
+    )
     assert apart(mixed, units) is None
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[RunFile, Profile]:
-    """A small model on a CPU or on GPUs with slow links, its images skewed, sound and a second generator or neither."""
+    """A small model on a CPU or on GPUs with slow links, its images skewed, sound and a second
+    generator or neither."""
     nodes, per_node = draw(st.sampled_from([(1, 3), (1, 6), (2, 4), (3, 4), (6, 2)]))
-    run = synthetic.run_file(batch=draw(st.sampled_from([4, 6, 12, 24])), gpus=nodes * per_node, nodes=nodes,
-                             zero_stage=draw(st.sampled_from([0, 1])))
+    run = synthetic.run_file(
+        batch=draw(st.sampled_from([4, 6, 12, 24])),
+        gpus=nodes * per_node,
+        nodes=nodes,
+        zero_stage=draw(st.sampled_from([0, 1])),
+    )
     kind = draw(st.sampled_from(["cpu", "cuda"]))
     memory_gib = draw(st.sampled_from([4.0, 0.05]))
-    profile = synthetic.tiny(run, kind=kind, memory_gib=memory_gib, tps=draw(st.sampled_from([(1,), (1, 2)])))
+    profile = synthetic.tiny(
+        run, kind=kind, memory_gib=memory_gib, tps=draw(st.sampled_from([(1,), (1, 2)]))
+    )
     sample, spread = profile.data.sample, draw(st.sampled_from([1, 2, 4]))
-    skewed = sample.model_copy(update={"images": [images * spread if place % spread == 0 else []
-                                                  for place, images in enumerate(sample.images)]})
-    profile = profile.model_copy(update={"data": profile.data.model_copy(update={"sample": skewed})})
+    skewed = sample.model_copy(
+        update={
+            "images": [
+                images * spread if place % spread == 0 else []
+                for place, images in enumerate(sample.images)
+            ]
+        }
+    )
+    profile = profile.model_copy(
+        update={"data": profile.data.model_copy(update={"sample": skewed})}
+    )
     if kind == "cuda":
         links = profiles.links(8, 50, 4, 100, between_nodes=draw(st.sampled_from([1.0, 0.02])))
         profile = profile.model_copy(update={"links": links})
@@ -68,25 +96,34 @@ def check_rivals(job: tuple[RunFile, Profile]) -> int:
     units = group(profile, cluster, "disaggregated")
     for baseline in plan.baselines.values():
         layout = apart(baseline.plan, units) if baseline is not None else None
-        if layout is None or any(stage.peak_gib > stage.limit_gib
-                                 for stage in layout_memory(profile, layout, cluster.memory_gib)):
+        if layout is None or any(
+            stage.peak_gib > stage.limit_gib
+            for stage in layout_memory(profile, layout, cluster.memory_gib)
+        ):
             continue
         shown_s = predict(units_of(profile, cluster, layout), layout, cluster).iteration_s
         if [one.name for one in baseline.plan.units] == [one.name for one in layout.units]:
             assert shown_s == pytest.approx(baseline.iteration_s)
         assert plan.predicted.iteration_s <= shown_s * (1 + 1e-9)
         rivals += 1
-    assert np.isfinite(plan.predicted.iteration_s) and plan.plan not in [one.plan for one in plan.alternatives]
+    assert np.isfinite(plan.predicted.iteration_s) and plan.plan not in [
+        one.plan for one in plan.alternatives
+    ]
     return rivals
 
 
-@pytest.mark.parametrize(("kind", "gpus", "nodes", "batch"), [("cpu", 6, 1, 8), ("cuda", 16, 4, 16)])
+@pytest.mark.parametrize(
+    ("kind", "gpus", "nodes", "batch"), [("cpu", 6, 1, 8), ("cuda", 16, 4, 16)]
+)
 def test_no_baseline_in_reach_is_faster(kind: str, gpus: int, nodes: int, batch: int) -> None:
-    """Shared cores, and slow links between nodes: the formula's best layouts lose to a baseline's."""
+    """Shared cores, and slow links between nodes: the formula's best layouts lose to a
+    baseline's."""
     run = synthetic.run_file(batch=batch, gpus=gpus, nodes=nodes)
     profile = synthetic.tiny(run, kind=kind, tps=(1, 2))
     if kind == "cuda":
-        profile = profile.model_copy(update={"links": profiles.links(8, 50, 4, 100, between_nodes=0.02)})
+        profile = profile.model_copy(
+            update={"links": profiles.links(8, 50, 4, 100, between_nodes=0.02)}
+        )
     assert check_rivals((run, profile)) >= 2
 
 

@@ -1,4 +1,5 @@
-"""The search against brute force over every layout and every split of layers, and against an integer programme."""
+"""The search against brute force over every layout and every split of layers, and against an
+integer programme."""
 
 from __future__ import annotations
 
@@ -25,11 +26,24 @@ from tests.planning.synthetic import cuts
 
 def shapes(unit: Unit, size: int, gpus: int) -> list[UnitPlan]:
     choices = {"none": [False], "full": [True], "auto": [False, True]}[unit.cluster.checkpointing]
-    return [UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
-                     layers_per_stage=[int(count) for count in layers], checkpointing=checkpointing)
-            for tp in unit.tps for dp in range(1, gpus + 1) for pp in range(1, unit.layers + 1)
-            if tp * dp * pp <= gpus and not (unit.holds_llm and size % dp) for layers in cuts(unit.layers, pp)
-            for checkpointing in choices]
+    return [
+        UnitPlan(
+            name=unit.name,
+            modules=list(unit.modules),
+            tp=tp,
+            dp=dp,
+            pp=pp,
+            gpus=tp * dp * pp,
+            layers_per_stage=[int(count) for count in layers],
+            checkpointing=checkpointing,
+        )
+        for tp in unit.tps
+        for dp in range(1, gpus + 1)
+        for pp in range(1, unit.layers + 1)
+        if tp * dp * pp <= gpus and not (unit.holds_llm and size % dp)
+        for layers in cuts(unit.layers, pp)
+        for checkpointing in choices
+    ]
 
 
 def brute_force(units: list[Unit], cluster: Cluster) -> float:
@@ -37,8 +51,18 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
     best = np.inf
     for size in divisors(cluster.batch):
         slots = cluster.batch // size
-        tables = [[(plan, unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing))
-                   for plan in shapes(unit, size, cluster.gpus - len(units) + 1)] for unit in units]
+        tables = [
+            [
+                (
+                    plan,
+                    unit_stages_ms(
+                        unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing
+                    ),
+                )
+                for plan in shapes(unit, size, cluster.gpus - len(units) + 1)
+            ]
+            for unit in units
+        ]
         for chosen in itertools.product(*tables):
             plans = [plan for plan, _ in chosen]
             used = sum(plan.gpus for plan in plans)
@@ -47,9 +71,15 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
             if used > cluster.gpus or time >= best:
                 continue
             holder = next(plan for plan in plans if "llm" in plan.modules)
-            layout = Layout(global_batch_size=cluster.batch, microbatch_size=size // holder.dp, microbatches=slots,
-                            gpus_used=used, zero_stage=cluster.zero_stage,
-                            trained=list(cluster.trained) if cluster.trained else None, units=plans)
+            layout = Layout(
+                global_batch_size=cluster.batch,
+                microbatch_size=size // holder.dp,
+                microbatches=slots,
+                gpus_used=used,
+                zero_stage=cluster.zero_stage,
+                trained=list(cluster.trained) if cluster.trained else None,
+                units=plans,
+            )
             memory = layout_memory(units[0].profile, layout, cluster.memory_gib)
             if all(stage.peak_gib <= stage.limit_gib for stage in memory):
                 best = time
@@ -58,33 +88,68 @@ def brute_force(units: list[Unit], cluster: Cluster) -> float:
 
 @st.composite
 def small_profiles(draw: st.DrawFn) -> tuple[Profile, Cluster]:
-    """Two to four modules of one to three layers with random costs, and a cluster that may be too small."""
+    """Two to four modules of one to three layers with random costs, and a cluster that may be too
+    small."""
     random = np.random.default_rng(draw(st.integers(0, 2**20)))
     tps = draw(st.sampled_from([(1,), (1, 2)]))
     image, llm, generator = synthetic.MODULES
-    names = draw(st.sampled_from([synthetic.MODULES, (llm, generator), (image, llm), (image, "audio_encoder", llm),
-                                  (image, "audio_encoder", llm, generator)]))
+    names = draw(
+        st.sampled_from(
+            [
+                synthetic.MODULES,
+                (llm, generator),
+                (image, llm),
+                (image, "audio_encoder", llm),
+                (image, "audio_encoder", llm, generator),
+            ]
+        )
+    )
     modules: dict[str, ModuleProfile] = {}
     for name in names:
         kinds = [f"k{i}" for i in range(random.integers(1, 4))]
         costs: dict[str, LayerCost] = {
-            kind: synthetic.layer(random.uniform(0.1, 2.0), random.uniform(-2, 5), int(random.integers(1, 50)) * 10**6,
-                                  random.uniform(1e4, 3e6), tps, 1e6) for kind in kinds}
+            kind: synthetic.layer(
+                random.uniform(0.1, 2.0),
+                random.uniform(-2, 5),
+                int(random.integers(1, 50)) * 10**6,
+                random.uniform(1e4, 3e6),
+                tps,
+                1e6,
+            )
+            for kind in kinds
+        }
         items = 1.0 if name == "llm" else float(random.choice([0.0, 0.3, 2.0, 5.0]))
         tokens = 50 * items
         layers = [kinds[0]] * int(random.integers(0, 2)) + kinds
-        modules[name] = synthetic.module(synthetic.KINDS[name], layers, costs, Work(items, tokens, 0),
-                                         Work(2 * items, 2 * tokens, 0), 1e5).model_copy(update={
-            "cut_bytes_per_sequence": random.choice([1e5, 1e7, 3e7], len(layers)).tolist()})
-    clusters = [(4, 5), (6, 4), (12, 3), (8, 1), *[(5, 6), (6, 7)][:4 - len(names)]]  # few GPUs for many units
+        modules[name] = synthetic.module(
+            synthetic.KINDS[name],
+            layers,
+            costs,
+            Work(items, tokens, 0),
+            Work(2 * items, 2 * tokens, 0),
+            1e5,
+        ).model_copy(
+            update={"cut_bytes_per_sequence": random.choice([1e5, 1e7, 3e7], len(layers)).tolist()}
+        )
+    clusters = [
+        (4, 5),
+        (6, 4),
+        (12, 3),
+        (8, 1),
+        *[(5, 6), (6, 7)][: 4 - len(names)],
+    ]  # few GPUs for many units
     batch, gpus = draw(st.sampled_from(clusters))
     run = synthetic.run_file(batch=batch, gpus=gpus)
     profile = synthetic.tiny(run).model_copy(update={"modules": modules})
     return profile, Cluster(
-        gpus, 2 if gpus % 2 == 0 else 1, draw(st.sampled_from([0.3, 0.6, 1.0, 1.5, 3.0, 100.0])),
-        draw(st.sampled_from([0, 1])), batch,
+        gpus,
+        2 if gpus % 2 == 0 else 1,
+        draw(st.sampled_from([0.3, 0.6, 1.0, 1.5, 3.0, 100.0])),
+        draw(st.sampled_from([0, 1])),
+        batch,
         trained=draw(st.sampled_from([None, ("llm",), (names[-1],), (names[0], "projectors")])),
-        checkpointing=draw(st.sampled_from(["none", "full", "auto"])))
+        checkpointing=draw(st.sampled_from(["none", "full", "auto"])),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,12 +167,14 @@ def test_search_equals_brute_force(case: tuple[Profile, Cluster]) -> None:
     assert layout_time(units, layout).total_ms == pytest.approx(expected, rel=1e-9)
     memory = layout_memory(profile, layout, cluster.memory_gib)
     assert all(stage.peak_gib <= stage.limit_gib * (1 + 1e-9) for stage in memory)
-    assert found == sorted(found) and len({(c.shapes, c.checkpointing, c.microbatch) for c in found}) == len(found)
+    assert found == sorted(found) and len(
+        {(c.shapes, c.checkpointing, c.microbatch) for c in found}
+    ) == len(found)
 
 
 def by_milp(units: list[Unit], cluster: Cluster) -> float:
-    """Time of the best layout by HiGHS, memory aside: one shape of each unit, a variable above all stages, and one
-    above the encoders, which stand side by side.
+    """Time of the best layout by HiGHS, memory aside: one shape of each unit, a variable above all
+    stages, and one above the encoders, which stand side by side.
     """
     best = np.inf
     for size in divisors(cluster.batch):
@@ -117,40 +184,65 @@ def by_milp(units: list[Unit], cluster: Cluster) -> float:
                 if tp * dp > cluster.gpus or (unit.holds_llm and size % dp):
                     continue
                 times = np.array(unit_stages_ms(unit, tp, dp, [1] * unit.layers, size))
-                columns += [(number, tp * dp * pp, times.sum(),
-                             min(max(part.sum() for part in np.split(times, np.cumsum(layers)[:-1]))
-                                 for layers in cuts(unit.layers, pp)))
-                            for pp in range(1, min(unit.layers, cluster.gpus // (tp * dp)) + 1)]
-        unit_of, gpus, unit_ms, stage_ms = (np.array(values) for values in zip(*columns, strict=True))
-        encodes = np.array([unit.profile.modules[unit.modules[0]].kind == "encoder" for unit in units])
+                columns += [
+                    (
+                        number,
+                        tp * dp * pp,
+                        times.sum(),
+                        min(
+                            max(part.sum() for part in np.split(times, np.cumsum(layers)[:-1]))
+                            for layers in cuts(unit.layers, pp)
+                        ),
+                    )
+                    for pp in range(1, min(unit.layers, cluster.gpus // (tp * dp)) + 1)
+                ]
+        unit_of, gpus, unit_ms, stage_ms = (
+            np.array(values) for values in zip(*columns, strict=True)
+        )
+        encodes = np.array(
+            [unit.profile.modules[unit.modules[0]].kind == "encoder" for unit in units]
+        )
         # The last variables are the slowest stage and the slowest encoder.
         cost = np.append(np.where(encodes[unit_of], 0.0, unit_ms), [slots - 1, 1])
         mine = [unit_of == number for number in range(len(units))]
         one_each = [np.append(own, [0.0, 0.0]) for own in mine]
         slowest = [np.append(own * stage_ms, [-1.0, 0.0]) for own in mine]
         slowest += [np.append(own * unit_ms, [0.0, -1.0]) for own in np.array(mine)[encodes]]
-        found = milp(cost, integrality=np.append(np.ones(len(columns)), [0, 0]), bounds=Bounds(0, np.append(
-            np.ones(len(columns)), [np.inf, np.inf])), options={"mip_rel_gap": 0.0}, constraints=[
+        found = milp(
+            cost,
+            integrality=np.append(np.ones(len(columns)), [0, 0]),
+            bounds=Bounds(0, np.append(np.ones(len(columns)), [np.inf, np.inf])),
+            options={"mip_rel_gap": 0.0},
+            constraints=[
                 LinearConstraint(np.array(one_each), 1, 1),
                 LinearConstraint(np.append(gpus, [0, 0])[None], 0, cluster.gpus),
-                LinearConstraint(np.array(slowest), -np.inf, 0)])
+                LinearConstraint(np.array(slowest), -np.inf, 0),
+            ],
+        )
         best = min(best, found.fun if found.success else np.inf)
     return float(best)
 
 
-@pytest.mark.parametrize(("tps", "gpus", "batch"), [((1,), 9, 6), ((1, 2), 12, 12), ((1, 2, 4), 16, 4)])
+@pytest.mark.parametrize(
+    ("tps", "gpus", "batch"), [((1,), 9, 6), ((1, 2), 12, 12), ((1, 2, 4), 16, 4)]
+)
 def test_search_equals_an_integer_programme(tps: tuple[int, ...], gpus: int, batch: int) -> None:
     profile = synthetic.tiny(synthetic.run_file(batch=batch, gpus=gpus), tps=tps, memory_gib=1e6)
     cluster = Cluster(gpus, gpus, 1e6, 1, batch)
     units = group(profile, cluster, "disaggregated")
-    assert search(units, cluster).best[0].total_ms == pytest.approx(by_milp(units, cluster), rel=1e-6)
+    assert search(units, cluster).best[0].total_ms == pytest.approx(
+        by_milp(units, cluster), rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("gpus", "batch", "share"), [(10, 4, 1.0), (10, 4, 0.3), (14, 6, 2.0), (12, 1, 3.0)])
+@pytest.mark.parametrize(
+    ("gpus", "batch", "share"), [(10, 4, 1.0), (10, 4, 0.3), (14, 6, 2.0), (12, 1, 3.0)]
+)
 def test_two_encoders_equal_an_integer_programme(gpus: int, batch: int, share: float) -> None:
     """An audio encoder beside the image encoder: more than two units share what the LLM leaves."""
-    profile = synthetic.with_audio(synthetic.tiny(synthetic.run_file(batch=batch, gpus=gpus), memory_gib=1e6),
-                                   share=share)
+    profile = synthetic.with_audio(
+        synthetic.tiny(synthetic.run_file(batch=batch, gpus=gpus), memory_gib=1e6), share=share
+    )
     cluster = Cluster(gpus, gpus, 1e6, 1, batch)
     units = group(profile, cluster, "disaggregated")
     found = search(units, cluster).best[0]
@@ -171,7 +263,10 @@ def test_tp_may_be_limited() -> None:
     free = search(group(profile, cluster, "disaggregated"), cluster).best[0]
     one = Cluster(96, 8, 30.0, 1, 240, most_tp=1)
     limited = search(group(profile, one, "disaggregated"), one).best[0]
-    assert max(shape[0] for shape in free.shapes) > 1 and max(shape[0] for shape in limited.shapes) == 1
+    assert (
+        max(shape[0] for shape in free.shapes) > 1
+        and max(shape[0] for shape in limited.shapes) == 1
+    )
     assert limited.total_ms >= free.total_ms
 
 

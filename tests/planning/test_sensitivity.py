@@ -17,10 +17,23 @@ from tests.planning import synthetic
 
 def plan_of(cluster: Cluster, llm_replicas: int = 1 << 15) -> Layout:
     """A plan of so many replicas of the LLM: sensitivity reads no more of it, and its strategy."""
-    units = [UnitPlan(name=name, modules=[name], dp=llm_replicas if name == "llm" else 1,
-                      gpus=llm_replicas if name == "llm" else 1, layers_per_stage=[1]) for name in synthetic.MODULES]
-    return Layout(global_batch_size=cluster.batch, microbatch_size=1, microbatches=1, gpus_used=llm_replicas + 2,
-                  units=units)
+    units = [
+        UnitPlan(
+            name=name,
+            modules=[name],
+            dp=llm_replicas if name == "llm" else 1,
+            gpus=llm_replicas if name == "llm" else 1,
+            layers_per_stage=[1],
+        )
+        for name in synthetic.MODULES
+    ]
+    return Layout(
+        global_batch_size=cluster.batch,
+        microbatch_size=1,
+        microbatches=1,
+        gpus_used=llm_replicas + 2,
+        units=units,
+    )
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -45,24 +58,32 @@ def answered() -> tuple[Profile, Cluster, Sensitivity]:
     return profile, cluster, found
 
 
-def test_every_change_is_a_search_of_its_own(answered: tuple[Profile, Cluster, Sensitivity]) -> None:
+def test_every_change_is_a_search_of_its_own(
+    answered: tuple[Profile, Cluster, Sensitivity],
+) -> None:
     profile, cluster, found = answered
-    again = {"images doubled": (scale_images(profile, 2), cluster),
-             "images halved": (scale_images(profile, 0.5), cluster),
-             "text only": (scale_images(profile, 0), cluster),
-             "batch doubled": (profile, dataclasses.replace(cluster, batch=48)),
-             "batch halved": (profile, dataclasses.replace(cluster, batch=12))}
+    again = {
+        "images doubled": (scale_images(profile, 2), cluster),
+        "images halved": (scale_images(profile, 0.5), cluster),
+        "text only": (scale_images(profile, 0), cluster),
+        "batch doubled": (profile, dataclasses.replace(cluster, batch=48)),
+        "batch halved": (profile, dataclasses.replace(cluster, batch=12)),
+    }
     now_ms = best_ms(profile, cluster)
     changes = {change.what: change for change in found.changes}
     for name, (data, machines) in again.items():
         expected_ms = best_ms(data, machines)
         assert changes[name].iteration_s == pytest.approx(expected_ms / 1e3)
-        assert changes[name].speedup == pytest.approx(now_ms / expected_ms * machines.batch / cluster.batch)
+        assert changes[name].speedup == pytest.approx(
+            now_ms / expected_ms * machines.batch / cluster.batch
+        )
     assert changes["images doubled"].speedup < 1 < changes["text only"].speedup
     assert found.now.speedup == 1.0
 
 
-def test_moves_start_from_the_best_layout_and_fit_the_gpus(answered: tuple[Profile, Cluster, Sensitivity]) -> None:
+def test_moves_start_from_the_best_layout_and_fit_the_gpus(
+    answered: tuple[Profile, Cluster, Sensitivity],
+) -> None:
     _, cluster, found = answered
     now = {move.unit: move.gpus for move in found.now.units}
     for change in (found.one_more_gpu, found.one_more_node, *found.changes):
@@ -74,7 +95,9 @@ def test_moves_start_from_the_best_layout_and_fit_the_gpus(answered: tuple[Profi
     text_only = next(change for change in found.changes if change.what == "text only")
     then = {move.unit: move.gpus_then for move in text_only.units}
     assert then["llm"] >= now["llm"] and then["image_encoder"] == then["image_generator"] == 1
-    assert found.one_more_gpu.gpus == cluster.gpus + 1 and found.one_more_node.gpus == 2 * cluster.gpus
+    assert (
+        found.one_more_gpu.gpus == cluster.gpus + 1 and found.one_more_node.gpus == 2 * cluster.gpus
+    )
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(3, 4), (4, 4), (6, 6), (7, 3), (12, 2)])
@@ -83,8 +106,11 @@ def test_gpus_until_faster_is_the_fewest(gpus: int, batch: int) -> None:
     found = sensitivity(profile, cluster, plan_of(cluster), silent)
     assert found is not None
     now_ms = best_ms(profile, cluster)
-    faster = [more for more in range(1, gpus + 1)
-              if best_ms(profile, dataclasses.replace(cluster, gpus=gpus + more)) < now_ms * (1 - 1e-9)]
+    faster = [
+        more
+        for more in range(1, gpus + 1)
+        if best_ms(profile, dataclasses.replace(cluster, gpus=gpus + more)) < now_ms * (1 - 1e-9)
+    ]
     if found.gpus_until_faster is None:
         assert not faster
     else:
@@ -110,9 +136,17 @@ def test_images_are_scaled_and_sequences_are_not() -> None:
     for name, module in profile.modules.items():
         factor = 1.0 if name == "llm" else 2.0
         assert twice.modules[name].work_per_sequence == module.work_per_sequence.scaled(factor)
-        assert twice.modules[name].max_work_per_sequence == module.max_work_per_sequence.scaled(factor)
-    assert twice.modules["llm"].cut_bytes_per_sequence[-1] == 2 * profile.modules["llm"].cut_bytes_per_sequence[-1]
-    assert twice.modules["llm"].cut_bytes_per_sequence[0] == profile.modules["llm"].cut_bytes_per_sequence[0]
+        assert twice.modules[name].max_work_per_sequence == module.max_work_per_sequence.scaled(
+            factor
+        )
+    assert (
+        twice.modules["llm"].cut_bytes_per_sequence[-1]
+        == 2 * profile.modules["llm"].cut_bytes_per_sequence[-1]
+    )
+    assert (
+        twice.modules["llm"].cut_bytes_per_sequence[0]
+        == profile.modules["llm"].cut_bytes_per_sequence[0]
+    )
     assert scale_images(profile, 0.0).modules["image_encoder"].work_per_sequence == Work()
 
 
@@ -127,16 +161,29 @@ def test_sound_stays_where_images_change() -> None:
     heard = profile.data.clips * profile.inputs.audio.tokens
     room = profile.data.sequences * profile.inputs.sequence_length - heard
     for images, note in ((room // 2, ""), (room // 2 + 1, "too many tokens")):
-        full = profile.model_copy(update={"data": profile.data.model_copy(update={"image_tokens": images})})
+        full = profile.model_copy(
+            update={"data": profile.data.model_copy(update={"image_tokens": images})}
+        )
         found = sensitivity(full, cluster, plan_of(cluster), silent)
-        assert next(change.note for change in found.changes if change.what == "images doubled") == note
+        assert (
+            next(change.note for change in found.changes if change.what == "images doubled") == note
+        )
         assert {"images halved", "text only"} <= {change.what for change in found.changes}
 
 
 def test_more_image_tokens_than_a_sequence_holds_is_said() -> None:
     profile, cluster = given()
-    full = profile.model_copy(update={"data": profile.data.model_copy(update={
-        "image_tokens": int(0.6 * profile.data.sequences * profile.inputs.sequence_length)})})
+    full = profile.model_copy(
+        update={
+            "data": profile.data.model_copy(
+                update={
+                    "image_tokens": int(
+                        0.6 * profile.data.sequences * profile.inputs.sequence_length
+                    )
+                }
+            )
+        }
+    )
     found = sensitivity(full, cluster, plan_of(cluster), silent)
     assert found is not None
     doubled = next(change for change in found.changes if change.what == "images doubled")

@@ -31,19 +31,27 @@ def test_plan_of_the_tiny_model(made: tuple[RunFile, Profile, Plan], tmp_path: P
     run, profile, plan = made
     check(plan, run, profile)
     assert [unit.modules for unit in plan.plan.units] == [[name] for name in profile.modules]
-    assert all(plan.predicted.iteration_s <= other.iteration_s for other in plan.baselines.values() if other)
+    assert all(
+        plan.predicted.iteration_s <= other.iteration_s
+        for other in plan.baselines.values()
+        if other
+    )
     assert plan.fingerprints.profile == fingerprint(profile)
     assert plan.search.exact and plan.search.candidates > 100
     assert len(plan.alternatives) == 3
     alone = solve(run, synthetic.tiny(run, kind="cuda"), top=3)
-    assert len(alone.alternatives) == 3 and all(other.slower_pct >= 0 for other in alone.alternatives)
+    assert len(alone.alternatives) == 3 and all(
+        other.slower_pct >= 0 for other in alone.alternatives
+    )
     assert plan.predicted.sequences_per_s == pytest.approx(24 / plan.predicted.iteration_s)
     assert 0 < plan.predicted.mfu < 1
     assert set(plan.baselines) == {"megatron", "distmm", "paper"}
     assert read_plan(write_plan(tmp_path / "plan.yaml", plan)) == plan
 
 
-def test_a_plan_says_which_ordering_it_was_predicted_with(made: tuple[RunFile, Profile, Plan]) -> None:
+def test_a_plan_says_which_ordering_it_was_predicted_with(
+    made: tuple[RunFile, Profile, Plan],
+) -> None:
     run, profile, plan = made
     assert plan.predicted.ordering == "paper"
     train = run.train.model_copy(update={"ordering": "best"})
@@ -53,12 +61,14 @@ def test_a_plan_says_which_ordering_it_was_predicted_with(made: tuple[RunFile, P
     for one, other in zip(searched.alternatives, plan.alternatives, strict=True):
         assert one.slower_pct == other.slower_pct
         assert one.iteration_s / searched.predicted.iteration_s == pytest.approx(
-            other.iteration_s / plan.predicted.iteration_s, rel=0.02)
+            other.iteration_s / plan.predicted.iteration_s, rel=0.02
+        )
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "distmm", "paper"])
-def test_other_strategies_make_runnable_plans_that_are_no_better(made: tuple[RunFile, Profile, Plan],
-                                                                 strategy: str) -> None:
+def test_other_strategies_make_runnable_plans_that_are_no_better(
+    made: tuple[RunFile, Profile, Plan], strategy: str
+) -> None:
     run, profile, best = made
     plan = solve(run, profile, strategy=strategy, top=0)
     check(plan, run, profile)
@@ -76,13 +86,18 @@ def test_one_gpu_gets_one_unit() -> None:
 def test_text_only_data_costs_the_other_units_nothing() -> None:
     run = synthetic.run_file(batch=8, gpus=4)
     profile = synthetic.tiny(run)
-    empty = profile.modules["image_generator"].model_copy(update={
-        "work_per_sequence": (0.0, 0.0, 0.0), "max_work_per_sequence": (0.0, 0.0, 0.0)})
+    empty = profile.modules["image_generator"].model_copy(
+        update={"work_per_sequence": (0.0, 0.0, 0.0), "max_work_per_sequence": (0.0, 0.0, 0.0)}
+    )
     empty = type(empty).model_validate(empty.model_dump())
     sizes = profile.data.sample
     text = sizes.model_copy(update={"targets": [0] * len(sizes.tokens)})
-    profile = profile.model_copy(update={"modules": profile.modules | {"image_generator": empty},
-                                         "data": profile.data.model_copy(update={"sample": text})})
+    profile = profile.model_copy(
+        update={
+            "modules": profile.modules | {"image_generator": empty},
+            "data": profile.data.model_copy(update={"sample": text}),
+        }
+    )
     plan = solve(run, profile)
     assert plan.predicted.units[2].forward_ms == 0.0
     assert plan.plan.units[2].gpus == 1
@@ -90,16 +105,26 @@ def test_text_only_data_costs_the_other_units_nothing() -> None:
 
 def test_a_cpu_shares_its_cores() -> None:
     run = synthetic.run_file(batch=24, gpus=6)
-    times = [solve(run, synthetic.tiny(run, cores=cores), top=0).predicted.iteration_s for cores in (6, 600)]
+    times = [
+        solve(run, synthetic.tiny(run, cores=cores), top=0).predicted.iteration_s
+        for cores in (6, 600)
+    ]
     assert times[0] == pytest.approx(times[1])
     measured_together, few = (synthetic.tiny(run, cores=2), synthetic.tiny(run, cores=6))
-    assert solve(run, measured_together, top=0).predicted.iteration_s < solve(run, few, top=0).predicted.iteration_s
+    assert (
+        solve(run, measured_together, top=0).predicted.iteration_s
+        < solve(run, few, top=0).predicted.iteration_s
+    )
 
 
-@pytest.mark.parametrize(("stated", "recomputes"), [("full", True), ("none", False), ("auto", False)])
+@pytest.mark.parametrize(
+    ("stated", "recomputes"), [("full", True), ("none", False), ("auto", False)]
+)
 def test_a_cpu_recomputes_where_the_run_file_says_so(stated: str, recomputes: bool) -> None:
     run = synthetic.run_file(batch=4, gpus=3)
-    run = run.model_copy(update={"train": run.train.model_copy(update={"activation_checkpointing": stated})})
+    run = run.model_copy(
+        update={"train": run.train.model_copy(update={"activation_checkpointing": stated})}
+    )
     profile = synthetic.tiny(run)
     plan = solve(run, profile, top=0)
     assert {unit.checkpointing for unit in plan.plan.units} == {recomputes}
@@ -112,7 +137,11 @@ def test_memory_failure_names_stage_and_remedy(made: tuple[RunFile, Profile, Pla
     with pytest.raises(InfeasibleError) as caught:
         solve(run, synthetic.tiny(run, memory_gib=most / 100))
     assert caught.value.exit_code == 3
-    assert "stage" in caught.value.why and "unit" in caught.value.why and "GiB" in caught.value.next_step
+    assert (
+        "stage" in caught.value.why
+        and "unit" in caught.value.why
+        and "GiB" in caught.value.next_step
+    )
 
 
 def test_memory_remedy_is_true() -> None:
@@ -129,7 +158,11 @@ def test_memory_remedy_is_true() -> None:
 def test_a_profile_computed_by_other_rules_is_refused(made: tuple[RunFile, Profile, Plan]) -> None:
     run, profile, _ = made
     device = profile.device.model_copy(update={"kind": "analytic"})
-    for provenance, ok in (({}, False), ({"rules": "operators fused"}, False), ({"rules": RULES}, True)):
+    for provenance, ok in (
+        ({}, False),
+        ({"rules": "operators fused"}, False),
+        ({"rules": RULES}, True),
+    ):
         computed = profile.model_copy(update={"device": device, "provenance": provenance})
         if ok:
             check_profile(run, computed)
@@ -142,11 +175,14 @@ def test_a_profile_computed_by_other_rules_is_refused(made: tuple[RunFile, Profi
 def test_another_models_profile_is_refused(made: tuple[RunFile, Profile, Plan]) -> None:
     run, profile, _ = made
     for what in ("model", "cluster"):
-        other = profile.model_copy(update={
-            "fingerprints": profile.fingerprints.model_copy(update={what: "f" * 16})})
+        other = profile.model_copy(
+            update={"fingerprints": profile.fingerprints.model_copy(update={what: "f" * 16})}
+        )
         with pytest.raises(MismatchError, match=what) as caught:
             solve(run, other)
-        assert "f" * 16 in caught.value.why and getattr(profile.fingerprints, what) in caught.value.why
+        assert (
+            "f" * 16 in caught.value.why and getattr(profile.fingerprints, what) in caught.value.why
+        )
 
 
 def edited(plan: Plan, **changes: object) -> Plan:
@@ -158,7 +194,13 @@ def test_hand_edited_plans_are_checked(made: tuple[RunFile, Profile, Plan]) -> N
     units = plan.plan.units
     llm = units[1]
     with pytest.raises(SpecError, match="layers_per_stage of unit llm"):
-        check(edited(plan, units=[units[0], llm.model_copy(update={"layers_per_stage": [5]}), units[2]]), run, profile)
+        check(
+            edited(
+                plan, units=[units[0], llm.model_copy(update={"layers_per_stage": [5]}), units[2]]
+            ),
+            run,
+            profile,
+        )
     with pytest.raises(SpecError, match="every module once"):
         check(edited(plan, units=units[:2]), run, profile)
     with pytest.raises(SpecError, match="global batch"):
@@ -169,13 +211,19 @@ def test_hand_edited_plans_are_checked(made: tuple[RunFile, Profile, Plan]) -> N
         check(edited(plan, gpus_used=7), run, profile)
     assert "the cluster has 6" in caught.value.why
     with pytest.raises(SpecError, match="TP 2"):
-        check(edited(plan, units=[units[0], llm.model_copy(update={"tp": 2}), units[2]]), run, profile)
+        check(
+            edited(plan, units=[units[0], llm.model_copy(update={"tp": 2}), units[2]]), run, profile
+        )
 
 
 @pytest.mark.parametrize("what", ["model", "data", "cluster", "profile"])
-def test_plans_for_something_else_are_refused(made: tuple[RunFile, Profile, Plan], what: str) -> None:
+def test_plans_for_something_else_are_refused(
+    made: tuple[RunFile, Profile, Plan], what: str
+) -> None:
     run, profile, plan = made
-    other = plan.model_copy(update={"fingerprints": plan.fingerprints.model_copy(update={what: "f" * 16})})
+    other = plan.model_copy(
+        update={"fingerprints": plan.fingerprints.model_copy(update={what: "f" * 16})}
+    )
     with pytest.raises(MismatchError, match=what) as caught:
         check(other, run, profile)
     assert "f" * 16 in caught.value.why
@@ -188,7 +236,10 @@ def test_shares_follow_flops() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    code = ("import sys, disttrain_cli.planning.solve, disttrain_cli.planning.check, disttrain_cli.planning.explain\n"
-            "print([m for m in ('torch', 'scipy', 'rich', 'duckdb') if m in sys.modules])")
+    code = (
+        "import sys, disttrain_cli.planning.solve, disttrain_cli.planning.check,"
+        " disttrain_cli.planning.explain\nprint([m for m in ('torch', 'scipy', 'rich', 'duckdb') if"
+        " m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

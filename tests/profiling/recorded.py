@@ -1,4 +1,5 @@
-"""A run as it would be recorded if its costs were those of another profile: simulated steps, written as traces."""
+"""A run as it would be recorded if its costs were those of another profile: simulated steps,
+written as traces."""
 
 from __future__ import annotations
 
@@ -23,8 +24,13 @@ from disttrain_cli.spec.profile import Polynomial, Profile, SizeSample
 from disttrain_cli.spec.runfile import Run
 from disttrain_cli.spec.trace import SIZE_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
 
-TYPES = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-         "list<int64>": pa.list_(pa.int64())}
+TYPES = {
+    "string": pa.string(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "list<int64>": pa.list_(pa.int64()),
+}
 TIMES = ("forward_ms", "backward_ms", "backward_input_ms")
 STEP_NS = 10**12
 
@@ -55,125 +61,276 @@ class Recording:
         sizes, rows = sizes_of_sample(self.sample), []
         for step in range(self.steps):
             batch = sampled_batch(sizes, self.layout.global_batch_size, step)
-            places = assign(count_costs(batch, self.true.inputs), self.layout, self.true.inputs.llm, "paper")
+            places = assign(
+                count_costs(batch, self.true.inputs), self.layout, self.true.inputs.llm, "paper"
+            )
             loads = replica_loads(batch, self.true.inputs, self.layout, places)
             timeline, parts = self._simulate(stages, loads, first, random)
             rows += self._rows(step, stages, loads, first, timeline, parts)
         for rank in sorted({row["rank"] for row in rows}):
-            _table(folder / f"rank-{rank:05d}" / "segment-00000.parquet",
-                   [row for row in rows if row["rank"] == rank], TRACE_COLUMNS)
+            _table(
+                folder / f"rank-{rank:05d}" / "segment-00000.parquet",
+                [row for row in rows if row["rank"] == rank],
+                TRACE_COLUMNS,
+            )
         if self.sizes_per_step:
             count = len(self.sample.tokens)
-            chosen = [(step, (step * self.sizes_per_step + place) % count) for step in range(self.steps)
-                      for place in range(self.sizes_per_step)]
-            _table(folder / "sizes" / "segment-00000.parquet", [
-                {"run": "start", "step": step, "tokens": self.sample.tokens[place],
-                 "length_sq": self.sample.length_sq[place], "images": self.sample.images[place],
-                 "targets": self.sample.targets[place], "clips": 0} for step, place in chosen], SIZE_COLUMNS)
+            chosen = [
+                (step, (step * self.sizes_per_step + place) % count)
+                for step in range(self.steps)
+                for place in range(self.sizes_per_step)
+            ]
+            _table(
+                folder / "sizes" / "segment-00000.parquet",
+                [
+                    {
+                        "run": "start",
+                        "step": step,
+                        "tokens": self.sample.tokens[place],
+                        "length_sq": self.sample.length_sq[place],
+                        "images": self.sample.images[place],
+                        "targets": self.sample.targets[place],
+                        "clips": 0,
+                    }
+                    for step, place in chosen
+                ],
+                SIZE_COLUMNS,
+            )
         (folder / "job.json").write_text(self._job().model_dump_json())
         return folder
 
-    def _simulate(self, stages: list[Any], loads: dict[str, Any], first: Any, random: Any) -> tuple[Timeline, Any]:
+    def _simulate(
+        self, stages: list[Any], loads: dict[str, Any], first: Any, random: Any
+    ) -> tuple[Timeline, Any]:
         """The step, and by (pass, stage, module) its seconds [n, DP]."""
         pipeline = pipeline_of(self.true, self.layout, stages, loads, self.gpus_per_node)
         parts = {}
         for number, stage in enumerate(stages):
-            for direction, total in (("forward", pipeline.forward_s), ("backward", pipeline.backward_s)):
+            for direction, total in (
+                ("forward", pipeline.forward_s),
+                ("backward", pipeline.backward_s),
+            ):
                 total[:, number] = 0.0
                 for cost in stage.costs:
-                    seconds = amount(getattr(cost, f"{direction}_ms"), loads[cost.module]) / 1e3 * self.sharing
+                    seconds = (
+                        amount(getattr(cost, f"{direction}_ms"), loads[cost.module])
+                        / 1e3
+                        * self.sharing
+                    )
                     seconds = seconds * (1.0 + self.noise * random.standard_normal(seconds.shape))
-                    seconds = seconds * np.where(random.random(seconds.shape) < self.stalls, 5.0, 1.0)
-                    seconds = seconds * [self.slow_ranks.get(int(first[number]) + replica, 1.0)
-                                         for replica in range(stage.unit.dp)]
+                    seconds = seconds * np.where(
+                        random.random(seconds.shape) < self.stalls, 5.0, 1.0
+                    )
+                    seconds = seconds * [
+                        self.slow_ranks.get(int(first[number]) + replica, 1.0)
+                        for replica in range(stage.unit.dp)
+                    ]
                     parts[direction, number, cost.module] = seconds
-                    total[:, number, :stage.unit.dp] += seconds
+                    total[:, number, : stage.unit.dp] += seconds
         return simulate(pipeline), parts
 
-    def _rows(self, step: int, stages: list[Any], loads: dict[str, Any], first: Any, timeline: Timeline,
-              parts: Any) -> list[dict[str, Any]]:
+    def _rows(
+        self,
+        step: int,
+        stages: list[Any],
+        loads: dict[str, Any],
+        first: Any,
+        timeline: Timeline,
+        parts: Any,
+    ) -> list[dict[str, Any]]:
         pipeline = pipeline_of(self.true, self.layout, stages, loads, self.gpus_per_node)
         rows: list[dict[str, Any]] = []
-        last_s = max(float(np.nanmax(timeline.backward_end[:, number])) + float(pipeline.reduce_s[number])
-                     for number in range(len(stages)))
+        last_s = max(
+            float(np.nanmax(timeline.backward_end[:, number])) + float(pipeline.reduce_s[number])
+            for number in range(len(stages))
+        )
         for number, stage in enumerate(stages):
             for replica in range(stage.unit.dp):
-                own = {"run": "start", "step": step, "slot": -1, "unit": stage.unit.name, "module": "",
-                       "stage": stage.index, "replica": replica, "tp_rank": 0, "rank": int(first[number]) + replica,
-                       "host": "host", "tokens": 0, "images": 0, "sequences": 0, "sum_length_sq": 0, "bytes": 0,
-                       "peer": -1}
+                own = {
+                    "run": "start",
+                    "step": step,
+                    "slot": -1,
+                    "unit": stage.unit.name,
+                    "module": "",
+                    "stage": stage.index,
+                    "replica": replica,
+                    "tp_rank": 0,
+                    "rank": int(first[number]) + replica,
+                    "host": "host",
+                    "tokens": 0,
+                    "images": 0,
+                    "sequences": 0,
+                    "sum_length_sq": 0,
+                    "bytes": 0,
+                    "peer": -1,
+                }
 
-                def emit(operation: str, start_s: float, end_s: float, own: dict[str, Any] = own, **more: Any) -> None:
-                    rows.append(own | {"operation": operation, "start_ns": step * STEP_NS + round(1e9 * start_s),
-                                       "end_ns": step * STEP_NS + round(1e9 * end_s)} | more)
+                def emit(
+                    operation: str,
+                    start_s: float,
+                    end_s: float,
+                    own: dict[str, Any] = own,
+                    **more: Any,
+                ) -> None:
+                    rows.append(
+                        own
+                        | {
+                            "operation": operation,
+                            "start_ns": step * STEP_NS + round(1e9 * start_s),
+                            "end_ns": step * STEP_NS + round(1e9 * end_s),
+                        }
+                        | more
+                    )
 
                 starts = {"forward": timeline.forward_start, "backward": timeline.backward_start}
-                passes = sorted((float(starts[direction][slot, number, replica]), slot, direction)
-                                for direction in starts for slot in range(self.layout.microbatches))
+                passes = sorted(
+                    (float(starts[direction][slot, number, replica]), slot, direction)
+                    for direction in starts
+                    for slot in range(self.layout.microbatches)
+                )
                 free_s = 0.0
                 for start_s, slot, direction in passes:
-                    receives = pipeline.before(number) if direction == "forward" else pipeline.after(number)
+                    receives = (
+                        pipeline.before(number)
+                        if direction == "forward"
+                        else pipeline.after(number)
+                    )
                     if receives:
-                        emit("receive_activation" if direction == "forward" else "receive_gradient", free_s, start_s,
-                             slot=slot, bytes=1)
+                        emit(
+                            "receive_activation" if direction == "forward" else "receive_gradient",
+                            free_s,
+                            start_s,
+                            slot=slot,
+                            bytes=1,
+                        )
                     for cost in stage.costs if direction == "forward" else reversed(stage.costs):
-                        end_s = start_s + float(parts[direction, number, cost.module][slot, replica])
+                        end_s = start_s + float(
+                            parts[direction, number, cost.module][slot, replica]
+                        )
                         work = loads[cost.module][slot, replica]
                         items = "sequences" if cost.module == self.true.inputs.llm else "images"
-                        amounts: dict[str, Any] = {items: int(work[0]), "tokens": int(work[1]),
-                                                   "sum_length_sq": int(work[2])}
+                        amounts: dict[str, Any] = {
+                            items: int(work[0]),
+                            "tokens": int(work[1]),
+                            "sum_length_sq": int(work[2]),
+                        }
                         emit(direction, start_s, end_s, slot=slot, module=cost.module, **amounts)
                         start_s = end_s
                     free_s = start_s
                 end_s = free_s + float(pipeline.reduce_s[number])
                 emit("reduce", free_s, end_s)
-                emit("step", end_s, last_s + optimizer_s(self.true, self.layout, stage, self.gpus_per_node))
+                emit(
+                    "step",
+                    end_s,
+                    last_s + optimizer_s(self.true, self.layout, stage, self.gpus_per_node),
+                )
         return rows
 
     def _job(self) -> Job:
-        units = [UnitTime(unit=unit.name, forward_ms=1, backward_ms=2, stage_ms=3, sharing=self.sharing)
-                 for unit in self.layout.units]
-        predicted = Prediction(iteration_s=1, sequences_per_s=1, mfu=0.3, warmup_s=0, steady_s=1, bubble_fraction=0.1,
-                               memory=[], units=units)
-        how = Rehearsed(processes=1, time_scale=1, messages="scaled", noise=0, faults=[]) if self.rehearsed else None
-        return Job(run="start", strategy="disaggregated", layout=self.layout, predicted=predicted,
-                   profile=self.planned, gpus_per_node=self.gpus_per_node, rehearsed=how)
+        units = [
+            UnitTime(unit=unit.name, forward_ms=1, backward_ms=2, stage_ms=3, sharing=self.sharing)
+            for unit in self.layout.units
+        ]
+        predicted = Prediction(
+            iteration_s=1,
+            sequences_per_s=1,
+            mfu=0.3,
+            warmup_s=0,
+            steady_s=1,
+            bubble_fraction=0.1,
+            memory=[],
+            units=units,
+        )
+        how = (
+            Rehearsed(processes=1, time_scale=1, messages="scaled", noise=0, faults=[])
+            if self.rehearsed
+            else None
+        )
+        return Job(
+            run="start",
+            strategy="disaggregated",
+            layout=self.layout,
+            predicted=predicted,
+            profile=self.planned,
+            gpus_per_node=self.gpus_per_node,
+            rehearsed=how,
+        )
 
 
-def layout(encoder: tuple[int, int, list[int]], llm: tuple[int, int, list[int]], generator: tuple[int, int, list[int]],
-           batch: int = 12, checkpointing: bool = False, trained: list[str] | None = None) -> Layout:
+def layout(
+    encoder: tuple[int, int, list[int]],
+    llm: tuple[int, int, list[int]],
+    generator: tuple[int, int, list[int]],
+    batch: int = 12,
+    checkpointing: bool = False,
+    trained: list[str] | None = None,
+) -> Layout:
     """Three units, each (TP, DP, layers of its stages); microbatches of one sequence."""
-    units = [UnitPlan(name=name, modules=[name], tp=tp, dp=dp, pp=len(stages), gpus=tp * dp * len(stages),
-                      layers_per_stage=stages, checkpointing=checkpointing)
-             for name, (tp, dp, stages) in (("image_encoder", encoder), ("llm", llm), ("image_generator", generator))]
-    return Layout(global_batch_size=batch, microbatch_size=1, microbatches=batch // llm[1], units=units,
-                  gpus_used=sum(unit.gpus for unit in units), trained=trained)
+    units = [
+        UnitPlan(
+            name=name,
+            modules=[name],
+            tp=tp,
+            dp=dp,
+            pp=len(stages),
+            gpus=tp * dp * len(stages),
+            layers_per_stage=stages,
+            checkpointing=checkpointing,
+        )
+        for name, (tp, dp, stages) in (
+            ("image_encoder", encoder),
+            ("llm", llm),
+            ("image_generator", generator),
+        )
+    ]
+    return Layout(
+        global_batch_size=batch,
+        microbatch_size=1,
+        microbatches=batch // llm[1],
+        units=units,
+        gpus_used=sum(unit.gpus for unit in units),
+        trained=trained,
+    )
 
 
-def varied(count: int = 256, images: float = 3.0, targets: float = 1.0, seed: int = 2) -> SizeSample:
+def varied(
+    count: int = 256, images: float = 3.0, targets: float = 1.0, seed: int = 2
+) -> SizeSample:
     """Sequences of different lengths, images and targets."""
     random = np.random.default_rng(seed)
     tokens = random.integers(60, 257, count)
     length_sq = (tokens**2 * random.uniform(0.1, 1.0, count)).astype(int)
-    return SizeSample(tokens=tokens.tolist(), length_sq=length_sq.tolist(),
-                      images=[random.integers(10, 90, random.poisson(images)).tolist() for _ in range(count)],
-                      targets=random.poisson(targets, count).tolist())
+    return SizeSample(
+        tokens=tokens.tolist(),
+        length_sq=length_sq.tolist(),
+        images=[random.integers(10, 90, random.poisson(images)).tolist() for _ in range(count)],
+        targets=random.poisson(targets, count).tolist(),
+    )
 
 
 def sequences_with(images: int, patches: int = 16, count: int = 96) -> SizeSample:
     """Alike but for one image more or less."""
-    return SizeSample(tokens=[200] * count, length_sq=[20_000] * count, targets=[1] * count,
-                      images=[[patches] * (images + place % 3 - 1) for place in range(count)])
+    return SizeSample(
+        tokens=[200] * count,
+        length_sq=[20_000] * count,
+        targets=[1] * count,
+        images=[[patches] * (images + place % 3 - 1) for place in range(count)],
+    )
 
 
 def with_layers(profile: Profile, run: Run) -> Profile:
-    """The profile with the layers and inputs of the run file's model, each as costly as the module's first."""
+    """The profile with the layers and inputs of the run file's model, each as costly as the
+    module's first."""
     table, modules = layer_table(run), {}
     for name, module in profile.modules.items():
         kinds = [layer.kind for layer in table if layer.module == name]
-        modules[name] = module.model_copy(update={
-            "layers": kinds, "costs": dict.fromkeys(kinds, module.costs[module.layers[0]]),
-            "cut_bytes_per_sequence": [1e5] * len(kinds)})
+        modules[name] = module.model_copy(
+            update={
+                "layers": kinds,
+                "costs": dict.fromkeys(kinds, module.costs[module.layers[0]]),
+                "cut_bytes_per_sequence": [1e5] * len(kinds),
+            }
+        )
     return profile.model_copy(update={"modules": modules, "inputs": describe(run)})
 
 
@@ -181,10 +338,27 @@ def retimed(profile: Profile, factor: Any) -> Profile:
     """The profile with each time multiplied: factor(module, kind, TP, time, term)."""
     modules = {}
     for name, module in profile.modules.items():
-        costs = {kind: cost.model_copy(update={"tp": {tp: shard.model_copy(update={
-            time: Polynomial(**{term: value * factor(name, kind, tp, time, term)
-                                for term, value in getattr(shard, time).model_dump().items()})
-            for time in TIMES}) for tp, shard in cost.tp.items()}}) for kind, cost in module.costs.items()}
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "tp": {
+                        tp: shard.model_copy(
+                            update={
+                                time: Polynomial(
+                                    **{
+                                        term: value * factor(name, kind, tp, time, term)
+                                        for term, value in getattr(shard, time).model_dump().items()
+                                    }
+                                )
+                                for time in TIMES
+                            }
+                        )
+                        for tp, shard in cost.tp.items()
+                    }
+                }
+            )
+            for kind, cost in module.costs.items()
+        }
         modules[name] = module.model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})
 

@@ -18,7 +18,10 @@ from tests.profiles import links
 def test_messages_take_what_the_links_say(tp: int) -> None:
     link, work = links(), Work(items=3, tokens=500)
     size = Polynomial(per_item=1e5, per_token=1e3)
-    sent = Messages({"all_reduce": 2, "all_gather": 1}, {"all_reduce": size, "all_gather": Polynomial(per_item=3e5)})
+    sent = Messages(
+        {"all_reduce": 2, "all_gather": 1},
+        {"all_reduce": size, "all_gather": Polynomial(per_item=3e5)},
+    )
     expected_s = 2 * all_reduce_s(link, size(work) / 2, tp) + all_gather_s(link, 9e5, tp)
     assert message_ms(link, sent, tp)(work) == pytest.approx(1e3 * expected_s)
     assert sent_bytes(sent, tp)(work) == pytest.approx((2 * size(work) + 9e5) * (tp - 1) / tp)

@@ -20,21 +20,49 @@ from disttrain_cli.spec.runfile import Run, RunFile
 from tests.profiling.test_measure import MODULES, fewer  # noqa: F401
 
 AUDIO: dict[str, Any] = {
-    "kind": "encoder", "architecture": "whisper", "merge": 2,
-    "config": {"d_model": 16, "encoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
-               "num_mel_bins": 4, "max_source_positions": 20}}
+    "kind": "encoder",
+    "architecture": "whisper",
+    "merge": 2,
+    "config": {
+        "d_model": 16,
+        "encoder_layers": 3,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "num_mel_bins": 4,
+        "max_source_positions": 20,
+    },
+}
 SIZES = {"grids": [(4, 6), (8, 8)], "clips": 3, "documents": [[60, 40], [200]], "targets": 3}
 
 
 def make_run(folder: Path, clips: float = 3, **cluster: Any) -> Run:
     path = folder / "disttrain.yaml"
-    path.write_text(RunFile.model_validate({
-        "name": "t", "model": {"modules": {"image_encoder": MODULES["image_encoder"], "audio_encoder": AUDIO,
-                                           **{name: MODULES[name] for name in ("llm", "image_generator")}}},
-        "data": {"distribution": {"images_per_sequence": 1, "generated_per_sequence": 1, "clips_per_sequence": clips,
-                                  "sequences": 300}, "sequence_length": 256, "max_image_pixels": 1024},
-        "cluster": {"nodes": 2, "gpus_per_node": 2} | cluster,
-        "train": {"global_batch_size": 8, "steps": 1, "precision": "fp32"}}).model_dump_json())
+    path.write_text(
+        RunFile.model_validate(
+            {
+                "name": "t",
+                "model": {
+                    "modules": {
+                        "image_encoder": MODULES["image_encoder"],
+                        "audio_encoder": AUDIO,
+                        **{name: MODULES[name] for name in ("llm", "image_generator")},
+                    }
+                },
+                "data": {
+                    "distribution": {
+                        "images_per_sequence": 1,
+                        "generated_per_sequence": 1,
+                        "clips_per_sequence": clips,
+                        "sequences": 300,
+                    },
+                    "sequence_length": 256,
+                    "max_image_pixels": 1024,
+                },
+                "cluster": {"nodes": 2, "gpus_per_node": 2} | cluster,
+                "train": {"global_batch_size": 8, "steps": 1, "precision": "fp32"},
+            }
+        ).model_dump_json()
+    )
     return Run(path=path, file=RunFile.model_validate_json(path.read_text()))
 
 
@@ -43,8 +71,12 @@ def test_bytes_of_side_by_side_encoders_equal_those_of_the_tensors(tmp_path: Pat
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
     given = {"image": "grids", "audio": "clips", "sequence": "documents", "target": "targets"}
-    work = {name: probe_work(inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]})
-            for name in run.file.model.order}
+    work = {
+        name: probe_work(
+            inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}
+        )
+        for name in run.file.model.order
+    }
     mean = {name: amount.scaled(0.5) for name, amount in work.items()}  # two sequences
     for module in work:
         apart, crossing = parallel_layers(table, inputs.llm, module), []
@@ -53,7 +85,9 @@ def test_bytes_of_side_by_side_encoders_equal_those_of_the_tensors(tmp_path: Pat
             if layer.module == module:
                 read = state_at(line, place, inputs, batch, "meta")
                 expected = sum(read[name].nbytes for name in layer.reads)
-                assert input_bytes(layer, table, inputs, mean, 4)(work[module]) == pytest.approx(expected)
+                assert input_bytes(layer, table, inputs, mean, 4)(work[module]) == pytest.approx(
+                    expected
+                )
                 after = state_at(line, place + 1, inputs, batch, "meta")
                 crossing.append(sum(tensor.nbytes for tensor in after.values()) / 2)
         assert cut_bytes(module, table, inputs, mean, 4) == pytest.approx(crossing)
@@ -64,7 +98,10 @@ def test_draws_of_clips() -> None:
     mute, loud = PackedSizes([100], [], 0), PackedSizes([200], [], 0, clips=2)
     assert {draw["clips"] for draw in draw_sizes("audio", [loud])} == {1, 2, 4, 8}
     assert draw_sizes("audio", [mute]) == [] and with_work("audio", [mute, loud]) == [loud]
-    assert all(draw["clips"] == 2 * draw["documents"].count([200]) for draw in draw_sizes("sequence", [mute, loud]))
+    assert all(
+        draw["clips"] == 2 * draw["documents"].count([200])
+        for draw in draw_sizes("sequence", [mute, loud])
+    )
 
 
 def test_data_without_clips_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,14 +115,23 @@ def test_data_without_clips_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def check(profile: Profile) -> None:
     ear = profile.modules["audio_encoder"]
     assert list(profile.modules) == ["image_encoder", "audio_encoder", "llm", "image_generator"]
-    assert (ear.kind, ear.layers, ear.projector) == ("encoder", ["embed", *["block"] * 3, "projector"], [4])
+    assert (ear.kind, ear.layers, ear.projector) == (
+        "encoder",
+        ["embed", *["block"] * 3, "projector"],
+        [4],
+    )
     assert ear.work_per_sequence == (3, 60, 1200) and set(ear.tp) == {"1", "2"}
-    # Positions of 16 and then tokens of 32 numbers, 4 bytes each; nothing that the image encoder made.
+    # Positions of 16 and then tokens of 32 numbers, 4 bytes each; nothing that the image encoder
+    # made.
     assert ear.cut_bytes_per_sequence == [3 * 20 * 16 * 4] * 4 + [3 * 10 * 32 * 4]
     block = ear.costs["block"]
-    assert all(shard.forward_ms(ear.work_per_sequence) > 0 < shard.backward_ms(ear.work_per_sequence)
-               for shard in block.tp.values())
-    assert block.forward_flops(ear.work_per_sequence) == 3 * 20 * (2 * (4 * 16**2 + 2 * 16 * 32) + 4 * 20 * 16)
+    assert all(
+        shard.forward_ms(ear.work_per_sequence) > 0 < shard.backward_ms(ear.work_per_sequence)
+        for shard in block.tp.values()
+    )
+    assert block.forward_flops(ear.work_per_sequence) == 3 * 20 * (
+        2 * (4 * 16**2 + 2 * 16 * 32) + 4 * 20 * 16
+    )
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 

@@ -38,10 +38,14 @@ def calibrated(recording, run, tmp_path):
 
 def worst_error(profile, true, plan, works=WORKS):
     """Largest relative error of a stage's times at some works."""
-    errors = [abs(getattr(mine, time) @ work / (getattr(theirs, time) @ work) - 1.0)
-              for stage, right in zip(stages_of(profile, plan), stages_of(true, plan), strict=True)
-              for mine, theirs in zip(stage.costs, right.costs, strict=True)
-              for time in ("forward_ms", "backward_ms") for work in works if getattr(theirs, time).any()]
+    errors = [
+        abs(getattr(mine, time) @ work / (getattr(theirs, time) @ work) - 1.0)
+        for stage, right in zip(stages_of(profile, plan), stages_of(true, plan), strict=True)
+        for mine, theirs in zip(stage.costs, right.costs, strict=True)
+        for time in ("forward_ms", "backward_ms")
+        for work in works
+        if getattr(theirs, time).any()
+    ]
     return max(errors)
 
 
@@ -50,8 +54,14 @@ def by_module(module, kind, tp, time, term):
 
 
 def test_true_costs_come_back(recording, run, tmp_path):
-    true = retimed(recording.planned, lambda module, kind, tp, time, term: by_module(module, kind, tp, time, term)
-                   * {"base": 1.5, "per_token": 0.9}.get(term, 1.0) * (1.3 if kind == "head" else 1.0))
+    true = retimed(
+        recording.planned,
+        lambda module, kind, tp, time, term: (
+            by_module(module, kind, tp, time, term)
+            * {"base": 1.5, "per_token": 0.9}.get(term, 1.0)
+            * (1.3 if kind == "head" else 1.0)
+        ),
+    )
     found = calibrated(replace(recording, true=true, noise=0.01, steps=12), run, tmp_path)
     assert worst_error(recording.planned, true, recording.layout) > 0.2
     assert worst_error(found.profile, true, recording.layout) < 0.03
@@ -66,7 +76,9 @@ def test_true_costs_come_back(recording, run, tmp_path):
 def test_a_right_profile_stays_as_it_is(recording, run, tmp_path):
     found = calibrated(recording, run, tmp_path)
     assert worst_error(found.profile, recording.planned, recording.layout) < 1e-4
-    assert all(abs(row.change_pct) < 0.1 for row in found.changes if row.change_pct is not None), found.changes
+    assert all(abs(row.change_pct) < 0.1 for row in found.changes if row.change_pct is not None), (
+        found.changes
+    )
     assert found.profile.data == recording.planned.data and not found.notes
 
 
@@ -75,7 +87,10 @@ def test_what_the_run_does_not_use_follows_its_direction(recording, run, tmp_pat
     found = calibrated(replace(recording, true=true), run, tmp_path)
     for name, module in found.profile.modules.items():
         for kind, cost in module.costs.items():
-            planned, right = recording.planned.modules[name].costs[kind], true.modules[name].costs[kind]
+            planned, right = (
+                recording.planned.modules[name].costs[kind],
+                true.modules[name].costs[kind],
+            )
             for tp, shard in cost.tp.items():
                 for time in ("forward_ms", "backward_ms", "backward_input_ms"):
                     mine, theirs = (getattr(one, time).per_token for one in (shard, right.tp[tp]))
@@ -93,9 +108,15 @@ def test_directions_that_look_alike_keep_the_profile_s_proportions(recording, ru
     assert worst_error(found.profile, true, plan) < 0.01  # at other works too
 
 
-@pytest.mark.parametrize("disturbed", [
-    {"slow_ranks": {2: 1.5}}, {"slow_ranks": {0: 1.2, 6: 3.0}}, {"stalls": 0.05, "noise": 0.02},
-    {"slow_ranks": {3: 1.08}, "noise": 0.01}])
+@pytest.mark.parametrize(
+    "disturbed",
+    [
+        {"slow_ranks": {2: 1.5}},
+        {"slow_ranks": {0: 1.2, 6: 3.0}},
+        {"stalls": 0.05, "noise": 0.02},
+        {"slow_ranks": {3: 1.08}, "noise": 0.01},
+    ],
+)
 def test_slow_ranks_and_stalls_do_not_bend_the_model(recording, run, tmp_path, disturbed):
     true = retimed(recording.planned, by_module)
     found = calibrated(replace(recording, true=true, steps=10, **disturbed), run, tmp_path)
@@ -104,16 +125,29 @@ def test_slow_ranks_and_stalls_do_not_bend_the_model(recording, run, tmp_path, d
     assert all(any(note.endswith(f"rank {rank}") for note in found.notes) for rank in slow)
 
 
-@pytest.mark.parametrize(("trained", "checkpointing", "tp"), [
-    (["image_generator"], False, 1), (["llm"], True, 1), (None, True, 2), (["image_encoder"], False, 4)])
+@pytest.mark.parametrize(
+    ("trained", "checkpointing", "tp"),
+    [
+        (["image_generator"], False, 1),
+        (["llm"], True, 1),
+        (None, True, 2),
+        (["image_encoder"], False, 4),
+    ],
+)
 def test_frozen_recomputed_and_divided_layers(recording, run, tmp_path, trained, checkpointing, tp):
-    plan = layout((1, 2, [2, 2]), (tp, 3, [3, 3]), (1, 2, [4]), trained=trained, checkpointing=checkpointing)
+    plan = layout(
+        (1, 2, [2, 2]), (tp, 3, [3, 3]), (1, 2, [4]), trained=trained, checkpointing=checkpointing
+    )
     factor = {"forward_ms": 1.2, "backward_ms": 0.9, "backward_input_ms": 1.4}
     true = retimed(recording.planned, lambda module, kind, tp, time, term: factor[time])
-    found = calibrated(replace(recording, true=true, layout=plan, noise=0.005, steps=8), run, tmp_path)
+    found = calibrated(
+        replace(recording, true=true, layout=plan, noise=0.005, steps=8), run, tmp_path
+    )
     assert worst_error(found.profile, true, plan) < 0.03
     backwards = {row.where for row in found.changes if row.what == "backward"}
-    after_trained = {None: 3, "image_encoder": 3, "llm": 2, "image_generator": 1}[trained and trained[0]]
+    after_trained = {None: 3, "image_encoder": 3, "llm": 2, "image_generator": 1}[
+        trained and trained[0]
+    ]
     assert len(backwards) == after_trained  # frozen layers before all that trains have none
 
 
@@ -127,9 +161,17 @@ def test_a_slow_stage_is_named(recording, run, tmp_path):
 
 
 def test_one_unit_with_every_module(recording, run, tmp_path):
-    stages = UnitPlan(name="all", modules=list(FACTORS), dp=2, pp=3, gpus=6, layers_per_stage=[5, 4, 5])
-    plan = Layout(strategy="megatron", global_batch_size=12, microbatch_size=1, microbatches=6, gpus_used=6,
-                  units=[stages])
+    stages = UnitPlan(
+        name="all", modules=list(FACTORS), dp=2, pp=3, gpus=6, layers_per_stage=[5, 4, 5]
+    )
+    plan = Layout(
+        strategy="megatron",
+        global_batch_size=12,
+        microbatch_size=1,
+        microbatches=6,
+        gpus_used=6,
+        units=[stages],
+    )
     true = retimed(recording.planned, by_module)
     found = calibrated(replace(recording, true=true, layout=plan, noise=0.01), run, tmp_path)
     assert worst_error(found.profile, true, plan) < 0.03
@@ -139,38 +181,57 @@ def test_a_shared_cpu_is_not_taken_for_slow_layers(recording, run, tmp_path):
     planned = tiny(run.file, kind="cpu", tps=(1,))
     shared = replace(recording, planned=planned, true=planned, sharing=1.5)
     assert worst_error(calibrated(shared, run, tmp_path).profile, planned, shared.layout) < 1e-3
-    alone = calibrated(replace(shared, rehearsed=True), run, tmp_path / "rehearsal")  # had devices of its own
+    alone = calibrated(
+        replace(shared, rehearsed=True), run, tmp_path / "rehearsal"
+    )  # had devices of its own
     slower = retimed(planned, lambda *place: 1.5)
     assert worst_error(alone.profile, slower, shared.layout) < 1e-3
 
 
 def test_links_come_back(recording, run, tmp_path):
-    """Neighbours share a node of four; the replicas of the LLM's stages too, whose gradients are reduced."""
+    """Neighbours share a node of four; the replicas of the LLM's stages too, whose gradients are
+    reduced."""
     near, far = profiles.links(8, 50, 4, 100), profiles.links(2, 80, 1, 200)
     two = near.model_copy(update={"inter_node": profiles.links(2, 80, 1, 200)})
     planned = recording.planned.model_copy(update={"links": two})
-    links = near.model_copy(update={"p2p_gbps": 4.0, "all_reduce_gbps": 6.0,
-                                    "inter_node": two.inter_node.model_copy(update={"p2p_gbps": 3.0})})
+    links = near.model_copy(
+        update={
+            "p2p_gbps": 4.0,
+            "all_reduce_gbps": 6.0,
+            "inter_node": two.inter_node.model_copy(update={"p2p_gbps": 3.0}),
+        }
+    )
     true = planned.model_copy(update={"links": links})
     plan = layout((1, 1, [2, 2]), (1, 3, [3, 3]), (1, 2, [4]))
-    found = calibrated(replace(recording, planned=planned, true=true, layout=plan, gpus_per_node=4), run, tmp_path)
+    found = calibrated(
+        replace(recording, planned=planned, true=true, layout=plan, gpus_per_node=4), run, tmp_path
+    )
     stages = stages_of(true, plan)
     mine, theirs = (transfers_s(profile, plan, stages, 4) for profile in (found.profile, true))
     assert mine == pytest.approx(theirs, rel=0.02)
     for stage in stages:
-        assert reduce_s(found.profile, stage, 4) == pytest.approx(reduce_s(true, stage, 4), rel=0.02)
-    assert found.profile.links.inter_node.all_reduce_gbps == far.all_reduce_gbps  # no group is that large
+        assert reduce_s(found.profile, stage, 4) == pytest.approx(
+            reduce_s(true, stage, 4), rel=0.02
+        )
+    assert (
+        found.profile.links.inter_node.all_reduce_gbps == far.all_reduce_gbps
+    )  # no group is that large
     assert found.profile.links.reduce_scatter_gbps == near.reduce_scatter_gbps
     rows = {(row.what, row.where): row for row in found.changes}
     assert rows["p2p_gbps", "inside a node"].measure == "Gbit/s"
-    assert rows["p2p_gbps", "between nodes"].error_after_pct < rows["p2p_gbps", "between nodes"].error_before_pct
+    assert (
+        rows["p2p_gbps", "between nodes"].error_after_pct
+        < rows["p2p_gbps", "between nodes"].error_before_pct
+    )
 
 
 def test_links_that_contradict_themselves_stay(recording, run, tmp_path, monkeypatch):
     def late(database, operation):
         """Two of three reductions came an age late, because the host was busy."""
-        return [(stage, reduce_s(recording.planned, stage, 8) * factor)
-                for stage, factor in zip(database.stages, (1.0, 30.0, 1.0, 40.0), strict=True)]
+        return [
+            (stage, reduce_s(recording.planned, stage, 8) * factor)
+            for stage, factor in zip(database.stages, (1.0, 30.0, 1.0, 40.0), strict=True)
+        ]
 
     monkeypatch.setattr("disttrain_cli.profiling.link_factors._updates", late)
     found = calibrated(recording, run, tmp_path)
@@ -184,7 +245,9 @@ def test_the_optimizer_s_time_comes_back(recording, run, tmp_path, before):
         device = recording.planned.device.model_copy(update={"optimizer_ns_per_parameter": ns})
         return recording.planned.model_copy(update={"device": device})
 
-    found = calibrated(replace(recording, planned=with_ns(before), true=with_ns(50.0)), run, tmp_path)
+    found = calibrated(
+        replace(recording, planned=with_ns(before), true=with_ns(50.0)), run, tmp_path
+    )
     assert found.profile.device.optimizer_ns_per_parameter == pytest.approx(50.0, rel=0.02)
     row = next(row for row in found.changes if row.what == "optimizer_ns_per_parameter")
     assert (row.change_pct is None) == (before == 0.0)

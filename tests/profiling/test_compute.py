@@ -17,7 +17,12 @@ class Toy(PipelineLayer):
 
     def __init__(self, number: int, reads: tuple[str, ...], write: str, last: bool = False) -> None:
         super().__init__()
-        self.name, self.module, self.kind, self.reads = f"toy.{number}", "toy", f"kind.{number}", reads
+        self.name, self.module, self.kind, self.reads = (
+            f"toy.{number}",
+            "toy",
+            f"kind.{number}",
+            reads,
+        )
         self.write, self.last, self.linear = write, last, nn.Linear(4, 4)
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
@@ -31,8 +36,12 @@ class Toy(PipelineLayer):
 def toys() -> list[PipelineLayer]:
     """With a skip that is read twice and a tensor that is replaced."""
     torch.manual_seed(0)
-    return [Toy(0, ("x",), "skip"), Toy(1, ("skip",), "x"), Toy(2, ("x", "skip"), "x"),
-            Toy(3, ("x", "skip"), "", last=True)]
+    return [
+        Toy(0, ("x",), "skip"),
+        Toy(1, ("skip",), "x"),
+        Toy(2, ("x", "skip"), "x"),
+        Toy(3, ("x", "skip"), "", last=True),
+    ]
 
 
 def test_gradients_of_every_layer_equal_those_of_one_backward() -> None:
@@ -49,7 +58,9 @@ def test_gradients_of_every_layer_equal_those_of_one_backward() -> None:
 
 
 def test_every_layer_has_a_forward_and_a_backward_time() -> None:
-    times = run_module(toys(), {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu")))
+    times = run_module(
+        toys(), {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu"))
+    )
     assert len(times) == 4 and all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 
@@ -57,7 +68,9 @@ def test_frozen_layers_pass_gradients_on_and_keep_none() -> None:
     layers = toys()
     for layer in layers:
         layer.requires_grad_(False)
-    times = run_module(layers, {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu")))
+    times = run_module(
+        layers, {"x": torch.randn(5, 4)}, Batch(image_grids=[]), Stopwatch(torch.device("cpu"))
+    )
     assert all(backward > 0.0 for _, backward in times)
     assert all(parameter.grad is None for layer in layers for parameter in layer.parameters())
 
@@ -78,8 +91,12 @@ def test_a_layer_of_which_nothing_asks_for_a_gradient_has_no_backward() -> None:
 def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
     device = torch.device("cuda")
     layer = Toy(0, ("x",), "y").to(device)
-    kept = allocated_bytes(layer, {"x": torch.randn(512, 4, device=device, requires_grad=True)}, Batch(image_grids=[]))
-    assert kept == 2 * 512 * 4 * 4  # the sum, which the linear keeps, and the output, which tanh keeps
+    kept = allocated_bytes(
+        layer, {"x": torch.randn(512, 4, device=device, requires_grad=True)}, Batch(image_grids=[])
+    )
+    assert (
+        kept == 2 * 512 * 4 * 4
+    )  # the sum, which the linear keeps, and the output, which tanh keeps
 
 
 @pytest.mark.gpu
@@ -87,15 +104,21 @@ def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
 def test_cuda_times_come_from_the_device() -> None:
     device = torch.device("cuda")
     layers = [layer.to(device) for layer in toys()]
-    times = run_module(layers, {"x": torch.randn(5, 4, device=device)}, Batch(image_grids=[]), Stopwatch(device))
+    times = run_module(
+        layers, {"x": torch.randn(5, 4, device=device)}, Batch(image_grids=[]), Stopwatch(device)
+    )
     assert all(forward > 0.0 and backward > 0.0 for forward, backward in times)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 6, 7])
 def test_the_processes_share_all_draws_of_all_modules(processes: int) -> None:
     modules, draws = ["encoder", "llm", "generator"], 20
-    taken = [(share.module, draw) for rank in range(processes) for share in shares(modules, rank, processes)
-             for draw in range(draws)[share.first :: share.step]]
+    taken = [
+        (share.module, draw)
+        for rank in range(processes)
+        for share in shares(modules, rank, processes)
+        for draw in range(draws)[share.first :: share.step]
+    ]
     assert sorted(taken) == sorted((module, draw) for module in modules for draw in range(draws))
 
 
@@ -113,7 +136,18 @@ def test_layers_that_were_not_built_count_as_the_later_ones() -> None:
 def test_the_first_layers_of_every_kind_come_as_ranges() -> None:
     from disttrain_cli.models.graph import LayerInfo
 
-    table = [LayerInfo(f"m.{i}", module, kind, (), (), (), None, 0, frozenset()) for i, (module, kind) in enumerate(
-        [("m", "embed"), ("m", "block"), ("m", "block"), ("m", "block"), ("m", "head"), ("n", "block")])]
+    table = [
+        LayerInfo(f"m.{i}", module, kind, (), (), (), None, 0, frozenset())
+        for i, (module, kind) in enumerate(
+            [
+                ("m", "embed"),
+                ("m", "block"),
+                ("m", "block"),
+                ("m", "block"),
+                ("m", "head"),
+                ("n", "block"),
+            ]
+        )
+    ]
     assert first_of_kinds(table, "m", 2) == [(0, 3), (4, 5)]
     assert first_of_kinds(table, "n", 2) == [(5, 6)]

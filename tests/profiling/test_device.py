@@ -16,7 +16,9 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_cuda_that_is_not_there_is_refused_with_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_that_is_not_there_is_refused_with_what_torch_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     without_cuda(monkeypatch)
     with pytest.raises(DisttrainError) as caught:
         room.choose_kind("cuda")
@@ -40,7 +42,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, name: str) -> None:
 def test_no_more_gpus_are_counted_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 1, "NVIDIA A100-SXM4-80GB")
     found = room.describe_device(ClusterSpec(gpus_per_node=6), "cuda", "bf16")
-    assert (found.count, found.shared_by, found.memory_gib, found.peak_tflops) == (1, 1, 80.0, 312.0)
+    assert (found.count, found.shared_by, found.memory_gib, found.peak_tflops) == (
+        1,
+        1,
+        80.0,
+        312.0,
+    )
     assert room.local_processes(ClusterSpec(gpus_per_node=6), "cuda") == 1
 
 

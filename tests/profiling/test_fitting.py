@@ -26,9 +26,16 @@ coefficients = st.one_of(st.just(0.0), st.floats(1e-4, 10.0))
 
 
 @settings(max_examples=40, deadline=None)
-@given(base=coefficients, item=coefficients, token=coefficients, square=coefficients, seed=st.integers(0, 1000))
-def test_recovers_the_predictions_of_any_polynomial(base: float, item: float, token: float, square: float,
-                                                    seed: int) -> None:
+@given(
+    base=coefficients,
+    item=coefficients,
+    token=coefficients,
+    square=coefficients,
+    seed=st.integers(0, 1000),
+)
+def test_recovers_the_predictions_of_any_polynomial(
+    base: float, item: float, token: float, square: float, seed: int
+) -> None:
     truth = Polynomial(base=base, per_item=item, per_token=token, per_length_sq=square)
     seen, unseen = image_works(seed), image_works(seed + 1)
     found = fit(seen, predict(truth, seen))
@@ -36,8 +43,10 @@ def test_recovers_the_predictions_of_any_polynomial(base: float, item: float, to
 
 
 @settings(max_examples=40, deadline=None)
-@given(values=st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e6)), min_size=1, max_size=20),
-       seed=st.integers(0, 1000))
+@given(
+    values=st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e6)), min_size=1, max_size=20),
+    seed=st.integers(0, 1000),
+)
 def test_no_coefficient_is_negative_whatever_was_measured(values: list[float], seed: int) -> None:
     found = fit(image_works(seed, len(values)), values)
     assert min(found.base, found.per_item, found.per_token, found.per_length_sq) >= 0.0

@@ -11,13 +11,19 @@ from disttrain_cli.profiling.kept import Record, load, record_name, save
 
 def test_records_come_back_with_their_key_and_not_with_another(tmp_path: Path) -> None:
     path = tmp_path / "profile.partial.json"
-    records = {record_name("llm", 2, True, 7): Record(times={"block": [[1.0, 2.0]]}, kept_bytes={"block": 3.0})}
+    records = {
+        record_name("llm", 2, True, 7): Record(
+            times={"block": [[1.0, 2.0]]}, kept_bytes={"block": 3.0}
+        )
+    }
     save(path, "key", records)
     assert load(path, "key") == records
     assert load(path, "other") == {}
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"key": "key"}', '{"key": "key", "records": 5}'])
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", "{}", '{"key": "key"}', '{"key": "key", "records": 5}']
+)
 def test_a_file_that_is_none_is_passed_over(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "profile.partial.json"
     if content is not None:

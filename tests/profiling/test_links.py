@@ -45,10 +45,17 @@ def measure_as_hosts(payload: dict[str, Any]) -> None:
     measure_in_rank(payload)
 
 
-def test_real_processes_agree_on_what_they_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_processes_agree_on_what_they_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    launch(2, "test_links:measure_in_rank", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120)
-    found = [LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in (0, 1)]
+    launch(
+        2, "test_links:measure_in_rank", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120
+    )
+    found = [
+        LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text()))
+        for rank in (0, 1)
+    ]
     assert found[0] == found[1]
     assert found[0].p2p_gbps > 0.0 and found[0].all_reduce_gbps > 0.0
     assert found[0].all_gather_gbps > 0.0 and found[0].reduce_scatter_gbps > 0.0
@@ -57,10 +64,21 @@ def test_real_processes_agree_on_what_they_measured(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_hosts_are_measured_inside_and_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_measured_inside_and_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    launch(3, "test_links:measure_as_hosts", {"folder": str(tmp_path)}, tmp_path / "logs", timeout_s=120)
-    found = [LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text())) for rank in range(3)]
+    launch(
+        3,
+        "test_links:measure_as_hosts",
+        {"folder": str(tmp_path)},
+        tmp_path / "logs",
+        timeout_s=120,
+    )
+    found = [
+        LinkProfile.model_validate(json.loads((tmp_path / f"{rank}.json").read_text()))
+        for rank in range(3)
+    ]
     assert found[0] == found[1] == found[2]
     assert found[0].inter_node is not None and found[0].inter_node.all_reduce_gbps > 0.0
     assert found[0].of(False) != found[0].of(True)

@@ -1,4 +1,5 @@
-"""The whole measurement, small: real data, a small model, two processes; and a model without images."""
+"""The whole measurement, small: real data, a small model, two processes; and a model without
+images."""
 
 from __future__ import annotations
 
@@ -18,29 +19,72 @@ from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.work import Work
 
 MODULES: dict[str, Any] = {
-    "image_encoder": {"kind": "encoder", "architecture": "vit", "merge": 2,
-                      "config": {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
-                                 "intermediate_size": 32, "patch_size": 8}},
-    "llm": {"kind": "llm", "architecture": "llama",
-            "config": {"vocab_size": 272, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
-                       "num_key_value_heads": 2, "intermediate_size": 64, "tie_word_embeddings": False}},
-    "image_generator": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 8, "context_tokens": 4,
-                        "config": {"in_channels": 3, "out_channels": 3, "layers_per_block": 1,
-                                   "block_out_channels": [8, 16],
-                                   "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
-                                   "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"], "cross_attention_dim": 16,
-                                   "attention_head_dim": 8, "norm_num_groups": 4}},
+    "image_encoder": {
+        "kind": "encoder",
+        "architecture": "vit",
+        "merge": 2,
+        "config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "patch_size": 8,
+        },
+    },
+    "llm": {
+        "kind": "llm",
+        "architecture": "llama",
+        "config": {
+            "vocab_size": 272,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "intermediate_size": 64,
+            "tie_word_embeddings": False,
+        },
+    },
+    "image_generator": {
+        "kind": "generator",
+        "architecture": "unet2d_condition",
+        "image_size": 8,
+        "context_tokens": 4,
+        "config": {
+            "in_channels": 3,
+            "out_channels": 3,
+            "layers_per_block": 1,
+            "block_out_channels": [8, 16],
+            "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"],
+            "cross_attention_dim": 16,
+            "attention_head_dim": 8,
+            "norm_num_groups": 4,
+        },
+    },
 }
 
 
 def run_file(folder: Path, data: Path, modules: list[str], processes: int) -> Run:
     path = folder / "disttrain.yaml"
-    path.write_text(yaml.safe_dump({
-        "name": "small", "model": {"modules": {name: MODULES[name] for name in modules}},
-        "data": {"sources": [{"path": str(data / "captions")}, {"path": str(data / "interleaved")}],
-                 "sequence_length": 256, "max_image_pixels": 4096, "max_bad_fraction": 0.1},
-        "cluster": {"gpus_per_node": processes, "device": "cpu"},
-        "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"}}))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "small",
+                "model": {"modules": {name: MODULES[name] for name in modules}},
+                "data": {
+                    "sources": [
+                        {"path": str(data / "captions")},
+                        {"path": str(data / "interleaved")},
+                    ],
+                    "sequence_length": 256,
+                    "max_image_pixels": 4096,
+                    "max_bad_fraction": 0.1,
+                },
+                "cluster": {"gpus_per_node": processes, "device": "cpu"},
+                "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"},
+            }
+        )
+    )
     return read_run(path)
 
 
@@ -63,14 +107,18 @@ def fewer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, data: Path, fewer: None) -> tuple[Run, Profile]:
+def measured(
+    tmp_path_factory: pytest.TempPathFactory, data: Path, fewer: None
+) -> tuple[Run, Profile]:
     run = run_file(tmp_path_factory.mktemp("run"), data, list(MODULES), processes=2)
     return run, room.measure(run, "auto")
 
 
 @pytest.mark.slow
 class TestThreeModules:
-    def test_survives_the_way_through_its_file(self, measured: tuple[Run, Profile], tmp_path: Path) -> None:
+    def test_survives_the_way_through_its_file(
+        self, measured: tuple[Run, Profile], tmp_path: Path
+    ) -> None:
         _, profile = measured
         path = tmp_path / "profile.json"
         path.write_text(profile.model_dump_json())
@@ -88,7 +136,11 @@ class TestThreeModules:
                 assert cost.backward_input_flops(work) <= cost.backward_flops(work)
             assert module.parameters == sum(module.costs[kind].parameters for kind in module.layers)
             block = module.costs[module.layers[2]]
-            assert 0.0 < block.tp["1"].frozen_activation_bytes(work) < block.tp["1"].activation_bytes(work)
+            assert (
+                0.0
+                < block.tp["1"].frozen_activation_bytes(work)
+                < block.tp["1"].activation_bytes(work)
+            )
             assert block.tp["1"].backward_input_ms(work) > 0.0
             assert 0.0 < block.tp["1"].input_bytes(work) < block.tp["1"].activation_bytes(work)
             assert module.max_work_per_sequence.items >= work.items > 0.0
@@ -105,7 +157,9 @@ class TestThreeModules:
         block = profile.modules["llm"].costs["block"]
         rows = 256 * 32 * 4 / 2  # that move over a link for [256 rows, 32] in fp32
         sent = {name: size(Work(items=1)) / rows for name, size in block.tp["2"].sent_bytes.items()}
-        assert sent == pytest.approx({"forward": 4, "backward": 6, "backward_input": 4, "recomputing": 7})
+        assert sent == pytest.approx(
+            {"forward": 4, "backward": 6, "backward_input": 4, "recomputing": 7}
+        )
 
     def test_says_which_layers_join_the_modules(self, measured: tuple[Run, Profile]) -> None:
         _, profile = measured
@@ -131,22 +185,36 @@ class TestThreeModules:
         assert block(one.scaled(8.0)) > 1.5 * block(one)
         assert block(Work()) >= 0.0
 
-    def test_counts_the_devices_and_what_crosses_the_modules_ends(self, measured: tuple[Run, Profile]) -> None:
+    def test_counts_the_devices_and_what_crosses_the_modules_ends(
+        self, measured: tuple[Run, Profile]
+    ) -> None:
         run, profile = measured
-        assert (profile.device.kind, profile.device.count, profile.device.shared_by) == ("cpu", 2, 2)
+        assert (profile.device.kind, profile.device.count, profile.device.shared_by) == (
+            "cpu",
+            2,
+            2,
+        )
         encoder, generator = profile.modules["image_encoder"], profile.modules["image_generator"]
-        assert encoder.output_bytes_per_sequence == pytest.approx(encoder.work_per_sequence.tokens / 4 * 32 * 4)
+        assert encoder.output_bytes_per_sequence == pytest.approx(
+            encoder.work_per_sequence.tokens / 4 * 32 * 4
+        )
         targets = generator.work_per_sequence.items
-        assert profile.modules["llm"].output_bytes_per_sequence == pytest.approx(targets * 4 * 32 * 4)
+        assert profile.modules["llm"].output_bytes_per_sequence == pytest.approx(
+            targets * 4 * 32 * 4
+        )
         assert generator.output_bytes_per_sequence == 0.0
         assert profile.fingerprints.model == run.file.model_fingerprint()
-        assert profile.preprocess.images_per_s_per_core > 0.0 and profile.preprocess.sequences_per_s_per_core > 0.0
+        assert (
+            profile.preprocess.images_per_s_per_core > 0.0
+            and profile.preprocess.sequences_per_s_per_core > 0.0
+        )
         assert profile.provenance["torch"] and profile.provenance["date"]
 
 
 @pytest.mark.slow
-def test_an_interrupted_profile_goes_on(tmp_path: Path, data: Path, fewer: None,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_profile_goes_on(
+    tmp_path: Path, data: Path, fewer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = run_file(tmp_path, data, ["llm"], processes=1)
 
     class Interrupted(Exception):

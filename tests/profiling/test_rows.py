@@ -24,15 +24,19 @@ def test_bytes_equal_those_of_the_tensors(run: Run) -> None:
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
     sequences = len(SIZES["documents"])
-    work = {"image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
-            "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
-            "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"])}
+    work = {
+        "image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
+        "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
+        "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"]),
+    }
     mean = {name: amount.scaled(1.0 / sequences) for name, amount in work.items()}
     crossing = []
     for place, layer in enumerate(table):
         state = state_at(table, place, inputs, batch, "meta")
         expected = sum(state[name].nbytes for name in layer.reads)
-        assert input_bytes(layer, table, inputs, mean, 4)(work[layer.module]) == pytest.approx(expected)
+        assert input_bytes(layer, table, inputs, mean, 4)(work[layer.module]) == pytest.approx(
+            expected
+        )
         after = state_at(table, place + 1, inputs, batch, "meta").values()
         crossing.append(sum(tensor.nbytes for tensor in after) / sequences)
     found = [value for name in work for value in cut_bytes(name, table, inputs, mean, 4)]
@@ -45,13 +49,22 @@ def test_inputs_of_a_slot_count_once_in_a_module(run: Run) -> None:
     batch = probe_batch(inputs, device="meta", **SIZES)
     assert batch.pixels is not None and batch.target_pixels is not None
     assert batch.token_ids is not None and batch.labels is not None
-    tensors = {"image_encoder": batch.pixels, "llm": [batch.token_ids, batch.labels],
-               "image_generator": [batch.target_pixels]}
-    work = {"image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
-            "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
-            "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"])}
+    tensors = {
+        "image_encoder": batch.pixels,
+        "llm": [batch.token_ids, batch.labels],
+        "image_generator": [batch.target_pixels],
+    }
+    work = {
+        "image_encoder": probe_work(inputs, "image_encoder", grids=SIZES["grids"]),
+        "llm": probe_work(inputs, "llm", documents=SIZES["documents"]),
+        "image_generator": probe_work(inputs, "image_generator", targets=SIZES["targets"]),
+    }
     for module, read in tensors.items():
-        found = [batch_bytes(layer, table, inputs, 4)(work[module]) for layer in table if layer.module == module]
+        found = [
+            batch_bytes(layer, table, inputs, 4)(work[module])
+            for layer in table
+            if layer.module == module
+        ]
         assert sum(found) == sum(tensor.nbytes for tensor in read)
 
 
@@ -60,14 +73,21 @@ def test_bytes_of_generators_and_encoders_side_by_side_equal_those_of_the_tensor
     plain = run.file.model_dump(mode="json", exclude_none=True)
     modules = plain["model"]["modules"]
     first, size = modules["image_generator"], 2 * modules["image_generator"]["image_size"]
-    modules["second"] = first | {"image_size": size, "config": first["config"] | {"sample_size": size}}
+    modules["second"] = first | {
+        "image_size": size,
+        "config": first["config"] | {"sample_size": size},
+    }
     modules["other_eye"] = modules["image_encoder"] | {"architecture": "siglip_vision_model"}
     run = Run(path=run.path, file=type(run.file).model_validate(plain))
     table, inputs = layer_table(run), describe(run)
     batch = probe_batch(inputs, device="meta", **SIZES)
     given = {"image": "grids", "sequence": "documents", "target": "targets"}
-    mean = {name: probe_work(inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}).scaled(0.5)
-            for name in run.file.model.order}
+    mean = {
+        name: probe_work(
+            inputs, name, **{given[inputs.item(name)]: SIZES[given[inputs.item(name)]]}
+        ).scaled(0.5)
+        for name in run.file.model.order
+    }
     for module in mean:
         apart, crossing = parallel_layers(table, inputs.llm, module), []
         line = [layer for index, layer in enumerate(table) if index not in apart]
@@ -75,7 +95,9 @@ def test_bytes_of_generators_and_encoders_side_by_side_equal_those_of_the_tensor
             if layer.module == module:
                 read = state_at(line, place, inputs, batch, "meta")
                 expected = sum(read[name].nbytes for name in layer.reads)
-                assert input_bytes(layer, table, inputs, mean, 4)(mean[module].scaled(2)) == pytest.approx(expected)
+                assert input_bytes(layer, table, inputs, mean, 4)(
+                    mean[module].scaled(2)
+                ) == pytest.approx(expected)
                 after = state_at(line, place + 1, inputs, batch, "meta")
                 crossing.append(sum(tensor.nbytes for tensor in after.values()) / 2)
         assert cut_bytes(module, table, inputs, mean, 4) == pytest.approx(crossing)

@@ -1,4 +1,5 @@
-"""A profile of other data: everything that follows from the sizes moves with them, the dataset stays the same."""
+"""A profile of other data: everything that follows from the sizes moves with them, the dataset
+stays the same."""
 
 import pytest
 
@@ -24,15 +25,19 @@ def test_everything_follows_the_sizes(run):
         before, after = few.modules[name], many.modules[name]
         assert after.work_per_sequence == before.work_per_sequence.scaled(factor)
         if name == "image_encoder":  # every tensor inside it belongs to the images
-            assert after.cut_bytes_per_sequence == pytest.approx([factor * size for size in
-                                                                  before.cut_bytes_per_sequence])
+            assert after.cut_bytes_per_sequence == pytest.approx(
+                [factor * size for size in before.cut_bytes_per_sequence]
+            )
         else:
             assert after.cut_bytes_per_sequence == before.cut_bytes_per_sequence
     assert few.data.images_per_sequence.mean == 2.0 and many.data.images_per_sequence.max == 7.0
     assert many.data.images == 6 * planned.data.sequences
     assert many.data.image_tokens == 6 * 16 // 4 * planned.data.sequences
     assert many.data.text_tokens == (200 - 24) * planned.data.sequences
-    assert many.data.fingerprint == planned.data.fingerprint and many.data.samples == planned.data.samples
+    assert (
+        many.data.fingerprint == planned.data.fingerprint
+        and many.data.samples == planned.data.samples
+    )
 
 
 def test_the_largest_work_known_stays(run):

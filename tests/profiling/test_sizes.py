@@ -11,7 +11,9 @@ MIXED = PackedSizes([200], [(4, 4), (2, 6)], 1)
 
 def test_at_least_256_sequences_are_drawn_and_each_as_often_as_the_others() -> None:
     sequences = [PackedSizes([number + 1], [], 0) for number in range(SEQUENCES // 2)]
-    drawn = [document for draw in draw_sizes("sequence", sequences) for (document,) in draw["documents"]]
+    drawn = [
+        document for draw in draw_sizes("sequence", sequences) for (document,) in draw["documents"]
+    ]
     assert len(drawn) >= SEQUENCES
     counts = [drawn.count(number + 1) for number in range(len(sequences))]
     assert min(counts) >= 2 and max(counts) <= 3
@@ -36,7 +38,9 @@ def test_draws_without_work_are_left_out() -> None:
 
 
 def test_rare_work_is_found_among_all_sequences() -> None:
-    assert with_work("image", [TEXT_ONLY, MIXED]) == [MIXED] == with_work("target", [TEXT_ONLY, MIXED])
+    assert (
+        with_work("image", [TEXT_ONLY, MIXED]) == [MIXED] == with_work("target", [TEXT_ONLY, MIXED])
+    )
     assert with_work("sequence", [TEXT_ONLY, MIXED]) == [TEXT_ONLY, MIXED]
 
 

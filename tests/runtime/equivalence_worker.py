@@ -1,4 +1,5 @@
-"""Ranks and reference of the equivalence tests: the same steps, once split over ranks and once in one process."""
+"""Ranks and reference of the equivalence tests: the same steps, once split over ranks and once in
+one process."""
 
 from __future__ import annotations
 
@@ -45,8 +46,11 @@ def _reversed_rows(tensor: torch.Tensor, route: Route) -> torch.Tensor:
 def orders_of(run: Run, layout: Layout) -> Orders:
     """The run's orders; costs are made up, for as many layers as the run's modules have."""
     inputs, table = describe(run), [info.module for info in layer_table(run)]
-    modules = {name: module_profile(kind, ["layer"] * table.count(name), ms_per_token, work)
-               for name, (kind, _, ms_per_token, work) in MODULES.items() if name in table}
+    modules = {
+        name: module_profile(kind, ["layer"] * table.count(name), ms_per_token, work)
+        for name, (kind, _, ms_per_token, work) in MODULES.items()
+        if name in table
+    }
     for cost in (cost for module in modules.values() for cost in module.costs.values()):
         cost.tp.update(dict.fromkeys(("2", "4"), cost.tp["1"]))
     profile = make_profile(run.file).model_copy(update={"inputs": inputs, "modules": modules})
@@ -59,9 +63,11 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 @contextmanager
 def as_over_nccl(record: Path) -> Iterator[None]:
-    """Messages in NCCL's order over communicators of their own, and nobody goes on before they have been received.
+    """Messages in NCCL's order over communicators of their own, and nobody goes on before they have
+    been received.
 
-    What gloo sends has left when its receiver has asked for it, so that waiting for it is waiting for the receiver.
+    What gloo sends has left when its receiver has asked for it, so that waiting for it is waiting
+    for the receiver.
     """
     stock = dist.batch_isend_irecv
 
@@ -82,25 +88,29 @@ def as_over_nccl(record: Path) -> Iterator[None]:
 
 def recorded(out: Path) -> list[Record]:
     """What the ranks of a case sent, received and joined `as_over_nccl`."""
-    return [Record.of_json(json.loads(path.read_text())) for path in sorted((out / "records").iterdir())]
+    return [
+        Record.of_json(json.loads(path.read_text())) for path in sorted((out / "records").iterdir())
+    ]
 
 
 def _in_turn(cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The cases one after the other; while one with "in order" is trained, messages are `as_over_nccl`."""
+    """The cases one after the other; while one with "in order" is trained, messages are
+    `as_over_nccl`."""
     for case in cases:
         with as_over_nccl(Path(case["out"]) / "records") if case.get("in order") else nullcontext():
             yield case
 
 
 def ranks(payload: dict[str, Any]) -> None:
-    """Run several layouts, one after the other, in the same processes; rank 0 writes losses and norms of each."""
+    """Run several layouts, one after the other, in the same processes; rank 0 writes losses and
+    norms of each."""
     with joined("cpu", 120.0) as device:
         for case in _in_turn(payload["cases"]):
             run = read_run(Path(case["run"]))
             plan = Plan.model_validate(case["plan"])
             graph = stage_graph(plan.plan, "llm")
             place = graph.coords(int(os.environ["RANK"]))
-            stage_layers = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
+            stage_layers = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
             out = Path(case["out"])
             broker._gather = _reversed_rows if case["name"] == "faulty" else GATHER
             tracer = Tracer(out / "traces", "test", place, wall_clock())
@@ -108,8 +118,13 @@ def ranks(payload: dict[str, Any]) -> None:
             dtype = message_dtype(run.file.train)
             history = []
             orders = orders_of(run, plan.plan)
-            with Loader(run, orders, unit=place.unit.name, replica=place.replica,
-                        fields={f for info in stage_layers for f in info.needs}) as loader:
+            with Loader(
+                run,
+                orders,
+                unit=place.unit.name,
+                replica=place.replica,
+                fields={f for info in stage_layers for f in info.needs},
+            ) as loader:
                 for step in range(case["steps"]):
                     order = loader.order(step)
                     set_rates(engine, step)
@@ -122,9 +137,11 @@ def ranks(payload: dict[str, Any]) -> None:
             engine.destroy()
 
 
-def reference(run: Run, steps: int, left_out: int | None = None) -> tuple[
-        list[list[float]], dict[str, torch.Tensor], list[Any]]:
-    """The same steps in this process: losses and norms per step, final parameters, and the orders used.
+def reference(
+    run: Run, steps: int, left_out: int | None = None
+) -> tuple[list[list[float]], dict[str, torch.Tensor], list[Any]]:
+    """The same steps in this process: losses and norms per step, final parameters, and the orders
+    used.
 
     Step `left_out` changes nothing.
     """
@@ -134,11 +151,24 @@ def reference(run: Run, steps: int, left_out: int | None = None) -> tuple[
     spec = run.file.train.optimizer
     optimizer = torch.optim.AdamW(parameter_groups(layers, spec), betas=spec.betas, eps=spec.eps)
     batch_size = run.file.train.global_batch_size
-    unit = UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)])
-    layout = Layout(global_batch_size=batch_size, microbatch_size=batch_size, microbatches=1, gpus_used=1, units=[unit])
+    unit = UnitPlan(
+        name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layers)]
+    )
+    layout = Layout(
+        global_batch_size=batch_size,
+        microbatch_size=batch_size,
+        microbatches=1,
+        gpus_used=1,
+        units=[unit],
+    )
     history, orders = [], []
-    with Loader(run, Orders(run.file, layout, read_index(run, describe(run))), unit="all", replica=0,
-                fields={field for layer in layers for field in layer.needs}) as loader:
+    with Loader(
+        run,
+        Orders(run.file, layout, read_index(run, describe(run))),
+        unit="all",
+        replica=0,
+        fields={field for layer in layers for field in layer.needs},
+    ) as loader:
         for step in range(steps):
             order = loader.order(step)
             orders.append(order)
@@ -151,7 +181,9 @@ def reference(run: Run, steps: int, left_out: int | None = None) -> tuple[
                 group["lr"] = learning_rate(run.file.train, group["module"], step)
             optimizer.zero_grad()
             torch.stack(list(losses.values())).sum().backward()
-            norm = torch.nn.utils.clip_grad_norm_([p for _, p in parameters], run.file.train.gradient_clipping)
+            norm = torch.nn.utils.clip_grad_norm_(
+                [p for _, p in parameters], run.file.train.gradient_clipping
+            )
             if step != left_out:
                 optimizer.step()
             history.append([*(float(loss.detach()) for loss in losses.values()), float(norm)])

@@ -16,47 +16,116 @@ from tests.commands.conftest import make_profile
 
 MODEL: dict[str, Any] = {
     "modules": {
-        "image_encoder": {"kind": "encoder", "architecture": "vit", "merge": 2,
-                          "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-                                     "intermediate_size": 64, "image_size": 64, "patch_size": 8}},
-        "llm": {"kind": "llm", "architecture": "llama",
-                "config": {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
-                           "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 272,
-                           "max_position_embeddings": 512}},
-        "image_generator": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 16,
-                            "context_tokens": 4,
-                            "config": {"block_out_channels": [16, 32], "layers_per_block": 1, "norm_num_groups": 8,
-                                       "cross_attention_dim": 32, "attention_head_dim": 8, "in_channels": 3,
-                                       "out_channels": 3, "sample_size": 16,
-                                       "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-                                       "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"]}},
+        "image_encoder": {
+            "kind": "encoder",
+            "architecture": "vit",
+            "merge": 2,
+            "config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 64,
+                "image_size": 64,
+                "patch_size": 8,
+            },
+        },
+        "llm": {
+            "kind": "llm",
+            "architecture": "llama",
+            "config": {
+                "hidden_size": 48,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "intermediate_size": 96,
+                "vocab_size": 272,
+                "max_position_embeddings": 512,
+            },
+        },
+        "image_generator": {
+            "kind": "generator",
+            "architecture": "unet2d_condition",
+            "image_size": 16,
+            "context_tokens": 4,
+            "config": {
+                "block_out_channels": [16, 32],
+                "layers_per_block": 1,
+                "norm_num_groups": 8,
+                "cross_attention_dim": 32,
+                "attention_head_dim": 8,
+                "in_channels": 3,
+                "out_channels": 3,
+                "sample_size": 16,
+                "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+                "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+            },
+        },
     },
     "loss_weights": {"text": 1.0, "image": 0.5},
 }
 
-#: A diffusion transformer in the latent space of a VAE, beside the tests' U-Net over pixels; of another size.
+# : A diffusion transformer in the latent space of a VAE, beside the tests' U-Net over pixels; of
+# another size.
 REFINER: dict[str, Any] = {
-    "kind": "generator", "architecture": "pixart", "image_size": 24, "context_tokens": 4,
-    "config": {"num_attention_heads": 4, "attention_head_dim": 12, "in_channels": 4, "out_channels": 8, "num_layers": 2,
-               "cross_attention_dim": 48, "caption_channels": 20, "use_additional_conditions": True, "dropout": 0.1},
-    "vae": {"block_out_channels": [8, 16], "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4,
-            "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
-            "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"]}}
+    "kind": "generator",
+    "architecture": "pixart",
+    "image_size": 24,
+    "context_tokens": 4,
+    "config": {
+        "num_attention_heads": 4,
+        "attention_head_dim": 12,
+        "in_channels": 4,
+        "out_channels": 8,
+        "num_layers": 2,
+        "cross_attention_dim": 48,
+        "caption_channels": 20,
+        "use_additional_conditions": True,
+        "dropout": 0.1,
+    },
+    "vae": {
+        "block_out_channels": [8, 16],
+        "layers_per_block": 1,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D"],
+        "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D"],
+    },
+}
 
 
-def write_run(folder: Path, data: Path, *, name: str = "test", modules: tuple[str, ...] = tuple(MODEL["modules"]),
-              held_out: float = 0.0, **train: Any) -> Run:
-    """A run file in `folder` over the sample data in `data`; `train` overrides its training section."""
+def write_run(
+    folder: Path,
+    data: Path,
+    *,
+    name: str = "test",
+    modules: tuple[str, ...] = tuple(MODEL["modules"]),
+    held_out: float = 0.0,
+    **train: Any,
+) -> Run:
+    """A run file in `folder` over the sample data in `data`; `train` overrides its training
+    section."""
     known = MODEL["modules"] | {"refiner": REFINER}
     model = MODEL | {"modules": {key: known[key] for key in modules}}
     content = {
-        "name": name, "model": model,
-        "data": {"sources": [{"path": str(data / "interleaved")}, {"path": str(data / "captions")}],
-                 "sequence_length": 256, "max_image_pixels": 4096, "held_out": held_out},
+        "name": name,
+        "model": model,
+        "data": {
+            "sources": [{"path": str(data / "interleaved")}, {"path": str(data / "captions")}],
+            "sequence_length": 256,
+            "max_image_pixels": 4096,
+            "held_out": held_out,
+        },
         "cluster": {"gpus_per_node": 6, "device": "cpu"},
-        "train": {"global_batch_size": 6, "steps": 3, "precision": "fp32", "zero_stage": 0,
-                  "gradient_clipping": 0.5, "ordering": "none",
-                  "optimizer": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01}} | train,
+        "train": {
+            "global_batch_size": 6,
+            "steps": 3,
+            "precision": "fp32",
+            "zero_stage": 0,
+            "gradient_clipping": 0.5,
+            "ordering": "none",
+            "optimizer": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01},
+        }
+        | train,
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "disttrain.yaml"
@@ -66,22 +135,44 @@ def write_run(folder: Path, data: Path, *, name: str = "test", modules: tuple[st
 
 def unit(name: str, modules: list[str], layers: list[int], dp: int = 1, tp: int = 1) -> UnitPlan:
     """A unit with one stage per entry of `layers`."""
-    return UnitPlan(name=name, modules=modules, tp=tp, dp=dp, pp=len(layers), gpus=tp * dp * len(layers),
-                    layers_per_stage=layers)
+    return UnitPlan(
+        name=name,
+        modules=modules,
+        tp=tp,
+        dp=dp,
+        pp=len(layers),
+        gpus=tp * dp * len(layers),
+        layers_per_stage=layers,
+    )
 
 
 def plan_of(run: Run, units: list[UnitPlan], microbatch_size: int) -> Plan:
     """A plan with these units and no prediction to speak of."""
     llm_dp = next(u.dp for u in units if "llm" in u.modules)
     batch = run.file.train.global_batch_size
-    layout = Layout(global_batch_size=batch, microbatch_size=microbatch_size,
-                    microbatches=batch // (llm_dp * microbatch_size), gpus_used=sum(u.gpus for u in units),
-                    zero_stage=0 if run.file.train.zero_stage == 0 else 1, units=units)
+    layout = Layout(
+        global_batch_size=batch,
+        microbatch_size=microbatch_size,
+        microbatches=batch // (llm_dp * microbatch_size),
+        gpus_used=sum(u.gpus for u in units),
+        zero_stage=0 if run.file.train.zero_stage == 0 else 1,
+        units=units,
+    )
     layout.check_slots("llm")
-    return Plan(fingerprints=Fingerprints(model="", data="", cluster=""), plan=layout,
-                predicted=Prediction(iteration_s=1, sequences_per_s=1, mfu=0, warmup_s=0, steady_s=0,
-                                     bubble_fraction=0, memory=[]),
-                search=Search(solve_s=0, candidates=1, exact=True))
+    return Plan(
+        fingerprints=Fingerprints(model="", data="", cluster=""),
+        plan=layout,
+        predicted=Prediction(
+            iteration_s=1,
+            sequences_per_s=1,
+            mfu=0,
+            warmup_s=0,
+            steady_s=0,
+            bubble_fraction=0,
+            memory=[],
+        ),
+        search=Search(solve_s=0, candidates=1, exact=True),
+    )
 
 
 def make_job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profile]:
@@ -89,9 +180,16 @@ def make_job(folder: Path, data: Path, **changes: Any) -> tuple[Run, Plan, Profi
     run = write_run(folder, data, **changes)
     index = build_index(run, describe(run))
     modules = [info.module for info in layer_table(run)]
-    plan = plan_of(run, [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)], 3)
+    plan = plan_of(
+        run, [unit(name, [name], [modules.count(name)]) for name in dict.fromkeys(modules)], 3
+    )
     profile = make_profile(run.file)
     device = profile.device.model_copy(update={"peak_tflops": 1000.0})
     fingerprints = profile.fingerprints.model_copy(update={"data": index.fingerprint})
-    return run, plan, profile.model_copy(update={"inputs": describe(run), "device": device,
-                                                 "fingerprints": fingerprints})
+    return (
+        run,
+        plan,
+        profile.model_copy(
+            update={"inputs": describe(run), "device": device, "fingerprints": fingerprints}
+        ),
+    )

@@ -1,4 +1,5 @@
-"""Ranks of the tests of training options: several runs and layouts, one after the other, in the same processes."""
+"""Ranks of the tests of training options: several runs and layouts, one after the other, in the
+same processes."""
 
 from __future__ import annotations
 
@@ -47,30 +48,43 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def ranks(payload: dict[str, Any]) -> None:
-    """Train every case; rank 0 writes losses and norms, the first replica of every stage its weights, all a summary."""
+    """Train every case; rank 0 writes losses and norms, the first replica of every stage its
+    weights, all a summary."""
     with joined("cpu", 120.0) as device:
         for case in payload["cases"]:
             _train(case, device)
 
 
 def _train(case: dict[str, Any], device: torch.device) -> None:
-    run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
+    run, plan, out = (
+        read_run(Path(case["run"])),
+        Plan.model_validate(case["plan"]),
+        Path(case["out"]),
+    )
     table = layer_table(run)
     graph = stage_graph(plan.plan, "llm")
     place = graph.coords(int(os.environ["RANK"]))
-    own = table[place.stage.layers.start:place.stage.layers.stop]
+    own = table[place.stage.layers.start : place.stage.layers.stop]
     tracer = CountingTracer(out / "traces", "test", place, wall_clock())
     engine = build_engine(run, plan, graph, place, device, tracer)
     history, stopped = [], ""
-    with Loader(run, Orders(run.file, plan.plan, read_index(run, describe(run))), unit=place.unit.name,
-                replica=place.replica, fields={field for info in own for field in info.needs}) as loader:
+    with Loader(
+        run,
+        Orders(run.file, plan.plan, read_index(run, describe(run))),
+        unit=place.unit.name,
+        replica=place.replica,
+        fields={field for info in own for field in info.needs},
+    ) as loader:
         fetch_of = fetcher(loader, device, message_dtype(run.file.train))
         for step in range(case["steps"]):
             order = loader.order(step)
             set_rates(engine, step)
             fetch = fetch_of(order)
             try:
-                engine.run_step(order, (lambda slot, f=fetch: _spoilt(f(slot))) if step == case["spoilt"] else fetch)
+                engine.run_step(
+                    order,
+                    (lambda slot, f=fetch: _spoilt(f(slot))) if step == case["spoilt"] else fetch,
+                )
             except NotFiniteError as error:
                 stopped = str(error)
                 break
@@ -79,10 +93,21 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     if place.rank == 0:
         (out / "history.json").write_text(json.dumps(history))
     if place.replica == 0 and place.tp_rank == 0:
-        save_file({f"{layer.name}/{name}": p.detach().clone() for layer in engine.module.layers
-                   for name, p in layer.named_parameters()}, out / f"stage-{place.stage.number}.safetensors")
-    summary = {"unit": place.unit.name, "counts": tracer.counts, "stopped": stopped, "skipped": engine.skipped_steps,
-               **_held(engine)}
+        save_file(
+            {
+                f"{layer.name}/{name}": p.detach().clone()
+                for layer in engine.module.layers
+                for name, p in layer.named_parameters()
+            },
+            out / f"stage-{place.stage.number}.safetensors",
+        )
+    summary = {
+        "unit": place.unit.name,
+        "counts": tracer.counts,
+        "stopped": stopped,
+        "skipped": engine.skipped_steps,
+        **_held(engine),
+    }
     (out / f"rank-{place.rank}.json").write_text(json.dumps(summary))
     tracer.close()
     engine.destroy()
@@ -92,11 +117,17 @@ def _held(engine: UnitEngine) -> dict[str, Any]:
     """What a rank holds beside its weights."""
     states = engine.basic_optimizer.state.values() if engine.basic_optimizer else []
     moments = [moment for state in states for key, moment in state.items() if key != "step"]
-    return {"moments": sum(moment.numel() for moment in moments),
-            "gradients": sum(p.grad is not None for p in engine.module.parameters()),
-            "frozen": sum(not p.requires_grad for p in engine.module.parameters())}
+    return {
+        "moments": sum(moment.numel() for moment in moments),
+        "gradients": sum(p.grad is not None for p in engine.module.parameters()),
+        "frozen": sum(not p.requires_grad for p in engine.module.parameters()),
+    }
 
 
 def _spoilt(batch: Batch) -> Batch:
     """Pixels that are no numbers."""
-    return batch if batch.pixels is None else replace(batch, pixels=[p * torch.nan for p in batch.pixels])
+    return (
+        batch
+        if batch.pixels is None
+        else replace(batch, pixels=[p * torch.nan for p in batch.pixels])
+    )

@@ -1,4 +1,5 @@
-"""A model that hears trains alike on every layout, encoders side by side and in a line (fp32, 1e-5)."""
+"""A model that hears trains alike on every layout, encoders side by side and in a line (fp32,
+1e-5)."""
 
 from __future__ import annotations
 
@@ -26,42 +27,74 @@ from tests.runtime.factory import MODEL, plan_of, unit
 STEPS = 2
 EYE, EAR, LLM = "image_encoder", "audio_encoder", "llm"
 WHISPER: dict[str, Any] = {
-    "kind": "encoder", "architecture": "whisper", "merge": 5,
-    "config": {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
-               "num_mel_bins": 16, "max_source_positions": 50, "dropout": 0.2, "activation_dropout": 0.1}}
+    "kind": "encoder",
+    "architecture": "whisper",
+    "merge": 5,
+    "config": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "dropout": 0.2,
+        "activation_dropout": 0.1,
+    },
+}
 
 
 def write_heard(path: Path, samples: int = 60) -> None:
     """Texts with images and clips in any order; some with neither, or with one of them only."""
     random, files = np.random.default_rng(3), []
     for number in range(samples):
-        key, segments = f"{number:03d}", [text(f"Sample {number}. " + "word " * int(random.integers(1, 20)))]
+        key, segments = (
+            f"{number:03d}",
+            [text(f"Sample {number}. " + "word " * int(random.integers(1, 20)))],
+        )
         for place in range(int(random.choice([0, 1, 2, 3]))):
             if random.random() < 0.5:
                 name = f"{key}.{place}.wav"
-                heard = [str(one) for one in random.choice(list(TONES_HZ), size=int(random.integers(1, 4)))]
+                heard = [
+                    str(one)
+                    for one in random.choice(list(TONES_HZ), size=int(random.integers(1, 4)))
+                ]
                 files.append((name, tones(heard, 16_000, random)))
                 segments.append({"type": "audio", "file": name})
             else:
                 name = f"{key}.{place}.jpg"
-                files.append((name, encoded(*random.integers(16, 60, size=2).tolist(), shade=number)))
+                files.append(
+                    (name, encoded(*random.integers(16, 60, size=2).tolist(), shade=number))
+                )
                 segments.append(image(name))
             segments.append(text(f"after {place}"))
         files.append(interleaved(key, *segments))
     write_tar(path, files)
 
 
-def write_run(folder: Path, data: Path, encoders: dict[str, Any], trained: list[str] | None = None) -> Run:
+def write_run(
+    folder: Path, data: Path, encoders: dict[str, Any], trained: list[str] | None = None
+) -> Run:
     """A run of these encoders before the tests' LLM."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "name": folder.name,
         "model": {"modules": encoders | {LLM: MODEL["modules"][LLM]}, "trained": trained},
-        "data": {"sources": [{"path": str(data)}], "sequence_length": 256, "max_image_pixels": 2048},
+        "data": {
+            "sources": [{"path": str(data)}],
+            "sequence_length": 256,
+            "max_image_pixels": 2048,
+        },
         "cluster": {"gpus_per_node": 4, "device": "cpu"},
-        "train": {"global_batch_size": 4, "steps": STEPS, "precision": "fp32", "zero_stage": 0,
-                  "gradient_clipping": 0.5, "ordering": "none",
-                  "optimizer": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01}}}
+        "train": {
+            "global_batch_size": 4,
+            "steps": STEPS,
+            "precision": "fp32",
+            "zero_stage": 0,
+            "gradient_clipping": 0.5,
+            "ordering": "none",
+            "optimizer": {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.01},
+        },
+    }
     path = folder / "disttrain.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     run = read_run(path)
@@ -90,24 +123,48 @@ def _layouts(run: Run) -> dict[str, list[UnitPlan]]:
     }
 
 
-CASES = ["1+1-2", "1+2-1", "1+pp2-1", "pp2+1-1", "1+tp2-1", "1+1-tp2", "both-pp2-2", "1-with the LLM",
-         "monolithic pp2 dp2", "monolithic pp4", "only hearing 2-2", "frozen 1+1-2"]
+CASES = [
+    "1+1-2",
+    "1+2-1",
+    "1+pp2-1",
+    "pp2+1-1",
+    "1+tp2-1",
+    "1+1-tp2",
+    "both-pp2-2",
+    "1-with the LLM",
+    "monolithic pp2 dp2",
+    "monolithic pp4",
+    "only hearing 2-2",
+    "frozen 1+1-2",
+]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four ranks train every layout in the same processes; references train alone. By case: (out, reference)."""
+    """Four ranks train every layout in the same processes; references train alone. By case: (out,
+    reference)."""
     folder = tmp_path_factory.mktemp("audio")
     write_heard(folder / "data" / "heard.tar")
     both = {EYE: MODEL["modules"][EYE], EAR: WHISPER}
     seeing = write_run(folder / "both", folder / "data", both)
     hearing = write_run(folder / "ear", folder / "data", {EAR: WHISPER})
     frozen = write_run(folder / "frozen", folder / "data", both, [EYE, LLM, "projectors"])
-    cases = [(name, run, units) for run in (seeing, hearing) for name, units in _layouts(run).items()]
+    cases = [
+        (name, run, units) for run in (seeing, hearing) for name, units in _layouts(run).items()
+    ]
     cases.append(("frozen 1+1-2", frozen, _layouts(frozen)["1+1-2"]))
-    payload = {"cases": [
-        {"name": name, "run": str(run.path.resolve()), "plan": plan_of(run, units, 1).model_dump(mode="json"),
-         "steps": STEPS, "out": str(folder / "out" / name)} for name, run, units in cases]}
+    payload = {
+        "cases": [
+            {
+                "name": name,
+                "run": str(run.path.resolve()),
+                "plan": plan_of(run, units, 1).model_dump(mode="json"),
+                "steps": STEPS,
+                "out": str(folder / "out" / name),
+            }
+            for name, run, units in cases
+        ]
+    }
     launch(4, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     references = {id(run): reference(run, STEPS) for run in (seeing, hearing, frozen)}
     return {name: (folder / "out" / name, references[id(run)]) for name, run, _ in cases}
@@ -117,8 +174,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     out, (history, parameters, _) = runs[name]
-    assert torch.allclose(torch.tensor(json.loads((out / "history.json").read_text())), torch.tensor(history),
-                          rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        torch.tensor(json.loads((out / "history.json").read_text())),
+        torch.tensor(history),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     saved = checkpoint_folder.latest(out / "checkpoints")
     assert saved is not None
     weights = checkpoint.read_tensors(saved)
@@ -129,6 +190,9 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
 
 @pytest.mark.slow
 def test_the_layouts_were_given_every_mix_of_modalities(runs: dict[str, Any]) -> None:
-    mixes = {(place in slot.image_sequence, place in slot.clip_sequence)
-             for slot in (order.slots[0] for order in runs["1+1-2"][1][2]) for place in range(len(slot.sequences))}
+    mixes = {
+        (place in slot.image_sequence, place in slot.clip_sequence)
+        for slot in (order.slots[0] for order in runs["1+1-2"][1][2])
+        for place in range(len(slot.sequences))
+    }
     assert (True, True) in mixes and len(mixes) > 1

@@ -1,4 +1,5 @@
-"""Training that pulls its data from `disttrain data serve`, as processes: the same losses, whatever is lost."""
+"""Training that pulls its data from `disttrain data serve`, as processes: the same losses, whatever
+is lost."""
 
 from __future__ import annotations
 
@@ -48,9 +49,22 @@ class Service:
     """`disttrain data serve` on free ports, or on that of another one."""
 
     def __init__(self, run: Run, processes: int = 1, port: int = 0) -> None:
-        words = ["data", "serve", str(run.path), "--json", "--port", str(port), "--processes", str(processes)]
-        self.popen = subprocess.Popen([sys.executable, "-m", "disttrain_cli", *words], text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        words = [
+            "data",
+            "serve",
+            str(run.path),
+            "--json",
+            "--port",
+            str(port),
+            "--processes",
+            str(processes),
+        ]
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "disttrain_cli", *words],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         assert self.popen.stdout is not None and self.popen.stderr is not None
         document = ""
         while not document.endswith("\n}\n"):
@@ -81,7 +95,8 @@ class Service:
 
 
 def with_preprocess(job: Job, **preprocess: Any) -> Job:
-    """The job with other preprocessing in its run file, in a folder beside it with the same artefacts."""
+    """The job with other preprocessing in its run file, in a folder beside it with the same
+    artefacts."""
     run, plan, profile = job
     folder = run.folder.parent / f"{run.folder.name}-{len(list(run.folder.parent.iterdir()))}"
     shutil.copytree(run.dir.root, folder / "runs" / run.file.name)
@@ -119,17 +134,28 @@ def service(job: Job) -> Iterator[Service]:
         started.end()
 
 
-def test_killing_a_worker_in_mid_epoch_changes_no_loss(job: Job, service: Service, without: list[Any]) -> None:
-    assert all("torch" not in Path(f"/proc/{pid}/maps").read_text() for pid in (service.popen.pid, *service.pids))
+def test_killing_a_worker_in_mid_epoch_changes_no_loss(
+    job: Job, service: Service, without: list[Any]
+) -> None:
+    assert all(
+        "torch" not in Path(f"/proc/{pid}/maps").read_text()
+        for pid in (service.popen.pid, *service.pids)
+    )
 
     def kill_one(step: dict[str, Any]) -> None:
         if step["step"] == 0:
             os.kill(service.pids[0], signal.SIGKILL)
 
-    result = train(*with_preprocess(job, addresses=service.addresses, wait_s=WAIT_S), steps=STEPS, on_step=kill_one)
+    result = train(
+        *with_preprocess(job, addresses=service.addresses, wait_s=WAIT_S),
+        steps=STEPS,
+        on_step=kill_one,
+    )
     assert losses(result.steps) == without
     run = pulling(job, service.addresses[:1])
-    with loader(run, job) as alone:  # the one that was killed: it was started again, at its old place
+    with loader(
+        run, job
+    ) as alone:  # the one that was killed: it was started again, at its old place
         assert alone.fetch(0, 0)
     children = psutil.Process(service.popen.pid).children()
     assert "killed by SIGKILL" in service.end() and service.popen.returncode == 0
@@ -159,7 +185,11 @@ def test_all_workers_gone_and_one_comes_back(job: Job, without: list[Any]) -> No
 def test_all_workers_gone_for_too_long_stops_with_exit_code_4(job: Job, service: Service) -> None:
     changed = with_preprocess(job, addresses=service.addresses, wait_s=2, prefetch_slots=1)
     with pytest.raises(RankFailedError, match="No preprocessing worker answered for 2 s") as caught:
-        train(*changed, steps=STEPS, on_step=lambda step: service.kill() if step["step"] == 0 else None)
+        train(
+            *changed,
+            steps=STEPS,
+            on_step=lambda step: service.kill() if step["step"] == 0 else None,
+        )
     assert caught.value.exit_code == 4 and "Connection refused" in caught.value.why
     assert all(address in caught.value.why for address in service.addresses)
 
@@ -170,18 +200,29 @@ def pulling(job: Job, addresses: list[str]) -> Run:
 
 def loader(run: Run, job: Job) -> Loader:
     index = read_index(run, job[2].inputs)
-    return Loader(run, Orders(run.file, job[1].plan, index, job[2]), unit="image_encoder", replica=0,
-                  fields={"pixels"}, source=Workers(run, job[1].plan, index, job[2]))
+    return Loader(
+        run,
+        Orders(run.file, job[1].plan, index, job[2]),
+        unit="image_encoder",
+        replica=0,
+        fields={"pixels"},
+        source=Workers(run, job[1].plan, index, job[2]),
+    )
 
 
 def test_a_port_in_use_and_data_without_an_index_are_named(job: Job, service: Service) -> None:
     def refused(run: Run, *words: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "disttrain_cli", "data", "serve", str(run.path), *words],
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "disttrain_cli", "data", "serve", str(run.path), *words],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 1 and done.stdout == "" and "Traceback" not in done.stderr
         return done.stderr
 
-    assert f"cannot listen on {service.addresses[0]}" in refused(job[0], "--port", str(service.ports[0]))
+    assert f"cannot listen on {service.addresses[0]}" in refused(
+        job[0], "--port", str(service.ports[0])
+    )
     moved = with_preprocess(job)[0]
     moved.dir.index.unlink()
     assert "disttrain profile" in refused(moved, "--port", "0")
@@ -194,7 +235,9 @@ def test_a_worker_that_hangs_is_left_alone(job: Job, service: Service) -> None:
         pulled.fetch(0, 0)
         os.kill(service.pids[0], signal.SIGSTOP)
         finished = threading.Event()
-        fetching = threading.Thread(target=lambda: ([pulled.fetch(*slot) for slot in slots], finished.set()))
+        fetching = threading.Thread(
+            target=lambda: ([pulled.fetch(*slot) for slot in slots], finished.set())
+        )
         fetching.start()
         assert finished.wait(45)
         os.kill(service.pids[0], signal.SIGCONT)
@@ -207,30 +250,54 @@ def resident_mib(pid: int) -> float:
 def large_job(folder: Path, template: Job) -> tuple[Job, Index, float]:
     """A job of slots with large pixels, its index, and the MiB of its largest slot."""
     jpeg = encoded(512, 512)
-    write_tar(folder / "data" / "interleaved" / "0.tar",
-              [(f"{n:03d}{end}", data) for n in range(64) for end, data in ((".jpg", jpeg), (".txt", b"a caption"))])
-    write_tar(folder / "data" / "captions" / "0.tar", [("0.txt", b"words"), ("0.jpg", encoded(16, 16))])
+    write_tar(
+        folder / "data" / "interleaved" / "0.tar",
+        [
+            (f"{n:03d}{end}", data)
+            for n in range(64)
+            for end, data in ((".jpg", jpeg), (".txt", b"a caption"))
+        ],
+    )
+    write_tar(
+        folder / "data" / "captions" / "0.tar", [("0.txt", b"words"), ("0.jpg", encoded(16, 16))]
+    )
     content = yaml.safe_load(template[0].path.read_text())
-    content["data"] |= {"max_image_pixels": 2**18, "sequence_length": 2**13,
-                        "sources": [{"path": str(folder / "data" / name)} for name in ("interleaved", "captions")]}
+    content["data"] |= {
+        "max_image_pixels": 2**18,
+        "sequence_length": 2**13,
+        "sources": [{"path": str(folder / "data" / name)} for name in ("interleaved", "captions")],
+    }
     write_whole(folder / "disttrain.yaml", yaml.safe_dump(content))
     run = read_run(folder / "disttrain.yaml")
     image = template[2].inputs.image
     assert image is not None
-    inputs = template[2].inputs.model_copy(update={
-        "sequence_length": 2**13, "image": image.model_copy(update={"max_pixels": 2**18})})
+    inputs = template[2].inputs.model_copy(
+        update={"sequence_length": 2**13, "image": image.model_copy(update={"max_pixels": 2**18})}
+    )
     index = build_index(run, inputs)
-    units = [UnitPlan(name=name, modules=[name], gpus=1, layers_per_stage=[len(module.layers)])
-             for name, module in template[2].modules.items()]
-    layout = Layout(global_batch_size=6, microbatch_size=3, microbatches=2, gpus_used=3, units=units)
+    units = [
+        UnitPlan(name=name, modules=[name], gpus=1, layers_per_stage=[len(module.layers)])
+        for name, module in template[2].modules.items()
+    ]
+    layout = Layout(
+        global_batch_size=6, microbatch_size=3, microbatches=2, gpus_used=3, units=units
+    )
     plan = template[1].model_copy(update={"plan": layout})
     profile = template[2].model_copy(update={"inputs": inputs})
     write_whole(run.dir.profile, profile.model_dump_json())
     write_plan(run.dir.plan, plan)
-    with Loader(run, Orders(run.file, layout, index, profile), unit="image_encoder", replica=0,
-                fields={"pixels"}) as own:
-        sizes = [sum(block.nbytes for block in own.fetch(step, slot).pixels or [])
-                 for step in range(3) for slot in range(2)]
+    with Loader(
+        run,
+        Orders(run.file, layout, index, profile),
+        unit="image_encoder",
+        replica=0,
+        fields={"pixels"},
+    ) as own:
+        sizes = [
+            sum(block.nbytes for block in own.fetch(step, slot).pixels or [])
+            for step in range(3)
+            for slot in range(2)
+        ]
     return (run, plan, profile), index, max(sizes) / 2**20
 
 
@@ -242,15 +309,23 @@ def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_pat
     try:
         own = fingerprint(identity_of(run.file, plan.plan, index, profile))
         client = flight.FlightClient(service.addresses[0])
-        requests = [Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"pixels"})) for n in range(6 * AT_ONCE)]
+        requests = [
+            Request(n // 2 % 6, n % 2, "image_encoder", 0, frozenset({"pixels"}))
+            for n in range(6 * AT_ONCE)
+        ]
         tickets = [flight.Ticket(wire.request_bytes(request, own)) for request in requests]
         start_mib = resident_mib(service.pids[0])
         streams = [client.do_get(ticket) for ticket in tickets]
         waiting = streams[-1]
-        for _ in range(6):  # a beat per second: the worker has time to go beyond its bound, if it would
+        for _ in range(
+            6
+        ):  # a beat per second: the worker has time to go beyond its bound, if it would
             assert waiting.read_chunk().app_metadata is None
         grown_mib = resident_mib(service.pids[0]) - start_mib
-        print(f"slot {slot_mib:.0f} MiB, worker {start_mib:.0f} MiB + {grown_mib:.0f} MiB, {len(tickets)} asked for")
+        print(
+            f"slot {slot_mib:.0f} MiB, worker {start_mib:.0f} MiB + {grown_mib:.0f} MiB,"
+            f" {len(tickets)} asked for"
+        )
         assert slot_mib < grown_mib < (AT_ONCE + 1) * slot_mib + 64
         for stream in streams:
             stream.cancel()

@@ -1,4 +1,5 @@
-"""Every layout trains the same model: losses, gradient norms and parameters equal a single process (fp32, 1e-5)."""
+"""Every layout trains the same model: losses, gradient norms and parameters equal a single process
+(fp32, 1e-5)."""
 
 from __future__ import annotations
 
@@ -43,18 +44,62 @@ def _layouts(run: Run) -> dict[str, tuple[list[UnitPlan], int]]:
     everything = [ENCODER, LLM, GENERATOR]
     total = e + m + g
     return {
-        "3-2-1": (three(unit("enc", [ENCODER], [e], 3), unit("llm", [LLM], [m], 2), unit("gen", [GENERATOR], [g])), 1),
-        "1-2-3": (three(unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], 2), unit("gen", [GENERATOR], [g], 3)), 1),
-        "2-pp2-2": (three(unit("enc", [ENCODER], [e], 2), unit("llm", [LLM], [2, m - 2]),
-                          unit("gen", [GENERATOR], [g], 2)), 1),  # slots of one sequence: some are text only
-        "1-pp2dp2-1": (three(unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m - 1, 1], 2),
-                             unit("gen", [GENERATOR], [g])), 1),
-        "pp2-2-pp2": (three(unit("enc", [ENCODER], [1, e - 1]), unit("llm", [LLM], [m], 2),
-                            unit("gen", [GENERATOR], [3, g - 3])), 1),
-        "tp2-tp2-tp2": (three(unit("enc", [ENCODER], [e], tp=2), unit("llm", [LLM], [m], tp=2),
-                              unit("gen", [GENERATOR], [g], tp=2)), 1),
-        "1-tp2dp2-1": (three(unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], 2, tp=2),
-                             unit("gen", [GENERATOR], [g])), 1),
+        "3-2-1": (
+            three(
+                unit("enc", [ENCODER], [e], 3),
+                unit("llm", [LLM], [m], 2),
+                unit("gen", [GENERATOR], [g]),
+            ),
+            1,
+        ),
+        "1-2-3": (
+            three(
+                unit("enc", [ENCODER], [e]),
+                unit("llm", [LLM], [m], 2),
+                unit("gen", [GENERATOR], [g], 3),
+            ),
+            1,
+        ),
+        "2-pp2-2": (
+            three(
+                unit("enc", [ENCODER], [e], 2),
+                unit("llm", [LLM], [2, m - 2]),
+                unit("gen", [GENERATOR], [g], 2),
+            ),
+            1,
+        ),  # slots of one sequence: some are text only
+        "1-pp2dp2-1": (
+            three(
+                unit("enc", [ENCODER], [e]),
+                unit("llm", [LLM], [m - 1, 1], 2),
+                unit("gen", [GENERATOR], [g]),
+            ),
+            1,
+        ),
+        "pp2-2-pp2": (
+            three(
+                unit("enc", [ENCODER], [1, e - 1]),
+                unit("llm", [LLM], [m], 2),
+                unit("gen", [GENERATOR], [3, g - 3]),
+            ),
+            1,
+        ),
+        "tp2-tp2-tp2": (
+            three(
+                unit("enc", [ENCODER], [e], tp=2),
+                unit("llm", [LLM], [m], tp=2),
+                unit("gen", [GENERATOR], [g], tp=2),
+            ),
+            1,
+        ),
+        "1-tp2dp2-1": (
+            three(
+                unit("enc", [ENCODER], [e]),
+                unit("llm", [LLM], [m], 2, tp=2),
+                unit("gen", [GENERATOR], [g]),
+            ),
+            1,
+        ),
         "monolithic-tp2pp3": ([unit("all", everything, [e + 1, m + 1, g - 2], tp=2)], 1),
         "monolithic-pp3dp2": ([unit("all", everything, [e + 1, m + 1, g - 2], 2)], 1),
         "monolithic-pp6": ([unit("all", everything, [2, e, m - 1, 2, 2, total - e - m - 5])], 1),
@@ -67,16 +112,32 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Six ranks train every layout in the same processes; the reference trains alone."""
     folder = tmp_path_factory.mktemp("equivalence")
     write_sample_data(folder / "data")
-    texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 9)) for n in range(200)]
-    cut = [(f"b{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24)) for n in range(120)
-           for place in range(2)]  # left out of both losses on all ranks, also the pictures that can be decoded
-    left_out = [interleaved(f"b{n}", text("Not trained."), image(f"b{n}.0.jpg", n % 3 == 2),
-                            image(f"b{n}.1.jpg", n % 3 == 1)) for n in range(120)]
+    texts = [
+        interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 9))
+        for n in range(200)
+    ]
+    cut = [
+        (f"b{n}.{place}.jpg", damaged(encoded(24, 24)) if place else encoded(24, 24))
+        for n in range(120)
+        for place in range(2)
+    ]  # left out of both losses on all ranks, also the pictures that can be decoded
+    left_out = [
+        interleaved(
+            f"b{n}",
+            text("Not trained."),
+            image(f"b{n}.0.jpg", n % 3 == 2),
+            image(f"b{n}.1.jpg", n % 3 == 1),
+        )
+        for n in range(120)
+    ]
     write_tar(folder / "data" / "interleaved" / "text.tar", [*texts, *cut, *left_out])
     run = write_run(folder, folder / "data")
     zero = write_run(folder / "zero", folder / "data", name="zero", zero_stage=1)
     bf16 = write_run(folder / "bf16", folder / "data", name="bf16", zero_stage=1, precision="bf16")
-    ordered = [write_run(folder / policy, folder / "data", name=policy, ordering=policy) for policy in POLICIES]
+    ordered = [
+        write_run(folder / policy, folder / "data", name=policy, ordering=policy)
+        for policy in POLICIES
+    ]
     for each in (run, zero, bf16, *ordered):
         build_index(each, describe(each), silent)
     cases = [(name, run, *layout) for name, layout in _layouts(run).items()]
@@ -84,20 +145,50 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases += [("faulty", run, *_layouts(run)["3-2-1"])]
     cases += [(f"bf16-{name}", bf16, *_layouts(bf16)[name]) for name in BF16]
     cases += [(f"{each.file.name}-3-2-1", each, *_layouts(each)["3-2-1"]) for each in ordered]
-    payload = {"cases": [
-        {"name": name, "run": str(each.path.resolve()), "plan": plan_of(each, units, m).model_dump(mode="json"),
-         "steps": STEPS, "out": str(folder / "out" / name)} for name, each, units, m in cases]}
+    payload = {
+        "cases": [
+            {
+                "name": name,
+                "run": str(each.path.resolve()),
+                "plan": plan_of(each, units, m).model_dump(mode="json"),
+                "steps": STEPS,
+                "out": str(folder / "out" / name),
+            }
+            for name, each, units, m in cases
+        ]
+    }
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     history, parameters, orders = reference(run, STEPS)
-    layouts = {each.file.train.ordering: plan_of(each, *_layouts(each)["3-2-1"]).plan for each in (run, *ordered)}
+    layouts = {
+        each.file.train.ordering: plan_of(each, *_layouts(each)["3-2-1"]).plan
+        for each in (run, *ordered)
+    }
     index = read_index(run, describe(run))
-    drawn = SequenceStream(index, run.file.train.seed).batch(0, STEPS * run.file.train.global_batch_size).samples
-    assert any(index.keys[row].startswith("b") for row in drawn.tolist()), "no damaged sample is in these steps"
-    members = {each.file.train.ordering: [[place for slot in order.slots for place in slot.sequences] for order in (
-        orders_of(each, layouts[each.file.train.ordering]).of(step)[0] for step in range(STEPS))]
-        for each in (run, *ordered)}
-    return {"folder": folder / "out", "history": history, "parameters": parameters, "orders": orders,
-            "members": members}
+    drawn = (
+        SequenceStream(index, run.file.train.seed)
+        .batch(0, STEPS * run.file.train.global_batch_size)
+        .samples
+    )
+    assert any(index.keys[row].startswith("b") for row in drawn.tolist()), (
+        "no damaged sample is in these steps"
+    )
+    members = {
+        each.file.train.ordering: [
+            [place for slot in order.slots for place in slot.sequences]
+            for order in (
+                orders_of(each, layouts[each.file.train.ordering]).of(step)[0]
+                for step in range(STEPS)
+            )
+        ]
+        for each in (run, *ordered)
+    }
+    return {
+        "folder": folder / "out",
+        "history": history,
+        "parameters": parameters,
+        "orders": orders,
+        "members": members,
+    }
 
 
 def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
@@ -109,15 +200,30 @@ def _trained(runs: dict[str, Any], name: str) -> tuple[list[list[float]], dict[s
 
 ZERO = ("3-2-1", "1-tp2dp2-1", "monolithic-pp3dp2")
 BF16 = ("1-2-3", "1-tp2dp2-1")
-FP32 = ["3-2-1", "1-2-3", "2-pp2-2", "1-pp2dp2-1", "pp2-2-pp2", "tp2-tp2-tp2", "1-tp2dp2-1",
-        "monolithic-pp3dp2", "monolithic-pp6", "monolithic-dp6", "monolithic-tp2pp3",
-        *(f"zero1-{name}" for name in ZERO), "paper-3-2-1", "best-3-2-1"]
+FP32 = [
+    "3-2-1",
+    "1-2-3",
+    "2-pp2-2",
+    "1-pp2dp2-1",
+    "pp2-2-pp2",
+    "tp2-tp2-tp2",
+    "1-tp2dp2-1",
+    "monolithic-pp3dp2",
+    "monolithic-pp6",
+    "monolithic-dp6",
+    "monolithic-tp2pp3",
+    *(f"zero1-{name}" for name in ZERO),
+    "paper-3-2-1",
+    "best-3-2-1",
+]
 
 
 @pytest.mark.parametrize("name", FP32)
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     history, weights = _trained(runs, name)
-    assert torch.allclose(torch.tensor(history), torch.tensor(runs["history"]), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        torch.tensor(history), torch.tensor(runs["history"]), rtol=1e-5, atol=1e-5
+    )
     assert len(weights) == len(runs["parameters"])
     for key, expected in runs["parameters"].items():
         assert torch.allclose(weights[f"weight/{key}"], expected, rtol=1e-5, atol=1e-5), key
@@ -147,4 +253,6 @@ def test_policies_order_the_same_sequences_differently(runs: dict[str, Any]) -> 
 
 def test_the_comparison_finds_a_broker_that_reverses_rows(runs: dict[str, Any]) -> None:
     history, _ = _trained(runs, "faulty")
-    assert not torch.allclose(torch.tensor(history), torch.tensor(runs["history"]), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(
+        torch.tensor(history), torch.tensor(runs["history"]), rtol=1e-3, atol=1e-3
+    )

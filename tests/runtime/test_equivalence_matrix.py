@@ -1,7 +1,8 @@
-"""The equivalence matrix: layouts of eight ranks drawn from everything that a plan may choose, beside named ones.
+"""The equivalence matrix: layouts of eight ranks drawn from everything that a plan may choose,
+beside named ones.
 
-Each equals the single process in losses, gradient norms and parameters (fp32, 1e-5). Draws come from a seeded
-generator, and each is named by what was drawn, so that a failure names its layout.
+Each equals the single process in losses, gradient norms and parameters (fp32, 1e-5). Draws come
+from a seeded generator, and each is named by what was drawn, so that a failure names its layout.
 """
 
 from __future__ import annotations
@@ -54,10 +55,16 @@ class Case:
     def name(self) -> str:
         """What was drawn."""
         short = {ENCODER: "E", LLM: "L", GENERATOR: "G", REFINER: "R"}
-        units = "_".join(f"{''.join(short[m] for m in u.modules)}.tp{u.tp}.dp{u.dp}."
-                         f"{'+'.join(map(str, u.layers_per_stage))}{'.recomputed' if u.checkpointing else ''}"
-                         for u in self.units)
-        trained = "" if self.trained is None else "-trains." + "+".join(short.get(name, name) for name in self.trained)
+        units = "_".join(
+            f"{''.join(short[m] for m in u.modules)}.tp{u.tp}.dp{u.dp}."
+            f"{'+'.join(map(str, u.layers_per_stage))}{'.recomputed' if u.checkpointing else ''}"
+            for u in self.units
+        )
+        trained = (
+            ""
+            if self.trained is None
+            else "-trains." + "+".join(short.get(name, name) for name in self.trained)
+        )
         return f"{units}-m{self.microbatch}-zero{self.zero_stage}-{self.ordering}{trained}"
 
     @property
@@ -76,8 +83,14 @@ def draw(generator: random.Random) -> Case:
         if sum(u.gpus for u in units) == RANKS and BATCH % (dp * microbatch) == 0:
             break
     trained = generator.choice([None] * 5 + [(LLM, "projectors"), ("projectors",)])
-    return Case(units, microbatch, modules, trained, generator.choice([0, 1]),
-                generator.choice(ORDERINGS.get(modules, ["none"])))
+    return Case(
+        units,
+        microbatch,
+        modules,
+        trained,
+        generator.choice([0, 1]),
+        generator.choice(ORDERINGS.get(modules, ["none"])),
+    )
 
 
 def _grouped(generator: random.Random, modules: tuple[str, ...]) -> list[list[str]]:
@@ -93,14 +106,24 @@ def _unit(generator: random.Random, modules: list[str]) -> UnitPlan:
     layers = sum(COUNTS[module] for module in modules)
     ends = sorted(generator.sample(range(1, layers), generator.choice([0, 0, 1, 2])))
     stages = [stop - start for start, stop in zip([0, *ends], [*ends, layers], strict=True)]
-    made = unit("".join(modules), modules, stages, generator.choice([1, 1, 2, 3, 4]), generator.choice([1, 2, 2, 4]))
+    made = unit(
+        "".join(modules),
+        modules,
+        stages,
+        generator.choice([1, 1, 2, 3, 4]),
+        generator.choice([1, 2, 2, 4]),
+    )
     return made.model_copy(update={"checkpointing": generator.random() < 0.25})
 
 
-def _three(encoder: tuple[int, int], llm: tuple[int, int], generator: tuple[int, int]) -> tuple[UnitPlan, ...]:
+def _three(
+    encoder: tuple[int, int], llm: tuple[int, int], generator: tuple[int, int]
+) -> tuple[UnitPlan, ...]:
     """Units of their own, each with (TP, DP)."""
-    return tuple(unit(name, [name], [COUNTS[name]], dp, tp)
-                 for name, (tp, dp) in zip(EVERYTHING, (encoder, llm, generator), strict=True))
+    return tuple(
+        unit(name, [name], [COUNTS[name]], dp, tp)
+        for name, (tp, dp) in zip(EVERYTHING, (encoder, llm, generator), strict=True)
+    )
 
 
 ALL = sum(COUNTS[name] for name in EVERYTHING)
@@ -110,7 +133,14 @@ NAMED = [
     Case(_three((1, 1), (1, 3), (2, 2))),
     Case(_three((2, 1), (4, 1), (2, 1))),
     Case(_three((1, 2), (2, 2), (2, 1)), zero_stage=1),
-    Case((unit("e", [ENCODER], [1, 3], 1, 2), unit("l", [LLM], [2, 3], 1, 1), unit("g", [GENERATOR], [8], 1, 2)), 2),
+    Case(
+        (
+            unit("e", [ENCODER], [1, 3], 1, 2),
+            unit("l", [LLM], [2, 3], 1, 1),
+            unit("g", [GENERATOR], [8], 1, 2),
+        ),
+        2,
+    ),
     Case((unit("all", list(EVERYTHING), [ALL], 4, 2),), zero_stage=1),
     Case((unit("all", list(EVERYTHING), [3, 9, 5 - 4, 4], 1, 2),), 3),
 ]
@@ -129,10 +159,14 @@ CASES = {case.name: case for case in _all_cases()}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Eight ranks train every case, a third of them in each launch; every model is trained alone once too."""
+    """Eight ranks train every case, a third of them in each launch; every model is trained alone
+    once too."""
     folder = tmp_path_factory.mktemp("matrix")
     write_sample_data(folder / "data")
-    texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8)) for n in range(200)]
+    texts = [
+        interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8))
+        for n in range(200)
+    ]
     write_tar(folder / "data" / "interleaved" / "text.tar", texts)
     written: dict[Any, Run] = {}
     payloads = []
@@ -143,28 +177,53 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         plan = plan_of(written[key], list(case.units), case.microbatch)
         trained = None if case.trained is None else list(case.trained)
         plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={"trained": trained})})
-        payloads.append({"name": name, "run": str(written[key].path.resolve()), "plan": plan.model_dump(mode="json"),
-                         "steps": STEPS, "out": str(folder / "out" / name)})
+        payloads.append(
+            {
+                "name": name,
+                "run": str(written[key].path.resolve()),
+                "plan": plan.model_dump(mode="json"),
+                "steps": STEPS,
+                "out": str(folder / "out" / name),
+            }
+        )
     for first in range(LAUNCHES):
-        launch(RANKS, "tests.runtime.equivalence_worker:ranks", {"cases": payloads[first::LAUNCHES]},
-               folder / "logs" / str(first), timeout_s=1200)
+        launch(
+            RANKS,
+            "tests.runtime.equivalence_worker:ranks",
+            {"cases": payloads[first::LAUNCHES]},
+            folder / "logs" / str(first),
+            timeout_s=1200,
+        )
     models = {case.model: replace(case, zero_stage=0, ordering="none") for case in CASES.values()}
-    alone = {model: _run(folder / f"alone-{place}", folder / "data", case)
-             for place, (model, case) in enumerate(models.items())}
-    return {"out": folder / "out", "references": {model: reference(run, STEPS)[:2] for model, run in alone.items()}}
+    alone = {
+        model: _run(folder / f"alone-{place}", folder / "data", case)
+        for place, (model, case) in enumerate(models.items())
+    }
+    return {
+        "out": folder / "out",
+        "references": {model: reference(run, STEPS)[:2] for model, run in alone.items()},
+    }
 
 
 def _run(folder: Path, data: Path, case: Case) -> Run:
-    run = write_run(folder, data, name=folder.name, modules=case.modules, zero_stage=case.zero_stage,
-                    ordering=case.ordering, global_batch_size=BATCH)
+    run = write_run(
+        folder,
+        data,
+        name=folder.name,
+        modules=case.modules,
+        zero_stage=case.zero_stage,
+        ordering=case.ordering,
+        global_batch_size=BATCH,
+    )
     content = yaml.safe_load(run.path.read_text())
     content["model"]["trained"] = None if case.trained is None else list(case.trained)
     content["cluster"]["gpus_per_node"] = RANKS
     run.path.write_text(yaml.safe_dump(content))
     run = read_run(run.path)
     build_index(run, describe(run), silent)
-    assert {name: [info.module for info in layer_table(run)].count(name) for name in case.modules} == {
-        name: COUNTS[name] for name in case.modules}
+    assert {
+        name: [info.module for info in layer_table(run)].count(name) for name in case.modules
+    } == {name: COUNTS[name] for name in case.modules}
     return run
 
 
@@ -182,12 +241,20 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
 
 
 def test_the_draws_cover_what_a_plan_may_choose() -> None:
-    drawn = list(CASES.values())[len(NAMED):]
+    drawn = list(CASES.values())[len(NAMED) :]
     units = [u for case in drawn for u in case.units]
     assert len(drawn) >= 24
-    assert {u.tp for u in units} == {1, 2, 4} and len({u.dp for u in units}) > 2 and {u.pp for u in units} == {1, 2, 3}
-    assert any(u.tp > 1 and u.dp > 1 and u.pp > 1 for u in units) and any(u.checkpointing for u in units)
+    assert (
+        {u.tp for u in units} == {1, 2, 4}
+        and len({u.dp for u in units}) > 2
+        and {u.pp for u in units} == {1, 2, 3}
+    )
+    assert any(u.tp > 1 and u.dp > 1 and u.pp > 1 for u in units) and any(
+        u.checkpointing for u in units
+    )
     assert {case.zero_stage for case in drawn} == {0, 1}
     assert {case.ordering for case in drawn} == {"none", "paper", "best"}
-    assert {len(case.units) for case in drawn} == {1, 2, 3, 4} and {case.trained for case in drawn} > {None}
+    assert {len(case.units) for case in drawn} == {1, 2, 3, 4} and {
+        case.trained for case in drawn
+    } > {None}
     assert len({case.modules for case in drawn}) == 4

@@ -1,4 +1,5 @@
-"""Held-out losses: those of a direct forward pass, the same every time, and of the steps that ask for them."""
+"""Held-out losses: those of a direct forward pass, the same every time, and of the steps that ask
+for them."""
 
 from __future__ import annotations
 
@@ -33,10 +34,15 @@ class OneProcess:
 
     def __init__(self, run: Run) -> None:
         self.layers = build_layers(run, 0, len(layer_table(run)))
-        self.loss_modules = {layer.loss: layer.module for layer in self.layers if layer.loss is not None}
+        self.loss_modules = {
+            layer.loss: layer.module for layer in self.layers if layer.loss is not None
+        }
         self.rows: list[str] = []
-        self.tracer = SimpleNamespace(mark=lambda: 0, begin=lambda *_: None,
-                                      record=lambda operation, *_: self.rows.append(operation))
+        self.tracer = SimpleNamespace(
+            mark=lambda: 0,
+            begin=lambda *_: None,
+            record=lambda operation, *_: self.rows.append(operation),
+        )
 
     def evaluate(self, order: Any, fetch: Any) -> dict[str, float]:
         losses = dict.fromkeys(self.loss_modules, 0.0)
@@ -52,17 +58,22 @@ def losses_of(layers: list[Any], batch: Any) -> dict[str, float]:
     with torch.no_grad():
         for layer in layers:
             state.update(layer(state, batch))
-    return {name.removeprefix(LOSS_PREFIX): float(loss) for name, loss in state.items()
-            if name.startswith(LOSS_PREFIX)}
+    return {
+        name.removeprefix(LOSS_PREFIX): float(loss)
+        for name, loss in state.items()
+        if name.startswith(LOSS_PREFIX)
+    }
 
 
 def mean_losses(run: Run, layers: list[Any], index: Index) -> tuple[float, float]:
-    """Means over tokens and images of the first held-out sequences, a whole global batch at a time."""
+    """Means over tokens and images of the first held-out sequences, a whole global batch at a
+    time."""
     names = list(dict.fromkeys(info.module for info in layer_table(run)))
     layout = plan_of(run, [unit("all", names, [len(layers)])], 6).plan
     text = image = labels = targets = 0.0
-    with Loader(run, Orders(run.file, layout, held_out(index)), unit="all", replica=0,
-                fields=fields_of(run)) as loader:
+    with Loader(
+        run, Orders(run.file, layout, held_out(index)), unit="all", replica=0, fields=fields_of(run)
+    ) as loader:
         for step in range(-(-SEQUENCES // 6)):
             order = loader.order(step)
             batch = to_batch(loader.fetch(step, 0), order, torch.device("cpu"), torch.float32)
@@ -87,8 +98,15 @@ def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Pa
     layout = plan_of(run, [unit("all", list(dict.fromkeys(modules)), [len(modules)])], 3).plan
     place = stage_graph(layout, "llm").coords(0)
     assert isinstance(place, RankCoords)
-    evaluation = Evaluation(run, EvaluationSpec(every_steps=3, sequences=SEQUENCES), layout, index, place,
-                            fields_of(run), torch.float32)
+    evaluation = Evaluation(
+        run,
+        EvaluationSpec(every_steps=3, sequences=SEQUENCES),
+        layout,
+        index,
+        place,
+        fields_of(run),
+        torch.float32,
+    )
     assert [step for step in range(9) if evaluation.due(step)] == [2, 5, 8]
     with alone(tmp_path):
         first, again = evaluation.losses(engine), evaluation.losses(engine)
@@ -100,12 +118,17 @@ def test_losses_are_those_of_a_forward_pass_and_the_same_every_time(tmp_path: Pa
 
 
 def test_several_generators_are_told_apart() -> None:
-    """A generator's own weight is taken out of its loss; `loss_image` is the mean, and one generator is no list."""
+    """A generator's own weight is taken out of its loss; `loss_image` is the mean, and one
+    generator is no list."""
     weights = LossWeights(text=2.0, image=0.5, modules={"refiner": 4.0})
     modules = {"text": "llm", "image": "painter", "image/refiner": "refiner"}
     found = told(modules, {"text": 6.0, "image": 1.0, "image/refiner": 2.0}, weights)
-    assert found == {"loss": 9.0, "loss_text": 3.0, "loss_image": 1.25,
-                     "generator_losses": {"painter": 2.0, "refiner": 0.5}}
+    assert found == {
+        "loss": 9.0,
+        "loss_text": 3.0,
+        "loss_image": 1.25,
+        "generator_losses": {"painter": 2.0, "refiner": 0.5},
+    }
     one = told({"text": "llm", "image": "refiner"}, {"text": 6.0, "image": 2.0}, weights)
     assert one == {"loss": 8.0, "loss_text": 3.0, "loss_image": 0.5}
     assert told({"text": "llm"}, {"text": 6.0}, weights)["loss_image"] == 0.0

@@ -1,4 +1,5 @@
-"""A model with two generators, or two image encoders, trains alike on every layout, side by side and in a line.
+"""A model with two generators, or two image encoders, trains alike on every layout, side by side
+and in a line.
 
 Losses, norms and parameters equal a single process (fp32, 1e-5).
 """
@@ -27,23 +28,51 @@ from tests.runtime.factory import REFINER, plan_of, unit
 from tests.runtime.factory import write_run as write_one
 
 STEPS = 2
-EYE, LLM, FIRST, SECOND, OTHER_EYE = "image_encoder", "llm", "image_generator", "refiner", "other_encoder"
+EYE, LLM, FIRST, SECOND, OTHER_EYE = (
+    "image_encoder",
+    "llm",
+    "image_generator",
+    "refiner",
+    "other_encoder",
+)
 #: SigLIP, which has no class token, beside the tests' ViT, which has one.
 SIGLIP: dict[str, Any] = {
-    "kind": "encoder", "architecture": "siglip_vision_model", "merge": 2,
-    "config": {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
-               "image_size": 32, "patch_size": 8}}
+    "kind": "encoder",
+    "architecture": "siglip_vision_model",
+    "merge": 2,
+    "config": {
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+}
 
 
-def write_run(folder: Path, data: Path, more: dict[str, Any], trained: list[str] | None = None,
-              without: tuple[str, ...] = ()) -> Run:
+def write_run(
+    folder: Path,
+    data: Path,
+    more: dict[str, Any],
+    trained: list[str] | None = None,
+    without: tuple[str, ...] = (),
+) -> Run:
     """The tests' run with more modules; the loss of a second generator weighs twice."""
     run = write_one(folder, data, name=folder.name, global_batch_size=4, steps=STEPS)
     content = yaml.safe_load(run.path.read_text())
     model = content["model"]
-    model["modules"] = {name: one for name, one in (model["modules"] | more).items() if name not in without}
-    model |= {"trained": trained, "loss_weights": {
-        "text": 1.0, "image": 0.5, "modules": {SECOND: 2.0} if SECOND in model["modules"] else {}}}
+    model["modules"] = {
+        name: one for name, one in (model["modules"] | more).items() if name not in without
+    }
+    model |= {
+        "trained": trained,
+        "loss_weights": {
+            "text": 1.0,
+            "image": 0.5,
+            "modules": {SECOND: 2.0} if SECOND in model["modules"] else {},
+        },
+    }
     run.path.write_text(yaml.safe_dump(content, sort_keys=False))
     run = read_run(run.path)
     build_index(run, describe(run))
@@ -57,11 +86,24 @@ def _seeing(run: Run) -> dict[str, list[UnitPlan]]:
     eye, other = unit("eye", [EYE], [e]), unit("other", [OTHER_EYE], [o])
     return {
         "eyes 1+3-2": [eye, unit("other", [OTHER_EYE], [o], 3), unit("llm", [LLM], [m], 2)],
-        "eyes pp2+1-pp3": [unit("eye", [EYE], [1, e - 1]), other, unit("llm", [LLM], [1, m - 2, 1])],
-        "eyes 2+tp2-tp2": [unit("eye", [EYE], [e], 2), unit("other", [OTHER_EYE], [o], tp=2),
-                           unit("llm", [LLM], [m], tp=2)],
-        "eyes both pp2-dp4": [unit("both", [EYE, OTHER_EYE], [e + 1, o - 1]), unit("llm", [LLM], [m], 4)],
-        "eyes 5-with the LLM": [unit("eye", [EYE], [e], 5), unit("rest", [OTHER_EYE, LLM], [o + m])],
+        "eyes pp2+1-pp3": [
+            unit("eye", [EYE], [1, e - 1]),
+            other,
+            unit("llm", [LLM], [1, m - 2, 1]),
+        ],
+        "eyes 2+tp2-tp2": [
+            unit("eye", [EYE], [e], 2),
+            unit("other", [OTHER_EYE], [o], tp=2),
+            unit("llm", [LLM], [m], tp=2),
+        ],
+        "eyes both pp2-dp4": [
+            unit("both", [EYE, OTHER_EYE], [e + 1, o - 1]),
+            unit("llm", [LLM], [m], 4),
+        ],
+        "eyes 5-with the LLM": [
+            unit("eye", [EYE], [e], 5),
+            unit("rest", [OTHER_EYE, LLM], [o + m]),
+        ],
         "eyes monolithic tp2 pp3": [unit("all", [EYE, OTHER_EYE, LLM], [e - 1, o, m + 1], tp=2)],
     }
 
@@ -79,24 +121,52 @@ def _layouts(run: Run) -> dict[str, list[UnitPlan]]:
         "1-tp2-tp2+1": [eye, unit("llm", [LLM], [m], tp=2), unit("gen", [FIRST], [g], tp=2), ref],
         "1-pp2-1+tp2": [eye, unit("llm", [LLM], [2, m - 2]), gen, unit("ref", [SECOND], [r], tp=2)],
         "1-1-both pp2 dp2": [eye, llm, unit("both", [FIRST, SECOND], [g + 2, r - 2], 2)],
-        "with the LLM pp2+2": [unit("eye", [EYE], [e], 2), unit("rest", [LLM, FIRST], [m + 3, g - 3]),
-                               unit("ref", [SECOND], [r], 2)],
+        "with the LLM pp2+2": [
+            unit("eye", [EYE], [e], 2),
+            unit("rest", [LLM, FIRST], [m + 3, g - 3]),
+            unit("ref", [SECOND], [r], 2),
+        ],
         "monolithic pp3 dp2": [unit("all", [EYE, LLM, FIRST, SECOND], [e + m, g + 2, r - 2], 2)],
         "monolithic pp6": [unit("all", [EYE, LLM, FIRST, SECOND], [e, m, 4, g - 2, 1, r - 3])],
     }
 
 
-CASES = ["1-2-1+2", "1-1-2+pp2", "1-1-pp3+1", "1-tp2-tp2+1", "1-pp2-1+tp2", "1-1-both pp2 dp2", "with the LLM pp2+2",
-         "monolithic pp3 dp2", "monolithic pp6", "refiner alone 1-1-2+pp2", "frozen refiner 1-1-2+pp2",
-         "frozen refiner monolithic pp6", "eyes 1+3-2", "eyes pp2+1-pp3", "eyes 2+tp2-tp2", "eyes both pp2-dp4",
-         "eyes 5-with the LLM", "eyes monolithic tp2 pp3", "one eye frozen 1+3-2"]
+CASES = [
+    "1-2-1+2",
+    "1-1-2+pp2",
+    "1-1-pp3+1",
+    "1-tp2-tp2+1",
+    "1-pp2-1+tp2",
+    "1-1-both pp2 dp2",
+    "with the LLM pp2+2",
+    "monolithic pp3 dp2",
+    "monolithic pp6",
+    "refiner alone 1-1-2+pp2",
+    "frozen refiner 1-1-2+pp2",
+    "frozen refiner monolithic pp6",
+    "eyes 1+3-2",
+    "eyes pp2+1-pp3",
+    "eyes 2+tp2-tp2",
+    "eyes both pp2-dp4",
+    "eyes 5-with the LLM",
+    "eyes monolithic tp2 pp3",
+    "one eye frozen 1+3-2",
+]
 #: Those that run a second time with NCCL's order of messages, and sends that block.
-IN_ORDER = ["1-2-1+2", "1-1-pp3+1", "1-tp2-tp2+1", "monolithic pp6", "frozen refiner 1-1-2+pp2", "eyes pp2+1-pp3"]
+IN_ORDER = [
+    "1-2-1+2",
+    "1-1-pp3+1",
+    "1-tp2-tp2+1",
+    "monolithic pp6",
+    "frozen refiner 1-1-2+pp2",
+    "eyes pp2+1-pp3",
+]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Six ranks train every layout in the same processes; references train alone. By case: (out, reference)."""
+    """Six ranks train every layout in the same processes; references train alone. By case: (out,
+    reference)."""
     folder = tmp_path_factory.mktemp("several")
     write_sample_data(folder / "data")
     two, eyes = {SECOND: REFINER}, {OTHER_EYE: SIGLIP}
@@ -106,19 +176,40 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     seeing = write_run(folder / "seeing", folder / "data", eyes, without=(FIRST,))
     one_eye = write_run(folder / "one-eye", folder / "data", eyes, [EYE, LLM], without=(FIRST,))
     cases = [(name, every, units) for name, units in _layouts(every).items()]
-    cases += [("refiner alone 1-1-2+pp2", alone, _layouts(alone)["1-1-2+pp2"]),
-              *((f"frozen refiner {name}", frozen, _layouts(frozen)[name]) for name in ("1-1-2+pp2", "monolithic pp6")),
-              *((name, seeing, units) for name, units in _seeing(seeing).items()),
-              ("one eye frozen 1+3-2", one_eye, _seeing(one_eye)["eyes 1+3-2"])]
-    payload = {"cases": [
-        {"name": name, "run": str(run.path.resolve()), "plan": plan_of(run, units, 1).model_dump(mode="json"),
-         "steps": STEPS, "out": str(folder / "out" / name)} for name, run, units in cases]}
-    payload["cases"] += [case | {"name": f"{case['name']} in order", "out": f"{case['out']} in order", "in order": True}
-                         for case in payload["cases"] if case["name"] in IN_ORDER]
+    cases += [
+        ("refiner alone 1-1-2+pp2", alone, _layouts(alone)["1-1-2+pp2"]),
+        *(
+            (f"frozen refiner {name}", frozen, _layouts(frozen)[name])
+            for name in ("1-1-2+pp2", "monolithic pp6")
+        ),
+        *((name, seeing, units) for name, units in _seeing(seeing).items()),
+        ("one eye frozen 1+3-2", one_eye, _seeing(one_eye)["eyes 1+3-2"]),
+    ]
+    payload = {
+        "cases": [
+            {
+                "name": name,
+                "run": str(run.path.resolve()),
+                "plan": plan_of(run, units, 1).model_dump(mode="json"),
+                "steps": STEPS,
+                "out": str(folder / "out" / name),
+            }
+            for name, run, units in cases
+        ]
+    }
+    payload["cases"] += [
+        case
+        | {"name": f"{case['name']} in order", "out": f"{case['out']} in order", "in order": True}
+        for case in payload["cases"]
+        if case["name"] in IN_ORDER
+    ]
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     references = {id(run): reference(run, STEPS) for run in (every, alone, frozen, seeing, one_eye)}
-    return {f"{name}{how}": (folder / "out" / f"{name}{how}", references[id(run)]) for name, run, _ in cases
-            for how in ("", " in order")}
+    return {
+        f"{name}{how}": (folder / "out" / f"{name}{how}", references[id(run)])
+        for name, run, _ in cases
+        for how in ("", " in order")
+    }
 
 
 @pytest.mark.slow
@@ -126,7 +217,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     out, (history, parameters, _) = runs[name]
     found = json.loads((out / "history.json").read_text())
-    assert [len(row) for row in found] == [2 if "eye" in name else 4] * STEPS  # text, both images, norm
+    assert [len(row) for row in found] == [
+        2 if "eye" in name else 4
+    ] * STEPS  # text, both images, norm
     assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
     saved = checkpoint_folder.latest(out / "checkpoints")
     assert saved is not None

@@ -1,4 +1,5 @@
-"""Training as the command runs it: traces, checkpoints, resuming, and what happens when something breaks."""
+"""Training as the command runs it: traces, checkpoints, resuming, and what happens when something
+breaks."""
 
 from __future__ import annotations
 
@@ -38,8 +39,14 @@ def _losses(steps: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
 def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data: Path) -> None:
     import pyarrow.parquet as pq
 
-    changes = {"zero_stage": 1, "ordering": "paper", "held_out": 0.3, "evaluation": {"every_steps": 2, "sequences": 6},
-               "ema": {"decay": 0.5, "modules": ["image_generator"]}, "checkpoint": {"every_steps": 1, "keep": 2}}
+    changes = {
+        "zero_stage": 1,
+        "ordering": "paper",
+        "held_out": 0.3,
+        "evaluation": {"every_steps": 2, "sequences": 6},
+        "ema": {"decay": 0.5, "modules": ["image_generator"]},
+        "checkpoint": {"every_steps": 1, "keep": 2},
+    }
     whole = train(*make_job(tmp_path / "whole", data, **changes), steps=4)
     assert [step["step"] for step in whole.steps] == [0, 1, 2, 3]
     assert len(whole.images) == 8 and all(Path(path).stat().st_size > 100 for path in whole.images)
@@ -54,19 +61,31 @@ def test_resuming_is_bit_identical_and_leaves_whole_traces(tmp_path: Path, data:
     assert [sorted(own) if own else None for own in evaluated] == [None, ["image", "text"]] * 2
     groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
     ends = [read_tensors(Path(result.checkpoint), groups=groups) for result in (whole, second)]
-    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
-    assert [path.name for path in all_of(Path(second.checkpoint).parent)] == ["step-000003", "step-000004"]
+    assert ends[0].keys() == ends[1].keys() and all(
+        torch.equal(ends[0][key], ends[1][key]) for key in ends[0]
+    )
+    assert [path.name for path in all_of(Path(second.checkpoint).parent)] == [
+        "step-000003",
+        "step-000004",
+    ]
 
     traces = Path(second.trace)
     assert read_job(traces / "job.json").layout == job[1].plan
     table = pq.read_table(traces / "rank-00001")
-    assert [field.name for field in table.schema][:len(TRACE_COLUMNS)] == list(TRACE_COLUMNS)
+    assert [field.name for field in table.schema][: len(TRACE_COLUMNS)] == list(TRACE_COLUMNS)
     assert set(table["operation"].to_pylist()) == set(OPERATIONS)
     assert set(table["step"].to_pylist()) == {0, 1, 2, 3}
-    held = [size for operation, size in zip(table["operation"].to_pylist(), table["bytes"].to_pylist(), strict=True)
-            if operation == "memory"]
+    held = [
+        size
+        for operation, size in zip(
+            table["operation"].to_pylist(), table["bytes"].to_pylist(), strict=True
+        )
+        if operation == "memory"
+    ]
     assert len(held) == 4 and 0 < held[0] <= held[1] and 0 < held[2] <= held[3]  # two starts
-    assert list(pq.read_table(traces / "steps").column_names)[:len(STEP_COLUMNS)] == list(STEP_COLUMNS)
+    assert list(pq.read_table(traces / "steps").column_names)[: len(STEP_COLUMNS)] == list(
+        STEP_COLUMNS
+    )
     with pytest.raises(SpecError, match="newest checkpoint is of step 4"):
         train(*job, steps=4, resume=True)
     with pytest.raises(SpecError, match="disttrain train --restart"):
@@ -86,8 +105,12 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> 
     with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL") as caught:
         train(*job, steps=50, on_step=kill_rank_1)
     assert "rank-00001.log" in caught.value.why
-    steps = open_database([job[0].dir.root]).sql("SELECT rank, max(step) AS last FROM recorded GROUP BY rank")
-    assert len(steps) == 3 and all(row["last"] >= 1 for row in steps)  # step 2 had just been reported
+    steps = open_database([job[0].dir.root]).sql(
+        "SELECT rank, max(step) AS last FROM recorded GROUP BY rank"
+    )
+    assert len(steps) == 3 and all(
+        row["last"] >= 1 for row in steps
+    )  # step 2 had just been reported
     assert ranks and not psutil.Process().children(recursive=True)
 
 
@@ -95,9 +118,11 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
     broken = tmp_path / "data"
     for tar in data.rglob("*.tar"):
         content = bytearray(tar.read_bytes())
-        place = content.find(b"\xff\xda")  # start of scan: the header stays readable, the pixels do not
+        place = content.find(
+            b"\xff\xda"
+        )  # start of scan: the header stays readable, the pixels do not
         while place >= 0:
-            content[place:place + 2] = b"\xff\xd9"
+            content[place : place + 2] = b"\xff\xd9"
             place = content.find(b"\xff\xda", place + 2)
         (broken / tar.relative_to(data)).parent.mkdir(parents=True, exist_ok=True)
         (broken / tar.relative_to(data)).write_bytes(content)
@@ -109,7 +134,9 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
 def test_profiled_steps_are_joined_with_our_rows(tmp_path: Path, data: Path) -> None:
     job = make_job(tmp_path, data, checkpoint={"every_steps": 3, "keep": 2})
     train(*job, steps=3)
-    resumed = train(*job, steps=6, resume=True, profile_steps=range(2, 5))  # of which the first is past
+    resumed = train(
+        *job, steps=6, resume=True, profile_steps=range(2, 5)
+    )  # of which the first is past
     files = sorted(path.name for path in (Path(resumed.trace) / "kineto").iterdir())
     assert files == [f"rank-{rank:05d}-start-001.json.gz" for rank in range(3)]
     database = open_database([Path(resumed.run_dir)])
@@ -119,5 +146,8 @@ def test_profiled_steps_are_joined_with_our_rows(tmp_path: Path, data: Path) -> 
         assert row.count == 2 * job[1].plan.microbatches and 0 < row.shares["idle"] < 1 and row.top
         assert sum(row.shares.values()) == pytest.approx(1, abs=0.02)
     assert rows["llm", "forward"].shares["gemm"] + rows["llm", "forward"].shares["attention"] > 0.05
-    assert any(warning.startswith("steps 3 to 4 were recorded by torch's profiler") for warning in database.warnings)
+    assert any(
+        warning.startswith("steps 3 to 4 were recorded by torch's profiler")
+        for warning in database.warnings
+    )
     assert not any("the clock moves" in warning for warning in database.warnings)

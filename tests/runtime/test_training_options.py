@@ -1,4 +1,5 @@
-"""Freezing, recomputation, schedules, bad losses and models without parts, over four ranks, against one process."""
+"""Freezing, recomputation, schedules, bad losses and models without parts, over four ranks, against
+one process."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ from tests.runtime.factory import plan_of, unit, write_run
 
 Runs = Callable[[str], tuple[Run, Path]]
 STEPS, SPOILT = 2, 1
-VAE = {"block_out_channels": [8, 8], "down_block_types": ["DownEncoderBlock2D"] * 2,
-       "up_block_types": ["UpDecoderBlock2D"] * 2, "norm_num_groups": 4, "latent_channels": 4}
+VAE = {
+    "block_out_channels": [8, 8],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
 ENCODER, LLM, GENERATOR = EVERYTHING = ("image_encoder", "llm", "image_generator")
 
 
 def _units(run: Run, layout: str, recompute: bool) -> list[UnitPlan]:
-    """Four ranks: three units with a pipeline in the LLM's, or one unit with everything, as a pipeline or over TP."""
+    """Four ranks: three units with a pipeline in the LLM's, or one unit with everything, as a
+    pipeline or over TP."""
     modules = [info.module for info in layer_table(run)]
     counts = {name: modules.count(name) for name in dict.fromkeys(modules)}
     total = len(modules)
@@ -41,8 +48,10 @@ def _units(run: Run, layout: str, recompute: bool) -> list[UnitPlan]:
         units = [unit("all", list(counts), [total], 2, tp=2)]
     else:
         free = 4 - sum(name != LLM for name in counts)
-        units = [unit(name, [name], _split(count, free)) if name == LLM else unit(name, [name], [count])
-                 for name, count in counts.items()]
+        units = [
+            unit(name, [name], _split(count, free)) if name == LLM else unit(name, [name], [count])
+            for name, count in counts.items()
+        ]
     return [each.model_copy(update={"checkpointing": recompute}) for each in units]
 
 
@@ -61,9 +70,26 @@ CASES: dict[str, tuple[str, tuple[str, ...], list[str] | None, bool, dict[str, A
     "zero1-projectors": ("monolithic", EVERYTHING, ["projectors"], False, {"zero_stage": 1}),
     "recompute": ("units", EVERYTHING, None, True, {}),
     "recompute-frozen-llm": ("monolithic", EVERYTHING, [ENCODER, "projectors"], True, {}),
-    "rates": ("monolithic", EVERYTHING, None, False, {"zero_stage": 1, "optimizer": {
-        "lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1, "warmup_steps": 1, "schedule": "cosine",
-        "modules": {LLM: {"lr": 3e-3, "schedule": "linear", "weight_decay": 0.0}, "projectors": {"warmup_steps": 2}}}}),
+    "rates": (
+        "monolithic",
+        EVERYTHING,
+        None,
+        False,
+        {
+            "zero_stage": 1,
+            "optimizer": {
+                "lr": 1e-3,
+                "eps": 1e-5,
+                "weight_decay": 0.1,
+                "warmup_steps": 1,
+                "schedule": "cosine",
+                "modules": {
+                    LLM: {"lr": 3e-3, "schedule": "linear", "weight_decay": 0.0},
+                    "projectors": {"warmup_steps": 2},
+                },
+            },
+        },
+    ),
     "no-generator": ("units", (ENCODER, LLM), None, False, {}),
     "no-encoder": ("units", (LLM, GENERATOR), None, False, {}),
     "llm-alone": ("units", (LLM,), None, False, {}),
@@ -74,9 +100,21 @@ CASES: dict[str, tuple[str, tuple[str, ...], list[str] | None, bool, dict[str, A
     "tp-projectors": ("tp", EVERYTHING, ["projectors"], True, {}),
     "dropout-frozen-encoder": ("monolithic", EVERYTHING, [GENERATOR, "projectors"], False, {}),
     "skipped": ("units", EVERYTHING, None, False, {"on_bad_loss": "skip"}),
-    "skipped-zero1": ("monolithic", EVERYTHING, None, False, {"on_bad_loss": "skip", "zero_stage": 1}),
+    "skipped-zero1": (
+        "monolithic",
+        EVERYTHING,
+        None,
+        False,
+        {"on_bad_loss": "skip", "zero_stage": 1},
+    ),
     "stopped": ("units", EVERYTHING, None, False, {}),
-    "bf16-frozen": ("units", EVERYTHING, [ENCODER, "projectors"], True, {"precision": "bf16", "zero_stage": 1}),
+    "bf16-frozen": (
+        "units",
+        EVERYTHING,
+        [ENCODER, "projectors"],
+        True,
+        {"precision": "bf16", "zero_stage": 1},
+    ),
 }
 SPOILED = ("skipped", "skipped-zero1", "stopped")
 QUICK = ("frozen-encoder-projector", "stopped")  # trained also where slow tests are left out
@@ -89,7 +127,8 @@ def _marked(names: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """A case's run and what its ranks left; the quick cases are trained together, as are the others."""
+    """A case's run and what its ranks left; the quick cases are trained together, as are the
+    others."""
     known: dict[str, tuple[Run, Path]] = {}
 
     def of(name: str) -> tuple[Run, Path]:
@@ -97,13 +136,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             together = [other for other in CASES if (other in QUICK) == (name in QUICK)]
             known.update(_train(together, tmp_path_factory.mktemp("options")))
         return known[name]
+
     return of
 
 
 def _train(names: list[str], folder: Path) -> dict[str, tuple[Run, Path]]:
     """Four ranks train some cases, one after the other, in the same processes."""
     write_sample_data(folder / "data")
-    texts = [interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8)) for n in range(40)]
+    texts = [
+        interleaved(f"{n:03d}", text(f"Text {n}: " + "no image here, only words. " * 8))
+        for n in range(40)
+    ]
     write_tar(folder / "data" / "interleaved" / "text.tar", texts)
     found, cases = {}, []
     for name in names:
@@ -112,17 +155,32 @@ def _train(names: list[str], folder: Path) -> dict[str, tuple[Run, Path]]:
         run = _changed(run, trained, vae=name == "vae", dropout=0.2 if "dropout" in name else 0.0)
         build_index(run, describe(run), silent)
         plan = plan_of(run, _units(run, layout, recompute), 1)
-        plan = plan.model_copy(update={"plan": plan.plan.model_copy(update={
-            "zero_stage": run.file.train.zero_stage, "trained": trained})})
+        plan = plan.model_copy(
+            update={
+                "plan": plan.plan.model_copy(
+                    update={"zero_stage": run.file.train.zero_stage, "trained": trained}
+                )
+            }
+        )
         found[name] = (run, folder / "out" / name)
-        cases.append({"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "out": str(found[name][1]),
-                      "steps": STEPS + (name in SPOILED), "spoilt": SPOILT if name in SPOILED else None})
-    launch(4, "tests.runtime.options_worker:ranks", {"cases": cases}, folder / "logs", timeout_s=400)
+        cases.append(
+            {
+                "run": str(run.path.resolve()),
+                "plan": plan.model_dump(mode="json"),
+                "out": str(found[name][1]),
+                "steps": STEPS + (name in SPOILED),
+                "spoilt": SPOILT if name in SPOILED else None,
+            }
+        )
+    launch(
+        4, "tests.runtime.options_worker:ranks", {"cases": cases}, folder / "logs", timeout_s=400
+    )
     return found
 
 
 def _changed(run: Run, trained: list[str] | None, vae: bool, dropout: float) -> Run:
-    """The run with a choice of what is trained, with a VAE in front of its generator, with dropout."""
+    """The run with a choice of what is trained, with a VAE in front of its generator, with
+    dropout."""
     content = yaml.safe_load(run.path.read_text())
     content["model"]["trained"] = trained
     if dropout:
@@ -130,13 +188,21 @@ def _changed(run: Run, trained: list[str] | None, vae: bool, dropout: float) -> 
         content["model"]["modules"][GENERATOR]["config"]["dropout"] = dropout
     if vae:
         content["model"]["modules"][GENERATOR]["vae"] = VAE
-        content["model"]["modules"][GENERATOR]["config"] |= {"in_channels": 4, "out_channels": 4, "sample_size": 8}
+        content["model"]["modules"][GENERATOR]["config"] |= {
+            "in_channels": 4,
+            "out_channels": 4,
+            "sample_size": 8,
+        }
     run.path.write_text(yaml.safe_dump(content))
     return read_run(run.path)
 
 
 def _weights(out: Path) -> dict[str, torch.Tensor]:
-    return {key: value for file in out.glob("stage-*.safetensors") for key, value in load_file(file).items()}
+    return {
+        key: value
+        for file in out.glob("stage-*.safetensors")
+        for key, value in load_file(file).items()
+    }
 
 
 def _ranks(out: Path) -> list[dict[str, Any]]:
@@ -151,22 +217,34 @@ def test_training_equals_a_single_process(runs: Runs, name: str) -> None:
     found = json.loads((out / "history.json").read_text())
     assert len(found) == steps
     kept = [step for step in range(steps) if step != left_out]
-    assert torch.allclose(torch.tensor(found)[kept], torch.tensor(history)[kept], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        torch.tensor(found)[kept], torch.tensor(history)[kept], rtol=1e-5, atol=1e-5
+    )
     weights = _weights(out)
     assert set(weights) == set(parameters)
     for key, expected in parameters.items():
-        if weights[key].shape == expected.shape:  # else a TP rank's part, whose gradients the norm has shown
+        if (
+            weights[key].shape == expected.shape
+        ):  # else a TP rank's part, whose gradients the norm has shown
             assert torch.allclose(weights[key], expected, rtol=1e-5, atol=1e-5), key
 
 
-@pytest.mark.parametrize("name", _marked(name for name, case in CASES.items() if case[2] is not None))
+@pytest.mark.parametrize(
+    "name", _marked(name for name, case in CASES.items() if case[2] is not None)
+)
 def test_frozen_weights_have_neither_gradients_nor_moments(runs: Runs, name: str) -> None:
     run, out = runs(name)
     trained = run.file.model.trained
     assert trained is not None
     table = layer_table(run)
-    start = {f"{layer.name}/{path}": (p, "projectors" if layer.published_name(path) is None else layer.module)
-             for layer in build_layers(run, 0, len(table)) for path, p in layer.named_parameters()}
+    start = {
+        f"{layer.name}/{path}": (
+            p,
+            "projectors" if layer.published_name(path) is None else layer.module,
+        )
+        for layer in build_layers(run, 0, len(table))
+        for path, p in layer.named_parameters()
+    }
     expected = sum(2 * p.numel() for p, owner in start.values() if owner in trained)
     for key, weight in _weights(out).items():
         p, owner = start[key]
@@ -183,7 +261,9 @@ def _counts(out: Path) -> list[dict[str, int]]:
     return [rank["counts"] for rank in _ranks(out)]
 
 
-def test_where_nothing_before_trains_there_is_no_backward_and_no_gradient_is_sent(runs: Runs) -> None:
+def test_where_nothing_before_trains_there_is_no_backward_and_no_gradient_is_sent(
+    runs: Runs,
+) -> None:
     encoder, first, last, generator = _counts(runs("frozen-encoder-projector")[1])
     assert "backward" not in encoder and "receive_gradient" not in encoder
     assert first["backward"] and "send_gradient" not in first and first["receive_gradient"]
@@ -199,7 +279,10 @@ def test_backwards_reach_as_far_as_what_is_trained(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_recomputation_changes_no_bit(runs: Runs) -> None:
-    kept, again = (json.loads((runs(name)[1] / "history.json").read_text()) for name in ("skipped", "recompute"))
+    kept, again = (
+        json.loads((runs(name)[1] / "history.json").read_text())
+        for name in ("skipped", "recompute")
+    )
     assert kept[0] == again[0]
 
 
@@ -214,7 +297,9 @@ def test_a_bad_step_stops_all_ranks_and_names_the_module(runs: Runs) -> None:
     told = {rank["stopped"] for rank in _ranks(out)}
     assert len(told) == 1
     message = told.pop()
-    assert message.startswith(f"Step {SPOILT} is not finite: {ENCODER} made the first such number, in the forward of")
+    assert message.startswith(
+        f"Step {SPOILT} is not finite: {ENCODER} made the first such number, in the forward of"
+    )
     assert "text loss nan" in message and "disttrain train --resume" in message
     assert len(json.loads((out / "history.json").read_text())) == SPOILT
 

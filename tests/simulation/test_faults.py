@@ -16,8 +16,9 @@ from disttrain_cli.spec.runfile import FaultSpec
 from tests.planning import synthetic
 from tests.planning.test_predict import three
 
-PROFILE = synthetic.tiny(synthetic.run_file()).model_copy(update={
-    "preprocess": PreprocessProfile(images_per_s_per_core=100, sequences_per_s_per_core=10)})
+PROFILE = synthetic.tiny(synthetic.run_file()).model_copy(
+    update={"preprocess": PreprocessProfile(images_per_s_per_core=100, sequences_per_s_per_core=10)}
+)
 TIMES = ("forward_s", "backward_s", "transfer_s", "load_s")
 
 
@@ -25,7 +26,10 @@ TIMES = ("forward_s", "backward_s", "transfer_s", "load_s")
 def case() -> tuple[Pipeline, list[CostedStage]]:
     """Stages: encoder (DP 2), LLM 0 and 1 (DP 2), generator 0 and 1 (DP 1)."""
     layout = three()
-    stages, loads = stages_of(PROFILE, layout), loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0)
+    stages, loads = (
+        stages_of(PROFILE, layout),
+        loads_of(PROFILE, layout, synthetic.paper_policy(PROFILE, layout), 0),
+    )
     return fed(pipeline_of(PROFILE, layout, stages, loads, 6), PROFILE, stages, loads, 1, 2), stages
 
 
@@ -48,75 +52,116 @@ def factors(before: Pipeline, after: Pipeline) -> dict[str, dict[tuple[int, ...]
 
 def test_every_kind_by_hand(case: tuple[Pipeline, list[CostedStage]]) -> None:
     pipeline, stages = case
+
     def both(places: dict[tuple[int, ...], float]) -> dict[str, dict[tuple[int, ...], float]]:
         return {"forward_s": places, "backward_s": places}
+
     for fault, expected in (
         (FaultSpec(slow="rank", unit="llm", stage=1, replica=1, factor=2.0), both({(2, 1): 2.0})),
         (FaultSpec(slow="host", unit="llm", stage=1, replica=0, factor=1.5), both({(2, 0): 1.5})),
-        (FaultSpec(slow="stage", unit="llm", stage=0, factor=1.2), both({(1, 0): 1.2, (1, 1): 1.2})),
+        (
+            FaultSpec(slow="stage", unit="llm", stage=0, factor=1.2),
+            both({(1, 0): 1.2, (1, 1): 1.2}),
+        ),
         (FaultSpec(slow="link", unit="image_encoder", factor=3.0), {"transfer_s": {(0,): 3.0}}),
         (FaultSpec(slow="link", unit="llm", stage=1, factor=3.0), {"transfer_s": {(2,): 3.0}}),
         (FaultSpec(slow="worker", unit="llm", factor=5.0), {"load_s": {(1, 0): 5.0, (1, 1): 5.0}}),
-        (FaultSpec(slow="worker", unit="image_encoder", stage=7, replica=0, factor=5.0), {"load_s": {(0, 0): 5.0}}),
+        (
+            FaultSpec(slow="worker", unit="image_encoder", stage=7, replica=0, factor=5.0),
+            {"load_s": {(0, 0): 5.0}},
+        ),
     ):
         check_faults(stages, [fault], PROFILE)
         assert factors(pipeline, inject(pipeline, stages, [fault])) == expected
 
 
-def test_faults_multiply_and_leave_their_pipeline_alone(case: tuple[Pipeline, list[CostedStage]]) -> None:
+def test_faults_multiply_and_leave_their_pipeline_alone(
+    case: tuple[Pipeline, list[CostedStage]],
+) -> None:
     pipeline, stages = case
     kept = {name: getattr(pipeline, name).copy() for name in TIMES}
-    slower = inject(pipeline, stages, [FaultSpec(slow="stage", unit="llm", factor=2.0),
-                                       FaultSpec(slow="rank", unit="llm", replica=0, factor=1.5)])
+    slower = inject(
+        pipeline,
+        stages,
+        [
+            FaultSpec(slow="stage", unit="llm", factor=2.0),
+            FaultSpec(slow="rank", unit="llm", replica=0, factor=1.5),
+        ],
+    )
     assert factors(pipeline, slower)["forward_s"] == {(1, 0): 3.0, (1, 1): 2.0}
     assert all(np.array_equal(getattr(pipeline, name), table) for name, table in kept.items())
     assert factors(pipeline, inject(pipeline, stages, [])) == {}
 
 
-def test_a_place_of_its_own_has_the_factors_of_the_whole(case: tuple[Pipeline, list[CostedStage]]) -> None:
+def test_a_place_of_its_own_has_the_factors_of_the_whole(
+    case: tuple[Pipeline, list[CostedStage]],
+) -> None:
     pipeline, stages = case
-    faults = [FaultSpec(slow="stage", unit="llm", stage=1, factor=2.0),
-              FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=3.0),
-              FaultSpec(slow="worker", unit="llm", factor=7.0),
-              FaultSpec(slow="worker", unit="image_encoder", replica=1, factor=5.0),
-              FaultSpec(slow="link", unit="llm", stage=0, factor=11.0)]
+    faults = [
+        FaultSpec(slow="stage", unit="llm", stage=1, factor=2.0),
+        FaultSpec(slow="rank", unit="llm", stage=1, replica=0, factor=3.0),
+        FaultSpec(slow="worker", unit="llm", factor=7.0),
+        FaultSpec(slow="worker", unit="image_encoder", replica=1, factor=5.0),
+        FaultSpec(slow="link", unit="llm", stage=0, factor=11.0),
+    ]
     slower = inject(pipeline, stages, faults)
     for number, stage in enumerate(stages):
         where = stage.unit.name, stage.index
         for replica in range(stage.unit.dp):
             place = (slice(None), number, replica)
-            slow = slowdown(faults, "stage", *where, replica) * slowdown(faults, "rank", *where, replica)
+            slow = slowdown(faults, "stage", *where, replica) * slowdown(
+                faults, "rank", *where, replica
+            )
             np.testing.assert_allclose(slower.backward_s[place], slow * pipeline.backward_s[place])
             assert pipeline.load_s is not None and slower.load_s is not None
-            np.testing.assert_allclose(slower.load_s[place],
-                                       slowdown(faults, "worker", *where, replica) * pipeline.load_s[place])
+            np.testing.assert_allclose(
+                slower.load_s[place],
+                slowdown(faults, "worker", *where, replica) * pipeline.load_s[place],
+            )
         if number < len(stages) - 1:
-            assert slower.transfer_s[number] == slowdown(faults, "link", *where) * pipeline.transfer_s[number]
+            assert (
+                slower.transfer_s[number]
+                == slowdown(faults, "link", *where) * pipeline.transfer_s[number]
+            )
 
 
-@pytest.mark.parametrize(("fault", "field", "allowed"), [
-    ({"slow": "stage", "unit": "vision"}, "unit", "image_encoder, llm, image_generator"),
-    ({"slow": "stage", "unit": "llm", "stage": 2}, "stage", "0, 1"),
-    ({"slow": "rank", "unit": "llm", "replica": 2}, "replica", "0, 1"),
-    ({"slow": "worker", "unit": "image_generator", "replica": 1}, "replica", "0"),
-    ({"slow": "link", "unit": "image_generator", "stage": 1}, "stage", "0"),
-])
-def test_places_that_the_layout_lacks_are_named(case: tuple[Pipeline, list[CostedStage]], fault: dict[str, object],
-                                                field: str, allowed: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "field", "allowed"),
+    [
+        ({"slow": "stage", "unit": "vision"}, "unit", "image_encoder, llm, image_generator"),
+        ({"slow": "stage", "unit": "llm", "stage": 2}, "stage", "0, 1"),
+        ({"slow": "rank", "unit": "llm", "replica": 2}, "replica", "0, 1"),
+        ({"slow": "worker", "unit": "image_generator", "replica": 1}, "replica", "0"),
+        ({"slow": "link", "unit": "image_generator", "stage": 1}, "stage", "0"),
+    ],
+)
+def test_places_that_the_layout_lacks_are_named(
+    case: tuple[Pipeline, list[CostedStage]], fault: dict[str, object], field: str, allowed: str
+) -> None:
     pipeline, stages = case
     faults = [FaultSpec(slow="stage", unit="llm", factor=2.0), FaultSpec(**fault, factor=2.0)]
-    for refuse in (lambda: inject(pipeline, stages, faults), lambda: check_faults(stages, faults, PROFILE)):
+    for refuse in (
+        lambda: inject(pipeline, stages, faults),
+        lambda: check_faults(stages, faults, PROFILE),
+    ):
         with pytest.raises(SpecError, match=rf"rehearse.faults\[1\].{field}: ") as error:
             refuse()
         assert error.value.why == f"allowed: {allowed}" and str(fault[field]) in error.value.what
 
 
 def with_rates(images: float, sequences: float) -> Profile:
-    return PROFILE.model_copy(update={"preprocess": PreprocessProfile(images_per_s_per_core=images,
-                                                                      sequences_per_s_per_core=sequences)})
+    return PROFILE.model_copy(
+        update={
+            "preprocess": PreprocessProfile(
+                images_per_s_per_core=images, sequences_per_s_per_core=sequences
+            )
+        }
+    )
 
 
-def test_a_worker_that_prepares_nothing_is_refused(case: tuple[Pipeline, list[CostedStage]]) -> None:
+def test_a_worker_that_prepares_nothing_is_refused(
+    case: tuple[Pipeline, list[CostedStage]],
+) -> None:
     pipeline, stages = case
     worker = [FaultSpec(slow="worker", unit="llm", factor=2.0)]
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].unit") as error:

@@ -22,26 +22,45 @@ def test_other_durations_and_other_orders(pipeline: Pipeline, count: int, seed: 
     shape = (*pipeline.forward_s.shape, count)
     forward_s, backward_s = random.random(shape), random.random(shape)
     assert iterations_s(pipeline, forward_s, backward_s).tolist() == [
-        simulate(dataclasses.replace(pipeline, forward_s=forward_s[..., number],
-                                     backward_s=backward_s[..., number])).iteration_s for number in range(count)]
+        simulate(
+            dataclasses.replace(
+                pipeline, forward_s=forward_s[..., number], backward_s=backward_s[..., number]
+            )
+        ).iteration_s
+        for number in range(count)
+    ]
     orders = np.array([random.permutation(len(pipeline.forward_s)) for _ in range(count)])
     assert orders_s(pipeline, orders).tolist() == [
-        simulate(dataclasses.replace(pipeline, forward_s=pipeline.forward_s[order],
-                                     backward_s=pipeline.backward_s[order])).iteration_s for order in orders]
+        simulate(
+            dataclasses.replace(
+                pipeline, forward_s=pipeline.forward_s[order], backward_s=pipeline.backward_s[order]
+            )
+        ).iteration_s
+        for order in orders
+    ]
 
 
 def test_more_steps_than_fit_one_update(monkeypatch) -> None:
     pipeline = equal(3, 4, 1.0, 2.0)
     factors = np.arange(1.0, 8.0)
-    durations = [times_s[..., None] * factors for times_s in (pipeline.forward_s, pipeline.backward_s)]
+    durations = [
+        times_s[..., None] * factors for times_s in (pipeline.forward_s, pipeline.backward_s)
+    ]
     monkeypatch.setattr(makespan, "NUMBERS", 6)  # two steps of three ranks
     assert iterations_s(pipeline, *durations).tolist() == (18 * factors).tolist()
 
 
 def test_a_replica_of_its_own() -> None:
-    pipeline = dataclasses.replace(equal(2, 3, 1.0, 2.0), replicas=np.array([2, 2]), entry=np.array([True, False]))
-    two = {name: np.concatenate([times_s, 2 * times_s], axis=2) for name, times_s in
-           (("forward_s", pipeline.forward_s), ("backward_s", pipeline.backward_s))}
+    pipeline = dataclasses.replace(
+        equal(2, 3, 1.0, 2.0), replicas=np.array([2, 2]), entry=np.array([True, False])
+    )
+    two = {
+        name: np.concatenate([times_s, 2 * times_s], axis=2)
+        for name, times_s in (
+            ("forward_s", pipeline.forward_s),
+            ("backward_s", pipeline.backward_s),
+        )
+    }
     pipeline = dataclasses.replace(pipeline, **two)
     alone = [simulate(of_replica(pipeline, replica)).iteration_s for replica in range(2)]
     assert alone == [12.0, 24.0] and max(alone) == simulate(pipeline).iteration_s

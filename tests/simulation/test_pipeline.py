@@ -18,14 +18,23 @@ from disttrain_cli.spec.stage_graph import stage_cuts
 
 def equal(stages: int, slots: int, forward: float, backward: float) -> Pipeline:
     shape = (slots, stages, 1)
-    return Pipeline(np.ones(stages, np.int64), np.arange(stages) == 0, tuple(pairwise(range(stages))),
-                    np.full(shape, forward), np.full(shape, backward), np.zeros(max(0, stages - 1)), np.zeros(stages))
+    return Pipeline(
+        np.ones(stages, np.int64),
+        np.arange(stages) == 0,
+        tuple(pairwise(range(stages))),
+        np.full(shape, forward),
+        np.full(shape, backward),
+        np.zeros(max(0, stages - 1)),
+        np.zeros(stages),
+    )
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> Pipeline:
     """One to five units; those before one of them stand side by side, and so do those behind it."""
-    units = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))  # (DP, PP)
+    units = draw(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5)
+    )  # (DP, PP)
     cuts = tuple(stage_cuts([pp for _, pp in units], draw(st.integers(0, len(units) - 1))))
     replicas = np.array([dp for dp, pp in units for _ in range(pp)])
     entry = np.array([stage == 0 for _, pp in units for stage in range(pp)])
@@ -33,13 +42,23 @@ def pipelines(draw: st.DrawFn) -> Pipeline:
     random = np.random.default_rng(seed)
     shape = (slots, len(replicas), int(replicas.max()))
     zeros = random.random(shape) > 0.2  # some replicas have no work
-    return Pipeline(replicas, entry, cuts, random.random(shape) * zeros, random.random(shape) * zeros,
-                    random.random(len(replicas) - 1) * 0.1, random.random(len(replicas)) * 0.1, 0.05)
+    return Pipeline(
+        replicas,
+        entry,
+        cuts,
+        random.random(shape) * zeros,
+        random.random(shape) * zeros,
+        random.random(len(replicas) - 1) * 0.1,
+        random.random(len(replicas)) * 0.1,
+        0.05,
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 8), st.integers(1, 8))
-def test_equal_stages_have_the_closed_form(stages: int, slots: int, forward: int, backward: int) -> None:
+def test_equal_stages_have_the_closed_form(
+    stages: int, slots: int, forward: int, backward: int
+) -> None:
     timeline = simulate(equal(stages, slots, float(forward), float(backward)))
     if slots >= stages or forward == backward:
         assert timeline.iteration_s == (slots + stages - 1) * (forward + backward)
@@ -48,11 +67,22 @@ def test_equal_stages_have_the_closed_form(stages: int, slots: int, forward: int
 
 
 def test_two_units_by_hand() -> None:
-    """Encoder DP 2 (1 s and 2 s, backward 1 s), LLM DP 1 (3 s, 4 s), transfers of 0.5 s, two slots."""
+    """Encoder DP 2 (1 s and 2 s, backward 1 s), LLM DP 1 (3 s, 4 s), transfers of 0.5 s, two
+    slots."""
     forward = np.array([[[1.0, 2.0], [3.0, 0.0]]] * 2)
     backward = np.array([[[1.0, 1.0], [4.0, 0.0]]] * 2)
-    timeline = simulate(Pipeline(np.array([2, 1]), np.array([True, True]), ((0, 1),), forward, backward,
-                                 np.array([0.5]), np.array([0.25, 0.0]), 1.0))
+    timeline = simulate(
+        Pipeline(
+            np.array([2, 1]),
+            np.array([True, True]),
+            ((0, 1),),
+            forward,
+            backward,
+            np.array([0.5]),
+            np.array([0.25, 0.0]),
+            1.0,
+        )
+    )
     assert timeline.forward_end[:, 0].tolist() == [[1.0, 2.0], [2.0, 4.0]]
     assert timeline.forward_start[:, 1, 0].tolist() == [2.5, 9.5]
     assert timeline.backward_start[:, 1, 0].tolist() == [5.5, 12.5]
@@ -62,27 +92,61 @@ def test_two_units_by_hand() -> None:
 
 
 def test_two_encoders_side_by_side_by_hand() -> None:
-    """One of two stages (1 s each), one of one stage (3 s) beside them, LLM (2 s); backwards as long; two slots."""
+    """One of two stages (1 s each), one of one stage (3 s) beside them, LLM (2 s); backwards as
+    long; two slots."""
     forward = np.array([[[1.0], [1.0], [3.0], [2.0]]] * 2)
-    pipeline = Pipeline(np.ones(4, np.int64), np.array([True, False, True, True]), ((0, 1), (1, 3), (2, 3)), forward,
-                        forward, np.array([0.0, 0.5, 1.0]), np.zeros(4))
+    pipeline = Pipeline(
+        np.ones(4, np.int64),
+        np.array([True, False, True, True]),
+        ((0, 1), (1, 3), (2, 3)),
+        forward,
+        forward,
+        np.array([0.0, 0.5, 1.0]),
+        np.zeros(4),
+    )
     assert pipeline.to_end.tolist() == [3, 2, 2, 1]
     timeline = simulate(pipeline)
-    assert timeline.forward_start[0, :, 0].tolist() == [0.0, 1.0, 0.0, 4.0]  # the LLM waits for the slower one
-    assert timeline.forward_start[1, :, 0].tolist() == [1.0, 2.0, 3.0, 8.0]  # and does the first backward at 6
-    assert timeline.backward_end[:, :, 0].tolist() == [[10.5, 9.5, 12.0, 8.0], [14.5, 13.5, 16.0, 12.0]]
+    assert timeline.forward_start[0, :, 0].tolist() == [
+        0.0,
+        1.0,
+        0.0,
+        4.0,
+    ]  # the LLM waits for the slower one
+    assert timeline.forward_start[1, :, 0].tolist() == [
+        1.0,
+        2.0,
+        3.0,
+        8.0,
+    ]  # and does the first backward at 6
+    assert timeline.backward_end[:, :, 0].tolist() == [
+        [10.5, 9.5, 12.0, 8.0],
+        [14.5, 13.5, 16.0, 12.0],
+    ]
     assert timeline.iteration_s == 16.0
 
 
 def test_two_generators_side_by_side_by_hand() -> None:
-    """LLM (2 s), a generator of two stages (1 s each), one of one stage (3 s) beside it; backwards as long."""
+    """LLM (2 s), a generator of two stages (1 s each), one of one stage (3 s) beside it; backwards
+    as long."""
     forward = np.array([[[2.0], [1.0], [1.0], [3.0]]] * 2)
-    pipeline = Pipeline(np.ones(4, np.int64), np.array([True, True, False, True]), ((0, 1), (0, 3), (1, 2)), forward,
-                        forward, np.array([0.5, 1.0, 0.0]), np.zeros(4))
+    pipeline = Pipeline(
+        np.ones(4, np.int64),
+        np.array([True, True, False, True]),
+        ((0, 1), (0, 3), (1, 2)),
+        forward,
+        forward,
+        np.array([0.5, 1.0, 0.0]),
+        np.zeros(4),
+    )
     assert pipeline.to_end.tolist() == [3, 2, 1, 2]  # the shorter one is no nearer to the end
     timeline = simulate(pipeline)
     assert timeline.forward_start[:, :, 0].tolist() == [[0.0, 2.5, 3.5, 3.0], [2.0, 4.5, 5.5, 6.0]]
-    assert timeline.backward_start[0, :, 0].tolist() == [13.0, 5.5, 4.5, 9.0]  # the LLM waits for the slower one
+    assert timeline.backward_start[0, :, 0].tolist() == [
+        13.0,
+        5.5,
+        4.5,
+        9.0,
+    ]  # the LLM waits for the slower one
     assert timeline.backward_end[:, 3, 0].tolist() == [12.0, 15.0] and timeline.iteration_s == 18.0
 
 
@@ -92,17 +156,26 @@ def check_order(pipeline: Pipeline, timeline: Timeline) -> None:
         order = operations(slots, to_end)
         assert sorted(order) == sorted([(f, s) for f in (True, False) for s in range(slots)])
         for replica in range(pipeline.replicas[stage]):
-            when = [(timeline.forward_start if f else timeline.backward_start)[slot, stage, replica]
-                    for f, slot in order]
-            done = [(timeline.forward_end if f else timeline.backward_end)[slot, stage, replica] for f, slot in order]
+            when = [
+                (timeline.forward_start if f else timeline.backward_start)[slot, stage, replica]
+                for f, slot in order
+            ]
+            done = [
+                (timeline.forward_end if f else timeline.backward_end)[slot, stage, replica]
+                for f, slot in order
+            ]
             assert all(start >= end - 1e-9 for start, end in zip(when[1:], done, strict=False))
     for number, (stage, other) in enumerate(pipeline.cuts):
         before, after = range(pipeline.replicas[stage]), range(pipeline.replicas[other])
         pairs = [(a, b) for a in before for b in after if pipeline.entry[other] or a == b]
         for a, b in pairs:
             cut = pipeline.transfer_s[number] - 1e-9
-            assert (timeline.forward_start[:, other, b] >= timeline.forward_end[:, stage, a] + cut).all()
-            assert (timeline.backward_start[:, stage, a] >= timeline.backward_end[:, other, b] + cut).all()
+            assert (
+                timeline.forward_start[:, other, b] >= timeline.forward_end[:, stage, a] + cut
+            ).all()
+            assert (
+                timeline.backward_start[:, stage, a] >= timeline.backward_end[:, other, b] + cut
+            ).all()
 
 
 def there(stage: int, replica: int, slot: int, asked: float) -> float:
@@ -110,17 +183,26 @@ def there(stage: int, replica: int, slot: int, asked: float) -> float:
     return asked
 
 
-def by_events(pipeline: Pipeline, fetch: Callable[[int, int, int, float], float] = there,
-              ) -> tuple[dict[tuple[bool, int, int, int], tuple[float, float]], float]:
-    """(start, end) of every (is forward, slot, stage, replica), one operation after the other, and the step's time.
+def by_events(
+    pipeline: Pipeline, fetch: Callable[[int, int, int, float], float] = there
+) -> tuple[dict[tuple[bool, int, int, int], tuple[float, float]], float]:
+    """(start, end) of every (is forward, slot, stage, replica), one operation after the other, and
+    the step's time.
 
     `fetch` says when a replica that asks for a slot's data has them.
     """
     slots, stages, _ = pipeline.forward_s.shape
-    ranks = [(stage, replica) for stage in range(stages) for replica in range(pipeline.replicas[stage])]
+    ranks = [
+        (stage, replica) for stage in range(stages) for replica in range(pipeline.replicas[stage])
+    ]
     todo = {rank: operations(slots, int(pipeline.to_end[rank[0]])) for rank in ranks}
-    cuts_of = {(stage, forward): [(*pair, cut) for cut, pair in enumerate(pipeline.cuts) if pair[forward] == stage]
-               for stage in range(stages) for forward in (False, True)}
+    cuts_of = {
+        (stage, forward): [
+            (*pair, cut) for cut, pair in enumerate(pipeline.cuts) if pair[forward] == stage
+        ]
+        for stage in range(stages)
+        for forward in (False, True)
+    }
     free = dict.fromkeys(ranks, 0.0)
     times: dict[tuple[bool, int, int, int], tuple[float, float]] = {}
     while any(todo.values()):
@@ -145,7 +227,9 @@ def by_events(pipeline: Pipeline, fetch: Callable[[int, int, int, float], float]
             free[stage, replica] = start + float(durations[slot, stage, replica])
             times[forward, slot, stage, replica] = (start, free[stage, replica])
             todo[stage, replica].pop(0)
-    return times, max(free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks) + pipeline.step_s
+    return times, max(
+        free[rank] + float(pipeline.reduce_s[rank[0]]) for rank in ranks
+    ) + pipeline.step_s
 
 
 @settings(max_examples=80, deadline=None)
@@ -155,8 +239,11 @@ def test_simulation_is_the_event_by_event_one_to_the_bit(pipeline: Pipeline) -> 
     times, iteration_s = by_events(pipeline)
     assert timeline.iteration_s == iteration_s
     for (forward, *place), (start, end) in times.items():
-        starts, ends = ((timeline.forward_start, timeline.forward_end) if forward else
-                        (timeline.backward_start, timeline.backward_end))
+        starts, ends = (
+            (timeline.forward_start, timeline.forward_end)
+            if forward
+            else (timeline.backward_start, timeline.backward_end)
+        )
         assert (starts[tuple(place)], ends[tuple(place)]) == (start, end)
     assert np.isfinite(timeline.forward_end).sum() == sum(forward for forward, *_ in times)
 
@@ -172,28 +259,40 @@ def test_nothing_starts_before_its_input_and_each_rank_does_one_thing(pipeline: 
 @settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_sharing_with_a_core_for_every_rank_changes_nothing(pipeline: Pipeline) -> None:
-    alone, shared = simulate(pipeline), simulate_shared(pipeline, cores=int(pipeline.replicas.sum()), shared_by=1)
+    alone, shared = (
+        simulate(pipeline),
+        simulate_shared(pipeline, cores=int(pipeline.replicas.sum()), shared_by=1),
+    )
     assert shared.iteration_s == pytest.approx(alone.iteration_s)
     np.testing.assert_allclose(shared.backward_end, alone.backward_end, atol=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.integers(1, 9))
-def test_sharing_keeps_the_order_and_the_cores_full_at_most(pipeline: Pipeline, cores: int, shared_by: int) -> None:
+def test_sharing_keeps_the_order_and_the_cores_full_at_most(
+    pipeline: Pipeline, cores: int, shared_by: int
+) -> None:
     timeline = simulate_shared(pipeline, cores, shared_by)
     check_order(pipeline, timeline)
     present = pipeline.present
-    core_seconds = min(1.0, cores / shared_by) * float((pipeline.forward_s + pipeline.backward_s)[:, present].sum())
+    core_seconds = min(1.0, cores / shared_by) * float(
+        (pipeline.forward_s + pipeline.backward_s)[:, present].sum()
+    )
     assert timeline.iteration_s >= core_seconds / cores - 1e-9
 
 
 def test_two_ranks_on_one_core_by_hand() -> None:
-    """Two replicas of one stage, measured alone: both take twice as long, then the longer one is alone."""
+    """Two replicas of one stage, measured alone: both take twice as long, then the longer one is
+    alone."""
     forward, backward = np.array([[[1.0, 3.0]]]), np.array([[[0.0, 0.0]]])
-    pipeline = Pipeline(np.array([2]), np.array([True]), (), forward, backward, np.zeros(0), np.zeros(1))
+    pipeline = Pipeline(
+        np.array([2]), np.array([True]), (), forward, backward, np.zeros(0), np.zeros(1)
+    )
     timeline = simulate_shared(pipeline, cores=1, shared_by=1)
     assert timeline.forward_end[0, 0].tolist() == pytest.approx([2.0, 4.0])
-    assert simulate_shared(pipeline, cores=1, shared_by=2).forward_end[0, 0].tolist() == pytest.approx([1.0, 2.0])
+    assert simulate_shared(pipeline, cores=1, shared_by=2).forward_end[
+        0, 0
+    ].tolist() == pytest.approx([1.0, 2.0])
 
 
 def test_speed_relative_to_the_measurement() -> None:

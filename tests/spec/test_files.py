@@ -1,4 +1,5 @@
-"""Files that users name, which may be anything: bounded, never waited for without end, wrong fields named by line."""
+"""Files that users name, which may be anything: bounded, never waited for without end, wrong fields
+named by line."""
 
 import os
 import threading
@@ -24,7 +25,9 @@ def test_what_never_ends_is_refused(tmp_path, parse, monkeypatch):
 def test_a_pipe_is_read_to_its_end(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_text("a: 1\n" + "# " + "x" * 200_000 + "\nb: 2\n"))
+    writer = threading.Thread(
+        target=lambda: pipe.write_text("a: 1\n" + "# " + "x" * 200_000 + "\nb: 2\n")
+    )
     writer.start()
     assert parse_yaml(pipe, "plan", "") == {"a": 1, "b": 2}
     writer.join()
@@ -40,11 +43,18 @@ def test_a_pipe_that_nobody_writes_into_is_not_waited_for_without_end(tmp_path, 
 
 def test_wrong_fields_are_named_by_line_and_the_next_command_by_the_file(tmp_path):
     path = tmp_path / "disttrain.yaml"
-    path.write_text("\ufeffname: x\nmodel:\n  modules:\n    llm:\n      kind: lm\ndata: {}\ntrain: {steps: 0}\n")
+    path.write_text(
+        "\ufeffname: x\nmodel:\n  modules:\n    llm:\n      kind: lm\ndata: {}\ntrain: {steps: 0}\n"
+    )
     with pytest.raises(SpecError) as refused:
         read_run(path)
     lines = refused.value.why.splitlines()
-    assert [line.split(",")[0] for line in lines] == ["  line 5", "  line 6", "  line 7", "  line 7"]
+    assert [line.split(",")[0] for line in lines] == [
+        "  line 5",
+        "  line 6",
+        "  line 7",
+        "  line 7",
+    ]
     assert "model.modules.llm.kind" in lines[0] and "train.steps" in "".join(lines[2:])
     assert refused.value.next_step == f"Correct {path} and run the command again."
     path.write_text("plan:\n  units:\n  - {name: llm, tp: x}\n")

@@ -20,21 +20,41 @@ from tests.runtime.factory import unit
 
 def _graph(shapes: list[tuple[int, int, int]], llm: int = 0) -> StageGraph:
     """Units of (TP, DP, PP), one module each; the LLM is that at index `llm`."""
-    units = [unit(f"m{index}", [f"m{index}"], [1] * pp, dp, tp) for index, (tp, dp, pp) in enumerate(shapes)]
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in units),
-                    units=units)
+    units = [
+        unit(f"m{index}", [f"m{index}"], [1] * pp, dp, tp)
+        for index, (tp, dp, pp) in enumerate(shapes)
+    ]
+    layout = Layout(
+        global_batch_size=1,
+        microbatch_size=1,
+        microbatches=1,
+        gpus_used=sum(u.gpus for u in units),
+        units=units,
+    )
     return stage_graph(layout, f"m{llm}")
 
 
-@given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_every_rank_has_its_coordinates(shapes: list[tuple[int, int, int]]) -> None:
     graph = _graph(shapes)
-    assert sorted(rank for stage in graph.stages for rank in stage.ranks) == list(range(graph.world_size))
+    assert sorted(rank for stage in graph.stages for rank in stage.ranks) == list(
+        range(graph.world_size)
+    )
     for stage in graph.stages:
         groups = [stage.tp_group(replica) for replica in range(stage.unit.dp)]
         assert [rank for group in groups for rank in group] == list(stage.ranks)
-        assert all(group[0] % stage.tp == 0 and group[-1] == group[0] + stage.tp - 1 for group in groups)
-        assert sorted(rank for t in range(stage.tp) for rank in stage.dp_group(t)) == list(stage.ranks)
+        assert all(
+            group[0] % stage.tp == 0 and group[-1] == group[0] + stage.tp - 1 for group in groups
+        )
+        assert sorted(rank for t in range(stage.tp) for rank in stage.dp_group(t)) == list(
+            stage.ranks
+        )
         for replica, group in enumerate(groups):
             for tp_rank, rank in enumerate(group):
                 coords = graph.coords(rank)
@@ -56,36 +76,75 @@ def test_larger_tp_groups_come_first() -> None:
 def test_encoders_are_parallel_branches_before_the_llm() -> None:
     stages = _graph([(1, 1, pp) for pp in (1, 2, 2, 1)], llm=2).stages
     assert [(stage.before, stage.after) for stage in stages] == [
-        ((), (3,)), ((), (2,)), ((1,), (3,)), ((0, 2), (4,)), ((3,), (5,)), ((4,), ())]
-    assert [(stage.depth, stage.to_end) for stage in stages] == [(0, 4), (0, 5), (1, 4), (2, 3), (3, 2), (4, 1)]
+        ((), (3,)),
+        ((), (2,)),
+        ((1,), (3,)),
+        ((0, 2), (4,)),
+        ((3,), (5,)),
+        ((4,), ()),
+    ]
+    assert [(stage.depth, stage.to_end) for stage in stages] == [
+        (0, 4),
+        (0, 5),
+        (1, 4),
+        (2, 3),
+        (3, 2),
+        (4, 1),
+    ]
     assert [set(stage.parallel) for stage in stages] == [{1, 2}, {0}, {0}, set(), set(), set()]
 
 
 def test_generators_are_parallel_branches_behind_the_llm() -> None:
-    """The shorter one's schedule is that of the longer one: its last stage is as far from the end as its peer there."""
+    """The shorter one's schedule is that of the longer one: its last stage is as far from the end
+    as its peer there."""
     stages = _graph([(1, 1, pp) for pp in (1, 2, 1, 3)], llm=1).stages
     assert [(stage.before, stage.after) for stage in stages] == [
-        ((), (1,)), ((0,), (2,)), ((1,), (3, 4)), ((2,), ()), ((2,), (5,)), ((4,), (6,)), ((5,), ())]
+        ((), (1,)),
+        ((0,), (2,)),
+        ((1,), (3, 4)),
+        ((2,), ()),
+        ((2,), (5,)),
+        ((4,), (6,)),
+        ((5,), ()),
+    ]
     assert [stage.depth for stage in stages] == [0, 1, 2, 3, 3, 4, 5]
     assert {stage.depth + stage.to_end for stage in stages} == {6}
     assert [stage.to_end for stage in stages] == [6, 5, 4, 3, 3, 2, 1]
-    assert [set(stage.parallel) for stage in stages] == [set(), set(), set(), {4, 5, 6}, {3}, {3}, {3}]
+    assert [set(stage.parallel) for stage in stages] == [
+        set(),
+        set(),
+        set(),
+        {4, 5, 6},
+        {3},
+        {3},
+        {3},
+    ]
 
 
 def test_cuts_of_units_and_of_their_stages() -> None:
     assert neighbours(5, 2) == [(0, 2), (1, 2), (2, 3), (2, 4)]
     assert [parallel_to(index, 5, 2) for index in range(5)] == [[1], [0], [], [4], [3]]
-    assert stage_cuts([1, 2, 2, 1, 2], 2) == [(0, 3), (1, 2), (2, 3), (3, 4), (4, 5), (4, 6), (6, 7)]
+    assert stage_cuts([1, 2, 2, 1, 2], 2) == [
+        (0, 3),
+        (1, 2),
+        (2, 3),
+        (3, 4),
+        (4, 5),
+        (4, 6),
+        (6, 7),
+    ]
     assert stage_cuts([3], 0) == [(0, 1), (1, 2)] and stage_cuts([1], 0) == []
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=5), st.data())
-def test_amounts_in_line_are_never_fewer_than_the_stages_to_the_end(counts: list[int], data: st.DataObject) -> None:
+def test_amounts_in_line_are_never_fewer_than_the_stages_to_the_end(
+    counts: list[int], data: st.DataObject
+) -> None:
     """They are equal unless several generators branch off the LLM."""
     llm = data.draw(st.integers(0, len(counts) - 1))
     left = stages_to_end(stage_cuts(counts, llm), sum(counts))
     first = [left[sum(counts[:index])] for index in range(len(counts))]
     line = in_line(counts, llm)
-    assert all(least <= most for least, most in zip(first[:llm + 1], line[:llm + 1], strict=True))
+    assert all(least <= most for least, most in zip(first[: llm + 1], line[: llm + 1], strict=True))
     if llm >= len(counts) - 2:
         assert first == line

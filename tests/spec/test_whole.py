@@ -58,7 +58,11 @@ def test_a_file_keeps_its_owner(tmp_path):
 @pytest.mark.parametrize("there", [True, False])
 def test_a_link_stays_and_its_file_is_written(tmp_path, there):
     (tmp_path / "elsewhere").mkdir()
-    file, link, second = tmp_path / "elsewhere" / "plan.yaml", tmp_path / "plan.yaml", tmp_path / "again.yaml"
+    file, link, second = (
+        tmp_path / "elsewhere" / "plan.yaml",
+        tmp_path / "plan.yaml",
+        tmp_path / "again.yaml",
+    )
     if there:
         file.write_text("old")
     link.symlink_to("elsewhere/plan.yaml")
@@ -99,6 +103,7 @@ def test_a_pipe_takes_the_bytes_and_stays_one(tmp_path, linked):
 @pytest.fixture
 def device(tmp_path):
     """A character device of our own, of the numbers of the kernel's null (3) or full (7)."""
+
     def made(minor):
         path = tmp_path / f"device-{minor}"
         try:
@@ -135,18 +140,27 @@ def test_what_is_kept_of_a_link_is_its_content(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "plan.yaml").symlink_to("real")
     kept = keep_before(tmp_path / "plan.yaml")
-    assert kept == tmp_path / "plan.yaml.before" and kept.read_text() == "old" and not kept.is_symlink()
+    assert (
+        kept == tmp_path / "plan.yaml.before"
+        and kept.read_text() == "old"
+        and not kept.is_symlink()
+    )
     assert (tmp_path / "plan.yaml").is_symlink() and keep_before(tmp_path / "none") is None
 
 
 def test_a_descriptor_goes_on_where_it_stands(tmp_path):
-    """As stdout is, where a shell has sent it to a file: not replaced, and nothing is put beside its name in /dev."""
+    """As stdout is, where a shell has sent it to a file: not replaced, and nothing is put beside
+    its name in /dev."""
     shown = tmp_path / "shown.txt"
     with shown.open("wb", buffering=0) as file:
         file.write(b"before ")
         link = tmp_path / "link"
         link.symlink_to(f"/dev/fd/{file.fileno()}")
-        for path in (link, Path(f"/dev/fd/{file.fileno()}"), Path(f"/proc/self/fd/{file.fileno()}")):
+        for path in (
+            link,
+            Path(f"/dev/fd/{file.fileno()}"),
+            Path(f"/proc/self/fd/{file.fileno()}"),
+        ):
             assert keep_before(path) is None and not is_own_file(path)
             write_whole(path, "written ")
         file.write(b"after")

@@ -1,4 +1,5 @@
-"""From traces to an `Analysis`: find out what they are and hand them to the reader of that format."""
+"""From traces to an `Analysis`: find out what they are and hand them to the reader of that
+format."""
 
 from __future__ import annotations
 
@@ -24,22 +25,29 @@ def analyze(paths: list[Path], progress: Progress = silent) -> Analysis:
     """Analyse the traces of one job, whatever wrote them.
 
     Args:
-        paths: a run's folder or its `traces` folder; Kineto/Chrome JSON files (or .gz) or a folder of them; Parquet
+        paths: a run's folder or its `traces` folder; Kineto/Chrome JSON files (or .gz) or a folder
+        of them; Parquet
             files of operations. Several are parts of one trace.
         progress: called on long reads.
 
     Raises:
-        DataError: a path does not exist, nothing in it can be read, or the paths are of different formats.
+        DataError: a path does not exist, nothing in it can be read, or the paths are of different
+        formats.
     """
     return analyze_open(paths, progress)[0]
 
 
-def analyze_open(paths: list[Path], progress: Progress = silent) -> tuple[Analysis, Callable[[], Pictures]]:
-    """The same, and what draws the report's pictures of the same traces, should a report be wanted."""
+def analyze_open(
+    paths: list[Path], progress: Progress = silent
+) -> tuple[Analysis, Callable[[], Pictures]]:
+    """The same, and what draws the report's pictures of the same traces, should a report be
+    wanted."""
     found, files, left_out = find_format(paths)
     inputs = files_of(found, files)
     named = f"{found} {[str(path) for path in paths]}"
-    traces = cache(lambda: _open(found, files, progress))  # at most once, and not where all is known already
+    traces = cache(
+        lambda: _open(found, files, progress)
+    )  # at most once, and not where all is known already
     analysis = remembered(inputs, f"analysis {named}", Analysis, lambda: _judge(found, traces()))
     if left_out:
         analysis = replace(analysis, warnings=[*left_out, *analysis.warnings])
@@ -47,8 +55,12 @@ def analyze_open(paths: list[Path], progress: Progress = silent) -> tuple[Analys
     def drawn() -> Pictures:
         from disttrain_cli.analysis.report.pictures import Pictures
 
-        return remembered(inputs, f"pictures {named}", Pictures,
-                          lambda: _draw(found, traces(), analysis.verdict.place.rank))
+        return remembered(
+            inputs,
+            f"pictures {named}",
+            Pictures,
+            lambda: _draw(found, traces(), analysis.verdict.place.rank),
+        )
 
     return analysis, drawn
 

@@ -1,7 +1,8 @@
 """What was read once is kept: a file per set of inputs, in the user's cache folder.
 
-The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a fingerprint of the inputs'
-absolute paths, sizes and times of change and of the reader's version, so whatever changed is read again.
+The folder is `$XDG_CACHE_HOME/disttrain` or `~/.cache/disttrain`. A file's name is a fingerprint of
+the inputs' absolute paths, sizes and times of change and of the reader's version, so whatever
+changed is read again.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ _ABANDONED_S = 24 * 3600
 def cache_folder() -> Path:
     """Where databases are kept."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache") / "disttrain"
+    return (
+        Path(home) if home and Path(home).is_absolute() else Path.home() / ".cache"
+    ) / "disttrain"
 
 
-def cached(inputs: list[Path], version: str, build: Callable[[Path], None],
-           ending: str = ".duckdb") -> tuple[Path, bool]:
-    """The file built of `inputs`, now where there is none yet; and whether it stays (else the caller removes it).
+def cached(
+    inputs: list[Path], version: str, build: Callable[[Path], None], ending: str = ".duckdb"
+) -> tuple[Path, bool]:
+    """The file built of `inputs`, now where there is none yet; and whether it stays (else the
+    caller removes it).
 
-    A process that builds writes beside the final name and renames at the end: no reader meets half a database, and
-    of two that build at once the last one wins. Where the folder cannot be written, the database goes to a
-    temporary folder of its own.
+    A process that builds writes beside the final name and renames at the end: no reader meets half
+    a database, and of two that build at once the last one wins. Where the folder cannot be written,
+    the database goes to a temporary folder of its own.
 
     Args:
         inputs: files that are read.
@@ -94,20 +99,33 @@ def _key(inputs: list[Path], version: str) -> str:
     digest = hashlib.sha256(version.encode())
     folders = {folder: os.path.realpath(folder) for folder in {path.parent for path in inputs}}
     for path in inputs:
-        place = os.path.realpath(path) if path.is_symlink() else os.path.join(folders[path.parent], path.name)
+        place = (
+            os.path.realpath(path)
+            if path.is_symlink()
+            else os.path.join(folders[path.parent], path.name)
+        )
         about = path.stat()
-        digest.update(f"\0{place}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+        digest.update(
+            f"\0{place}\0{about.st_size}\0{about.st_mtime_ns}".encode("utf-8", "surrogateescape")
+        )
     return digest.hexdigest()[:32]
 
 
 def _bound(folder: Path, keep: Path) -> None:
-    """Remove what was not used for longest until the rest fits, and what a killed process left behind."""
+    """Remove what was not used for longest until the rest fits, and what a killed process left
+    behind."""
     try:
         for left in folder.glob(".building-*"):
             if time.time() - left.stat().st_mtime > _ABANDONED_S:
                 shutil.rmtree(left, ignore_errors=True)
-        kept = sorted(((file.stat().st_mtime, file.stat().st_size, file) for file in folder.iterdir()
-                       if file.suffix in (".duckdb", ".json")), reverse=True)
+        kept = sorted(
+            (
+                (file.stat().st_mtime, file.stat().st_size, file)
+                for file in folder.iterdir()
+                if file.suffix in (".duckdb", ".json")
+            ),
+            reverse=True,
+        )
         total = 0
         for _, size, file in kept:
             total += size

@@ -1,11 +1,14 @@
-"""Which causes slow a job, by what mending each of them gains: recorded steps replayed without one of them at a time.
+"""Which causes slow a job, by what mending each of them gains: recorded steps replayed without one
+of them at a time.
 
-A `Suspect` is one thing that could be mended, at one place. `find_causes` mends the one that gains most, then, with
-that mended, the next, until nothing is left that gains. So causes that hide each other are found too, and what the
-rows claim adds up to what mending all of them gains. Several suspects of a kind are one finding where each alone gains
-little of what all of them do: late hosts everywhere, or two equally slow replicas.
+A `Suspect` is one thing that could be mended, at one place. `find_causes` mends the one that gains
+most, then, with that mended, the next, until nothing is left that gains. So causes that hide each
+other are found too, and what the rows claim adds up to what mending all of them gains. Several
+suspects of a kind are one finding where each alone gains little of what all of them do: late hosts
+everywhere, or two equally slow replicas.
 
-Of every finding it is also known what it gains alone, all else as recorded, and what of it hangs on a single event.
+Of every finding it is also known what it gains alone, all else as recorded, and what of it hangs on
+a single event.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from disttrain_cli.analysis.walk import Floats
 
 #: A cause that gains less than this share of a step is no fault.
 LEAST_SHARE = 0.05
-#: The same of what is a limit that nobody reaches: even work, where the data are ordered already and cannot be cut.
+# : The same of what is a limit that nobody reaches: even work, where the data are ordered already
+# and cannot be cut.
 LEAST_LIMIT_SHARE = 0.1
 #: What gains less than this share is not looked at any more.
 SMALLEST_SHARE = 0.01
-#: One suspect is named alone where mending it gains this share of what mending all of its kind does.
+# : One suspect is named alone where mending it gains this share of what mending all of its kind
+# does.
 ALONE_SHARE = 0.4
 #: The fewest suspects of a kind are named that gain this share of what all of them do.
 ENOUGH_SHARE = 0.9
@@ -43,7 +48,9 @@ class Suspect:
     cause: str
     place: Place
     mend: Callable[[State], State]
-    most_s: float = 0.0  # seconds per step that it adds where it adds most: the order in which places are named
+    most_s: float = (
+        0.0  # seconds per step that it adds where it adds most: the order in which places are named
+    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class Finding:
     places: list[Place]  # those that add most first
     gain_s: Floats  # once the findings before it are mended
     alone_s: Floats  # all else as recorded
-    rest_s: float | None = None  # mean of `gain_s` if its largest single event had not happened; None: not told
+    rest_s: float | None = (
+        None  # mean of `gain_s` if its largest single event had not happened; None: not told
+    )
     limit: bool = False  # whether mending gains less than that: how much less is not known
     regained: bool = False  # whether it claims only what another plan or ordering regains of it
 
@@ -65,12 +74,21 @@ class Finding:
 
     def claiming(self, share: float) -> Finding:
         """The same, of which only a share can be regained."""
-        return replace(self, gain_s=self.gain_s * share, alone_s=self.alone_s * share, regained=True,
-                       rest_s=None if self.rest_s is None else self.rest_s * share)
+        return replace(
+            self,
+            gain_s=self.gain_s * share,
+            alone_s=self.alone_s * share,
+            regained=True,
+            rest_s=None if self.rest_s is None else self.rest_s * share,
+        )
 
 
-def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Sequence[Suspect],
-                least_share: float = LEAST_SHARE) -> tuple[list[Finding], State]:
+def find_causes(
+    replay: Callable[[State], Floats],
+    recorded: State,
+    suspects: Sequence[Suspect],
+    least_share: float = LEAST_SHARE,
+) -> tuple[list[Finding], State]:
     """What slows the steps, what gains most first, and the steps with all of it mended.
 
     Args:
@@ -83,8 +101,12 @@ def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Se
     state, left, found = recorded, list(suspects), list[Finding]()
     while left:
         picked = _pick(replay, state, now, left, least)
-        kinds = {cause: sorted((one for one in picked if one.cause == cause), key=lambda one: -one.most_s)
-                 for cause in dict.fromkeys(one.cause for one in picked)}
+        kinds = {
+            cause: sorted(
+                (one for one in picked if one.cause == cause), key=lambda one: -one.most_s
+            )
+            for cause in dict.fromkeys(one.cause for one in picked)
+        }
         mended_s = {cause: float(replay(mend(state, own)).mean()) for cause, own in kinds.items()}
         for cause in sorted(kinds, key=lambda cause: mended_s[cause]):
             own = kinds[cause]
@@ -94,9 +116,15 @@ def find_causes(replay: Callable[[State], Floats], recorded: State, suspects: Se
             if len(picked) == len(own) and gain_s.mean() < smallest:
                 return found, state
             rest = _without_largest(state, mended)
-            found.append(Finding(
-                cause, [one.place for one in own], gain_s, first - replay(mend(recorded, own)) if found else gain_s,
-                None if rest is None else float((replay(rest) - then).mean())))
+            found.append(
+                Finding(
+                    cause,
+                    [one.place for one in own],
+                    gain_s,
+                    first - replay(mend(recorded, own)) if found else gain_s,
+                    None if rest is None else float((replay(rest) - then).mean()),
+                )
+            )
             state, now = mended, then
         left = [one for one in left if one not in picked]
     return found, state
@@ -107,8 +135,9 @@ def mend(state: State, suspects: Sequence[Suspect]) -> State:
     return reduce(lambda mended, one: one.mend(mended), suspects, state)
 
 
-def _pick(replay: Callable[[State], Floats], state: State, now: Floats, left: list[Suspect], least: float
-          ) -> list[Suspect]:
+def _pick(
+    replay: Callable[[State], Floats], state: State, now: Floats, left: list[Suspect], least: float
+) -> list[Suspect]:
     """What to mend next: one suspect, or several that gain together only."""
 
     def gain(some: Sequence[Suspect]) -> float:
@@ -129,7 +158,9 @@ def _pick(replay: Callable[[State], Floats], state: State, now: Floats, left: li
     return [left[best]]
 
 
-def _fewest(gain: Callable[[Sequence[Suspect]], float], suspects: list[Suspect], all_s: float) -> list[Suspect]:
+def _fewest(
+    gain: Callable[[Sequence[Suspect]], float], suspects: list[Suspect], all_s: float
+) -> list[Suspect]:
     """The suspects without those that the gain does not need."""
     kept = suspects
     for one in sorted(suspects, key=lambda one: one.most_s):
@@ -140,7 +171,8 @@ def _fewest(gain: Callable[[Sequence[Suspect]], float], suspects: list[Suspect],
 
 
 def _without_largest(before: State, mended: State) -> State | None:
-    """As before, but for the one time that mending shortens most; None where there is one step only."""
+    """As before, but for the one time that mending shortens most; None where there is one step
+    only."""
     if before[0].shape[1] < 2:
         return None
     shorter = [was - is_now for was, is_now in zip(before, mended, strict=True)]
@@ -148,4 +180,4 @@ def _without_largest(before: State, mended: State) -> State | None:
     at = np.unravel_index(int(np.argmax(shorter[most])), shorter[most].shape)
     changed = before[most].copy()
     changed[at] = mended[most][at]
-    return (*before[:most], changed, *before[most + 1:])
+    return (*before[:most], changed, *before[most + 1 :])

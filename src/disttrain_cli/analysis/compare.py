@@ -6,12 +6,14 @@ from msgspec import Struct
 
 from disttrain_cli.analysis.result import Analysis
 
-#: Beyond this many times the figure before, which then is as good as nothing, a change in percent says nothing.
+# : Beyond this many times the figure before, which then is as good as nothing, a change in percent
+# says nothing.
 MOST_CHANGE = 1e4
 
 
 class Change(Struct, frozen=True, kw_only=True):
-    """One figure in both analyses; null where one of them lacks it. No percentage: from nothing, or of another sign."""
+    """One figure in both analyses; null where one of them lacks it. No percentage: from nothing, or
+    of another sign."""
 
     what: str
     before: float | None
@@ -32,9 +34,13 @@ def compare(before: Analysis, after: Analysis) -> list[Change]:
             "exposed_communication_fraction",
         )
     ]
-    rows.append(_change("stragglers.slowdown", before.stragglers.slowdown, after.stragglers.slowdown))
-    rows += [_change(f"stragglers.lost_s.{cause}", _lost_s(before, cause), _lost_s(after, cause))
-             for cause in before.stragglers.lost_s or after.stragglers.lost_s or {}]
+    rows.append(
+        _change("stragglers.slowdown", before.stragglers.slowdown, after.stragglers.slowdown)
+    )
+    rows += [
+        _change(f"stragglers.lost_s.{cause}", _lost_s(before, cause), _lost_s(after, cause))
+        for cause in before.stragglers.lost_s or after.stragglers.lost_s or {}
+    ]
     others = {unit.name: unit for unit in after.units}
     for unit in before.units:
         other = others.get(unit.name)
@@ -54,6 +60,11 @@ def _lost_s(analysis: Analysis, cause: str) -> float | None:
 
 def _change(what: str, before: float | None, after: float | None) -> Change:
     pct = None
-    if before is not None and after is not None and before * after >= 0 and abs(before) > abs(after) / MOST_CHANGE:
+    if (
+        before is not None
+        and after is not None
+        and before * after >= 0
+        and abs(before) > abs(after) / MOST_CHANGE
+    ):
         pct = 100 * (after - before) / abs(before)
     return Change(what=what, before=before, after=after, change_pct=pct)

@@ -1,9 +1,10 @@
 """How sure a verdict is: raw evidence, and how often verdicts with such evidence were right.
 
-The raw evidence of a verdict is the chance that what it says holds, were the steps independent: that a cause gains more
-than the least that counts, and more than the next one; or, of "none", that nothing does. It is lowered where little is
-known: by what the replay leaves unexplained, by few steps, by ranks whose traces are missing, and where it hangs on one
-event. `CALIBRATION` turns it into a confidence.
+The raw evidence of a verdict is the chance that what it says holds, were the steps independent:
+that a cause gains more than the least that counts, and more than the next one; or, of "none", that
+nothing does. It is lowered where little is known: by what the replay leaves unexplained, by few
+steps, by ranks whose traces are missing, and where it hangs on one event. `CALIBRATION` turns it
+into a confidence.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 
 from disttrain_cli.analysis.walk import Floats
 
-#: What gains of two jobs that differ in nothing else differ by, as a share of a step, however many the steps.
+# : What gains of two jobs that differ in nothing else differ by, as a share of a step, however many
+# the steps.
 FLOOR = 0.005
 
 
@@ -25,7 +27,8 @@ def exceeds(shares: Floats, least: float) -> float:
 
 
 def known(unexplained: float, steps: int, present: float = 1.0) -> float:
-    """What is known of a job, 0 to 1: by the share of a step that is unexplained, and of the ranks that are there."""
+    """What is known of a job, 0 to 1: by the share of a step that is unexplained, and of the ranks
+    that are there."""
     return max(0.0, 1.0 - abs(unexplained)) * (1.0 - 0.5**steps) * present
 
 
@@ -35,7 +38,8 @@ def calibrated(raw: float, kind: str) -> float:
     return round(float(np.interp(raw, evidence, right)), 3)
 
 
-#: By format, raw evidence and how often it was right, between which lines are drawn; from `benchmarks.calibration`.
+# : By format, raw evidence and how often it was right, between which lines are drawn; from
+# `benchmarks.calibration`.
 CALIBRATION: dict[str, tuple[tuple[float, float], ...]] = {
     "disttrain": ((0.0, 0.0), (0.405, 0.75), (0.575, 0.857), (0.761, 0.875), (0.939, 0.982)),
     "operations": ((0.0, 0.0), (0.653, 0.857), (0.999, 0.975)),

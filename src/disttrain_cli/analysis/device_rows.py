@@ -8,53 +8,88 @@ from msgspec import Meta, Struct
 
 
 class CollectiveKind(Struct, frozen=True, kw_only=True):
-    """All collectives of one kind among equally many ranks; times are those of a collective, not of a rank."""
+    """All collectives of one kind among equally many ranks; times are those of a collective, not of
+    a rank."""
 
     kind: str
     ranks: int
     count: int
-    bytes_p50: Annotated[float | None, Meta(description=
-        "Bytes that a rank gives in; null where no argument and no shape tells them."
-    )]
+    bytes_p50: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Bytes that a rank gives in; null where no argument and no shape tells them."
+            )
+        ),
+    ]
     transfer_p50_us: Annotated[float, Meta(description="From the last arrival to the last end.")]
     transfer_p95_us: float
     transfer_max_us: float
-    wait_p50_us: Annotated[float, Meta(description="Longest wait of a rank for the last to arrive.")]
+    wait_p50_us: Annotated[
+        float, Meta(description="Longest wait of a rank for the last to arrive.")
+    ]
     wait_p95_us: float
     wait_max_us: float
-    bus_gbytes_s: Annotated[float | None, Meta(description=
-        "Median bandwidth of a rank's link, as nccl-tests counts it (busbw): independent of the number of ranks."
-    )]
+    bus_gbytes_s: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "Median bandwidth of a rank's link, as nccl-tests counts it (busbw): independent of"
+                " the number of ranks."
+            )
+        ),
+    ]
 
 
 class OperatorRow(Struct, frozen=True, kw_only=True):
-    """Calls of one operator with the same shapes: what they compute, and how near the device comes to its roof."""
+    """Calls of one operator with the same shapes: what they compute, and how near the device comes
+    to its roof."""
 
     name: str
     shapes: str
     dtype: str | None
     count: int
-    total_us: Annotated[float, Meta(description="Of its kernels, all ranks; on a CPU of the operator.")]
+    total_us: Annotated[
+        float, Meta(description="Of its kernels, all ranks; on a CPU of the operator.")
+    ]
     share: Annotated[float, Meta(description="Of the time of all compute kernels.")]
     flops: Annotated[float, Meta(description="Of one call, as executed.")]
     tflops: Annotated[float | None, Meta(description="FLOPs ÷ time of its kernels, in TFLOP/s.")]
-    flops_per_byte: Annotated[float | None, Meta(description="FLOPs ÷ bytes of inputs and outputs, each once.")]
-    roof_tflops: Annotated[float | None, Meta(description=
-        "What the roofline allows: the least of the peak and flops_per_byte × memory bandwidth; null for a device or "
-        "a type that templates/hardware.yaml does not know."
-    )]
-    bound: Annotated[Literal["compute", "memory"] | None, Meta(description="Which side of the roof's ridge it is on.")]
+    flops_per_byte: Annotated[
+        float | None, Meta(description="FLOPs ÷ bytes of inputs and outputs, each once.")
+    ]
+    roof_tflops: Annotated[
+        float | None,
+        Meta(
+            description=(
+                "What the roofline allows: the least of the peak and flops_per_byte × memory"
+                " bandwidth; null for a device or a type that templates/hardware.yaml does not"
+                " know."
+            )
+        ),
+    ]
+    bound: Annotated[
+        Literal["compute", "memory"] | None,
+        Meta(description="Which side of the roof's ridge it is on."),
+    ]
 
 
 class LaunchRow(Struct, frozen=True, kw_only=True):
-    """How the host of a rank launches kernels, over the measured steps; definitions of HolisticTraceAnalysis."""
+    """How the host of a rank launches kernels, over the measured steps; definitions of
+    HolisticTraceAnalysis."""
 
     rank: int
-    launched: Annotated[int, Meta(description="Kernels, copies and fills whose launch was recorded.")]
-    short: Annotated[int, Meta(description="Those that run shorter than the call that launched them.")]
+    launched: Annotated[
+        int, Meta(description="Kernels, copies and fills whose launch was recorded.")
+    ]
+    short: Annotated[
+        int, Meta(description="Those that run shorter than the call that launched them.")
+    ]
     kernel_p50_us: float
     call_p50_us: Annotated[float, Meta(description="Time of the call.")]
-    delay_p50_us: Annotated[float, Meta(description="From the end of the call to the start on the device.")]
+    delay_p50_us: Annotated[
+        float, Meta(description="From the end of the call to the start on the device.")
+    ]
     delay_p95_us: float
     delay_max_us: float
 
@@ -65,18 +100,28 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     rank: int
     stream: int
     kernels: int
-    mean: Annotated[float, Meta(description="Over the time from the first launch to the last start.")]
+    mean: Annotated[
+        float, Meta(description="Over the time from the first launch to the last start.")
+    ]
     longest: int
-    empty_share: Annotated[float, Meta(description="Share of that time in which nothing was waiting to run.")]
+    empty_share: Annotated[
+        float, Meta(description="Share of that time in which nothing was waiting to run.")
+    ]
 
 
 class PathPart(Struct, frozen=True, kw_only=True):
     """What of the critical path is of one kind, one rank and one name."""
 
-    kind: Annotated[str, Meta(description=
-        "compute, communication, memory or unclassified: a kernel; host: its device waited for a launch; launch: from "
-        "the call to the kernel's start, or between two kernels."
-    )]
+    kind: Annotated[
+        str,
+        Meta(
+            description=(
+                "compute, communication, memory or unclassified: a kernel; host: its device waited"
+                " for a launch; launch: from the call to the kernel's start, or between two"
+                " kernels."
+            )
+        ),
+    ]
     rank: int
     name: str
     count: int
@@ -88,7 +133,9 @@ class CriticalPath(Struct, frozen=True, kw_only=True):
     """The longest chain of a step: what has to be shorter for the step to be."""
 
     step: int | None
-    length_us: Annotated[float, Meta(description="From the start of the path to the end of the step's last kernel.")]
+    length_us: Annotated[
+        float, Meta(description="From the start of the path to the end of the step's last kernel.")
+    ]
     shares: Annotated[dict[str, float], Meta(description="Of the path, by kind.")]
     ranks: Annotated[dict[str, float], Meta(description="Of the path, by rank.")]
     parts: Annotated[list[PathPart], Meta(description="What takes most of it.")]

@@ -1,5 +1,5 @@
-"""`--fail-if 'slowdown > 1.2 or verdict.cause == data'`: comparisons with figures and words of the analysis; nothing is
-evaluated. `and` binds closer than `or`, parentheses group, `not` turns around.
+"""`--fail-if 'slowdown > 1.2 or verdict.cause == data'`: comparisons with figures and words of the
+analysis; nothing is evaluated. `and` binds closer than `or`, parentheses group, `not` turns around.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ _ORDER: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
 }
 _EQUAL: dict[str, Callable[[Any, Any], bool]] = {"==": operator.eq, "!=": operator.ne}
-_TOKEN = re.compile(r"""\s*(?:
+_TOKEN = re.compile(
+    r"""\s*(?:
     (?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.])\s*%?)
   | (?P<operator>>=|<=|==|!=|>|<)
   | (?P<mark>[()])
   | (?P<text>'[^']*'|"[^"]*")
   | (?P<word>[A-Za-z_][\w+.-]*)
-)""", re.VERBOSE)
+)""",
+    re.VERBOSE,
+)
 _JOINING = ("and", "or", "not")
 #: Parentheses and `not` that may stand in one another.
 _DEEPEST = 50
@@ -37,17 +40,24 @@ Token = tuple[str, str]  # kind, text
 def holds(analysis: Analysis, expression: str) -> tuple[bool, str]:
     """Whether the condition holds, and the sentence that says so.
 
-    A comparison is `NAME OPERATOR VALUE`. NAME is a path of the analysis' JSON (`job.mfu`, `verdict.cause`,
-    `stragglers.lost_s.data`, `units.llm.busy_fraction`) or its last part where that is unambiguous among job and
-    stragglers (`slowdown`, `mfu`). VALUE is a number, of which `%` is a hundredth, or a text, with quotes or without;
-    texts are equal or not, and what is null is no text.
+    A comparison is `NAME OPERATOR VALUE`. NAME is a path of the analysis' JSON (`job.mfu`,
+    `verdict.cause`, `stragglers.lost_s.data`, `units.llm.busy_fraction`) or its last part where
+    that is unambiguous among job and stragglers (`slowdown`, `mfu`). VALUE is a number, of which
+    `%` is a hundredth, or a text, with quotes or without; texts are equal or not, and what is null
+    is no text.
 
     Raises:
         UsageError: it is no such condition, or names no figure that was measured.
     """
     condition = _Condition(expression, values(analysis))
     result = condition.read()
-    return result, f"{' and '.join(condition.seen)}, and {expression.strip()} {'holds' if result else 'does not hold'}"
+    return (
+        result,
+        (
+            f"{' and '.join(condition.seen)}, and {expression.strip()}"
+            f" {'holds' if result else 'does not hold'}"
+        ),
+    )
 
 
 def fail_if(analysis: Analysis, expression: str) -> None:
@@ -60,7 +70,8 @@ def fail_if(analysis: Analysis, expression: str) -> None:
 
 
 class _Condition:
-    """A condition read from left to right; both sides of `and` and `or` are read, so that every mistake is told."""
+    """A condition read from left to right; both sides of `and` and `or` are read, so that every
+    mistake is told."""
 
     def __init__(self, expression: str, known: Mapping[str, Value]) -> None:
         self._expression, self._known = expression, known
@@ -122,47 +133,72 @@ class _Condition:
         return result
 
     def _comparison(self) -> bool:
-        three = self._tokens[self._place:self._place + 3]
+        three = self._tokens[self._place : self._place + 3]
         kinds = [kind for kind, _ in three]
-        if kinds[:2] != ["word", "operator"] or len(three) < 3 or kinds[2] not in ("number", "text", "word") or \
-                three[0][1] in _JOINING or (kinds[2] == "word" and three[2][1] in _JOINING):
+        if (
+            kinds[:2] != ["word", "operator"]
+            or len(three) < 3
+            or kinds[2] not in ("number", "text", "word")
+            or three[0][1] in _JOINING
+            or (kinds[2] == "word" and three[2][1] in _JOINING)
+        ):
             raise self._unread()
         self._place += 3
         return self._compared(three[0][1], three[1][1], three[2])
 
     def _compared(self, name: str, sign: str, given: Token) -> bool:
         value = self._value(name)
-        self.seen[f"{name} is {value:.6g}" if isinstance(value, float) else f"{name} is {value or 'not known'}"] = None
+        self.seen[
+            (
+                f"{name} is {value:.6g}"
+                if isinstance(value, float)
+                else f"{name} is {value or 'not known'}"
+            )
+        ] = None
         kind, text = given
         if kind == "number" and value is None:
-            raise UsageError(f"--fail-if cannot compare {name!r}", "these traces do not tell it, it is null",
-                             "Compare what they tell: disttrain analyze --json")
+            raise UsageError(
+                f"--fail-if cannot compare {name!r}",
+                "these traces do not tell it, it is null",
+                "Compare what they tell: disttrain analyze --json",
+            )
         if kind == "number" and isinstance(value, float):
             limit = float(text.rstrip(" %")) / (100 if text.endswith("%") else 1)
             return (_ORDER | _EQUAL)[sign](value, limit)
         if sign not in _EQUAL or isinstance(value, float) or kind == "number":
             was, asked = ("a number" if isinstance(value, float) else "a text"), f"{sign} {text}"
-            raise UsageError(f"--fail-if cannot compare {name!r}", f"it is {was}: {value}; asked: {asked}",
-                             "Numbers compare with numbers, texts are == or != a text")
+            raise UsageError(
+                f"--fail-if cannot compare {name!r}",
+                f"it is {was}: {value}; asked: {asked}",
+                "Numbers compare with numbers, texts are == or != a text",
+            )
         return _EQUAL[sign](value, text[1:-1] if kind == "text" else text)
 
     def _value(self, name: str) -> Value:
         if name in self._known:
             return self._known[name]
-        near = [known for known in self._known if name.split(".")[-1] in known][:8] or list(self._known)[:8]
-        raise UsageError(f"--fail-if knows nothing named {name!r}", "there are, among others: " + ", ".join(near),
-                         "See all of them: disttrain analyze --json")
+        near = [known for known in self._known if name.split(".")[-1] in known][:8] or list(
+            self._known
+        )[:8]
+        raise UsageError(
+            f"--fail-if knows nothing named {name!r}",
+            "there are, among others: " + ", ".join(near),
+            "See all of them: disttrain analyze --json",
+        )
 
     def _unread(self) -> UsageError:
         return UsageError(
             f"--fail-if cannot read {self._expression!r}",
-            "it takes NAME OPERATOR VALUE with one of " + " ".join(_ORDER | _EQUAL) + ", joined by and, or, not, ( )",
+            "it takes NAME OPERATOR VALUE with one of "
+            + " ".join(_ORDER | _EQUAL)
+            + ", joined by and, or, not, ( )",
             "For example: --fail-if 'slowdown > 1.2 or verdict.cause == data'",
         )
 
 
 def values(analysis: Analysis) -> dict[str, Value]:
-    """Every figure, text and null of the analysis by its dotted path; of job and stragglers also by their own name."""
+    """Every figure, text and null of the analysis by its dotted path; of job and stragglers also by
+    their own name."""
     plain = analysis.to_json()
     found: dict[str, Value] = {}
 
@@ -172,7 +208,9 @@ def values(analysis: Analysis) -> dict[str, Value]:
                 walk(item, f"{path}.{key}" if path else key)
         elif isinstance(value, list):
             for index, item in enumerate(value):
-                key = item.get("name", index) if isinstance(item, dict) and path == "units" else index
+                key = (
+                    item.get("name", index) if isinstance(item, dict) and path == "units" else index
+                )
                 walk(item, f"{path}.{key}")
         elif not isinstance(value, bool):
             found[path] = float(value) if isinstance(value, int) else value

@@ -1,4 +1,5 @@
-"""What kind of traces a path holds: own Parquet segments, Kineto/Chrome JSON, or operations as Parquet."""
+"""What kind of traces a path holds: own Parquet segments, Kineto/Chrome JSON, or operations as
+Parquet."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _HEAD_BYTES = 4096
 
 
 class Found(NamedTuple):
-    """The one format of all paths, and its files (of own traces, whose reader looks itself, the paths)."""
+    """The one format of all paths, and its files (of own traces, whose reader looks itself, the
+    paths)."""
 
     format: Format
     files: list[Path]
@@ -35,7 +37,8 @@ def find_format(paths: list[Path]) -> Found:
     """What the paths hold.
 
     Raises:
-        DataError: a path does not exist, the paths hold different formats, or none of their files can be read.
+        DataError: a path does not exist, the paths hold different formats, or none of their files
+        can be read.
     """
     found: dict[Format, list[Path]] = {}
     said: list[str] = []
@@ -44,20 +47,33 @@ def find_format(paths: list[Path]) -> Found:
         said += about
         found.setdefault(kind, []).extend(file for file in files if file not in found.get(kind, []))
     if len(found) > 1:
-        raise DataError("These traces are of different formats", " and ".join(sorted(found)),
-                        "Analyse one at a time.")
+        raise DataError(
+            "These traces are of different formats",
+            " and ".join(sorted(found)),
+            "Analyse one at a time.",
+        )
     kind, files = next(iter(found.items()))
     if not files:
-        raise DataError("No trace can be read here", "; ".join(said[:5]), "Make the files readable, or name others.")
+        raise DataError(
+            "No trace can be read here",
+            "; ".join(said[:5]),
+            "Make the files readable, or name others.",
+        )
     return Found(kind, files, said)
 
 
 def files_of(found: Format, paths: list[Path]) -> list[Path]:
     """Every file on which the analysis of these paths, as `find_format` gave them, depends."""
     if found == "disttrain":
-        folders = [(path / "traces" if (path / "traces").is_dir() else path).resolve() for path in paths]
-        return sorted(file for folder in folders for file in (folder.rglob("*") if folder.is_dir() else [folder])
-                      if file.is_file())
+        folders = [
+            (path / "traces" if (path / "traces").is_dir() else path).resolve() for path in paths
+        ]
+        return sorted(
+            file
+            for folder in folders
+            for file in (folder.rglob("*") if folder.is_dir() else [folder])
+            if file.is_file()
+        )
     if found == "kineto":
         from disttrain_cli.analysis.kineto.kernels import users_patterns
 
@@ -74,7 +90,8 @@ def _look(path: Path) -> Found:
     if not path.exists():
         raise DataError(
             f"There is no trace folder or file at {path}",
-            "a run's folder, Kineto/Chrome JSON files (or .gz) or Parquet files of operations are needed",
+            "a run's folder, Kineto/Chrome JSON files (or .gz) or Parquet files of operations are"
+            " needed",
             RECORD,
         )
     if path.suffix == ".parquet":
@@ -86,15 +103,20 @@ def _look(path: Path) -> Found:
 
 
 def _look_through(folder: Path) -> Found:
-    """What a folder holds: a run's own traces, operations, or files of JSON, the first of these that is there."""
-    if any(any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
-           for place in (folder, folder / "traces")):
+    """What a folder holds: a run's own traces, operations, or files of JSON, the first of these
+    that is there."""
+    if any(
+        any(place.glob("rank-*/segment-*")) or (place / "job.json").is_file()
+        for place in (folder, folder / "traces")
+    ):
         return Found("disttrain", [folder], [])
     runs = sorted(file.parent.parent for file in folder.glob("*/traces/job.json"))
     if runs:
-        raise DataError(f"{folder} holds no trace of its own, but those of {len(runs)} run(s)",
-                        ", ".join(str(run) for run in runs[:5]),
-                        f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}")
+        raise DataError(
+            f"{folder} holds no trace of its own, but those of {len(runs)} run(s)",
+            ", ".join(str(run) for run in runs[:5]),
+            f"Name one of them: disttrain analyze {shlex.quote(str(runs[0]))}",
+        )
     said: list[str] = []
     kinds: dict[bytes, list[Path]] = {OWN_CHROME: [], b"": []}
     for file in _json_files(folder, said):
@@ -109,26 +131,44 @@ def _look_through(folder: Path) -> Found:
     of_operations = [file for file, are in holds.items() if are is not False]
     beside = [file for file in foreign if _is_trace(file)] + own
     if any(holds.values()) or (tables and not beside):
-        return Found("operations", of_operations or tables, [*said, *_left_out(
-            beside, "operations in Parquet files are analysed")])
+        return Found(
+            "operations",
+            of_operations or tables,
+            [*said, *_left_out(beside, "operations in Parquet files are analysed")],
+        )
     if foreign and (beside != own or not own):
-        return Found("kineto", foreign, [*said, *_left_out(own, "they are own traces, written with --perfetto"),
-                                         *_left_out(tables, "they hold no operations of a job")])
+        return Found(
+            "kineto",
+            foreign,
+            [
+                *said,
+                *_left_out(own, "they are own traces, written with --perfetto"),
+                *_left_out(tables, "they hold no operations of a job"),
+            ],
+        )
     if own:
-        return Found("disttrain", own[:1], [*said, *_left_out(own[1:], f"{own[0].name} is analysed")])
+        return Found(
+            "disttrain", own[:1], [*said, *_left_out(own[1:], f"{own[0].name} is analysed")]
+        )
     return Found("kineto", [], said) if said else Found("disttrain", [folder], [])
 
 
 def _one_rank(path: Path, folder: Path) -> DataError:
-    return DataError(f"{path} is one rank's part of a run's traces", "a step is understood from all of its ranks",
-                     f"Analyse the run: disttrain analyze {shlex.quote(str(folder.resolve().parent))}")
+    return DataError(
+        f"{path} is one rank's part of a run's traces",
+        "a step is understood from all of its ranks",
+        f"Analyse the run: disttrain analyze {shlex.quote(str(folder.resolve().parent))}",
+    )
 
 
 def _left_out(files: list[Path], why: str) -> list[str]:
     if not files:
         return []
     more = f" and {len(files) - 1} more file(s)" if len(files) > 1 else ""
-    return [f"{files[0].name}{more} in the same folder left out ({why}); name files to have them analysed"]
+    return [
+        f"{files[0].name}{more} in the same folder left out ({why}); name files to have them"
+        " analysed"
+    ]
 
 
 def _json_files(folder: Path, said: list[str]) -> list[Path]:
@@ -140,7 +180,11 @@ def _json_files(folder: Path, said: list[str]) -> list[Path]:
 
     for place, folders, names in os.walk(folder, onerror=skip):
         folders.sort()
-        found += [Path(place) / name for name in names if name.endswith(JSON_ENDINGS) and name not in _NO_TRACE]
+        found += [
+            Path(place) / name
+            for name in names
+            if name.endswith(JSON_ENDINGS) and name not in _NO_TRACE
+        ]
     return sorted(file for file in found if file.is_symlink() or file.is_file())
 
 
@@ -171,7 +215,11 @@ def _holds_operations(file: Path) -> bool | None:
     from disttrain_cli.analysis.sql import connect, literals, no_glob
 
     try:
-        rows = connect().execute(f"SELECT name FROM parquet_schema({literals([file], no_glob)})").fetchall()
+        rows = (
+            connect()
+            .execute(f"SELECT name FROM parquet_schema({literals([file], no_glob)})")
+            .fetchall()
+        )
     except duckdb.Error:
         return None
-    return {name for name, in rows} >= _OF_OPERATIONS
+    return {name for (name,) in rows} >= _OF_OPERATIONS

@@ -1,17 +1,17 @@
 """How much of a step each cause costs: successive replays as the delays return, in a fixed order.
 
-The ideal: every pass takes its unit's mean time for its direction (slow ranks left out), the units share the GPUs so
-that all are equally busy, transfers take the median (or what the profile expects, if less), nothing waits for data or
-the host. Then return, one after another:
-`unit` the real share of the GPUs · `intra_microbatch` uneven work over the replicas of a slot ·
-`inter_microbatch` uneven work over the slots · `stage` uneven stages of a unit · `worker` ranks that are slow
-for their work · `communication` real transfers, sends and the update at the end · `data` waits for data ·
-`host` moments in which neither work nor rank explains the time. What is then missing from the recorded time is
-`unexplained`, waits for ranks without a trace too, so the parts sum to (recorded − ideal). Work is what the profile
-predicts for the recorded sizes.
+The ideal: every pass takes its unit's mean time for its direction (slow ranks left out), the units
+share the GPUs so that all are equally busy, transfers take the median (or what the profile expects,
+if less), nothing waits for data or the host. Then return, one after another: `unit` the real share
+of the GPUs · `intra_microbatch` uneven work over the replicas of a slot · `inter_microbatch` uneven
+work over the slots · `stage` uneven stages of a unit · `worker` ranks that are slow for their work
+· `communication` real transfers, sends and the update at the end · `data` waits for data · `host`
+moments in which neither work nor rank explains the time. What is then missing from the recorded
+time is `unexplained`, waits for ranks without a trace too, so the parts sum to (recorded − ideal).
+Work is what the profile predicts for the recorded sizes.
 
-Where ranks share cores and keep them busy, a slow message is a rank that waits for a core: what transfers take above
-the usual is then the host's.
+Where ranks share cores and keep them busy, a slow message is a rank that waits for a core: what
+transfers take above the usual is then the host's.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ CAUSES = (
     "unexplained",
 )
 
-#: Cores are crowded where the passes of all ranks need this share of them: who is ready may have to wait.
+# : Cores are crowded where the passes of all ranks need this share of them: who is ready may have
+# to wait.
 CROWDED = 0.5
-#: A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing is said.
+# : A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing
+# is said.
 AT_TIMES, FEWEST_PASSES = 0.03, 4
 
 
@@ -57,13 +59,20 @@ class Losses:
     replica_work: dict[
         tuple[str, int], float
     ]  # (unit, replica) → work of its heaviest slot over the slot's mean
-    heaviest: dict[tuple[str, int], float]  # (unit, replica) → share of the slots in which it has most work
+    heaviest: dict[
+        tuple[str, int], float
+    ]  # (unit, replica) → share of the slots in which it has most work
     slot_work: dict[tuple[str, int], float]  # (unit, slot) → work over the mean slot
-    data_wait: dict[tuple[str, int], float]  # (unit, replica) → seconds per step that its ranks wait for data at most
-    links: dict[tuple[str, int], float]  # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
+    data_wait: dict[
+        tuple[str, int], float
+    ]  # (unit, replica) → seconds per step that its ranks wait for data at most
+    links: dict[
+        tuple[str, int], float
+    ]  # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
     gap: dict[int, float]  # rank → seconds per step that no row covers
     steps: Ints  # [steps] their numbers
-    crowded: float  # compute of all ranks ÷ time of the cores that they share; 0 where every rank has a device
+    # compute of all ranks ÷ time of the cores that they share; 0 where every rank has a device
+    crowded: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ class Explained:
     uneven: Floats  # with the replicas' work
     worked: Floats  # and the slots'
     staged: Floats  # and the stages' own times
-    ranked: Floats  # and the ranks' (as the stages', where they differ from step to step, in each of them)
+    # and the ranks' (as the stages', where they differ from step to step, in each of them)
+    ranked: Floats
     intra: Floats  # work of a pass's replica over its slot's mean
     slot: Floats  # work of a slot over the mean
 
@@ -96,11 +106,14 @@ def explain(passes: Passes, compute: Floats, predicted: Floats) -> Explained:
         own = group_mean(compute, ranks)
         staged = worked * _shared(ratio(own, group_mean(worked, ranks)), passes)
         ranked = staged * ratio(own, group_mean(staged, ranks))
-        stages_at, ranks_at = _at_times(ratio(compute, ranked), ranks, passes.groups("unit", "backward", "depth"),
-                                        directions)
+        stages_at, ranks_at = _at_times(
+            ratio(compute, ranked), ranks, passes.groups("unit", "backward", "depth"), directions
+        )
         staged, ranked = staged * stages_at, ranked * stages_at * ranks_at
         usual = ratio(group_mean(staged, directions), group_mean(worked, directions))
-    return Explained(mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot)
+    return Explained(
+        mean * usual, mean * intra * usual, worked * usual, staged, ranked, intra, slot
+    )
 
 
 def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
@@ -120,9 +133,13 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
 
     computes = [why.mean * share, why.mean, why.uneven, why.worked, why.staged, why.ranked]
     times = [graph.replay(replace(still, compute=compute)) for compute in computes]
-    times[0] = np.minimum(times[0], times[1])  # levelling can lengthen the filling of a pipeline with few slots
+    times[0] = np.minimum(
+        times[0], times[1]
+    )  # levelling can lengthen the filling of a pipeline with few slots
     usual = still.transfer
-    heard = np.where((graph.unheard < 0)[:, None], recorded.transfer, np.minimum(recorded.transfer, usual))
+    heard = np.where(
+        (graph.unheard < 0)[:, None], recorded.transfer, np.minimum(recorded.transfer, usual)
+    )
     moved = np.minimum(recorded.transfer, usual) if graph.crowded > CROWDED else heard
     delays: Delays = replace(
         still,
@@ -131,8 +148,11 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         handover=recorded.handover,
         update=recorded.update,
     )
-    for change in ({}, {"load": recorded.load},
-                   {"gap": recorded.gap, "compute": recorded.compute, "transfer": heard}):
+    for change in (
+        {},
+        {"load": recorded.load},
+        {"gap": recorded.gap, "compute": recorded.compute, "transfer": heard},
+    ):
         delays = replace(delays, **change)
         times.append(graph.replay(delays))
     times.append(graph.window)
@@ -144,7 +164,8 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
         data_wait=_by_replica(graph, recorded.load),
         links=graph.links((heard - usual).clip(0.0)),
         gap={
-            int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps) for r in np.unique(graph.rank)
+            int(r): float(recorded.gap[graph.rank == r].sum()) / len(graph.steps)
+            for r in np.unique(graph.rank)
         },
         crowded=graph.crowded,
         steps=graph.steps,
@@ -161,23 +182,42 @@ def stragglers_of(losses: Losses, not_told: Sequence[str] = ()) -> Stragglers:
     lost = {cause: seconds.tolist() for cause, seconds in losses.lost.items()}
     ideal_s, measured_s = float(losses.ideal.mean()), float(losses.measured.mean())
     return Stragglers(
-        slowdown=measured_s / ideal_s, ideal_s=ideal_s, not_told=list(not_told),
+        slowdown=measured_s / ideal_s,
+        ideal_s=ideal_s,
+        not_told=list(not_told),
         lost_s={cause: round(float(seconds.mean()), 12) for cause, seconds in losses.lost.items()},
-        by_step=[StepLosses(step=int(step), ideal_s=float(losses.ideal[place]), step_s=float(losses.measured[place]),
-                            lost_s={cause: seconds[place] for cause, seconds in lost.items()})
-                 for place, step in enumerate(losses.steps)])
+        by_step=[
+            StepLosses(
+                step=int(step),
+                ideal_s=float(losses.ideal[place]),
+                step_s=float(losses.measured[place]),
+                lost_s={cause: seconds[place] for cause, seconds in lost.items()},
+            )
+            for place, step in enumerate(losses.steps)
+        ],
+    )
 
 
 def successive(times: list[Floats]) -> dict[str, Floats]:
-    """Seconds by cause of replays in the order of `CAUSES`, from the ideal to the recorded steps."""
-    return {cause: after - before for cause, before, after in zip(CAUSES, times[:-1], times[1:], strict=True)}
+    """Seconds by cause of replays in the order of `CAUSES`, from the ideal to the recorded
+    steps."""
+    return {
+        cause: after - before
+        for cause, before, after in zip(CAUSES, times[:-1], times[1:], strict=True)
+    }
 
 
 def per_rank(passes: Passes, values: Floats) -> dict[str, float]:
     """By unit, the sum over the passes of one of its ranks in a step."""
     units = np.asarray(passes.unit)
-    return {unit: float(values[units == unit].sum()) / len(np.unique(passes.rank[units == unit])) / values.shape[1]
-            for unit in dict.fromkeys(passes.unit)}
+    return {
+        unit: (
+            float(values[units == unit].sum())
+            / len(np.unique(passes.rank[units == unit]))
+            / values.shape[1]
+        )
+        for unit in dict.fromkeys(passes.unit)
+    }
 
 
 def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
@@ -186,7 +226,9 @@ def _by_replica(graph: Graph, values: Floats) -> dict[tuple[str, int], float]:
     found: dict[tuple[str, int], float] = {}
     for rank, place in zip(ranks, first, strict=True):
         replica = graph.unit[place], int(graph.replica[place])
-        found[replica] = max(found.get(replica, 0.0), float(values[graph.rank == rank].sum(axis=0).mean()))
+        found[replica] = max(
+            found.get(replica, 0.0), float(values[graph.rank == rank].sum(axis=0).mean())
+        )
     return found
 
 
@@ -211,7 +253,9 @@ def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
             for unit, pick in members.items()
             for s in np.unique(passes.stage[pick])
         },
-        "rank_factor": {int(r): factor(passes.rank == r, compute, why.staged) for r in np.unique(passes.rank)},
+        "rank_factor": {
+            int(r): factor(passes.rank == r, compute, why.staged) for r in np.unique(passes.rank)
+        },
         "replica_work": largest(why.intra, passes.replica, np.max),
         "heaviest": _heaviest(passes, why.intra),
         "slot_work": largest(why.slot, passes.slot, np.mean),
@@ -219,11 +263,14 @@ def factors(passes: Passes, compute: Floats, why: Explained) -> dict[str, Any]:
 
 
 def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
-    """By unit and replica, the share of slots and steps in which it has most work, shared where several have."""
+    """By unit and replica, the share of slots and steps in which it has most work, shared where
+    several have."""
     found: dict[tuple[str, int], float] = {}
     for unit in dict.fromkeys(passes.unit):
         own = np.flatnonzero((np.asarray(passes.unit) == unit) & ~passes.backward)
-        _, first = np.unique(np.stack([passes.slot[own], passes.replica[own]]), axis=1, return_index=True)
+        _, first = np.unique(
+            np.stack([passes.slot[own], passes.replica[own]]), axis=1, return_index=True
+        )
         own = own[first]  # one of the stages and TP ranks of each replica
         slots, slot = np.unique(passes.slot[own], return_inverse=True)
         best, many = np.zeros((len(slots), intra.shape[1])), np.zeros((len(slots), intra.shape[1]))
@@ -231,19 +278,25 @@ def _heaviest(passes: Passes, intra: Floats) -> dict[tuple[str, int], float]:
         most = intra[own] >= best[slot] - 1e-9
         np.add.at(many, slot, most)
         share = (most / many[slot]).mean(axis=1)
-        found |= {(unit, int(replica)): float(share[passes.replica[own] == replica].mean())
-                  for replica in np.unique(passes.replica[own])}
+        found |= {
+            (unit, int(replica)): float(share[passes.replica[own] == replica].mean())
+            for replica in np.unique(passes.replica[own])
+        }
     return found
 
 
 def _work(passes: Passes, predicted: Floats, directions: Ints) -> tuple[Floats, Floats]:
-    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where nothing is predicted.
+    """Work of each pass's replica, and of its slot, relative to the mean of the unit; 1 where
+    nothing is predicted.
 
-    Of a replica counts what its stages have over what they usually have: some of them may have no trace.
+    Of a replica counts what its stages have over what they usually have: some of them may have no
+    trace.
     """
     replicas = passes.groups("unit", "backward", "slot", "replica")
     usual = group_mean(predicted, passes.groups("unit", "stage", "backward"))
-    by_replica = ratio(_sum(predicted, replicas), _sum(usual, replicas)) * (_sum(predicted, directions) > 0)
+    by_replica = ratio(_sum(predicted, replicas), _sum(usual, replicas)) * (
+        _sum(predicted, directions) > 0
+    )
     by_slot = _mean_rows(by_replica, passes.groups("unit", "backward", "slot"))
     mean = group_mean(by_replica, directions)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -265,10 +318,11 @@ def _shared(factor: Floats, passes: Passes) -> Floats:
 
 
 def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tuple[Floats, Floats]:
-    """By how much a stage, and a rank, is slower or faster in a step than mostly, while others are not.
+    """By how much a stage, and a rank, is slower or faster in a step than mostly, while others are
+    not.
 
-    Those are the other stages of the unit, and the other ranks of the stage. A step counts in which the median of the
-    passes is off by `AT_TIMES`, and clearly so: not for one late pass.
+    Those are the other stages of the unit, and the other ranks of the stage. A step counts in which
+    the median of the passes is off by `AT_TIMES`, and clearly so: not for one late pass.
 
     Args:
         factor: time of every pass over what its rank mostly takes for the work, [passes, steps].
@@ -283,9 +337,14 @@ def _at_times(factor: Floats, ranks: Ints, stages: Ints, directions: Ints) -> tu
     error = np.stack([factor[own].std(axis=0) / max(1, len(own) - 1) ** 0.5 for own in members])
     error[[len(own) < FEWEST_PASSES for own in members]] = np.inf
     of_stage = _usual_of(median, stages[order[firsts]])
-    found = [ratio(of_stage, _usual_of(of_stage, directions[order[firsts]])), ratio(median, of_stage)]
+    found = [
+        ratio(of_stage, _usual_of(of_stage, directions[order[firsts]])),
+        ratio(median, of_stage),
+    ]
     back = np.repeat(np.arange(len(members)), [len(own) for own in members])[np.argsort(order)]
-    by_stage, by_rank = (np.where(np.abs(off - 1) > np.maximum(AT_TIMES, 3 * error), off, 1.0)[back] for off in found)
+    by_stage, by_rank = (
+        np.where(np.abs(off - 1) > np.maximum(AT_TIMES, 3 * error), off, 1.0)[back] for off in found
+    )
     return _usual_of(by_stage, stages), by_rank
 
 

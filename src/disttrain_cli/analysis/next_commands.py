@@ -9,9 +9,12 @@ AGAIN = "disttrain analyze"
 LEVEL = "disttrain train"  # with train.ordering or preprocess changed in the run file
 REMEASURE = "disttrain profile && disttrain plan"
 SLOWEST_TRANSFERS = (
-    'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms FROM operations '
-    'WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"')
-HOST_GAPS = 'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"'
+    'disttrain analyze --sql "SELECT step, slot, rank, operation, bytes, duration_ns / 1e6 AS ms'
+    ' FROM operations WHERE measured AND bytes > 0 ORDER BY ms DESC LIMIT 20"'
+)
+HOST_GAPS = (
+    'disttrain analyze --sql "SELECT host, rank, avg(gap_s) FROM idle GROUP BY ALL ORDER BY 3 DESC"'
+)
 
 
 def plan_again(paths: list[Path]) -> str:
@@ -27,5 +30,7 @@ def plan_again(paths: list[Path]) -> str:
 
 def slow_rank(rank: int) -> str:
     """What a rank takes over what its work should, by step."""
-    return ('disttrain analyze --sql "SELECT step, avg(duration_ns / predicted_ms) FROM operations '
-            f'WHERE rank = {rank} AND predicted_ms > 0 GROUP BY step ORDER BY step"')
+    return (
+        'disttrain analyze --sql "SELECT step, avg(duration_ns / predicted_ms) FROM operations '
+        f'WHERE rank = {rank} AND predicted_ms > 0 GROUP BY step ORDER BY step"'
+    )

@@ -1,7 +1,8 @@
 """What was found in traces is kept: the same files asked again are answered without reading them.
 
-Kept are the analysis and, where a report was wanted, what it draws, as JSON in the user's cache folder. They are of
-exactly these files: the key has the path, size and time of change of every one, and of every file of this program.
+Kept are the analysis and, where a report was wanted, what it draws, as JSON in the user's cache
+folder. They are of exactly these files: the key has the path, size and time of change of every one,
+and of every file of this program.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from disttrain_cli.spec.whole import write_whole
 Found = TypeVar("Found")
 
 
-def remembered(inputs: list[Path], about: str, kind: type[Found], find: Callable[[], Found]) -> Found:
+def remembered(
+    inputs: list[Path], about: str, kind: type[Found], find: Callable[[], Found]
+) -> Found:
     """What `find` finds in `inputs`, now or before.
 
     Args:
@@ -28,6 +31,7 @@ def remembered(inputs: list[Path], about: str, kind: type[Found], find: Callable
         kind: of what is found: a struct or a dataclass.
 
     """
+
     def build(file: Path) -> None:
         write_whole(file, msgspec.json.encode(find(), enc_hook=plain))
 

@@ -1,12 +1,13 @@
 """Playing recorded steps again with delays removed: what a step would take if…
 
-A step is a graph: every pass (forward or backward of one rank in one slot) starts after the previous pass of its
-rank and after the passes it receives from:
+A step is a graph: every pass (forward or backward of one rank in one slot) starts after the
+previous pass of its rank and after the passes it receives from:
 
     start = max(end of previous pass + handover, ends of sources) + transfer + load + gap
 
-With every term as recorded this gives the recorded step back; the difference is reported as unexplained. Steps
-share one graph, so a replay is one walk over it (`walk`) with all steps side by side [passes, steps].
+With every term as recorded this gives the recorded step back; the difference is reported as
+unexplained. Steps share one graph, so a replay is one walk over it (`walk`) with all steps side by
+side [passes, steps].
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _MESSAGES = ("received_bytes", "received_peer", "sent_bytes", "sent_peer")
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds of every pass, [passes, steps]; `update_s` [steps] follows the last pass of a step."""
+    """Seconds of every pass, [passes, steps]; `update_s` [steps] follows the last pass of a
+    step."""
 
     compute: Floats
     transfer: Floats
@@ -58,8 +60,13 @@ class Passes:
 
     def groups(self, *columns: str) -> Ints:
         """A number per pass, equal where the columns are."""
-        keys = [np.unique(np.asarray(getattr(self, column)), return_inverse=True)[1] for column in columns]
-        return np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        keys = [
+            np.unique(np.asarray(getattr(self, column)), return_inverse=True)[1]
+            for column in columns
+        ]
+        return (
+            np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        )
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,14 @@ class Graph(Passes):
     recorded: Delays
     window: Floats  # [steps]
     devices: dict[str, float]  # unit → devices for which one of its ranks stands
-    expected: Floats  # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
-    expected_update_s: float  # that it expects of reduction and optimizer after the last pass; infinite likewise
-    unheard: Ints  # [passes] group of ranks without a trace (`lost`) that may have sent what a pass waits for; -1: none
+    # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
+    expected: Floats
+    expected_update_s: (
+        float  # that it expects of reduction and optimizer after the last pass; infinite likewise
+    )
+    # [passes] group of ranks without a trace (`lost`) that may have sent what a pass waits for; -1:
+    # none
+    unheard: Ints
     lost: list[list[tuple[str, int, int]]]  # unit, stage and replica of the ranks of each group
     crowded: float  # compute of all ranks ÷ (window × cores) where they share cores, else 0
 
@@ -86,23 +98,28 @@ class Graph(Passes):
     def without_delays(self) -> Delays:
         """As recorded, but transfers as they should be, and no waits for data or host.
 
-        A transfer takes the median of its unit and direction, or what the profile expects of its link, if that is less;
-        so does the end of the step.
+        A transfer takes the median of its unit and direction, or what the profile expects of its
+        link, if that is less; so does the end of the step.
         """
         recorded = self.recorded
         groups = self.groups("unit", "backward")
         still = np.zeros_like(recorded.load)
         return replace(
             recorded,
-            transfer=np.minimum(_per_group(recorded.transfer, groups, np.median), self.expected[:, None]),
+            transfer=np.minimum(
+                _per_group(recorded.transfer, groups, np.median), self.expected[:, None]
+            ),
             handover=_per_group(recorded.handover, groups, np.median),
             load=still,
             gap=still,
-            update=np.full_like(recorded.update, min(np.median(recorded.update), self.expected_update_s)),
+            update=np.full_like(
+                recorded.update, min(np.median(recorded.update), self.expected_update_s)
+            ),
         )
 
     def cuts(self) -> dict[tuple[str, int], list[int]]:
-        """Passes by the cut that they receive over, named by the stage before it; those that receive nothing by theirs.
+        """Passes by the cut that they receive over, named by the stage before it; those that
+        receive nothing by theirs.
         """
         found: dict[tuple[str, int], list[int]] = {}
         for index, feeding in enumerate(self.walk.sources):
@@ -114,7 +131,9 @@ class Graph(Passes):
         """Sums per step by the cut that the passes received over."""
         fed = np.array([len(feeding) > 0 for feeding in self.walk.sources])
         sums = values.mean(axis=1) * fed
-        return {place: float(sums[own].sum()) for place, own in self.cuts().items() if fed[own].any()}
+        return {
+            place: float(sums[own].sum()) for place, own in self.cuts().items() if fed[own].any()
+        }
 
 
 def group_mean(values: Floats, groups: Ints) -> Floats:
@@ -131,11 +150,14 @@ def _per_group(values: Floats, groups: Ints, statistic: Any) -> Floats:
 
 
 def build_graph(database: Database) -> Graph | None:
-    """The graph of the measured steps, or None when no step is whole enough; reasons go to the warnings."""
+    """The graph of the measured steps, or None when no step is whole enough; reasons go to the
+    warnings."""
     columns = database.columns("passes", steps=chosen_steps(database))
     if not len(columns["step"]):
         return None
-    windows = database.sql("SELECT step, window_s, (end_ns - compute_end_ns) / 1e9 AS update_s FROM windows")
+    windows = database.sql(
+        "SELECT step, window_s, (end_ns - compute_end_ns) / 1e9 AS update_s FROM windows"
+    )
     by_step = {int(row["step"]): row for row in windows}
 
     backward = np.asarray(columns["operation"] == "backward", dtype=bool)
@@ -173,7 +195,8 @@ def build_graph(database: Database) -> Graph | None:
     walk = _walk(columns, backward[first], table, cuts)
     if walk is None:
         database.warnings.append(
-            "the recorded order of passes contradicts itself (clocks apart?): steps cannot be replayed"
+            "the recorded order of passes contradicts itself (clocks apart?): steps cannot be"
+            " replayed"
         )
         return None
     columns = {name: values[walk.place] for name, values in columns.items()}
@@ -182,16 +205,21 @@ def build_graph(database: Database) -> Graph | None:
     transfer = np.zeros_like(end)
     for index, feeding in enumerate(walk.sources):
         if len(feeding):
-            sent = np.where(walk.feeds[index], end[feeding], -np.inf) if walk.feeds else end[feeding]
+            sent = (
+                np.where(walk.feeds[index], end[feeding], -np.inf) if walk.feeds else end[feeding]
+            )
             ready = np.maximum(table["received_from_s"][index], sent.max(axis=0))
             until = table["received_from_s"][index] + table["received_s"][index]
             transfer[index] = np.maximum(0.0, until - ready)
         else:
             transfer[index] = table["received_s"][index]
-    unheard, lost = _unheard(database.stages, columns, columns["operation"] == "backward", table["received_peer"])
+    unheard, lost = _unheard(
+        database.stages, columns, columns["operation"] == "backward", table["received_peer"]
+    )
     kept = steps[whole]
     window = np.array([by_step[int(s)]["window_s"] for s in kept])
-    # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds them up.
+    # Replicas that share a process of a rehearsal go on when the slowest of them has: no host holds
+    # them up.
     rehearsed = None if database.job is None else database.job.rehearsed
     lockstep = rehearsed is not None and rehearsed.processes < len(np.unique(rank))
     return Graph(
@@ -214,10 +242,21 @@ def build_graph(database: Database) -> Graph | None:
             np.array([by_step[int(s)]["update_s"] for s in kept]),
         ),
         window=window,
-        devices={row["unit"]: row["devices_per_rank"]
-                 for row in database.sql("SELECT unit, devices_per_rank FROM units")},
-        expected=np.full(len(end), np.inf) if database.job is None or not database.stages else expected_transfers(
-            database.job, database.job.layout, database.stages, columns["operation"] == "backward", columns["depth"]),
+        devices={
+            row["unit"]: row["devices_per_rank"]
+            for row in database.sql("SELECT unit, devices_per_rank FROM units")
+        },
+        expected=(
+            np.full(len(end), np.inf)
+            if database.job is None or not database.stages
+            else expected_transfers(
+                database.job,
+                database.job.layout,
+                database.stages,
+                columns["operation"] == "backward",
+                columns["depth"],
+            )
+        ),
         expected_update_s=_expected_update_s(database.job, database.stages),
         unheard=unheard,
         lost=lost,
@@ -225,8 +264,12 @@ def build_graph(database: Database) -> Graph | None:
     )
 
 
-def _unheard(stages: list[CostedStage], columns: dict[str, Any], backward: NDArray[np.bool_], received_peer: Floats
-             ) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
+def _unheard(
+    stages: list[CostedStage],
+    columns: dict[str, Any],
+    backward: NDArray[np.bool_],
+    received_peer: Floats,
+) -> tuple[Ints, list[list[tuple[str, int, int]]]]:
     """`Graph.unheard` and `Graph.lost`; of stages of one unit only the same replica sends.
 
     Args:
@@ -240,27 +283,42 @@ def _unheard(stages: list[CostedStage], columns: dict[str, Any], backward: NDArr
     for place in np.flatnonzero(~told).tolist() if stages else ():
         own = stages[depth[place]]
         senders = own.after if backward[place] else own.before
-        lost = tuple((stages[number].unit.name, stages[number].index, copy) for number in senders
-                     for copy in ([int(replica[place])] if stages[number].unit.name == own.unit.name
-                                  else range(stages[number].unit.dp)) if (number, copy) not in there)
+        lost = tuple(
+            (stages[number].unit.name, stages[number].index, copy)
+            for number in senders
+            for copy in (
+                [int(replica[place])]
+                if stages[number].unit.name == own.unit.name
+                else range(stages[number].unit.dp)
+            )
+            if (number, copy) not in there
+        )
         if lost:
             found[place] = groups.setdefault(lost, len(groups))
     return found, [list(lost) for lost in groups]
 
 
 def update_s(job: Job, layout: Layout, stages: list[CostedStage]) -> float:
-    """What the profile expects of the end of a step: the longest reduction, then the longest optimizer step."""
-    return (max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages)
-            + max(optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages))
+    """What the profile expects of the end of a step: the longest reduction, then the longest
+    optimizer step."""
+    return max(reduce_s(job.profile, stage, job.gpus_per_node) for stage in stages) + max(
+        optimizer_s(job.profile, layout, stage, job.gpus_per_node) for stage in stages
+    )
 
 
 def _expected_update_s(job: Job | None, stages: list[CostedStage]) -> float:
-    return np.inf if job is None or not stages or shares_cores(job) else update_s(job, job.layout, stages)
+    return (
+        np.inf
+        if job is None or not stages or shares_cores(job)
+        else update_s(job, job.layout, stages)
+    )
 
 
-def expected_transfers(job: Job, layout: Layout, stages: list[CostedStage], backward: NDArray[np.bool_],
-                       depth: Ints) -> Floats:
-    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite where it has none.
+def expected_transfers(
+    job: Job, layout: Layout, stages: list[CostedStage], backward: NDArray[np.bool_], depth: Ints
+) -> Floats:
+    """Seconds that the profile expects of the transfer before each pass, of mean data; infinite
+    where it has none.
 
     Args:
         layout: the job's, or another one with `stages`.
@@ -272,26 +330,37 @@ def expected_transfers(job: Job, layout: Layout, stages: list[CostedStage], back
     seconds = transfers_s(job.profile, layout, stages, job.gpus_per_node)
     for back in (False, True):
         for place in range(len(stages)):
-            own = [second for cut, second in zip(cuts, seconds, strict=True) if cut[0 if back else 1] == place]
+            own = [
+                second
+                for cut, second in zip(cuts, seconds, strict=True)
+                if cut[0 if back else 1] == place
+            ]
             if own:
                 found[(backward == back) & (depth == place)] = max(own)
     return found
 
 
 def _crowded(job: Job | None, compute: Floats, window: Floats) -> float:
-    """By how much the passes keep busy the cores that all ranks share; 0 where every rank has a device."""
+    """By how much the passes keep busy the cores that all ranks share; 0 where every rank has a
+    device."""
     if job is None or not shares_cores(job):
         return 0.0
     return float(compute.sum() / (window.sum() * max(1, job.profile.device.cores)))
 
 
-def _messages(columns: dict[str, Any], table: dict[str, Floats]) -> Callable[[Ints, int], NDArray[np.bool_]]:
-    """Whether passes [n] can have fed a pass, [n, steps], by what their ranks recorded of messages between units."""
-    home = columns["depth"].astype(np.int64) * (1 + int(columns["replica"].max())) + columns["replica"]
+def _messages(
+    columns: dict[str, Any], table: dict[str, Floats]
+) -> Callable[[Ints, int], NDArray[np.bool_]]:
+    """Whether passes [n] can have fed a pass, [n, steps], by what their ranks recorded of messages
+    between units."""
+    home = (
+        columns["depth"].astype(np.int64) * (1 + int(columns["replica"].max())) + columns["replica"]
+    )
     ranks, first = np.unique(columns["rank"], return_index=True)
 
     def known(side: str) -> tuple[NDArray[np.bool_], Floats]:
-        """Which passes had no message, and the home of the one peer of those that had one only (else NaN)."""
+        """Which passes had no message, and the home of the one peer of those that had one only
+        (else NaN)."""
         size, peer = table[f"{side}_bytes"], table[f"{side}_peer"]
         # of a TP group perhaps only the first rank was recorded
         place = np.searchsorted(ranks, np.nan_to_num(peer, nan=-1.0), side="right") - 1
@@ -308,13 +377,16 @@ def _messages(columns: dict[str, Any], table: dict[str, Floats]) -> Callable[[In
 
 
 def _walk(
-    columns: dict[str, Any], backward: NDArray[np.bool_], table: dict[str, Floats], cuts: list[tuple[int, int]]
+    columns: dict[str, Any],
+    backward: NDArray[np.bool_],
+    table: dict[str, Floats],
+    cuts: list[tuple[int, int]],
 ) -> Walk | None:
     """How the passes wait for each other.
 
-    `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all replicas, unless the
-    record of a step contradicts: what ended after a pass had started did not feed it, nor did what sent nothing or to
-    another one.
+    `cuts` are the depths on both sides of every cut. Passes of a neighbouring unit feed all
+    replicas, unless the record of a step contradicts: what ended after a pass had started did not
+    feed it, nor did what sent nothing or to another one.
     """
     met = _messages(columns, table)
     start, count = table["start_s"], len(backward)
@@ -330,16 +402,24 @@ def _walk(
             (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
         ).append(index)
     at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    near_by: dict[tuple[bool, int], list[int]] = {}  # by direction and depth, the depths that feed it
+    near_by: dict[
+        tuple[bool, int], list[int]
+    ] = {}  # by direction and depth, the depths that feed it
     for before, after in cuts:
         near_by.setdefault((False, after), []).append(before)
         near_by.setdefault((True, before), []).append(after)
     sources: list[Ints] = []
     feeds: list[Feeds] = []
     for index in range(count):
-        back, slot, depth = bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])
+        back, slot, depth = (
+            bool(backward[index]),
+            int(columns["slot"][index]),
+            int(columns["depth"][index]),
+        )
         depths = near_by.get((back, depth), [])
-        near = np.concatenate([np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)])
+        near = np.concatenate(
+            [np.empty(0, np.int64), *(at[back, slot, d] for d in depths if (back, slot, d) in at)]
+        )
         if len(near) and columns["unit"][near[0]] == columns["unit"][index]:
             near = near[columns["replica"][near] == columns["replica"][index]]
         fed = end[near] <= start[index] + 1e-9
@@ -349,6 +429,8 @@ def _walk(
         sources.append(near[sometimes])
         feeds.append(fed[sometimes])
     always = [feed.all(axis=1) for feed in feeds]
-    # Where the order of passes changes from step to step, only what fed in all of them can be walked.
+    # Where the order of passes changes from step to step, only what fed in all of them can be
+    # walked.
     return walk_of(previous, sources, feeds) or walk_of(
-        previous, [own[kept] for own, kept in zip(sources, always, strict=True)])
+        previous, [own[kept] for own, kept in zip(sources, always, strict=True)]
+    )

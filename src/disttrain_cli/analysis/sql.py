@@ -1,4 +1,5 @@
-"""What every format's database shares: queries as `.sql` files, and one SELECT of a stranger answered safely."""
+"""What every format's database shares: queries as `.sql` files, and one SELECT of a stranger
+answered safely."""
 
 from __future__ import annotations
 
@@ -28,20 +29,28 @@ class Table:
     rows: list[tuple[Any, ...]]
 
 
-def connect(database: Path | str = ":memory:", read_only: bool = False, **settings: Any) -> DuckDBPyConnection:
-    """A database that looks at no variables of Python and draws no progress bar, which DuckDB would on our stdout."""
+def connect(
+    database: Path | str = ":memory:", read_only: bool = False, **settings: Any
+) -> DuckDBPyConnection:
+    """A database that looks at no variables of Python and draws no progress bar, which DuckDB would
+    on our stdout."""
     import duckdb
 
-    connection = duckdb.connect(str(database), read_only=read_only,
-                                config={"python_enable_replacements": False} | settings)
+    connection = duckdb.connect(
+        str(database), read_only=read_only, config={"python_enable_replacements": False} | settings
+    )
     connection.execute("SET enable_progress_bar = false")
     return connection
 
 
-def open_cached(inputs: list[Path], version: str, build: Callable[[Path], None]) -> DuckDBPyConnection:
-    """A read-only connection to the database that `build` makes of `inputs`, now or before (see `cache.cached`).
+def open_cached(
+    inputs: list[Path], version: str, build: Callable[[Path], None]
+) -> DuckDBPyConnection:
+    """A read-only connection to the database that `build` makes of `inputs`, now or before (see
+    `cache.cached`).
 
-    A damaged database of the cache is built once more; one that does not stay goes with the connection.
+    A damaged database of the cache is built once more; one that does not stay goes with the
+    connection.
 
     Raises:
         DataError: what `build` raises, or the database cannot be written.
@@ -57,8 +66,11 @@ def open_cached(inputs: list[Path], version: str, build: Callable[[Path], None])
             path, stays = cached(inputs, version, build)
             connection = connect(path, read_only=True)
     except duckdb.Error as error:
-        raise DataError("The traces cannot be analysed", str(error).splitlines()[0],
-                        "Free some disk space or memory and run the command again.") from None
+        raise DataError(
+            "The traces cannot be analysed",
+            str(error).splitlines()[0],
+            "Free some disk space or memory and run the command again.",
+        ) from None
     if not stays:
         weakref.finalize(connection, forget, path)
     return connection
@@ -71,7 +83,8 @@ def lock(connection: DuckDBPyConnection) -> None:
 
 
 def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Iterable[str]]) -> Table:
-    """Answer one SELECT over views, which `views` names, of a connection that can reach nothing else.
+    """Answer one SELECT over views, which `views` names, of a connection that can reach nothing
+    else.
 
     Raises:
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
@@ -81,23 +94,31 @@ def answer(connection: DuckDBPyConnection, query: str, views: Callable[[], Itera
     try:
         statements = connection.extract_statements(query)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            raise UsageError("--sql takes exactly one SELECT statement", f"given: {query}", _known(views()))
+            raise UsageError(
+                "--sql takes exactly one SELECT statement", f"given: {query}", _known(views())
+            )
         table = _interruptible(connection, statements[0])
     except duckdb.Error as error:
         said = "\n".join(line for line in str(error).splitlines() if "internal." not in line)
         raise UsageError("The query failed", said, _known(views())) from None
     if len(table.rows) > MOST_ANSWERED:
-        raise UsageError("The answer is too long", f"it has more than {MOST_ANSWERED:,} rows",
-                         "Ask for sums (GROUP BY ALL), or end the query with LIMIT.")
+        raise UsageError(
+            "The answer is too long",
+            f"it has more than {MOST_ANSWERED:,} rows",
+            "Ask for sums (GROUP BY ALL), or end the query with LIMIT.",
+        )
     return table
 
 
 def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Table:
-    """The first rows that a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in every query."""
+    """The first rows that a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in
+    every query."""
 
     def run() -> Table:
         cursor = connection.execute(statement)
-        return Table([column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1))
+        return Table(
+            [column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1)
+        )
 
     with ThreadPoolExecutor(1) as pool:
         try:
@@ -111,8 +132,9 @@ def _known(views: Iterable[str]) -> str:
     return "The views are: " + ", ".join([*views, "columns (what their columns mean)"])
 
 
-def rows_of(connection: DuckDBPyConnection, text: str,
-            parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def rows_of(
+    connection: DuckDBPyConnection, text: str, parameters: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Rows of an SQL text of ours, by the names of its columns."""
     cursor = connection.execute(text, parameters or None)
     names = [column[0] for column in cursor.description or []]
@@ -121,7 +143,9 @@ def rows_of(connection: DuckDBPyConnection, text: str,
 
 def query_text(name: str) -> str:
     """The text of `queries/NAME.sql`."""
-    return (resources.files("disttrain_cli.analysis") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
+    return (resources.files("disttrain_cli.analysis") / "queries" / f"{name}.sql").read_text(
+        encoding="utf-8"
+    )
 
 
 def literals(paths: Iterable[Path], *forms: Callable[[str], str]) -> str:

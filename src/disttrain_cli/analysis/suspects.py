@@ -1,6 +1,7 @@
 """What could be mended in recorded passes of any format: slow ranks and stages, uneven work.
 
-Each takes out of the passes' times what `losses.Explained` has for it, so mending several takes out all of theirs.
+Each takes out of the passes' times what `losses.Explained` has for it, so mending several takes out
+all of theirs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from disttrain_cli.analysis.walk import Floats, Ints
 
 
 class Scale(Protocol):
-    """Gives what is replayed with the times of its passes multiplied by a factor, and more added [passes, steps]."""
+    """Gives what is replayed with the times of its passes multiplied by a factor, and more added
+    [passes, steps]."""
 
     def __call__(self, state: State, factor: Floats, more: Floats) -> State: ...
 
 
-def of_passes(passes: Passes, why: Explained, scale: Scale, where: Mapping[int, Place]) -> Iterator[Suspect]:
+def of_passes(
+    passes: Passes, why: Explained, scale: Scale, where: Mapping[int, Place]
+) -> Iterator[Suspect]:
     """Uneven work and stages by unit, and ranks that are slow for their work.
 
     Args:
@@ -36,13 +40,21 @@ def of_passes(passes: Passes, why: Explained, scale: Scale, where: Mapping[int, 
     none, ones = np.zeros_like(why.worked), np.ones_like(why.worked)
     ranks = passes.groups("rank", "backward")
     level = why.mean * why.slot  # of replicas that have nothing in a slot, which would get some
-    missing = np.where(why.worked > 0, 0.0, level * ratio(group_mean(why.ranked, ranks), group_mean(why.worked, ranks)))
+    missing = np.where(
+        why.worked > 0,
+        0.0,
+        level * ratio(group_mean(why.ranked, ranks), group_mean(why.worked, ranks)),
+    )
 
     def suspect(cause: str, unit: str, factor: Floats, more: Floats = none) -> Suspect:
         own = (units == unit)[:, None]
         times, extra = np.where(own, factor, 1.0), np.where(own, more, 0.0)
-        return Suspect(cause, Place(unit=unit), lambda state: scale(state, times, extra),
-                       most_s(passes, why.staged * (1 - times)))
+        return Suspect(
+            cause,
+            Place(unit=unit),
+            lambda state: scale(state, times, extra),
+            most_s(passes, why.staged * (1 - times)),
+        )
 
     for unit in dict.fromkeys(passes.unit):
         yield suspect("intra_microbatch", unit, ratio(ones, why.intra), missing)
@@ -50,12 +62,22 @@ def of_passes(passes: Passes, why: Explained, scale: Scale, where: Mapping[int, 
         if len(np.unique(passes.stage[units == unit])) > 1:
             yield suspect("stage", unit, ratio(why.worked, why.staged))
     faster = np.minimum(1.0, ratio(why.staged, why.ranked))
-    yield from by_rank("worker", passes.rank, where, why.ranked * (1 - faster),
-                       lambda pick: lambda state: scale(state, np.where(pick[:, None], faster, 1.0), none))
+    yield from by_rank(
+        "worker",
+        passes.rank,
+        where,
+        why.ranked * (1 - faster),
+        lambda pick: lambda state: scale(state, np.where(pick[:, None], faster, 1.0), none),
+    )
 
 
-def by_rank(cause: str, ranks: Ints, where: Mapping[int, Place], added: Floats,
-            mend: Callable[[NDArray[np.bool_]], Callable[[State], State]]) -> list[Suspect]:
+def by_rank(
+    cause: str,
+    ranks: Ints,
+    where: Mapping[int, Place],
+    added: Floats,
+    mend: Callable[[NDArray[np.bool_]], Callable[[State], State]],
+) -> list[Suspect]:
     """A suspect for every rank to which most is added, and one for all others.
 
     Args:
@@ -65,11 +87,19 @@ def by_rank(cause: str, ranks: Ints, where: Mapping[int, Place], added: Floats,
     """
     sums = {int(rank): float(added[ranks == rank].sum(axis=0).mean()) for rank in np.unique(ranks)}
     order = sorted((rank for rank in sums if sums[rank] > 0), key=lambda rank: -sums[rank])
-    found = [Suspect(cause, where.get(rank, Place(rank=rank)), mend(ranks == rank), sums[rank])
-             for rank in order[:MOST_SUSPECTS]]
+    found = [
+        Suspect(cause, where.get(rank, Place(rank=rank)), mend(ranks == rank), sums[rank])
+        for rank in order[:MOST_SUSPECTS]
+    ]
     if others := order[MOST_SUSPECTS:]:
-        found.append(Suspect(cause, common([where.get(rank, Place()) for rank in others]),
-                             mend(np.isin(ranks, others)), 0.0))
+        found.append(
+            Suspect(
+                cause,
+                common([where.get(rank, Place()) for rank in others]),
+                mend(np.isin(ranks, others)),
+                0.0,
+            )
+        )
     return found
 
 
@@ -82,5 +112,11 @@ def most_s(passes: Passes, added: Floats) -> float:
 def common(places: list[Place]) -> Place:
     """What several places have in common."""
     first = places[0]
-    return replace(first, **{name: None for name in first.__struct_fields__
-                             if any(getattr(place, name) != getattr(first, name) for place in places)})
+    return replace(
+        first,
+        **{
+            name: None
+            for name in first.__struct_fields__
+            if any(getattr(place, name) != getattr(first, name) for place in places)
+        },
+    )

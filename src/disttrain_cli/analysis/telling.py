@@ -9,11 +9,19 @@ from typing import NamedTuple
 from disttrain_cli.analysis.causes import Finding
 from disttrain_cli.analysis.confidence import known
 from disttrain_cli.analysis.losses import Losses
-from disttrain_cli.analysis.next_commands import AGAIN, HOST_GAPS, LEVEL, REMEASURE, SLOWEST_TRANSFERS, slow_rank
+from disttrain_cli.analysis.next_commands import (
+    AGAIN,
+    HOST_GAPS,
+    LEVEL,
+    REMEASURE,
+    SLOWEST_TRANSFERS,
+    slow_rank,
+)
 from disttrain_cli.analysis.result import Comparison, Evidence, OperationRow, Place, Remedy
 from disttrain_cli.analysis.suspects import common
 
-#: A replica is named that is the heaviest in this share of the slots; else it is now one, now another.
+# : A replica is named that is the heaviest in this share of the slots; else it is now one, now
+# another.
 OFTEN = 0.75
 #: Predictions further off than this are measured again before they are planned with.
 TRUSTED_ERROR_PCT = 25.0
@@ -36,7 +44,9 @@ class Record:
     kind: str  # of traces, for the confidence
     shares: dict[str, float]  # where the ranks' time goes, as fractions
     present: float = 1.0  # share of the job's ranks whose traces are there
-    shared_cores: bool = False  # the ranks run on one CPU, so a rank that is ready may wait for a core
+    shared_cores: bool = (
+        False  # the ranks run on one CPU, so a rank that is ready may wait for a core
+    )
     remedies: Sequence[Remedy] = ()
     operations: Sequence[OperationRow] = ()
 
@@ -51,12 +61,14 @@ class Record:
 
     @property
     def unexplained(self) -> float:
-        """Share of the steps that no recorded operation or message explains; negative where they explain too much."""
+        """Share of the steps that no recorded operation or message explains; negative where they
+        explain too much."""
         return float(self.losses.lost["unexplained"].mean()) / self.measured_s
 
     @property
     def contradicts(self) -> bool:
-        """Whether the traces are so far from what a replay of them gives that no cause can be told."""
+        """Whether the traces are so far from what a replay of them gives that no cause can be
+        told."""
         return abs(self.unexplained) > MOST_UNEXPLAINED
 
 
@@ -92,11 +104,15 @@ def _unit(record: Record, finding: Finding) -> Told:
     ]
     most, least = losses.busy[binding], losses.busy[lightest]
     advice = f"{binding} has too few GPUs for its work, " + (
-        f"{most / least:.1f} times as long per rank as {lightest}" if most < 100 * least
-        else f"while {lightest} computes next to nothing")
+        f"{most / least:.1f} times as long per rank as {lightest}"
+        if most < 100 * least
+        else f"while {lightest} computes next to nothing"
+    )
     if off:
-        advice += (f"; the plan expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so measure and "
-                   "plan again.")
+        advice += (
+            f"; the plan expected otherwise ({off[0].unit} is {off[0].error_pct:+.0f} % off), so"
+            " measure and plan again."
+        )
         command = REMEASURE
     else:
         advice += "."
@@ -109,40 +125,59 @@ def _slow_unit(record: Record, place: Place) -> Told:
     return Told(
         place,
         f"All devices of {place.unit} are slow for their work",
-        [Evidence(what=f"{place.unit}: compute per rank and step", value=record.losses.busy[str(place.unit)],
-                  unit="s")],
-        f"{place.unit} takes longer than its profile says, and the others do not: look at its devices (clocks, "
-        "temperature, other kernels); if that is what they can do, measure and plan again.",
+        [
+            Evidence(
+                what=f"{place.unit}: compute per rank and step",
+                value=record.losses.busy[str(place.unit)],
+                unit="s",
+            )
+        ],
+        f"{place.unit} takes longer than its profile says, and the others do not: look at its"
+        " devices (clocks, temperature, other kernels); if that is what they can do, measure and"
+        " plan again.",
         REMEASURE,
     )
 
 
 def _intra(record: Record, finding: Finding) -> Told:
     losses, unit = record.losses, str(finding.places[0].unit)
-    heaviest, factor = max(((replica, work) for (name, replica), work in losses.replica_work.items() if name == unit),
-                           key=lambda item: item[1])
+    heaviest, factor = max(
+        ((replica, work) for (name, replica), work in losses.replica_work.items() if name == unit),
+        key=lambda item: item[1],
+    )
     often = losses.heaviest[unit, heaviest]
     replica = heaviest if often >= OFTEN else None
     evidence = [
-        Evidence(what=f"{unit}: heaviest replica of a slot over the slot's mean", value=factor, unit="ratio"),
-        Evidence(what=f"{unit} replica {heaviest}: slots in which it is the heaviest", value=often,
-                 unit="share of slots"),
+        Evidence(
+            what=f"{unit}: heaviest replica of a slot over the slot's mean",
+            value=factor,
+            unit="ratio",
+        ),
+        Evidence(
+            what=f"{unit} replica {heaviest}: slots in which it is the heaviest",
+            value=often,
+            unit="share of slots",
+        ),
     ]
     return Told(
         Place(unit=unit, replica=replica),
         f"Uneven data over the replicas of {unit}",
         evidence,
-        "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that there is more to "
-        "level with.",
+        "Level the replicas: set train.ordering: best, or raise train.global_batch_size so that"
+        " there is more to level with.",
         LEVEL,
     )
 
 
 def _inter(record: Record, finding: Finding) -> Told:
     unit = str(finding.places[0].unit)
-    slot, factor = max(((slot, work) for (name, slot), work in record.losses.slot_work.items() if name == unit),
-                       key=lambda item: item[1])
-    evidence = [Evidence(what=f"{unit}: work of slot {slot} over the mean slot", value=factor, unit="ratio")]
+    slot, factor = max(
+        ((slot, work) for (name, slot), work in record.losses.slot_work.items() if name == unit),
+        key=lambda item: item[1],
+    )
+    evidence = [
+        Evidence(what=f"{unit}: work of slot {slot} over the mean slot", value=factor, unit="ratio")
+    ]
     return Told(
         Place(unit=unit),
         f"Uneven data over the slots of a step, most in {unit}",
@@ -158,18 +193,37 @@ def _stage(record: Record, finding: Finding) -> Told:
     if place.stage is not None:
         return Told(
             place,
-            f"Stage {place.stage} of {unit} " + ("takes longer than its other stages" if record.kind == "operations"
-                                                  else "is slow for its work"),
-            [Evidence(what=f"{unit} stage {place.stage}: time over the unit's mean",
-                      value=record.losses.stage_factor[unit, place.stage], unit="ratio")],
-            "Its ranks take longer for their work than those of the other stages: look at their devices; "
-            f"if that is what they can do, move layers away from stage {place.stage} (layers_per_stage in plan.yaml), "
-            "or measure and plan again.",
+            f"Stage {place.stage} of {unit} "
+            + (
+                "takes longer than its other stages"
+                if record.kind == "operations"
+                else "is slow for its work"
+            ),
+            [
+                Evidence(
+                    what=f"{unit} stage {place.stage}: time over the unit's mean",
+                    value=record.losses.stage_factor[unit, place.stage],
+                    unit="ratio",
+                )
+            ],
+            "Its ranks take longer for their work than those of the other stages: look at their"
+            f" devices; if that is what they can do, move layers away from stage {place.stage}"
+            " (layers_per_stage in plan.yaml), or measure and plan again.",
             REMEASURE,
         )
-    stage, factor = max(((stage, took) for (name, stage), took in record.losses.stage_factor.items() if name == unit),
-                        key=lambda item: item[1])
-    evidence = [Evidence(what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio")]
+    stage, factor = max(
+        (
+            (stage, took)
+            for (name, stage), took in record.losses.stage_factor.items()
+            if name == unit
+        ),
+        key=lambda item: item[1],
+    )
+    evidence = [
+        Evidence(
+            what=f"{unit} stage {stage}: time over the unit's mean", value=factor, unit="ratio"
+        )
+    ]
     return Told(
         Place(unit=unit, stage=stage),
         f"Stage {stage} of {unit} is heavier than its other stages",
@@ -183,72 +237,124 @@ def _stage(record: Record, finding: Finding) -> Told:
 def _worker(record: Record, finding: Finding) -> Told:
     named = [one for one in finding.places if one.rank is not None]
     if not named:
-        return Told(finding.places[0], "Many ranks are slow for their work", [],
-                    "No rank stands out: look at what they share, and at the noise of the passes.", REMEASURE)
+        return Told(
+            finding.places[0],
+            "Many ranks are slow for their work",
+            [],
+            "No rank stands out: look at what they share, and at the noise of the passes.",
+            REMEASURE,
+        )
     place = named[0]
-    told = f"Rank {place.rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow for its work"
+    told = (
+        f"Rank {place.rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is slow"
+        " for its work"
+    )
     if len(finding.places) > 1:
-        told = f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
+        told = (
+            f"{_ranks(finding.places)} are slow for their work, and only mending all of them gains"
+        )
     return Told(
         place,
         told,
-        [Evidence(what=f"rank {one.rank}: time over what its work and stage explain",
-                  value=record.losses.rank_factor[int(one.rank or 0)], unit="ratio") for one in named[:MOST_PLACES]],
-        f"Look at the device and the other processes of host {place.host}; leave the host out if it stays slow.",
+        [
+            Evidence(
+                what=f"rank {one.rank}: time over what its work and stage explain",
+                value=record.losses.rank_factor[int(one.rank or 0)],
+                unit="ratio",
+            )
+            for one in named[:MOST_PLACES]
+        ],
+        f"Look at the device and the other processes of host {place.host}; leave the host out if it"
+        " stays slow.",
         slow_rank(int(place.rank or 0)),
     )
 
 
 def _communication(record: Record, finding: Finding) -> Told:
     links = record.losses.links
-    own = {(str(one.unit), int(one.stage)) for one in finding.places if one.unit is not None and one.stage is not None}
+    own = {
+        (str(one.unit), int(one.stage))
+        for one in finding.places
+        if one.unit is not None and one.stage is not None
+    }
     if not own:
         return _update(record, finding)
     unit, stage = max(own, key=lambda cut: links.get(cut, 0.0))
     evidence = [
-        Evidence(what=f"{name} stage {number}: transfers to the next stage and back above the usual, ranks summed",
-                 value=seconds, unit="s")
+        Evidence(
+            what=(
+                f"{name} stage {number}: transfers to the next stage and back above the usual,"
+                " ranks summed"
+            ),
+            value=seconds,
+            unit="s",
+        )
         for (name, number), seconds in sorted(links.items(), key=lambda item: -item[1])[:3]
     ]
     return Told(
         Place(unit=unit, stage=stage),
         f"Transfers are slow or vary, most after stage {stage} of {unit}",
         evidence,
-        f"Look at the link between stage {stage} of {unit} and the next; the command lists the slowest transfers.",
+        f"Look at the link between stage {stage} of {unit} and the next; the command lists the"
+        " slowest transfers.",
         SLOWEST_TRANSFERS,
     )
 
 
 def _update(record: Record, finding: Finding) -> Told:
-    """The end of a step: named by the operation that exceeds the profile most, where that explains half of the gain."""
+    """The end of a step: named by the operation that exceeds the profile most, where that explains
+    half of the gain."""
     rows = [row for row in record.operations if row.operation in _UPDATES]
     row = max(rows, key=lambda one: one.effect_ms, default=None)
     if row is None or row.effect_ms < 500 * finding.gain_s.mean():
-        return Told(Place(), "The end of a step, after its last pass, takes longer than the profile says or than usual",
-                    [Evidence(what=f"{one.place}: {_UPDATES[one.operation]}", value=one.measured, unit="ms")
-                     for one in rows[:3]],
-                    "Look at what ranks do and which links they use at the end of a step.", SLOWEST_TRANSFERS)
+        return Told(
+            Place(),
+            "The end of a step, after its last pass, takes longer than the profile says or than"
+            " usual",
+            [
+                Evidence(
+                    what=f"{one.place}: {_UPDATES[one.operation]}", value=one.measured, unit="ms"
+                )
+                for one in rows[:3]
+            ],
+            "Look at what ranks do and which links they use at the end of a step.",
+            SLOWEST_TRANSFERS,
+        )
     what = _UPDATES[row.operation]
     return Told(
-        Place(unit=row.unit, stage=row.stage), f"The {what} of {row.unit} stage {row.stage} is slow",
-        [Evidence(what=f"{row.place}: {what}", value=row.measured, unit="ms"),
-         Evidence(what=f"{row.place}: {what}, by the profile", value=row.predicted, unit="ms")],
-        f"Look at the links between the replicas of stage {row.stage} of {row.unit}." if row.operation == "reduce" else
-        f"Look at the devices of stage {row.stage} of {row.unit}, at where its moments are kept, and at the links over "
-        "which its weights are gathered.",
-        SLOWEST_TRANSFERS)
+        Place(unit=row.unit, stage=row.stage),
+        f"The {what} of {row.unit} stage {row.stage} is slow",
+        [
+            Evidence(what=f"{row.place}: {what}", value=row.measured, unit="ms"),
+            Evidence(what=f"{row.place}: {what}, by the profile", value=row.predicted, unit="ms"),
+        ],
+        (
+            f"Look at the links between the replicas of stage {row.stage} of {row.unit}."
+            if row.operation == "reduce"
+            else (
+                f"Look at the devices of stage {row.stage} of {row.unit}, at where its moments are"
+                " kept, and at the links over which its weights are gathered."
+            )
+        ),
+        SLOWEST_TRANSFERS,
+    )
 
 
 def _unheard(record: Record, finding: Finding) -> Told:
     whole = {(one.unit, one.stage) for one in finding.places if one.replica is None}
     names = [f"{unit} stage {stage}" for unit, stage in sorted(whole)] + [
-        f"{one.unit} stage {one.stage} replica {one.replica}" for one in finding.places
-        if (one.unit, one.stage) not in whole]
+        f"{one.unit} stage {one.stage} replica {one.replica}"
+        for one in finding.places
+        if (one.unit, one.stage) not in whole
+    ]
     return Told(
         common(finding.places),
-        f"Ranks wait for ranks whose traces are missing ({', '.join(names[:MOST_PLACES])})", [],
-        "Whether they, their hosts or their links are slow, no trace here tells: add their traces and analyse again.",
-        AGAIN)
+        f"Ranks wait for ranks whose traces are missing ({', '.join(names[:MOST_PLACES])})",
+        [],
+        "Whether they, their hosts or their links are slow, no trace here tells: add their traces"
+        " and analyse again.",
+        AGAIN,
+    )
 
 
 def _data(record: Record, finding: Finding) -> Told:
@@ -258,18 +364,28 @@ def _data(record: Record, finding: Finding) -> Told:
     unit = str(finding.places[0].unit)
     replica = _alone(units[unit])
     evidence = [
-        Evidence(what=f"{name}: waiting for data, mean of its replicas per step",
-                 value=sum(own.values()) / len(own), unit="s")
+        Evidence(
+            what=f"{name}: waiting for data, mean of its replicas per step",
+            value=sum(own.values()) / len(own),
+            unit="s",
+        )
         for name, own in units.items()
     ]
     if replica is not None:
-        evidence.append(Evidence(what=f"{unit} replica {replica}: waiting for data, per step",
-                                 value=units[unit][replica], unit="s"))
+        evidence.append(
+            Evidence(
+                what=f"{unit} replica {replica}: waiting for data, per step",
+                value=units[unit][replica],
+                unit="s",
+            )
+        )
     return Told(
         Place(unit=unit, replica=replica),
-        f"Ranks wait for data, most in {unit}" + ("" if replica is None else f", replica {replica}"),
+        f"Ranks wait for data, most in {unit}"
+        + ("" if replica is None else f", replica {replica}"),
         evidence,
-        "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU nodes.",
+        "Prepare more ahead: raise preprocess.workers and preprocess.prefetch_slots, or add CPU"
+        " nodes.",
         LEVEL,
     )
 
@@ -281,11 +397,20 @@ def _host(record: Record, finding: Finding) -> Told:
     place = record.where.get(rank, place)
     told = "Ranks are held up between operations, or now and then inside them, by their hosts"
     if alone:
-        told = f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is held up by its host"
+        told = (
+            f"Rank {rank} ({place.unit}, stage {place.stage}, replica {place.replica}) is held up"
+            " by its host"
+        )
     return Told(
         place if alone else Place(unit=place.unit, host=place.host),
         told,
-        [Evidence(what=f"rank {rank}: time covered by no operation, per step", value=gap[rank], unit="s")],
+        [
+            Evidence(
+                what=f"rank {rank}: time covered by no operation, per step",
+                value=gap[rank],
+                unit="s",
+            )
+        ],
         f"Look for other processes, garbage collection or clock throttling on host {place.host}.",
         HOST_GAPS,
     )
@@ -294,8 +419,14 @@ def _host(record: Record, finding: Finding) -> Told:
 def _ranks(places: list[Place]) -> str:
     """Ranks … and …, of those that are named."""
     names = [f"{one.rank}" for one in places if one.rank is not None]
-    shown = names[:MOST_PLACES] + ([f"{len(places) - MOST_PLACES} more"] if len(places) > MOST_PLACES else [])
-    return f"Ranks {', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else f"Rank {shown[0]} and others"
+    shown = names[:MOST_PLACES] + (
+        [f"{len(places) - MOST_PLACES} more"] if len(places) > MOST_PLACES else []
+    )
+    return (
+        f"Ranks {', '.join(shown[:-1])} and {shown[-1]}"
+        if len(shown) > 1
+        else f"Rank {shown[0]} and others"
+    )
 
 
 def _alone(seconds: Mapping[int, float]) -> int | None:

@@ -1,4 +1,5 @@
-"""From lost seconds to a verdict: the cause, its place, how sure, the figures behind it, and what to do."""
+"""From lost seconds to a verdict: the cause, its place, how sure, the figures behind it, and what
+to do."""
 
 from __future__ import annotations
 
@@ -22,35 +23,58 @@ IN_RANKS = ("worker", "communication", "host")
 def rows_of(record: Record, findings: Sequence[Finding]) -> list[Cause]:
     """The findings as rows, in their order; those that cost nearly nothing are left out."""
     rows = []
-    for finding in findings if not record.contradicts else [one for one in findings if one.cause == "unknown"]:
+    for finding in (
+        findings if not record.contradicts else [one for one in findings if one.cause == "unknown"]
+    ):
         gain_pct = 100 * float(finding.gain_s.mean()) / record.measured_s
         alone_s = float(finding.alone_s.mean())
         if max(gain_pct, 100 * alone_s / record.measured_s) < LEAST_GAIN_PCT:
             continue
         place, told, _, _, command = tell(record, finding)
-        rows.append(Cause(
-            cause=finding.cause, place=place, places=finding.places[:MOST_PLACES], told=told,
-            gain_s=float(finding.gain_s.mean()), gain_pct=gain_pct, alone_s=alone_s,
-            confidence=_sure(record, finding, []), one_event=_one_event(record, finding),
-            next_command=command))
+        rows.append(
+            Cause(
+                cause=finding.cause,
+                place=place,
+                places=finding.places[:MOST_PLACES],
+                told=told,
+                gain_s=float(finding.gain_s.mean()),
+                gain_pct=gain_pct,
+                alone_s=alone_s,
+                confidence=_sure(record, finding, []),
+                one_event=_one_event(record, finding),
+                next_command=command,
+            )
+        )
     return rows
 
 
 def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
-    """Name what gains most if it is mended, and the others that gain enough; or say that nothing does.
+    """Name what gains most if it is mended, and the others that gain enough; or say that nothing
+    does.
 
     Args:
         findings: what slows the steps (`causes.find_causes`).
     """
     measured_s, losses = record.measured_s, record.losses
     if record.contradicts and not any(one.cause == "unknown" for one in findings):
-        return unknown(f"what was recorded does not add up: replayed, its operations and messages miss the steps by "
-                       f"{100 * abs(record.unexplained):.0f} %, so rows are missing, or times of ranks disagree")
+        return unknown(
+            "what was recorded does not add up: replayed, its operations and messages miss the"
+            f" steps by {100 * abs(record.unexplained):.0f} %, so rows are missing, or times of"
+            " ranks disagree"
+        )
     evidence = [
         Evidence(what="step as recorded", value=measured_s, unit="s"),
-        Evidence(what="ideal step: GPUs perfectly shared, no delays", value=float(losses.ideal.mean()), unit="s"),
+        Evidence(
+            what="ideal step: GPUs perfectly shared, no delays",
+            value=float(losses.ideal.mean()),
+            unit="s",
+        ),
     ]
-    large = [one for one in findings if max(one.gain_s.mean(), one.alone_s.mean()) >= one.least_share * measured_s]
+    large = [
+        one
+        for one in findings
+        if max(one.gain_s.mean(), one.alone_s.mean()) >= one.least_share * measured_s
+    ]
     main = next((one for one in large if one.gain_s.mean() >= one.least_share * measured_s), None)
     if main is None:
         return _calm(record, findings, evidence)
@@ -60,9 +84,11 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
     notes = list[str]()
     evidence.append(Evidence(what=f"mending it: {told}", value=gain_s, unit="s"))
     if alone_s < 0.5 * gain_s:
-        behind = "; ".join(tell(record, one).told for one in findings[:findings.index(main)])
+        behind = "; ".join(tell(record, one).told for one in findings[: findings.index(main)])
         notes.append(f"Mended alone it gains {alone_s:.3g} s; it is hidden by this: {behind}.")
-        evidence.append(Evidence(what="mending it alone, all else as recorded", value=alone_s, unit="s"))
+        evidence.append(
+            Evidence(what="mending it alone, all else as recorded", value=alone_s, unit="s")
+        )
     for one in others:
         gains_s, also = float(one.gain_s.mean()), tell(record, one).told
         if gains_s >= SMALLEST_SHARE * measured_s:
@@ -71,30 +97,59 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
             notes.append(f"Also: {also}, {max(gains_s, float(one.alone_s.mean())):.3g} s.")
     notes += _all_slow(record)
     often = main.gain_s >= main.least_share * losses.measured
-    evidence.append(Evidence(what="steps in which mending it gains that much", unit="share of steps",
-                             value=float(often.mean())))
+    evidence.append(
+        Evidence(
+            what="steps in which mending it gains that much",
+            unit="share of steps",
+            value=float(often.mean()),
+        )
+    )
     if 0 < often.sum() <= len(often) / 2:
         notes.append(f"Only in {often.sum()} of {len(often)} steps.")
     if _one_event(record, main):
         notes.append("All of it hangs on one event of one step.")
-        evidence.append(Evidence(what="mending it, had its largest single event not happened",
-                                 value=float(main.rest_s or 0.0), unit="s"))
+        evidence.append(
+            Evidence(
+                what="mending it, had its largest single event not happened",
+                value=float(main.rest_s or 0.0),
+                unit="s",
+            )
+        )
     advice, command = _helped(record, main, advice, command)
     if record.shared_cores and main.cause in IN_RANKS:
         advice = (
-            "The ranks share the cores of one machine: whoever is ready to compute or receive may wait for a core. "
-            "Fewer ranks, or one device per rank, show whether that is all."
+            "The ranks share the cores of one machine: whoever is ready to compute or receive may"
+            " wait for a core. Fewer ranks, or one device per rank, show whether that is all."
         )
-        more.append(Evidence(what="passes of all ranks ÷ time of the shared cores", value=losses.crowded, unit="ratio"))
+        more.append(
+            Evidence(
+                what="passes of all ranks ÷ time of the shared cores",
+                value=losses.crowded,
+                unit="ratio",
+            )
+        )
         if main.cause == "host" and losses.crowded > CROWDED:
-            place, told = Place(host=place.host), "Ranks that are ready wait for one of the cores that all share"
-            more[0] = Evidence(what="transfers above the usual, ranks summed", value=sum(losses.links.values()),
-                               unit="s")
+            place, told = (
+                Place(host=place.host),
+                "Ranks that are ready wait for one of the cores that all share",
+            )
+            more[0] = Evidence(
+                what="transfers above the usual, ranks summed",
+                value=sum(losses.links.values()),
+                unit="s",
+            )
         command = f"disttrain plan --gpus {max(1, record.gpus - 1)}"
     return Verdict(
         cause=main.cause,
-        headline=" ".join([f"{told}: {gain_s:.3g} s of every {measured_s:.3g} s step "
-                           f"({100 * gain_s / measured_s:.0f} %).", *notes]),
+        headline=" ".join(
+            [
+                (
+                    f"{told}: {gain_s:.3g} s of every {measured_s:.3g} s step "
+                    f"({100 * gain_s / measured_s:.0f} %)."
+                ),
+                *notes,
+            ]
+        ),
         place=place,
         lost_s=gain_s,
         confidence=_sure(record, main, others),
@@ -107,12 +162,20 @@ def judge(record: Record, findings: Sequence[Finding]) -> Verdict:
 def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence]) -> Verdict:
     """Nothing gains enough: what there is, and what it costs."""
     measured_s, losses = record.measured_s, record.losses
-    small = sorted((one for one in findings if one.gain_s.mean() >= SMALLEST_SHARE * measured_s),
-                   key=lambda one: -float(one.gain_s.mean()))
-    headline = f"No straggler: nothing that can be mended costs more than {100 * LEAST_SHARE:.0f} % of a step"
+    small = sorted(
+        (one for one in findings if one.gain_s.mean() >= SMALLEST_SHARE * measured_s),
+        key=lambda one: -float(one.gain_s.mean()),
+    )
+    headline = (
+        f"No straggler: nothing that can be mended costs more than {100 * LEAST_SHARE:.0f} % of a"
+        " step"
+    )
     for one in small:
-        evidence.append(Evidence(what=f"small: {tell(record, one).told}", value=float(one.gain_s.mean()),
-                                 unit="s"))
+        evidence.append(
+            Evidence(
+                what=f"small: {tell(record, one).told}", value=float(one.gain_s.mean()), unit="s"
+            )
+        )
     faults, limits = ([one for one in small if one.limit == limit] for limit in (False, True))
     if faults:
         share = 100 * faults[0].gain_s.mean() / measured_s
@@ -120,34 +183,60 @@ def _calm(record: Record, findings: Sequence[Finding], evidence: list[Evidence])
     if limits:
         share = 100 * limits[0].gain_s.mean() / measured_s
         headline += f"; uneven data cost {share:.0f} %" + (
-            ", as far as train.ordering: best regains it" if limits[0].regained else " at most")
+            ", as far as train.ordering: best regains it" if limits[0].regained else " at most"
+        )
     bubbles = _own_bubbles(record, findings)
     if bubbles and any(one.cause == "unit" for one in record.remedies):
-        headline += (f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no layout "
-                     "tried here regains")
+        headline += (
+            f"; the plan's own bubbles take {100 * bubbles[0].value / measured_s:.0f} %, which no"
+            " layout tried here regains"
+        )
     all_slow = _all_slow(record)
     headline = ". ".join([headline, *(note.removesuffix(".") for note in all_slow)])
     fill = record.shares["warmup"] + record.shares["drain"]
-    evidence += [*bubbles,
-                 Evidence(what="filling and draining the pipeline", value=fill, unit="share of time")]
-    gains = np.array([one.gain_s / losses.measured * (LEAST_SHARE / one.least_share) for one in findings])
+    evidence += [
+        *bubbles,
+        Evidence(what="filling and draining the pipeline", value=fill, unit="share of time"),
+    ]
+    gains = np.array(
+        [one.gain_s / losses.measured * (LEAST_SHARE / one.least_share) for one in findings]
+    )
     gains = gains.reshape(-1, len(losses.measured))
     most = gains.max(axis=0, initial=0.0)
     return Verdict(
-        cause="none", headline=f"{headline}.", place=Place(), lost_s=0.0,
-        confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind), evidence=evidence,
-        **_calm_advice(all_slow, fill, fitting([one for one in record.remedies if one.cause == "unit" or (
-            one.cause in UNEVEN and one.basis == "plan")], "unit", *UNEVEN), measured_s))
+        cause="none",
+        headline=f"{headline}.",
+        place=Place(),
+        lost_s=0.0,
+        confidence=calibrated((1 - exceeds(most, LEAST_SHARE)) * record.known, record.kind),
+        evidence=evidence,
+        **_calm_advice(
+            all_slow,
+            fill,
+            fitting(
+                [
+                    one
+                    for one in record.remedies
+                    if one.cause == "unit" or (one.cause in UNEVEN and one.basis == "plan")
+                ],
+                "unit",
+                *UNEVEN,
+            ),
+            measured_s,
+        ),
+    )
 
 
 def _sure(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
-    """Confidence in a cause; half of it where ranks that share cores may only have waited for one."""
+    """Confidence in a cause; half of it where ranks that share cores may only have waited for
+    one."""
     halved = 2 if record.shared_cores and finding.cause in IN_RANKS else 1
     return round(calibrated(_raw(record, finding, others), record.kind) / halved, 3)
 
 
 def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
-    """Evidence for a cause, 0 to 1 (`confidence`); of the verdict's, also that no other one gains more."""
+    """Evidence for a cause, 0 to 1 (`confidence`); of the verdict's, also that no other one gains
+    more."""
     shares = finding.gain_s / record.losses.measured
     raw = exceeds(shares, finding.least_share) * record.known
     if _one_event(record, finding):
@@ -157,26 +246,46 @@ def _raw(record: Record, finding: Finding, others: Sequence[Finding]) -> float:
 
 
 def _one_event(record: Record, finding: Finding) -> bool:
-    """Whether a cause gains enough only because of a single pass, transfer or wait of a single step."""
+    """Whether a cause gains enough only because of a single pass, transfer or wait of a single
+    step."""
     least_s = finding.least_share * record.measured_s
     return finding.rest_s is not None and finding.rest_s < least_s <= finding.gain_s.mean()
 
 
 def _all_slow(record: Record) -> list[str]:
-    """That no unit is as fast as the profile says: a wrong profile or slow devices everywhere, which no trace tells."""
-    off = [row.error_pct for row in record.comparisons if row.what == "stage_ms" and row.basis == "same work"]
+    """That no unit is as fast as the profile says: a wrong profile or slow devices everywhere,
+    which no trace tells."""
+    off = [
+        row.error_pct
+        for row in record.comparisons
+        if row.what == "stage_ms" and row.basis == "same work"
+    ]
     if record.shared_cores or min(off, default=0.0) < 100 * LEAST_SHARE:
         return []
-    return [f"Every unit takes at least {1 + min(off) / 100:.2g} times what the profile says: either that is wrong "
-            "(disttrain profile), or all devices are slow."]
+    return [
+        f"Every unit takes at least {1 + min(off) / 100:.2g} times what the profile says: either"
+        " that is wrong (disttrain profile), or all devices are slow."
+    ]
 
 
 def _own_bubbles(record: Record, findings: Sequence[Finding]) -> list[Evidence]:
     """What a perfect sharing of the devices would gain and no layout does: no fault."""
     regained = sum(float(one.gain_s.mean()) for one in findings if one.cause == "unit")
     kept = float(record.losses.lost["unit"].mean()) - regained
-    return [Evidence(what="the plan's own bubbles: devices that cannot be shared more evenly in whole numbers",
-                     value=kept, unit="s")] if kept >= SMALLEST_SHARE * record.measured_s else []
+    return (
+        [
+            Evidence(
+                what=(
+                    "the plan's own bubbles: devices that cannot be shared more evenly in whole"
+                    " numbers"
+                ),
+                value=kept,
+                unit="s",
+            )
+        ]
+        if kept >= SMALLEST_SHARE * record.measured_s
+        else []
+    )
 
 
 def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[str, str]:
@@ -185,31 +294,47 @@ def _helped(record: Record, main: Finding, advice: str, command: str) -> tuple[s
     remedy = fitting(remedies, cause)
     if cause == "unit" and remedy is not None:
         advice, command = f"{advice} {_gain_of(remedy, record.measured_s)}", remedy.command
-        bought = [one for one in remedies if one.cause == cause and one.gpus > 0 and one.gain_s > remedy.gain_s]
+        bought = [
+            one
+            for one in remedies
+            if one.cause == cause and one.gpus > 0 and one.gain_s > remedy.gain_s
+        ]
         if bought and remedy.gpus <= 0:
-            advice += f" {_gain_of(max(bought, key=lambda one: one.gain_s / one.gpus), record.measured_s)}"
+            best = max(bought, key=lambda one: one.gain_s / one.gpus)
+            advice += f" {_gain_of(best, record.measured_s)}"
     elif cause == "unit" and command != REMEASURE:
-        advice += (f" If the plan is already the best for {record.gpus} GPUs, one more shows whether the next whole "
-                   "number fits better.")
+        advice += (
+            f" If the plan is already the best for {record.gpus} GPUs, one more shows whether the"
+            " next whole number fits better."
+        )
     elif main.regained and remedy is not None:
         advice += f" {_gain_of(remedy, record.measured_s)}"
     elif cause in UNEVEN:
-        advice += (f" By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at most: an "
-                   "ordering cuts no sample.")
+        advice += (
+            f" By replay of the recorded steps, equal work would gain {main.gain_s.mean():.3g} s at"
+            " most: an ordering cuts no sample."
+        )
     return advice, command
 
 
 def fitting(remedies: Sequence[Remedy], *causes: str) -> Remedy | None:
-    """What mends one of the causes best: without more devices, by a plan, not only at most, if possible; or None."""
+    """What mends one of the causes best: without more devices, by a plan, not only at most, if
+    possible; or None."""
     worth = [remedy for remedy in remedies if remedy.cause in causes and remedy.worth]
-    return min(worth, key=lambda one: (one.gpus > 0, one.basis != "plan", one.at_most, -one.gain_s), default=None)
+    return min(
+        worth,
+        key=lambda one: (one.gpus > 0, one.basis != "plan", one.at_most, -one.gain_s),
+        default=None,
+    )
 
 
 def _gain_of(remedy: Remedy, measured_s: float) -> str:
     by = "replay of the recorded steps" if remedy.basis == "replay" else "the planner"
     least = "at least " if remedy.at_most else ""
-    return (f"By {by}, a step would take {least}{remedy.step_s:.3g} instead of {measured_s:.3g} s "
-            f"({remedy.gain_pct:.0f} %) with {remedy.change}.")
+    return (
+        f"By {by}, a step would take {least}{remedy.step_s:.3g} instead of {measured_s:.3g} s "
+        f"({remedy.gain_pct:.0f} %) with {remedy.change}."
+    )
 
 
 def unknown(reason: str) -> Verdict:
@@ -226,15 +351,24 @@ def unknown(reason: str) -> Verdict:
     )
 
 
-def _calm_advice(all_slow: list[str], fill: float, remedy: Remedy | None, measured_s: float) -> dict[str, str]:
-    advice, command = "Nothing to repair; more speed needs more GPUs or faster kernels.", "disttrain plan --top 5"
+def _calm_advice(
+    all_slow: list[str], fill: float, remedy: Remedy | None, measured_s: float
+) -> dict[str, str]:
+    advice, command = (
+        "Nothing to repair; more speed needs more GPUs or faster kernels.",
+        "disttrain plan --top 5",
+    )
     if fill > 0.25:
-        advice = (f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step shorten it "
-                  "(raise train.global_batch_size, or fewer stages).")
+        advice = (
+            f"{100 * fill:.0f} % of the time fills and drains the pipeline: more slots per step"
+            " shorten it (raise train.global_batch_size, or fewer stages)."
+        )
         command = "disttrain plan"
     if all_slow:
-        advice = ("Measure the profile again on these devices: if it stays as it was, look at what they share (clocks, "
-                  "temperature, other jobs).")
+        advice = (
+            "Measure the profile again on these devices: if it stays as it was, look at what they"
+            " share (clocks, temperature, other jobs)."
+        )
         command = REMEASURE
     elif remedy is not None:
         advice += f" {_gain_of(remedy, measured_s)}"

@@ -1,7 +1,8 @@
-"""The views that `--sql` can ask, from `queries/views.yaml`: how they are shown, and kept apart from what is inside.
+"""The views that `--sql` can ask, from `queries/views.yaml`: how they are shown, and kept apart
+from what is inside.
 
-Tables and views of ours lie in the schema `internal`; `main` has one view for each that is documented, with exactly its
-documented columns, and `columns`, which explains them.
+Tables and views of ours lie in the schema `internal`; `main` has one view for each that is
+documented, with exactly its documented columns, and `columns`, which explains them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,23 @@ def documented_views(family: Family) -> dict[str, View]:
     """By name, what traces of a kind can be asked."""
     import yaml
 
-    text = (resources.files("disttrain_cli.analysis") / "queries" / "views.yaml").read_text(encoding="utf-8")
-    described: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return {name: View(view["about"], view.get("of", name), {
-        column: view.get("own", {}).get(column) or described["columns"][column] for column in view["columns"]})
-            for name, view in described[family].items()}
+    text = (resources.files("disttrain_cli.analysis") / "queries" / "views.yaml").read_text(
+        encoding="utf-8"
+    )
+    described: dict[str, Any] = yaml.load(
+        text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
+    return {
+        name: View(
+            view["about"],
+            view.get("of", name),
+            {
+                column: view.get("own", {}).get(column) or described["columns"][column]
+                for column in view["columns"]
+            },
+        )
+        for name, view in described[family].items()
+    }
 
 
 def inside(connection: DuckDBPyConnection) -> None:
@@ -45,21 +58,30 @@ def inside(connection: DuckDBPyConnection) -> None:
 
 
 def publish(connection: DuckDBPyConnection, family: Family, *later: str) -> None:
-    """Make the documented views of what lies inside, but for those that are made `later`, and `columns`."""
+    """Make the documented views of what lies inside, but for those that are made `later`, and
+    `columns`."""
     for name, view in documented_views(family).items():
         if name not in later:
-            connection.execute(f"CREATE VIEW main.{name} AS SELECT {', '.join(map(_quoted, view.columns))} "
-                               f"FROM {INTERNAL}.{view.of}")
+            connection.execute(
+                f"CREATE VIEW main.{name} AS SELECT {', '.join(map(_quoted, view.columns))} "
+                f"FROM {INTERNAL}.{view.of}"
+            )
     explain(connection, family)
 
 
 def explain(connection: DuckDBPyConnection, family: Family) -> None:
     """Make the table `columns`."""
     views = documented_views(family)
-    told = [(name, column, meaning) for name, view in views.items() for column, meaning in view.columns.items()]
+    told = [
+        (name, column, meaning)
+        for name, view in views.items()
+        for column, meaning in view.columns.items()
+    ]
     connection.execute(
-        'CREATE TABLE main.columns AS SELECT unnest(?) AS "view", unnest(?) AS "column", unnest(?) AS meaning',
-        [list(parts) for parts in zip(*told, strict=True)])
+        'CREATE TABLE main.columns AS SELECT unnest(?) AS "view", unnest(?) AS "column", unnest(?)'
+        " AS meaning",
+        [list(parts) for parts in zip(*told, strict=True)],
+    )
 
 
 def ask_published(connection: DuckDBPyConnection) -> None:

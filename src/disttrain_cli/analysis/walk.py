@@ -4,8 +4,8 @@
 
 Which sources feed a node may differ from step to step.
 
-A graph is walked level by level; what is in a level depends on earlier levels only. `replay` makes such a graph of our
-own traces, `study.graph` of operation-level ones.
+A graph is walked level by level; what is in a level depends on earlier levels only. `replay` makes
+such a graph of our own traces, `study.graph` of operation-level ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ Feeds = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes that depend on earlier levels only. Many are fed by the same ones, so each set is looked at once."""
+    """Nodes that depend on earlier levels only. Many are fed by the same ones, so each set is
+    looked at once."""
 
     nodes: slice
     fed: Ints  # those of them that have sources, counted from the level's first
     set_of: Ints  # the set of sources of each of these
     starts: Ints  # where each set begins
     sources: Ints  # the sets, one after the other
-    absent: Floats | None  # [sources, steps] −∞ in steps in which one does not feed, else 0; None: all always do
+    absent: (
+        Floats | None
+    )  # [sources, steps] −∞ in steps in which one does not feed, else 0; None: all always do
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,25 @@ class Walk:
     place: Ints  # by number, the number that the node had before
     previous: Ints  # node before it on its rank, -1 = none
     sources: list[Ints]
-    feeds: list[Feeds] | None  # by node [its sources, steps]: whether it waits for them in a step; None: always
+    feeds: (
+        list[Feeds] | None
+    )  # by node [its sources, steps]: whether it waits for them in a step; None: always
     levels: list[Level]
 
     def ends(self, time: Floats, lag: Floats | None = None) -> Floats:
-        """When every node ends, [nodes, steps], of seconds that each takes and waits after the one before it."""
+        """When every node ends, [nodes, steps], of seconds that each takes and waits after the one
+        before it."""
         end = np.zeros((len(time) + 1, time.shape[1]))  # the last row: nothing before it
         for level in self.levels:
             ready = end[self.previous[level.nodes]]
             if lag is not None:
                 ready += lag[level.nodes]
             if len(level.fed):
-                ends = end[level.sources] if level.absent is None else end[level.sources] + level.absent
+                ends = (
+                    end[level.sources]
+                    if level.absent is None
+                    else end[level.sources] + level.absent
+                )
                 latest = np.maximum.reduceat(ends, level.starts, axis=0)
                 ready[level.fed] = np.maximum(ready[level.fed], latest[level.set_of])
             end[level.nodes] = ready + time[level.nodes]
@@ -69,8 +79,11 @@ def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = Non
     """
     count = len(previous)
     sorter = graphlib.TopologicalSorter(
-        {node: [*sources[node].tolist(), *([int(previous[node])] if previous[node] >= 0 else [])]
-         for node in range(count)})
+        {
+            node: [*sources[node].tolist(), *([int(previous[node])] if previous[node] >= 0 else [])]
+            for node in range(count)
+        }
+    )
     try:
         sorter.prepare()
     except graphlib.CycleError:
@@ -82,26 +95,36 @@ def walk_of(previous: Ints, sources: list[Ints], feeds: list[Feeds] | None = Non
     place = np.array([node for ready in found for node in ready], dtype=np.int64)
     number = np.empty(count, dtype=np.int64)
     number[place] = np.arange(count)
-    moved = np.array([number[previous[node]] if previous[node] >= 0 else -1 for node in place], dtype=np.int64)
+    moved = np.array(
+        [number[previous[node]] if previous[node] >= 0 else -1 for node in place], dtype=np.int64
+    )
     fed_by = [number[sources[node]] for node in place]
     fed_in = None if feeds is None else [feeds[node] for node in place]
     first = np.concatenate([[0], np.cumsum([len(ready) for ready in found])]).tolist()
-    levels = [_level(slice(*ends), fed_by[slice(*ends)], None if fed_in is None else fed_in[slice(*ends)])
-              for ends in itertools.pairwise(first)]
+    levels = [
+        _level(slice(*ends), fed_by[slice(*ends)], None if fed_in is None else fed_in[slice(*ends)])
+        for ends in itertools.pairwise(first)
+    ]
     return Walk(place, moved, fed_by, fed_in, levels)
 
 
 def _level(nodes: slice, sources: list[Ints], feeds: list[Feeds] | None) -> Level:
     fed = [place for place, own in enumerate(sources) if len(own)]
-    names = [sources[place].tobytes() + (b"" if feeds is None else feeds[place].tobytes()) for place in fed]
+    names = [
+        sources[place].tobytes() + (b"" if feeds is None else feeds[place].tobytes())
+        for place in fed
+    ]
     sets = dict(zip(names, fed, strict=True))  # of each set one node that has it
     numbers = {name: number for number, name in enumerate(sets)}
     members = [sources[place] for place in sets.values()]
     always = feeds is None or all(feeds[place].all() for place in sets.values())
     return Level(
-        nodes=nodes, fed=np.array(fed, dtype=np.int64),
+        nodes=nodes,
+        fed=np.array(fed, dtype=np.int64),
         set_of=np.array([numbers[name] for name in names], dtype=np.int64),
         starts=np.cumsum([0, *(len(own) for own in members)])[:-1],
         sources=np.concatenate([*members, np.empty(0, dtype=np.int64)]),
-        absent=None if feeds is None or always else np.concatenate(
-            [np.where(feeds[place], 0.0, -np.inf) for place in sets.values()]))
+        absent=None
+        if feeds is None or always
+        else np.concatenate([np.where(feeds[place], 0.0, -np.inf) for place in sets.values()]),
+    )

@@ -1,8 +1,9 @@
 """Slowdowns as in "Understanding Stragglers in Large Model Training Using What-if Analysis".
 
-The study's ideal takes the **mean** compute time per operation and the **median** transfer over all ranks alike;
-S = time without delays at the host and for data ÷ time of the ideal; S_x restores group x in the ideal. Where
-stages differ by design (units) its ideal misleads: `losses` has this project's own.
+The study's ideal takes the **mean** compute time per operation and the **median** transfer over all
+ranks alike; S = time without delays at the host and for data ÷ time of the ideal; S_x restores
+group x in the ideal. Where stages differ by design (units) its ideal misleads: `losses` has this
+project's own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def what_if(graph: Graph) -> WhatIf:
     none = np.zeros_like(recorded.load)
     base = replace(recorded, load=none, gap=none)
     received = np.array([len(sources) > 0 for sources in graph.walk.sources])[:, None]
-    transfer = np.where(received, np.median(recorded.transfer[received[:, 0]]) if received.any() else 0.0, 0.0)
+    transfer = np.where(
+        received, np.median(recorded.transfer[received[:, 0]]) if received.any() else 0.0, 0.0
+    )
     ideal = replace(
         base,
         compute=group_mean(recorded.compute, graph.groups("backward")),
@@ -37,7 +40,8 @@ def what_if(graph: Graph) -> WhatIf:
 
     ranks = np.unique(graph.rank)
     by_rank = {
-        int(r): recorded.compute[graph.rank == r].sum() / ideal.compute[graph.rank == r].sum() for r in ranks
+        int(r): recorded.compute[graph.rank == r].sum() / ideal.compute[graph.rank == r].sum()
+        for r in ranks
     }
     worst = sorted(by_rank, key=lambda r: by_rank[r], reverse=True)[: math.ceil(0.03 * len(ranks))]
     loss = actual - best

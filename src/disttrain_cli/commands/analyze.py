@@ -1,4 +1,5 @@
-"""`disttrain analyze`: what the traces say: the verdict first, then tables, the report page, and conditions."""
+"""`disttrain analyze`: what the traces say: the verdict first, then tables, the report page, and
+conditions."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from disttrain_cli.commands.analyze_tables import change, render
-from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, not_over, open_run, short_path
+from disttrain_cli.commands.common import (
+    DEFAULT_RUN_FILE,
+    JsonFlag,
+    QuietFlag,
+    not_over,
+    open_run,
+    short_path,
+)
 from disttrain_cli.commands.device_tables import figure
 from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
@@ -35,32 +43,55 @@ Exit code 5 means that a --fail-if condition holds.
 def run(
     paths: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PATH", show_default=False,
-                       help="Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or .gz; "
-                            "also what --perfetto wrote); "
-                            "if none is given, the run of ./disttrain.yaml."),
+        typer.Argument(
+            metavar="PATH",
+            show_default=False,
+            help=(
+                "Run folders, trace folders, or traces of any PyTorch job (Kineto/Chrome JSON, or"
+                " .gz; "
+                "also what --perfetto wrote); "
+                "if none is given, the run of ./disttrain.yaml."
+            ),
+        ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report page here instead of in the run's folder.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the report page here instead of in the run's folder."
+        ),
     ] = None,
     sql: Annotated[
-        str | None, typer.Option(metavar="QUERY", help="Answer one SELECT over the traces, and nothing else.")
+        str | None,
+        typer.Option(metavar="QUERY", help="Answer one SELECT over the traces, and nothing else."),
     ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write own traces as Chrome JSON for ui.perfetto.dev "
-                                  "(compressed where the name ends in .gz), and nothing else.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write own traces as Chrome JSON for ui.perfetto.dev "
+            "(compressed where the name ends in .gz), and nothing else.",
+        ),
     ] = None,
-    compare: Annotated[Path | None, typer.Option(metavar="PATH", help="An earlier run to set beside this one.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="An earlier run to set beside this one.")
+    ] = None,
     fail_if: Annotated[
-        str | None, typer.Option(metavar="EXPR", help="Exit with code 5 if this holds: figures and texts of --json "
-                                 "against given ones, joined by and, or, not.")
+        str | None,
+        typer.Option(
+            metavar="EXPR",
+            help="Exit with code 5 if this holds: figures and texts of --json "
+            "against given ones, joined by and, or, not.",
+        ),
     ] = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Explain a run from its traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
-    _only_one({"--sql": sql, "--perfetto": perfetto}, {"--html": html, "--compare": compare, "--fail-if": fail_if})
+    _only_one(
+        {"--sql": sql, "--perfetto": perfetto},
+        {"--html": html, "--compare": compare, "--fail-if": fail_if},
+    )
     folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
     not_over(html, *folders)
     not_over(perfetto, *folders)
@@ -96,8 +127,14 @@ def run(
         document["fail_if"] = {"condition": fail_if, "holds": fails, "sentence": sentence}
     console.result(document, report or "")
     render(console, found)
-    console.table(f"Against {compare}", ["figure", "before", "after", "change"],
-                  [[row.what, figure(row.before), figure(row.after), change(row.change_pct)] for row in changes])
+    console.table(
+        f"Against {compare}",
+        ["figure", "before", "after", "change"],
+        [
+            [row.what, figure(row.before), figure(row.after), change(row.change_pct)]
+            for row in changes
+        ],
+    )
     if report is not None:
         console.say(f"\nReport      {short_path(report)}")
     if fail_if is not None:
@@ -109,22 +146,28 @@ def run(
 
 
 def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
-    """Refuse options beside one that does nothing else: what is asked must not be left out silently.
+    """Refuse options beside one that does nothing else: what is asked must not be left out
+    silently.
 
     Raises:
         UsageError: such a combination was given.
     """
     given = [name for name, value in (alone | others).items() if value is not None]
     if len(given) > 1 and given[0] in alone:
-        raise UsageError(f"{given[0]} does nothing else, so {' and '.join(given[1:])} would have no effect",
-                         f"given: {' '.join(given)}", f"Run disttrain analyze twice: with {given[0]}, and without")
+        raise UsageError(
+            f"{given[0]} does nothing else, so {' and '.join(given[1:])} would have no effect",
+            f"given: {' '.join(given)}",
+            f"Run disttrain analyze twice: with {given[0]}, and without",
+        )
 
 
 def _samples(root: RunDir) -> list[Path]:
     """Images that the model drew after the newest step, and those that it read."""
     from disttrain_cli.spec.samples import read_samples
 
-    folder = max((path for path in root.images.glob("step-*") if path.is_dir()), default=root.images)
+    folder = max(
+        (path for path in root.images.glob("step-*") if path.is_dir()), default=root.images
+    )
     samples = read_samples(folder)
     if samples is None:
         return sorted(folder.glob("*.png"))
@@ -139,9 +182,11 @@ def _with_named(found: Analysis, paths: list[Path]) -> Analysis:
         return with_named(command, traces=paths)
 
     return replace(
-        found, verdict=replace(found.verdict, next_command=named(found.verdict.next_command)),
+        found,
+        verdict=replace(found.verdict, next_command=named(found.verdict.next_command)),
         causes=[replace(cause, next_command=named(cause.next_command)) for cause in found.causes],
-        remedies=[replace(remedy, command=named(remedy.command)) for remedy in found.remedies])
+        remedies=[replace(remedy, command=named(remedy.command)) for remedy in found.remedies],
+    )
 
 
 def _run_dir(folder: Path) -> RunDir | None:
@@ -157,15 +202,23 @@ def _export(console: Console, folders: list[Path], file: Path) -> None:
     from disttrain_cli.analysis.own.database import open_database
 
     if find_format(folders).format != "disttrain" or any(path.is_file() for path in folders):
-        raise UsageError("--perfetto writes a run's traces as Chrome JSON", "given: traces that are no run's folder",
-                         "Files of Chrome JSON are that already: open them in ui.perfetto.dev")
+        raise UsageError(
+            "--perfetto writes a run's traces as Chrome JSON",
+            "given: traces that are no run's folder",
+            "Files of Chrome JSON are that already: open them in ui.perfetto.dev",
+        )
     database = open_database(folders)
     with console.progress() as progress:
         written = write_chrome_trace(database, file, progress)
     console.result(asdict(written), written.path)
-    console.say(f"{written.events:,} events of steps {written.steps[0]} to {written.steps[-1]} "
-                f"({len(written.steps)} steps, {written.steps_left_out} left out) in {short_path(file)}")
-    console.say("Open it in https://ui.perfetto.dev or chrome://tracing; times are µs after baseTimeNanoseconds.")
+    console.say(
+        f"{written.events:,} events of steps {written.steps[0]} to {written.steps[-1]} "
+        f"({len(written.steps)} steps, {written.steps_left_out} left out) in {short_path(file)}"
+    )
+    console.say(
+        "Open it in https://ui.perfetto.dev or chrome://tracing; times are µs after"
+        " baseTimeNanoseconds."
+    )
 
 
 def _answer(console: Console, folders: list[Path], query: str) -> None:

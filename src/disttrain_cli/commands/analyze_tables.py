@@ -27,96 +27,286 @@ def render(console: Console, found: Analysis) -> None:
     if job.rehearsed is not None:
         console.say(job.rehearsed)
     console.say(verdict.headline)
-    place = ", ".join(f"{name} {value}" for name, value in asdict(verdict.place).items() if value is not None)
+    place = ", ".join(
+        f"{name} {value}" for name, value in asdict(verdict.place).items() if value is not None
+    )
     console.say(f"Where       {place}" if place else "Where       the whole job")
     console.say(f"Confidence  {percent(verdict.confidence)}")
     console.say(f"Advice      {verdict.advice}")
-    console.table("Evidence", ["what", "value", "unit"],
-                  [[row.what, figure(value), unit] for row in verdict.evidence for value, unit in [row.shown]])
-    console.table("What mending each cause would gain, one after the other (none counts below 5 %)",
-                  ["cause", "what", "gain s", "of the step", "alone s", "sure"],
-                  [[row.cause, row.told + (", one event" if row.one_event else ""), figure(row.gain_s),
-                    percent(row.gain_pct / 100), figure(row.alone_s), percent(row.confidence)] for row in found.causes])
+    console.table(
+        "Evidence",
+        ["what", "value", "unit"],
+        [
+            [row.what, figure(value), unit]
+            for row in verdict.evidence
+            for value, unit in [row.shown]
+        ],
+    )
+    console.table(
+        "What mending each cause would gain, one after the other (none counts below 5 %)",
+        ["cause", "what", "gain s", "of the step", "alone s", "sure"],
+        [
+            [
+                row.cause,
+                row.told + (", one event" if row.one_event else ""),
+                figure(row.gain_s),
+                percent(row.gain_pct / 100),
+                figure(row.alone_s),
+                percent(row.confidence),
+            ]
+            for row in found.causes
+        ],
+    )
     console.say(f"\nJob         {job.layout or job.run}")
-    took = "no step is marked" if job.iteration_s is None else f"{_seconds(job.iteration_s)} per step"
-    console.say(f"            {job.steps_measured} of {job.steps} steps measured: {took}, "
-                f"MFU {percent(job.mfu)}, bubble {percent(job.bubble_fraction)}, "
-                f"exposed communication {percent(job.exposed_communication_fraction)}")
+    took = (
+        "no step is marked" if job.iteration_s is None else f"{_seconds(job.iteration_s)} per step"
+    )
+    console.say(
+        f"            {job.steps_measured} of {job.steps} steps measured: {took}, "
+        f"MFU {percent(job.mfu)}, bubble {percent(job.bubble_fraction)}, "
+        f"exposed communication {percent(job.exposed_communication_fraction)}"
+    )
     console.table(
         "Units; seconds per step and rank",
-        ["unit", "devices", "DP", "PP", "MFU", "busy", "compute s", "data wait s", "warm-up and drain s",
-         "other unit s", "other stage s", "transfer s", "update s", "gap s"],
-        [[unit.name, unit.gpus, unit.dp, unit.pp, percent(unit.mfu), percent(unit.busy_fraction),
-          *(f"{value:.3f}" for value in (unit.compute_s, unit.data_wait_s, unit.warmup_drain_s, unit.other_unit_s,
-                                         unit.other_stage_s, unit.transfer_s, unit.update_s, unit.gap_s))]
-         for unit in found.units])
-    console.table("Inside the operations that torch profiled (the report has more)",
-                  ["where", "operation", "profiled ms", "usually", "made of"],
-                  [[f"{row.unit} stage {row.stage}", " ".join(filter(None, (row.operation, row.module))),
-                    figure(row.profiled_ms), figure(row.usual_ms),
-                    ", ".join(f"{kind} {percent(share)}" for kind, share in row.shares.items() if share >= LEAST_SHARE)]
-                   for row in found.inside[:MOST_OPERATIONS]])
-    console.table("Memory of the fullest rank of a stage in GiB",
-                  ["unit", "stage", "held", "plan, worst case", "limit"],
-                  [[row.unit, row.stage, f"{row.measured_gib:.3f}", figure(row.predicted_gib), figure(row.limit_gib)]
-                   for row in found.memory])
+        [
+            "unit",
+            "devices",
+            "DP",
+            "PP",
+            "MFU",
+            "busy",
+            "compute s",
+            "data wait s",
+            "warm-up and drain s",
+            "other unit s",
+            "other stage s",
+            "transfer s",
+            "update s",
+            "gap s",
+        ],
+        [
+            [
+                unit.name,
+                unit.gpus,
+                unit.dp,
+                unit.pp,
+                percent(unit.mfu),
+                percent(unit.busy_fraction),
+                *(
+                    f"{value:.3f}"
+                    for value in (
+                        unit.compute_s,
+                        unit.data_wait_s,
+                        unit.warmup_drain_s,
+                        unit.other_unit_s,
+                        unit.other_stage_s,
+                        unit.transfer_s,
+                        unit.update_s,
+                        unit.gap_s,
+                    )
+                ),
+            ]
+            for unit in found.units
+        ],
+    )
+    console.table(
+        "Inside the operations that torch profiled (the report has more)",
+        ["where", "operation", "profiled ms", "usually", "made of"],
+        [
+            [
+                f"{row.unit} stage {row.stage}",
+                " ".join(filter(None, (row.operation, row.module))),
+                figure(row.profiled_ms),
+                figure(row.usual_ms),
+                ", ".join(
+                    f"{kind} {percent(share)}"
+                    for kind, share in row.shares.items()
+                    if share >= LEAST_SHARE
+                ),
+            ]
+            for row in found.inside[:MOST_OPERATIONS]
+        ],
+    )
+    console.table(
+        "Memory of the fullest rank of a stage in GiB",
+        ["unit", "stage", "held", "plan, worst case", "limit"],
+        [
+            [
+                row.unit,
+                row.stage,
+                f"{row.measured_gib:.3f}",
+                figure(row.predicted_gib),
+                figure(row.limit_gib),
+            ]
+            for row in found.memory
+        ],
+    )
     lost = found.stragglers
     if lost.lost_s is not None:
         ideal = "compute alone" if found.format == "kineto" else "the ideal"
-        against = "there is no ideal: nothing was computed" if not lost.slowdown or lost.ideal_s is None else \
-            f"{lost.slowdown:.3f} × {ideal} of {_seconds(lost.ideal_s)}"
+        against = (
+            "there is no ideal: nothing was computed"
+            if not lost.slowdown or lost.ideal_s is None
+            else f"{lost.slowdown:.3f} × {ideal} of {_seconds(lost.ideal_s)}"
+        )
         untold = "; –: these traces do not tell it" if lost.not_told else ""
-        console.table(f"Lost per step ({against}{untold})",
-                      ["cause", "s"], [[cause, "–" if cause in lost.not_told else f"{seconds:.4f}"]
-                                       for cause, seconds in lost.lost_s.items()])
-    console.table("What one change would gain, all else as recorded (gains do not add up; next commands: --json)",
-                  ["change", "by", "devices", "step s", "gain s", "of the step"],
-                  [[row.change, row.basis, f"{row.gpus:+d}" if row.gpus else "same", figure(row.step_s),
-                    figure(row.gain_s), percent(row.gain_pct / 100)] for row in found.remedies if row.worth])
+        console.table(
+            f"Lost per step ({against}{untold})",
+            ["cause", "s"],
+            [
+                [cause, "–" if cause in lost.not_told else f"{seconds:.4f}"]
+                for cause, seconds in lost.lost_s.items()
+            ],
+        )
+    console.table(
+        "What one change would gain, all else as recorded (gains do not add up; next commands:"
+        " --json)",
+        ["change", "by", "devices", "step s", "gain s", "of the step"],
+        [
+            [
+                row.change,
+                row.basis,
+                f"{row.gpus:+d}" if row.gpus else "same",
+                figure(row.step_s),
+                figure(row.gain_s),
+                percent(row.gain_pct / 100),
+            ]
+            for row in found.remedies
+            if row.worth
+        ],
+    )
     if found.format == "kineto":
         _kineto(console, found)
         show_devices(console, found)
-    console.table("Slowest, beside the mean of its kind", ["what", "ms", "time", "time for its work"],
-                  [[f"{row.kind} {row.number}" + (f" of {row.unit}" if row.unit else ""), f"{row.mean_ms:.1f}",
-                    f"{row.ratio:.2f} ×", "–" if row.normalised_ratio is None else f"{row.normalised_ratio:.2f} ×"]
-                   for row in found.slowest])
+    console.table(
+        "Slowest, beside the mean of its kind",
+        ["what", "ms", "time", "time for its work"],
+        [
+            [
+                f"{row.kind} {row.number}" + (f" of {row.unit}" if row.unit else ""),
+                f"{row.mean_ms:.1f}",
+                f"{row.ratio:.2f} ×",
+                "–" if row.normalised_ratio is None else f"{row.normalised_ratio:.2f} ×",
+            ]
+            for row in found.slowest
+        ],
+    )
     if found.warnings:
         console.say("\nWarnings")
     for warning in found.warnings:
         console.say(f"- {warning}")
-    console.table("Predicted against measured (the report has more)",
-                  ["what", "unit", "basis", "predicted", "measured", "in", "error"],
-                  [[row.what, row.unit or "job", row.basis, figure(row.predicted), figure(row.measured),
-                    row.measure, change(row.error_pct)]
-                   for row in found.predicted_vs_measured if row.unit is None])
+    console.table(
+        "Predicted against measured (the report has more)",
+        ["what", "unit", "basis", "predicted", "measured", "in", "error"],
+        [
+            [
+                row.what,
+                row.unit or "job",
+                row.basis,
+                figure(row.predicted),
+                figure(row.measured),
+                row.measure,
+                change(row.error_pct),
+            ]
+            for row in found.predicted_vs_measured
+            if row.unit is None
+        ],
+    )
     console.table(
         "By operation in ms, the largest error in a step first",
-        ["where", "operation", "plan", "profile, same work", "measured", "error", "per step", "adds ms", "of the step"],
-        [[row.place, row.operation, figure(row.planned), figure(row.predicted), figure(row.measured),
-          change(row.error_pct), f"{row.per_step:.3g}", f"{row.effect_ms:+.3f}",
-          percent(row.share_of_step)] for row in found.operations[1:1 + MOST_OPERATIONS]])
+        [
+            "where",
+            "operation",
+            "plan",
+            "profile, same work",
+            "measured",
+            "error",
+            "per step",
+            "adds ms",
+            "of the step",
+        ],
+        [
+            [
+                row.place,
+                row.operation,
+                figure(row.planned),
+                figure(row.predicted),
+                figure(row.measured),
+                change(row.error_pct),
+                f"{row.per_step:.3g}",
+                f"{row.effect_ms:+.3f}",
+                percent(row.share_of_step),
+            ]
+            for row in found.operations[1 : 1 + MOST_OPERATIONS]
+        ],
+    )
 
 
 def _kineto(console: Console, found: Analysis) -> None:
     console.table(
         "Ranks; ms over the measured time, in the definitions of HolisticTraceAnalysis",
-        ["rank", "span", "idle", "compute", "non-compute", "overlap", "exposed communication", "exposed waiting",
-         "waits in collectives", "last into"],
-        [[rank.rank, *(ms(value) for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)),
-          "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %", ms(rank.exposed_communication_us),
-          ms(rank.exposed_wait_us), ms(rank.collective_wait_us), figure(rank.last_to_arrive)]
-         for rank in found.ranks[:MOST_RANKS]])
+        [
+            "rank",
+            "span",
+            "idle",
+            "compute",
+            "non-compute",
+            "overlap",
+            "exposed communication",
+            "exposed waiting",
+            "waits in collectives",
+            "last into",
+        ],
+        [
+            [
+                rank.rank,
+                *(
+                    ms(value)
+                    for value in (rank.span_us, rank.idle_us, rank.compute_us, rank.non_compute_us)
+                ),
+                "–" if rank.overlap_pct is None else f"{rank.overlap_pct:.2f} %",
+                ms(rank.exposed_communication_us),
+                ms(rank.exposed_wait_us),
+                ms(rank.collective_wait_us),
+                figure(rank.last_to_arrive),
+            ]
+            for rank in found.ranks[:MOST_RANKS]
+        ],
+    )
     if len(found.ranks) > MOST_RANKS:
         console.say(f"and {len(found.ranks) - MOST_RANKS} more ranks (--json has them)")
     console.table(
         "Collectives that cost most waiting, ms",
         ["collective", "group", "step", "ranks", "last", "longest wait", "mean wait", "transfer"],
-        [[f"{short_name(row.name)} {row.index}", short_name(row.group), row.step, row.ranks, row.last_rank,
-          ms(row.longest_wait_us), ms(row.mean_wait_us), ms(row.transfer_us)]
-         for row in found.collectives[:MOST_COLLECTIVES]])
-    console.table("Kernels that take most time, ms", ["kernel", "kind", "count", "sum", "longest", "share"],
-                  [[short_name(row.name), row.kind, row.count, ms(row.total_us), ms(row.longest_us), percent(row.share)]
-                   for row in found.kernels[:MOST_KERNELS]])
+        [
+            [
+                f"{short_name(row.name)} {row.index}",
+                short_name(row.group),
+                row.step,
+                row.ranks,
+                row.last_rank,
+                ms(row.longest_wait_us),
+                ms(row.mean_wait_us),
+                ms(row.transfer_us),
+            ]
+            for row in found.collectives[:MOST_COLLECTIVES]
+        ],
+    )
+    console.table(
+        "Kernels that take most time, ms",
+        ["kernel", "kind", "count", "sum", "longest", "share"],
+        [
+            [
+                short_name(row.name),
+                row.kind,
+                row.count,
+                ms(row.total_us),
+                ms(row.longest_us),
+                percent(row.share),
+            ]
+            for row in found.kernels[:MOST_KERNELS]
+        ],
+    )
 
 
 def _seconds(value: float) -> str:

@@ -1,4 +1,5 @@
-"""What the subcommands share: the run file argument, the output flags, and the next command to suggest."""
+"""What the subcommands share: the run file argument, the output flags, and the next command to
+suggest."""
 
 from __future__ import annotations
 
@@ -14,10 +15,18 @@ from disttrain_cli.errors import UsageError
 if TYPE_CHECKING:
     from disttrain_cli.spec.runfile import Run
 
-RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No chatter; print only the path written.")]
-OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of in the run's folder.")]
+RunFileArgument = Annotated[
+    Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")
+]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")
+]
+QuietFlag = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No chatter; print only the path written.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write here instead of in the run's folder.")
+]
 
 
 def open_run(path: Path) -> Run:
@@ -31,11 +40,16 @@ def not_over(out: Path | None, *inputs: Path) -> None:
     """Raise UsageError where `out`, a file to write, is one of those that the command reads."""
     for path in inputs:
         if out is not None and out.exists() and path.exists() and out.samefile(path):
-            raise UsageError(f"{out} is what this command reads", "it would be replaced", "Name another file to write.")
+            raise UsageError(
+                f"{out} is what this command reads",
+                "it would be replaced",
+                "Name another file to write.",
+            )
 
 
 def next_command(command: str, run_file: Path, **options: object) -> str:
-    """`disttrain COMMAND`, with the run file and those options that are not at their default (None, or False)."""
+    """`disttrain COMMAND`, with the run file and those options that are not at their default (None,
+    or False)."""
     words = ["disttrain", command]
     if run_file != DEFAULT_RUN_FILE:
         words.append(str(run_file))

@@ -1,4 +1,5 @@
-"""`disttrain data`: preprocessing workers on this host, for ranks here or elsewhere; and the data decoded once."""
+"""`disttrain data`: preprocessing workers on this host, for ranks here or elsewhere; and the data
+decoded once."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ $ disttrain data serve demo/disttrain.yaml --processes 4
 $ disttrain data serve --host 0.0.0.0 --processes 32 --tls-cert node.pem --tls-key node.key
 $ disttrain data serve --json --quiet > workers.json
 
-Needs the run file, its profile, plan, index and data, and no GPU. The process serves until SIGTERM or Ctrl-C, and
-starts a worker again that ends. Beyond loopback it needs a certificate and preprocess.token_file in the run file.
-With --json one document is printed as soon as all workers serve.
+Needs the run file, its profile, plan, index and data, and no GPU. The process serves until SIGTERM
+or Ctrl-C, and starts a worker again that ends. Beyond loopback it needs a certificate and
+preprocess.token_file in the run file. With --json one document is printed as soon as all workers
+serve.
 """
 
 CHECK_EPILOG = """Examples:
@@ -38,9 +40,10 @@ CHECK_EPILOG = """Examples:
 $ disttrain data check
 $ disttrain data check demo/disttrain.yaml --json --quiet > skipped.json
 
-Indexes the data as disttrain profile does, then decodes every image and clip that was not decoded by an earlier check,
-on all cores of this machine. Samples that cannot be used are listed with their reasons and left out of the index; past
-data.max_bad_fraction the index stays as it is, with exit code 1.
+Indexes the data as disttrain profile does, then decodes every image and clip that was not decoded
+by an earlier check, on all cores of this machine. Samples that cannot be used are listed with their
+reasons and left out of the index; past data.max_bad_fraction the index stays as it is, with exit
+code 1.
 """
 
 app = typer.Typer()
@@ -57,17 +60,33 @@ def root(context: typer.Context) -> None:
 def serve(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan that is trained, instead of the run's own.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan that is trained, instead of the run's own."),
     ] = None,
     host: Annotated[str, typer.Option(metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(
-        min=0, max=65535, metavar="PORT", help="Port of the first worker, the next ones follow; 0: any free ones.")
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            metavar="PORT",
+            help="Port of the first worker, the next ones follow; 0: any free ones.",
+        ),
     ] = 8815,
-    processes: Annotated[int, typer.Option(
-        min=1, metavar="N", help="Worker processes, each with preprocess.workers decoding threads.")] = 1,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Worker processes, each with preprocess.workers decoding threads.",
+        ),
+    ] = 1,
     tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) of this host.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")] = None,
+        Path | None, typer.Option(metavar="FILE", help="Certificate (PEM) of this host.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")
+    ] = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -80,14 +99,28 @@ def serve(
     from disttrain_cli.spec.plan import read_plan
 
     chosen = plan or opened.dir.plan
-    certificate, key = (None if path is None else str(path.resolve()) for path in (tls_cert, tls_key))
+    certificate, key = (
+        None if path is None else str(path.resolve()) for path in (tls_cert, tls_key)
+    )
     check_open(host, opened.file.preprocess.token_file, certificate, key)
     read_plan(chosen)
-    tasks = [Task(str(opened.path.resolve()), str(chosen.resolve()), host, port and port + number, certificate, key)
-             for number in range(processes)]
+    tasks = [
+        Task(
+            str(opened.path.resolve()),
+            str(chosen.resolve()),
+            host,
+            port and port + number,
+            certificate,
+            key,
+        )
+        for number in range(processes)
+    ]
 
     def ready(addresses: list[str], pids: list[int]) -> None:
-        console.result({"run": opened.file.name, "addresses": addresses, "processes": pids}, "\n".join(addresses))
+        console.result(
+            {"run": opened.file.name, "addresses": addresses, "processes": pids},
+            "\n".join(addresses),
+        )
         console.say("Serving. Put into the run file of the training:\n\npreprocess:\n  addresses:")
         for address in addresses:
             console.say(f"    - {address}")
@@ -125,14 +158,29 @@ def check(
     skipped = [*index.skipped, *broken.values()]
     _show(console, skipped)
     samples = len(index) - len(broken)
-    console.result({"samples": samples, "decoded": decoded, "found": len(broken), "path": str(opened.dir.index),
-                    "skipped": [one._asdict() for one in skipped]}, opened.dir.index)
-    console.say(f"{samples:,} samples can be used, {len(skipped):,} are left out; "
-                f"{decoded:,} with images or clips were decoded now")
-    console.hint(next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file))
+    console.result(
+        {
+            "samples": samples,
+            "decoded": decoded,
+            "found": len(broken),
+            "path": str(opened.dir.index),
+            "skipped": [one._asdict() for one in skipped],
+        },
+        opened.dir.index,
+    )
+    console.say(
+        f"{samples:,} samples can be used, {len(skipped):,} are left out; "
+        f"{decoded:,} with images or clips were decoded now"
+    )
+    console.hint(
+        next_command("profile" if broken or not opened.dir.profile.is_file() else "plan", run_file)
+    )
 
 
 def _show(console: Console, skipped: list[Skipped]) -> None:
     if skipped:
-        console.table("Samples that cannot be used", ["sample", "reason"],
-                      [[f"{one.shard}/{one.key}".rstrip("/"), one.reason] for one in skipped])
+        console.table(
+            "Samples that cannot be used",
+            ["sample", "reason"],
+            [[f"{one.shard}/{one.key}".rstrip("/"), one.reason] for one in skipped],
+        )

@@ -1,4 +1,5 @@
-"""The tables of `disttrain analyze` about devices and what their hosts launch, and how figures and names are said."""
+"""The tables of `disttrain analyze` about devices and what their hosts launch, and how figures and
+names are said."""
 
 from __future__ import annotations
 
@@ -14,34 +15,90 @@ MOST_OPERATORS, MOST_RANKS, LONGEST_NAME = 8, 8, 70
 
 
 def show_devices(console: Console, found: Analysis) -> None:
-    """Collectives by kind, FLOPs by operator, launches and queues, the critical path; the report has more."""
+    """Collectives by kind, FLOPs by operator, launches and queues, the critical path; the report
+    has more."""
     console.table(
         "Collectives by kind, ms; bandwidth of a rank's link (busbw)",
         ["kind", "ranks", "count", "MB", "transfer p50", "p95", "longest wait p50", "p95", "GB/s"],
-        [[short_name(row.kind), row.ranks, row.count, "–" if row.bytes_p50 is None else f"{row.bytes_p50 / 1e6:.4g}",
-          ms(row.transfer_p50_us), ms(row.transfer_p95_us), ms(row.wait_p50_us), ms(row.wait_p95_us),
-          figure(row.bus_gbytes_s)] for row in found.collective_kinds])
+        [
+            [
+                short_name(row.kind),
+                row.ranks,
+                row.count,
+                "–" if row.bytes_p50 is None else f"{row.bytes_p50 / 1e6:.4g}",
+                ms(row.transfer_p50_us),
+                ms(row.transfer_p95_us),
+                ms(row.wait_p50_us),
+                ms(row.wait_p95_us),
+                figure(row.bus_gbytes_s),
+            ]
+            for row in found.collective_kinds
+        ],
+    )
     console.table(
         "FLOPs by operator and shapes",
-        ["operator", "shapes", "type", "calls", "ms", "TFLOP/s", "FLOPs per byte", "roof TFLOP/s", "bound by"],
-        [[short_name(row.name), short_name(row.shapes), short_name(row.dtype or "–"), row.count, ms(row.total_us),
-          figure(row.tflops), figure(row.flops_per_byte), figure(row.roof_tflops), row.bound or "–"]
-         for row in found.operators[:MOST_OPERATORS]])
+        [
+            "operator",
+            "shapes",
+            "type",
+            "calls",
+            "ms",
+            "TFLOP/s",
+            "FLOPs per byte",
+            "roof TFLOP/s",
+            "bound by",
+        ],
+        [
+            [
+                short_name(row.name),
+                short_name(row.shapes),
+                short_name(row.dtype or "–"),
+                row.count,
+                ms(row.total_us),
+                figure(row.tflops),
+                figure(row.flops_per_byte),
+                figure(row.roof_tflops),
+                row.bound or "–",
+            ]
+            for row in found.operators[:MOST_OPERATORS]
+        ],
+    )
     waiting = {row.rank: row for row in reversed(found.queues)}  # the stream with most kernels
     console.table(
         "Launches, µs; queue of the stream with most kernels",
-        ["rank", "launched", "shorter than their launch", "kernel p50", "call p50", "delay p50", "delay p95",
-         "queue mean", "empty"],
-        [[row.rank, row.launched, percent(row.short / row.launched), figure(row.kernel_p50_us), figure(row.call_p50_us),
-          figure(row.delay_p50_us), figure(row.delay_p95_us),
-          figure(waiting[row.rank].mean) if row.rank in waiting else "–",
-          percent(waiting[row.rank].empty_share) if row.rank in waiting else "–"]
-         for row in found.launches[:MOST_RANKS]])
+        [
+            "rank",
+            "launched",
+            "shorter than their launch",
+            "kernel p50",
+            "call p50",
+            "delay p50",
+            "delay p95",
+            "queue mean",
+            "empty",
+        ],
+        [
+            [
+                row.rank,
+                row.launched,
+                percent(row.short / row.launched),
+                figure(row.kernel_p50_us),
+                figure(row.call_p50_us),
+                figure(row.delay_p50_us),
+                figure(row.delay_p95_us),
+                figure(waiting[row.rank].mean) if row.rank in waiting else "–",
+                percent(waiting[row.rank].empty_share) if row.rank in waiting else "–",
+            ]
+            for row in found.launches[:MOST_RANKS]
+        ],
+    )
     path = found.critical_path
     if path is not None:
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in path.shares.items())
-        console.say(f"\nCritical path of {'all' if path.step is None else f'step {path.step}'}, "
-                    f"{ms(path.length_us)} ms: {shares}")
+        console.say(
+            f"\nCritical path of {'all' if path.step is None else f'step {path.step}'}, "
+            f"{ms(path.length_us)} ms: {shares}"
+        )
 
 
 def ms(us: float | None) -> str:
@@ -51,7 +108,7 @@ def ms(us: float | None) -> str:
 
 def short_name(name: str) -> str:
     """A name of a trace, short."""
-    return name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME - 1] + "…"
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def figure(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""`disttrain train --dry-run --device cuda`: what every stage does and keeps on a GPU, seen without one."""
+"""`disttrain train --dry-run --device cuda`: what every stage does and keeps on a GPU, seen without
+one."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MIB = 2**20 / 2**30
 
 
 def show_steps(console: Console, run: Run, plan: Plan, profile: Profile) -> bool:
-    """Take a step of every distinct stage on a fake device and show it; returns whether all would run."""
+    """Take a step of every distinct stage on a fake device and show it; returns whether all would
+    run."""
     from disttrain_cli.runtime.dryrun.dryrun import dry_run
 
     with console.progress() as progress:
@@ -30,44 +32,126 @@ def show_steps(console: Console, run: Run, plan: Plan, profile: Profile) -> bool
 
 def _render(console: Console, result: DryRun, logs: str) -> None:
     major, minor = result.capability
-    console.say(f"{len(result.stages)} distinct stages of {result.ranks} ranks took a step on a fake "
-                f"{result.device} (compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the plan's worst "
-                "work.")
+    console.say(
+        f"{len(result.stages)} distinct stages of {result.ranks} ranks took a step on a fake"
+        f" {result.device} (compute capability {major}.{minor}, {result.memory_gib:g} GiB), at the"
+        " plan's worst work."
+    )
     done = [stage for stage in result.stages if stage.seen.failure is None]
     console.table(
-        "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced; reserves that "
-        "nothing here shows",
-        ["unit", "stage", "layers", "in flight", "kept", "priced", "peak", "priced", "reserves", "together", "plan",
-         "of the limit"],
-        [[stage.unit, _stages(stage), span(stage.layers), stage.seen.slots_in_flight, f"{stage.seen.kept_gib:.3f}",
-          f"{stage.priced_kept_gib:.3f}", f"{stage.seen.peak_gib:.3f}", f"{stage.priced_gib:.3f}",
-          f"{stage.unseen_gib:.3f}", f"{stage.needed_gib:.3f}", f"{stage.planned_gib:.3f}",
-          percent(stage.needed_gib / stage.limit_gib)] for stage in done])
+        "Memory in GiB: kept of a slot and at the peak of a step, as executed and as priced;"
+        " reserves that nothing here shows",
+        [
+            "unit",
+            "stage",
+            "layers",
+            "in flight",
+            "kept",
+            "priced",
+            "peak",
+            "priced",
+            "reserves",
+            "together",
+            "plan",
+            "of the limit",
+        ],
+        [
+            [
+                stage.unit,
+                _stages(stage),
+                span(stage.layers),
+                stage.seen.slots_in_flight,
+                f"{stage.seen.kept_gib:.3f}",
+                f"{stage.priced_kept_gib:.3f}",
+                f"{stage.seen.peak_gib:.3f}",
+                f"{stage.priced_gib:.3f}",
+                f"{stage.unseen_gib:.3f}",
+                f"{stage.needed_gib:.3f}",
+                f"{stage.planned_gib:.3f}",
+                percent(stage.needed_gib / stage.limit_gib),
+            ]
+            for stage in done
+        ],
+    )
     console.table(
         "A slot of one rank, forward and backward",
-        ["unit", "stage", "rank", "weights on", "kernels", "on the host", "sends", "MiB", "receives", "MiB",
-         "collectives", "MiB"],
-        [[stage.unit, _stages(stage), stage.seen.rank, ", ".join(stage.seen.devices), stage.seen.kernels,
-          stage.seen.host_operators, stage.seen.sends, f"{stage.seen.send_gib / MIB:.1f}", stage.seen.receives,
-          f"{stage.seen.receive_gib / MIB:.1f}", stage.seen.collectives, f"{stage.seen.collective_gib / MIB:.1f}"]
-         for stage in done])
+        [
+            "unit",
+            "stage",
+            "rank",
+            "weights on",
+            "kernels",
+            "on the host",
+            "sends",
+            "MiB",
+            "receives",
+            "MiB",
+            "collectives",
+            "MiB",
+        ],
+        [
+            [
+                stage.unit,
+                _stages(stage),
+                stage.seen.rank,
+                ", ".join(stage.seen.devices),
+                stage.seen.kernels,
+                stage.seen.host_operators,
+                stage.seen.sends,
+                f"{stage.seen.send_gib / MIB:.1f}",
+                stage.seen.receives,
+                f"{stage.seen.receive_gib / MIB:.1f}",
+                stage.seen.collectives,
+                f"{stage.seen.collective_gib / MIB:.1f}",
+            ]
+            for stage in done
+        ],
+    )
     console.table(
         "What crosses the cuts in a slot, one rank's rows",
         ["unit", "stage", "instruction", "tensor", "shape", "type"],
-        [[stage.unit, _stages(stage), one.instruction.replace("_", " "), one.tensor, " × ".join(map(str, one.shape)),
-          one.dtype] for stage in done for one in stage.seen.messages])
+        [
+            [
+                stage.unit,
+                _stages(stage),
+                one.instruction.replace("_", " "),
+                one.tensor,
+                " × ".join(map(str, one.shape)),
+                one.dtype,
+            ]
+            for stage in done
+            for one in stage.seen.messages
+        ],
+    )
     console.table(
         "Where the host waits for the device",
         ["unit", "stage", "during", "what", "where", "times in a step"],
-        [[stage.unit, _stages(stage), wait.instruction.replace("_", " ") or "end of the step", wait.what, wait.where,
-          wait.times]
-         for stage in done for wait in stage.seen.waits])
+        [
+            [
+                stage.unit,
+                _stages(stage),
+                wait.instruction.replace("_", " ") or "end of the step",
+                wait.what,
+                wait.where,
+                wait.times,
+            ]
+            for stage in done
+            for wait in stage.seen.waits
+        ],
+    )
     order = result.order
     if not order.faults:
-        console.say(f"{order.operations:,} messages and collectives of all ranks in {order.slots} "
-                    f"slot{'s' * (order.slots > 1)} run to their end where each of them blocks, as over NCCL.")
+        console.say(
+            f"{order.operations:,} messages and collectives of all ranks in {order.slots}"
+            f" slot{'s' * (order.slots > 1)} run to their end where each of them blocks, as over"
+            " NCCL."
+        )
     if result.problems and not console.json_mode:
-        console.error("Training would fail or be slow", "\n".join(result.problems), f"See the stages' logs: {logs}")
+        console.error(
+            "Training would fail or be slow",
+            "\n".join(result.problems),
+            f"See the stages' logs: {logs}",
+        )
 
 
 def _stages(stage: StageReport) -> str:

@@ -24,8 +24,9 @@ $ disttrain export --to my-model
 $ disttrain export demo/disttrain.yaml --to my-model --checkpoint 100
 $ disttrain export --to my-model --ema
 
-Each module becomes a folder that transformers or diffusers load with from_pretrained; projectors.safetensors holds
-what joins them, and README.md says how. Nothing that exists is written over.
+Each module becomes a folder that transformers or diffusers load with from_pretrained;
+projectors.safetensors holds what joins them, and README.md says how. Nothing that exists is written
+over.
 """
 
 
@@ -33,10 +34,14 @@ def run(
     to: Annotated[Path, typer.Option("--to", "--out", metavar="DIR", help="New folder to write.")],
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     checkpoint: Annotated[
-        int | None, typer.Option(min=0, metavar="STEP", help="Step of the checkpoint, instead of the newest.")
+        int | None,
+        typer.Option(min=0, metavar="STEP", help="Step of the checkpoint, instead of the newest."),
     ] = None,
     ema: Annotated[
-        bool, typer.Option("--ema", help="Moving averages instead of the last weights, where a module has them.")
+        bool,
+        typer.Option(
+            "--ema", help="Moving averages instead of the last weights, where a module has them."
+        ),
     ] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -50,7 +55,16 @@ def run(
         exported = export(opened, to, step=checkpoint, ema=ema, progress=progress)
     console.result(exported, exported.path)
     console.table(
-        f"Step {exported.step} in {short_path(to)}", ["folder", "loads with", "parameters", "averaged"],
-        [[module.folder, module.loads_with, f"{module.parameters:,}", "yes" if module.averaged else "–"]
-         for module in exported.modules.values()])
+        f"Step {exported.step} in {short_path(to)}",
+        ["folder", "loads with", "parameters", "averaged"],
+        [
+            [
+                module.folder,
+                module.loads_with,
+                f"{module.parameters:,}",
+                "yes" if module.averaged else "–",
+            ]
+            for module in exported.modules.values()
+        ],
+    )
     console.hint(shlex.join(["cat", short_path(to / "README.md")]))

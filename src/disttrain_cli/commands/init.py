@@ -21,21 +21,34 @@ EPILOG = """Examples:
 $ disttrain init demo --preset tiny --sample-data
 $ disttrain init my-run
 
-Writes DIR/disttrain.yaml, and with --sample-data the scanned digits of scikit-learn as WebDataset tars in DIR/data.
+Writes DIR/disttrain.yaml, and with --sample-data the scanned digits of scikit-learn as WebDataset
+tars in DIR/data.
 """
 
 
 def preset_names() -> list[str]:
     """Presets that ship with the package."""
     folder = files("disttrain_cli") / "templates" / "presets"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")],
-    preset: Annotated[str, typer.Option(
-        metavar="NAME", help=f"Which run file to start from: {', '.join(preset_names())}.")] = "tiny",
-    sample_data: Annotated[bool, typer.Option("--sample-data", help="Write a small real dataset too.")] = False,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to write; made if it does not exist.")
+    ],
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"Which run file to start from: {', '.join(preset_names())}."
+        ),
+    ] = "tiny",
+    sample_data: Annotated[
+        bool, typer.Option("--sample-data", help="Write a small real dataset too.")
+    ] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -45,8 +58,11 @@ def run(
     console = Console(json_mode=json_mode, quiet=quiet)
     path, content = folder / DEFAULT_RUN_FILE, fitted(preset_text(preset), cuda_devices())
     if path.exists() and not (path.is_file() and path.read_bytes() == content.encode()):
-        raise SpecError(f"{path} exists and differs from the preset {preset}", "It is left as it is.",
-                        "Choose another folder, or move the file away first.")
+        raise SpecError(
+            f"{path} exists and differs from the preset {preset}",
+            "It is left as it is.",
+            "Choose another folder, or move the file away first.",
+        )
     write_whole(path, content)
     sources: list[str] = []
     if sample_data:
@@ -65,8 +81,10 @@ def run(
     for name in sources:
         console.say(f"Wrote {short_path(folder / 'data' / name)}")
     if missing := missing_data(folder, content):
-        console.say(f"There is no data yet at {', '.join(missing)}: put yours there, or name it in data.sources of "
-                    f"{short_path(path)}; or write an example:")
+        console.say(
+            f"There is no data yet at {', '.join(missing)}: put yours there, or name it in"
+            f" data.sources of {short_path(path)}; or write an example:"
+        )
         console.hint(f"disttrain init {shlex.quote(str(folder))} --preset {preset} --sample-data")
     else:
         console.hint(f"cd {shlex.quote(str(folder))} && disttrain profile")
@@ -83,24 +101,40 @@ def missing_data(folder: Path, content: str) -> list[str]:
 def preset_text(name: str) -> str:
     """The run file of a preset; raises UsageError with the names there are."""
     if name not in preset_names():
-        raise UsageError(f"There is no preset {name!r}", f"presets: {', '.join(preset_names())}",
-                         "disttrain init DIR --preset tiny")
-    return (files("disttrain_cli") / "templates" / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+        raise UsageError(
+            f"There is no preset {name!r}",
+            f"presets: {', '.join(preset_names())}",
+            "disttrain init DIR --preset tiny",
+        )
+    return (files("disttrain_cli") / "templates" / "presets" / f"{name}.yaml").read_text(
+        encoding="utf-8"
+    )
 
 
 def fitted(text: str, gpus: int) -> str:
-    """A preset for this machine: not more GPUs per node than it has; without GPUs it stays as it is."""
+    """A preset for this machine: not more GPUs per node than it has; without GPUs it stays as it
+    is."""
     if not gpus:
         return text
-    return re.sub(r"(?m)^(  gpus_per_node: )(\d+)", lambda found: f"{found[1]}{min(int(found[2]), gpus)}", text)
+    return re.sub(
+        r"(?m)^(  gpus_per_node: )(\d+)",
+        lambda found: f"{found[1]}{min(int(found[2]), gpus)}",
+        text,
+    )
 
 
 def cuda_devices() -> int:
     """GPUs that the driver shows, asked without loading torch; 0 where there is no driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
     found = sum(line.startswith("GPU ") for line in answer.splitlines())
-    return found if visible is None else min(found, len([name for name in visible.split(",") if name.strip()]))
+    return (
+        found
+        if visible is None
+        else min(found, len([name for name in visible.split(",") if name.strip()]))
+    )

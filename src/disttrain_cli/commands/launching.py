@@ -1,4 +1,5 @@
-"""What `disttrain train` shows and writes instead of training: `--dry-run`, `--emit`, `--preflight`."""
+"""What `disttrain train` shows and writes instead of training: `--dry-run`, `--emit`,
+`--preflight`."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ MOST_HOSTS = 12  # shown; --json has all
 MOST_GROUPS = 3
 
 
-def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, train: str) -> None:
-    """Who would run what, where, with whom, and how it would be started (`train`); nothing is started or written."""
+def show_ranks(
+    console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit | None, train: str
+) -> None:
+    """Who would run what, where, with whom, and how it would be started (`train`); nothing is
+    started or written."""
     from disttrain_cli.runtime.launching.emit.hosts import hosts_of, place_ranks
     from disttrain_cli.spec.stage_graph import stage_graph
 
@@ -31,18 +35,42 @@ def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind:
     nodes = place_ranks(graph, hosts_of(run))
     stages = _stages(chosen, graph, nodes)
     commands = _commands(run, nodes, kind, train)
-    console.result({
-        "plan": chosen.plan.model_dump(mode="json"), "ranks": graph.world_size, "stages": stages,
-        "groups": {"tp": _groups(graph, "tp"), "dp": _groups(graph, "dp")},
-        "hosts": [{"host": node.host, "ranks": list(node.ranks)} for node in nodes], "commands": commands})
-    console.say(f"{graph.world_size} ranks on {len(nodes)} host(s), {chosen.plan.microbatches} slots per step. "
-                "Nothing was started.")
-    console.table("Stages; ranks of equal TP rank are a data-parallel group",
-                  ["stage", "unit", "stage of unit", "TP", "DP", "ranks", "hosts", "layers", "peak GiB"],
-                  [[stage["stage"], stage["unit"], stage["unit_stage"], stage["tp"], stage["dp"], span(stage["ranks"]),
-                    stage["hosts"][0] if len(stage["hosts"]) == 1 else f"{stage['hosts'][0]} … {stage['hosts'][-1]}",
-                    span(stage["layers"]), "–" if stage["peak_gib"] is None else f"{stage['peak_gib']:.3f}"]
-                   for stage in stages])
+    console.result(
+        {
+            "plan": chosen.plan.model_dump(mode="json"),
+            "ranks": graph.world_size,
+            "stages": stages,
+            "groups": {"tp": _groups(graph, "tp"), "dp": _groups(graph, "dp")},
+            "hosts": [{"host": node.host, "ranks": list(node.ranks)} for node in nodes],
+            "commands": commands,
+        }
+    )
+    console.say(
+        f"{graph.world_size} ranks on {len(nodes)} host(s), {chosen.plan.microbatches} slots per"
+        " step. Nothing was started."
+    )
+    console.table(
+        "Stages; ranks of equal TP rank are a data-parallel group",
+        ["stage", "unit", "stage of unit", "TP", "DP", "ranks", "hosts", "layers", "peak GiB"],
+        [
+            [
+                stage["stage"],
+                stage["unit"],
+                stage["unit_stage"],
+                stage["tp"],
+                stage["dp"],
+                span(stage["ranks"]),
+                (
+                    stage["hosts"][0]
+                    if len(stage["hosts"]) == 1
+                    else f"{stage['hosts'][0]} … {stage['hosts'][-1]}"
+                ),
+                span(stage["layers"]),
+                "–" if stage["peak_gib"] is None else f"{stage['peak_gib']:.3f}",
+            ]
+            for stage in stages
+        ],
+    )
     for what, name in (("tp", "Tensor-parallel"), ("dp", "Data-parallel")):
         groups = [group for group in _groups(graph, what) if len(group) > 1]
         if groups:
@@ -50,7 +78,11 @@ def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind:
             more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
             console.say(f"{name} groups: {shown}{more}")
     if len(nodes) > 1:
-        console.table("Hosts", ["host", "ranks"], [[node.host, span(node.ranks)] for node in nodes[:MOST_HOSTS]])
+        console.table(
+            "Hosts",
+            ["host", "ranks"],
+            [[node.host, span(node.ranks)] for node in nodes[:MOST_HOSTS]],
+        )
         if len(nodes) > MOST_HOSTS:
             console.say(f"and {len(nodes) - MOST_HOSTS} more")
     console.say("\nTo start them:")
@@ -63,19 +95,31 @@ def show_ranks(console: Console, run: Run, chosen: Plan, profile: Profile, kind:
 def _stages(chosen: Plan, graph: StageGraph, nodes: Sequence[Node]) -> list[dict[str, Any]]:
     memory = {(stage.unit, stage.stage): stage for stage in chosen.predicted.memory}
     return [
-        {"stage": stage.number, "unit": stage.unit.name, "unit_stage": stage.index, "tp": stage.tp,
-         "dp": stage.unit.dp, "ranks": list(stage.ranks),
-         "hosts": [node.host for node in nodes
-                   if stage.ranks[0] <= node.ranks[-1] and node.ranks[0] <= stage.ranks[-1]],
-         "layers": [stage.layers.start, stage.layers.stop - 1],
-         "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None)}
-        for stage in graph.stages]
+        {
+            "stage": stage.number,
+            "unit": stage.unit.name,
+            "unit_stage": stage.index,
+            "tp": stage.tp,
+            "dp": stage.unit.dp,
+            "ranks": list(stage.ranks),
+            "hosts": [
+                node.host
+                for node in nodes
+                if stage.ranks[0] <= node.ranks[-1] and node.ranks[0] <= stage.ranks[-1]
+            ],
+            "layers": [stage.layers.start, stage.layers.stop - 1],
+            "peak_gib": getattr(memory.get((stage.unit.name, stage.index)), "peak_gib", None),
+        }
+        for stage in graph.stages
+    ]
 
 
 def _groups(graph: StageGraph, what: str) -> list[list[int]]:
     """All groups of tensor or data parallelism, by stage."""
     if what == "tp":
-        return [stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)]
+        return [
+            stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)
+        ]
     return [stage.dp_group(tp_rank) for stage in graph.stages for tp_rank in range(stage.tp)]
 
 
@@ -98,20 +142,54 @@ def default_folder(run: Run) -> Path:
     return run.dir.root / "launch"
 
 
-def emit(console: Console, run: Run, chosen: Plan, profile: Profile, kind: Emit, *, plan: Path, out: Path | None,
-         steps: int | None, resume: bool, restart: bool, preflight: bool, profile_steps: range | None,
-         origin: Path | None) -> None:
+def emit(
+    console: Console,
+    run: Run,
+    chosen: Plan,
+    profile: Profile,
+    kind: Emit,
+    *,
+    plan: Path,
+    out: Path | None,
+    steps: int | None,
+    resume: bool,
+    restart: bool,
+    preflight: bool,
+    profile_steps: range | None,
+    origin: Path | None,
+) -> None:
     """Write the scripts and say how to start them."""
     from disttrain_cli.runtime.launching.emit.slurm import emit_slurm
     from disttrain_cli.runtime.launching.emit.torchrun import emit_torchrun
 
     folder, total = out or default_folder(run), steps if steps is not None else run.file.train.steps
     if kind == "slurm":
-        written = emit_slurm(run, chosen, profile, folder, plan_file=plan, steps=total, resume=resume,
-                             preflight=preflight, profile_steps=profile_steps, restart=restart, origin=origin)
+        written = emit_slurm(
+            run,
+            chosen,
+            profile,
+            folder,
+            plan_file=plan,
+            steps=total,
+            resume=resume,
+            preflight=preflight,
+            profile_steps=profile_steps,
+            restart=restart,
+            origin=origin,
+        )
     else:
-        written = emit_torchrun(run, chosen, profile, folder, steps=total, resume=resume, preflight=preflight,
-                                profile_steps=profile_steps, restart=restart, origin=origin)
+        written = emit_torchrun(
+            run,
+            chosen,
+            profile,
+            folder,
+            steps=total,
+            resume=resume,
+            preflight=preflight,
+            profile_steps=profile_steps,
+            restart=restart,
+            origin=origin,
+        )
     console.result(written, written.scripts[0])
     _say_written(console, written)
 
@@ -120,7 +198,11 @@ def _say_written(console: Console, written: Emitted) -> None:
     console.say(f"Job file    {short_path(Path(written.job))}")
     for script in written.scripts:
         console.say(f"Script      {short_path(Path(script))}")
-    console.say("\nStart it with:" if len(written.commands) == 1 else "\nStart all of them, each on its host:")
+    console.say(
+        "\nStart it with:"
+        if len(written.commands) == 1
+        else "\nStart all of them, each on its host:"
+    )
     for command in written.commands:
         console.say(f"  {command}")
 
@@ -132,7 +214,10 @@ def preflight(console: Console, run: Run, chosen: Plan, profile: Profile) -> Non
     with console.progress() as progress:
         told = try_out(run, chosen, profile, progress=progress)
     console.result({"ranks": chosen.plan.gpus_used, "told": told})
-    console.say(f"{chosen.plan.gpus_used} ranks met, have the same program, files and data, and all their groups work.")
+    console.say(
+        f"{chosen.plan.gpus_used} ranks met, have the same program, files and data, and all their"
+        " groups work."
+    )
     for line in told:
         console.say(line)
 
@@ -146,5 +231,12 @@ def span(numbers: Sequence[int]) -> str:
 def _listed(group: Sequence[int]) -> str:
     """Ranks of a group: a span where they are neighbours, else with their distance."""
     step = group[1] - group[0]
-    return span(group) if step == 1 else f"{group[0]}, {group[1]} … {group[-1]} (every {step}th)" if len(group) > 2 \
-        else f"{group[0]} and {group[1]}"
+    return (
+        span(group)
+        if step == 1
+        else (
+            f"{group[0]}, {group[1]} … {group[-1]} (every {step}th)"
+            if len(group) > 2
+            else f"{group[0]} and {group[1]}"
+        )
+    )

@@ -1,4 +1,5 @@
-"""Suggested commands name what the user named: rooms suggest `disttrain plan`, people read it with their own path."""
+"""Suggested commands name what the user named: rooms suggest `disttrain plan`, people read it with
+their own path."""
 
 from __future__ import annotations
 
@@ -15,17 +16,19 @@ from disttrain_cli.spec.rundir import run_folder
 
 DEFAULT_RUN_FILE = Path("disttrain.yaml")
 #: Commands that take a run file, and `analyze`, where they are suggested without a path.
-_BARE = re.compile(r"\bdisttrain (profile|plan|train|export|analyze|data serve)"
-                   r"(?=\Z|\n| (?:--(?!help\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))")
+_BARE = re.compile(
+    r"\bdisttrain (profile|plan|train|export|analyze|data serve)"
+    r"(?=\Z|\n| (?:--(?!help\b)|&&|\|\|)|[;:,)'`]|\.(?:\s|\Z))"
+)
 
 
 def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] = ()) -> str:
     """A text in which every suggested command has the paths that the user gave.
 
     Args:
-        text: a command, or words around some.
-        run_file: the run file, or its folder, as the user named it.
-        traces: what the user had analysed: `analyze` is to look there again, the others take the run file beside it.
+        text: a command, or words around some. run_file: the run file, or its folder, as the user
+        named it. traces: what the user had analysed: `analyze` is to look there again, the others
+        take the run file beside it.
     """
     if run_file is None and traces:
         run_file = run_file_beside(traces[0])
@@ -41,7 +44,8 @@ def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] =
 
 
 def run_file_beside(traces: Path) -> Path | None:
-    """The run file of a run's folder (`runs/NAME` beside it) or of the traces inside, as one types it here, if any."""
+    """The run file of a run's folder (`runs/NAME` beside it) or of the traces inside, as one types
+    it here, if any."""
     folder = run_folder(traces)
     if folder is None:
         return None
@@ -53,12 +57,15 @@ def run_file_beside(traces: Path) -> Path | None:
 
 def naming(run: Callable[..., Any]) -> Callable[..., Any]:
     """A command whose errors suggest commands with the paths that it was given."""
+
     @functools.wraps(run)
     def named(**given: Any) -> Any:
         try:
             return run(**given)
         except DisttrainError as error:
-            error.next_step = with_named(error.next_step, given.get("run_file"), given.get("paths") or ())
+            error.next_step = with_named(
+                error.next_step, given.get("run_file"), given.get("paths") or ()
+            )
             raise
 
     return named

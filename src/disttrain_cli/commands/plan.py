@@ -60,16 +60,25 @@ class Strategy(StrEnum):
 def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
     profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Profile to plan from, instead of the run's own.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Profile to plan from, instead of the run's own."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, max=65_536, metavar="N", help="Use at most N devices, not the whole cluster.")
+        int | None,
+        typer.Option(
+            min=1, max=65_536, metavar="N", help="Use at most N devices, not the whole cluster."
+        ),
     ] = None,
     strategy: Annotated[
         Strategy,
-        typer.Option(metavar="NAME", help="Layouts to search: disaggregated, or a baseline: megatron, distmm, paper."),
+        typer.Option(
+            metavar="NAME",
+            help="Layouts to search: disaggregated, or a baseline: megatron, distmm, paper.",
+        ),
     ] = Strategy.disaggregated,
-    top: Annotated[int, typer.Option(min=0, metavar="K", help="How many runner-up plans to show.")] = 3,
+    top: Annotated[
+        int, typer.Option(min=0, metavar="K", help="How many runner-up plans to show.")
+    ] = 3,
     out: OutOption = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -111,40 +120,66 @@ def run(
     step = simulated_step(costs, found.plan, cluster)
     picture = None
     if is_own_file(path):
-        picture = write_whole(path.with_name(path.name.removesuffix(".yaml") + ".svg"),
-                              svg(step.pipeline, step.timeline, found.plan))
+        picture = write_whole(
+            path.with_name(path.name.removesuffix(".yaml") + ".svg"),
+            svg(step.pipeline, step.timeline, found.plan),
+        )
     why = explain(found, units, step)
     with console.progress() as progress:
-        what_if = sensitivity(costs, cluster, found.plan, progress) if json_mode or not quiet else None
+        what_if = (
+            sensitivity(costs, cluster, found.plan, progress) if json_mode or not quiet else None
+        )
     refused = not_run(found, opened.file, costs)
     try:
         check_faults(step.stages, opened.file.rehearse.faults, costs)
     except SpecError as error:
         console.note(f"Note: a rehearsal refuses this plan. {error.what}: {error.why}.")
-    console.result(found.model_dump(mode="json") | {
-        "explanation": asdict(why), "sensitivity": asdict(what_if) if what_if else None,
-        "changes": asdict(change) if change else None,
-        "not_run": [reason._asdict() for reason in refused],
-        "picture": picture and str(picture), "path": str(path)}, path)
+    console.result(
+        found.model_dump(mode="json")
+        | {
+            "explanation": asdict(why),
+            "sensitivity": asdict(what_if) if what_if else None,
+            "changes": asdict(change) if change else None,
+            "not_run": [reason._asdict() for reason in refused],
+            "picture": picture and str(picture),
+            "path": str(path),
+        },
+        path,
+    )
     show_layout(console, found, why, cluster.gpus)
     columns = terminal_columns()
     show_changes(console, change, short_path(before_path), columns)
-    console.say("\n" + "\n".join(textwrap.fill(line, columns, subsequent_indent=10 * " ")
-                                 for line in [*why.sentences, *needs(found)]))
+    console.say(
+        "\n"
+        + "\n".join(
+            textwrap.fill(line, columns, subsequent_indent=10 * " ")
+            for line in [*why.sentences, *needs(found)]
+        )
+    )
     show_memory(console, found)
     show_strategies(console, found, why, run_file)
     show_runners_up(console, found, why)
     show_sensitivity(console, found, what_if)
-    console.say("\n".join(["\nThe step (F forward, B backward, R reduction and optimizer, . waiting)",
-                           *gantt(step.pipeline, step.timeline, found.plan, columns)]))
+    console.say(
+        "\n".join(
+            [
+                "\nThe step (F forward, B backward, R reduction and optimizer, . waiting)",
+                *gantt(step.pipeline, step.timeline, found.plan, columns),
+            ]
+        )
+    )
     if refused:
         missing = ", ".join(f"{reason.what} ({reason.why})" for reason in refused)
-        console.say("\n" + textwrap.fill(f"Training does not run yet, and refuses: {missing}.", columns))
+        console.say(
+            "\n" + textwrap.fill(f"Training does not run yet, and refuses: {missing}.", columns)
+        )
     search = found.search
     number = f"{search.candidates:,}" if search.candidates < 10**9 else f"{search.candidates:.1e}"
-    console.note(f"\n{number} candidates in {1000 * search.solve_s:.0f} ms"
-                 f"{', solved exactly' if search.exact else ''}. "
-                 f"Wrote {short_path(path)}" + (f" and {short_path(picture)}" if picture else ""))
+    console.note(
+        f"\n{number} candidates in {1000 * search.solve_s:.0f} ms"
+        f"{', solved exactly' if search.exact else ''}. "
+        f"Wrote {short_path(path)}" + (f" and {short_path(picture)}" if picture else "")
+    )
     if not refused:
         console.hint(next_command("train", run_file, plan=out))
     else:

@@ -1,4 +1,5 @@
-"""The tables and lines that `disttrain plan` shows: a plan, its explanation and its sensitivity in, text out."""
+"""The tables and lines that `disttrain plan` shows: a plan, its explanation and its sensitivity in,
+text out."""
 
 from __future__ import annotations
 
@@ -22,13 +23,25 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
     from disttrain_cli.planning.explain import layers
 
     layout, predicted = plan.plan, plan.predicted
-    used = f"{layout.gpus_used:,}" if layout.gpus_used == given else f"{layout.gpus_used:,} of {given:,}"
-    console.say(f"{layout.strategy} plan on {used} devices: {_seconds(predicted.iteration_s)} per step, "
-                f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}"
-                + (f" of all given, {percent(predicted.mfu_used)} of those used" if layout.gpus_used < given else ""))
-    console.say(f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots × "
-                f"{layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM replica); "
-                f"ZeRO-{layout.zero_stage}{_trained(layout)}")
+    used = (
+        f"{layout.gpus_used:,}"
+        if layout.gpus_used == given
+        else f"{layout.gpus_used:,} of {given:,}"
+    )
+    console.say(
+        f"{layout.strategy} plan on {used} devices: {_seconds(predicted.iteration_s)} per step, "
+        f"{predicted.sequences_per_s:.4g} sequences/s, MFU {percent(predicted.mfu)}"
+        + (
+            f" of all given, {percent(predicted.mfu_used)} of those used"
+            if layout.gpus_used < given
+            else ""
+        )
+    )
+    console.say(
+        f"{layout.global_batch_size:,} sequences per step = {layout.microbatches:,} slots ×"
+        f" {layout.global_batch_size // layout.microbatches:,} ({layout.microbatch_size} per LLM"
+        f" replica); ZeRO-{layout.zero_stage}{_trained(layout)}"
+    )
     if layout.gpus_used < given:
         left = _count(given - layout.gpus_used, "device")
         console.say(f"{left} left over: no layout found that uses more is faster.")
@@ -37,35 +50,81 @@ def show_layout(console: Console, plan: Plan, explanation: Explanation, given: i
     times = {time.unit: time for time in predicted.units}
     rows: list[list[object]] = []
     for unit, share in zip(layout.units, explanation.units, strict=True):
-        rows.append([unit.name, *([" + ".join(unit.modules)] if several else []), unit.tp, unit.dp, unit.pp,
-                     f"{unit.gpus:,}", layers(unit), *([_yes(unit.checkpointing)] if recomputes else []),
-                     f"{share.stage_ms:.1f}", percent(times[unit.name].mfu or None),
-                     f"{_gib(share.peak_gib)} / {_gib(share.limit_gib)}"])
-    console.table("Units, in pipeline order",
-                  ["unit", *(["modules"] if several else []), "TP", "DP", "PP", "devices", "layers per stage",
-                   *(["recomputes"] if recomputes else []), "ms per slot", "MFU", "peak / limit GiB"], rows)
+        rows.append(
+            [
+                unit.name,
+                *([" + ".join(unit.modules)] if several else []),
+                unit.tp,
+                unit.dp,
+                unit.pp,
+                f"{unit.gpus:,}",
+                layers(unit),
+                *([_yes(unit.checkpointing)] if recomputes else []),
+                f"{share.stage_ms:.1f}",
+                percent(times[unit.name].mfu or None),
+                f"{_gib(share.peak_gib)} / {_gib(share.limit_gib)}",
+            ]
+        )
+    console.table(
+        "Units, in pipeline order",
+        [
+            "unit",
+            *(["modules"] if several else []),
+            "TP",
+            "DP",
+            "PP",
+            "devices",
+            "layers per stage",
+            *(["recomputes"] if recomputes else []),
+            "ms per slot",
+            "MFU",
+            "peak / limit GiB",
+        ],
+        rows,
+    )
 
 
 def show_memory(console: Console, plan: Plan) -> None:
     """What the peak of every unit's fullest stage is made of."""
     from disttrain_cli.spec.plan import PARTS
 
-    fullest = [max((stage for stage in plan.predicted.memory if stage.unit == unit.name),
-                   key=lambda stage: stage.peak_gib) for unit in plan.plan.units]
+    fullest = [
+        max(
+            (stage for stage in plan.predicted.memory if stage.unit == unit.name),
+            key=lambda stage: stage.peak_gib,
+        )
+        for unit in plan.plan.units
+    ]
     shown = [name for name in PARTS if any(stage.parts[name] >= 0.05 for stage in fullest)]
-    console.table("Memory of each unit's fullest stage, in GiB (fragmentation and reserve are stated, not measured)",
-                  ["unit", "stage", *shown, "peak", "limit"],
-                  [[stage.unit, stage.stage, *(_gib(stage.parts[name]) for name in shown), _gib(stage.peak_gib),
-                    _gib(stage.limit_gib)] for stage in fullest])
+    console.table(
+        "Memory of each unit's fullest stage, in GiB (fragmentation and reserve are stated, not"
+        " measured)",
+        ["unit", "stage", *shown, "peak", "limit"],
+        [
+            [
+                stage.unit,
+                stage.stage,
+                *(_gib(stage.parts[name]) for name in shown),
+                _gib(stage.peak_gib),
+                _gib(stage.limit_gib),
+            ]
+            for stage in fullest
+        ],
+    )
 
 
 def show_changes(console: Console, found: Changes | None, path: str, columns: int) -> None:
     """What the new plan changes against the one in place, and whether that is worth it."""
     if found is None:
         return
-    console.table(f"What changes against the plan in place, {path}", ["unit", "what", "before", "now"],
-                  [[change.unit or "all", change.what, _value(change.before), _value(change.after)]
-                   for change in found.differences])
+    console.table(
+        f"What changes against the plan in place, {path}",
+        ["unit", "what", "before", "now"],
+        [
+            [change.unit or "all", change.what, _value(change.before), _value(change.after)]
+            for change in found.differences
+        ],
+    )
     console.say("\n" + textwrap.fill(worth_it(found), columns))
 
 
@@ -73,14 +132,27 @@ def worth_it(found: Changes) -> str:
     """Whether a new plan is worth its change, as sentences."""
     new = _seconds(found.new_s)
     if found.old_now_s is None or found.gain_pct is None:
-        return f"The plan in place does not fit any more. {found.unfit}. This one takes {new} per step."
-    moved = [f"{unit.unit} {_ms(unit.then_ms)} → {_ms(unit.now_ms)}" for unit in found.moved if _differs(unit)]
-    why = (f" It was predicted to take {_seconds(found.old_iteration_s)} when it was made"
-           + (f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}." if moved else "."))
+        return (
+            f"The plan in place does not fit any more. {found.unfit}. This one takes {new} per"
+            " step."
+        )
+    moved = [
+        f"{unit.unit} {_ms(unit.then_ms)} → {_ms(unit.now_ms)}"
+        for unit in found.moved
+        if _differs(unit)
+    ]
+    why = f" It was predicted to take {_seconds(found.old_iteration_s)} when it was made" + (
+        f"; since then the profile moved its slowest stages, per slot: {', '.join(moved)}."
+        if moved
+        else "."
+    )
     old = f"takes {_seconds(found.old_now_s)} per step under this profile"
     if not found.differences:
         return f"The plan in place is still good: this one is the same, and {old}.{why}"
-    more = f"{abs(found.gain_pct):.2g} % {'more' if found.gain_pct >= 0 else 'fewer'} sequences per second"
+    more = (
+        f"{abs(found.gain_pct):.2g} % {'more' if found.gain_pct >= 0 else 'fewer'} sequences per"
+        " second"
+    )
     if found.keep:
         return f"The plan in place is still good: it {old}; this one {new}: {more}.{why}"
     return f"The plan in place {old}; this one {new}: {more}.{why}"
@@ -89,18 +161,53 @@ def worth_it(found: Changes) -> str:
 def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_file: Path) -> None:
     """The plan beside the baselines, per GPU given and per GPU used."""
     layout, predicted = plan.plan, plan.predicted
-    rows: list[list[object]] = [["this plan", f"{predicted.iteration_s:.3f}", f"{predicted.sequences_per_s:.2f}",
-                                 percent(predicted.mfu), f"{layout.gpus_used:,}", "", "", shape(layout)]]
+    rows: list[list[object]] = [
+        [
+            "this plan",
+            f"{predicted.iteration_s:.3f}",
+            f"{predicted.sequences_per_s:.2f}",
+            percent(predicted.mfu),
+            f"{layout.gpus_used:,}",
+            "",
+            "",
+            shape(layout),
+        ]
+    ]
     for ratio in explanation.baselines:
         other = plan.baselines[ratio.name]
-        rows.append([ratio.name, "does not fit", *[""] * 6] if other is None else
-                    [ratio.name, f"{other.iteration_s:.3f}", f"{other.sequences_per_s:.2f}", percent(other.mfu),
-                     f"{other.gpus_used:,}", f"{ratio.per_gpu_given:.2f} ×", f"{ratio.per_gpu_used:.2f} ×",
-                     shape(other.plan) if other.plan else other.layout])
-    console.table("Beside other strategies (given, used: throughput of this plan over theirs, per device)",
-                  ["strategy", "s per step", "sequences/s", "MFU", "devices", "given", "used",
-                   "TP×DP×PP of each unit, M"], rows)
-    better = [ratio.name for ratio in explanation.baselines if ratio.per_gpu_given and ratio.per_gpu_given < 1 - 1e-3]
+        rows.append(
+            [ratio.name, "does not fit", *[""] * 6]
+            if other is None
+            else [
+                ratio.name,
+                f"{other.iteration_s:.3f}",
+                f"{other.sequences_per_s:.2f}",
+                percent(other.mfu),
+                f"{other.gpus_used:,}",
+                f"{ratio.per_gpu_given:.2f} ×",
+                f"{ratio.per_gpu_used:.2f} ×",
+                shape(other.plan) if other.plan else other.layout,
+            ]
+        )
+    console.table(
+        "Beside other strategies (given, used: throughput of this plan over theirs, per device)",
+        [
+            "strategy",
+            "s per step",
+            "sequences/s",
+            "MFU",
+            "devices",
+            "given",
+            "used",
+            "TP×DP×PP of each unit, M",
+        ],
+        rows,
+    )
+    better = [
+        ratio.name
+        for ratio in explanation.baselines
+        if ratio.per_gpu_given and ratio.per_gpu_given < 1 - 1e-3
+    ]
     if better:
         command = with_named(f"disttrain plan --strategy {better[0]}", run_file)
         console.say(f"Faster, and none that {layout.strategy} plans may choose: {command}")
@@ -108,10 +215,21 @@ def show_strategies(console: Console, plan: Plan, explanation: Explanation, run_
 
 def show_runners_up(console: Console, plan: Plan, explanation: Explanation) -> None:
     """The next best layouts and why they lose."""
-    console.table("Next best layouts, simulated", ["", "s per step", "slower", "devices", "differs in", "why"],
-                  [[other.name, f"{alternative.iteration_s:.3f}", f"{other.slower_pct:+.2f} %",
-                    f"{alternative.gpus_used:,}", other.differs, other.why]
-                   for other, alternative in zip(explanation.runners_up, plan.alternatives, strict=False)])
+    console.table(
+        "Next best layouts, simulated",
+        ["", "s per step", "slower", "devices", "differs in", "why"],
+        [
+            [
+                other.name,
+                f"{alternative.iteration_s:.3f}",
+                f"{other.slower_pct:+.2f} %",
+                f"{alternative.gpus_used:,}",
+                other.differs,
+                other.why,
+            ]
+            for other, alternative in zip(explanation.runners_up, plan.alternatives, strict=False)
+        ],
+    )
 
 
 def show_sensitivity(console: Console, plan: Plan, found: Sensitivity | None) -> None:
@@ -119,11 +237,20 @@ def show_sensitivity(console: Console, plan: Plan, found: Sensitivity | None) ->
     if found is None:
         return
     names = [unit.name for unit in plan.plan.units]
-    rows = [[change.what, f"{change.gpus:,}", *_figures(change), *_moves(change, names)]
-            for change in (found.now, found.one_more_gpu, found.one_more_node, *found.changes)]
-    limit = f", with at most {found.most_llm_replicas:,} LLM replicas" if found.most_llm_replicas else ""
-    console.table(f"What if (the best layout then, by the formula{limit})",
-                  ["", "devices", "s per step", "sequences/s", "change", *names], rows)
+    rows = [
+        [change.what, f"{change.gpus:,}", *_figures(change), *_moves(change, names)]
+        for change in (found.now, found.one_more_gpu, found.one_more_node, *found.changes)
+    ]
+    limit = (
+        f", with at most {found.most_llm_replicas:,} LLM replicas"
+        if found.most_llm_replicas
+        else ""
+    )
+    console.table(
+        f"What if (the best layout then, by the formula{limit})",
+        ["", "devices", "s per step", "sequences/s", "change", *names],
+        rows,
+    )
     console.say(more_gpus(found))
 
 
@@ -132,8 +259,10 @@ def more_gpus(found: Sensitivity) -> str:
     one, until = found.one_more_gpu, found.gpus_until_faster
     if until == 1 and one.speedup:
         gains = [move.unit for move in one.units if move.gpus_then > move.gpus]
-        return (f"One more device brings {100 * (one.speedup - 1):.2g} % more sequences per second"
-                f"{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}.")
+        return (
+            f"One more device brings {100 * (one.speedup - 1):.2g} % more sequences per second"
+            f"{', and goes to ' + ' and '.join(gains) if gains else ', in other shapes'}."
+        )
     if until is None:
         return "One more device changes nothing; nor do several."
     return f"One more device changes nothing; the next faster layout takes {until:,} more."
@@ -144,8 +273,10 @@ def needs(plan: Plan) -> list[str]:
     lines: list[str] = []
     need = plan.predicted.preprocess
     if need is not None:
-        lines.append(f"Decoding  {need.sequences_per_s:.4g} sequences/s with {need.images_per_s:,.0f} images/s take "
-                     f"{_count(need.cores, 'core')}: {_count(need.hosts, 'CPU host')}.")
+        lines.append(
+            f"Decoding  {need.sequences_per_s:.4g} sequences/s with {need.images_per_s:,.0f}"
+            f" images/s take {_count(need.cores, 'core')}: {_count(need.hosts, 'CPU host')}."
+        )
     if plan.predicted.traffic:
         largest = ", ".join(map(_traffic, _largest(plan.predicted.traffic)))
         lines.append(f"Messages  of the busiest rank per step: {largest}.")
@@ -154,7 +285,9 @@ def needs(plan: Plan) -> list[str]:
 
 def shape(layout: Layout) -> str:
     """TP×DP×PP of every unit in pipeline order, and M."""
-    return " → ".join(f"{u.tp}×{u.dp}×{u.pp}" for u in layout.units) + f", M {layout.microbatch_size}"
+    return (
+        " → ".join(f"{u.tp}×{u.dp}×{u.pp}" for u in layout.units) + f", M {layout.microbatch_size}"
+    )
 
 
 def _largest(traffic: list[Traffic]) -> list[Traffic]:
@@ -167,7 +300,9 @@ def _largest(traffic: list[Traffic]) -> list[Traffic]:
 
 def _traffic(one: Traffic) -> str:
     where = f"{one.unit} → {one.to}" if one.to else one.unit
-    return f"{one.kind.replace('_', ' ')} {_gib(one.rank_gib)} GiB in {_seconds(one.rank_s)} ({where})"
+    return (
+        f"{one.kind.replace('_', ' ')} {_gib(one.rank_gib)} GiB in {_seconds(one.rank_s)} ({where})"
+    )
 
 
 def _figures(change: Change) -> list[object]:
@@ -180,9 +315,21 @@ def _figures(change: Change) -> list[object]:
 
 def _moves(change: Change, names: list[str]) -> list[object]:
     moves = {move.unit: move for move in change.units}
-    return [(f"{moves[name].gpus_then:,}" + (f" ({moves[name].gpus_then - moves[name].gpus:+,})"
-                                             if moves[name].gpus_then != moves[name].gpus else ""))
-            if name in moves else "" for name in names]
+    return [
+        (
+            (
+                f"{moves[name].gpus_then:,}"
+                + (
+                    f" ({moves[name].gpus_then - moves[name].gpus:+,})"
+                    if moves[name].gpus_then != moves[name].gpus
+                    else ""
+                )
+            )
+            if name in moves
+            else ""
+        )
+        for name in names
+    ]
 
 
 def _trained(layout: Layout) -> str:
@@ -196,7 +343,13 @@ def _count(number: int, what: str) -> str:
 def _value(value: Value) -> str:
     from disttrain_cli.planning.explain import runs
 
-    return _yes(value) if isinstance(value, bool) else runs(value) if isinstance(value, list) else str(value)
+    return (
+        _yes(value)
+        if isinstance(value, bool)
+        else runs(value)
+        if isinstance(value, list)
+        else str(value)
+    )
 
 
 def _differs(unit: Moved) -> bool:

@@ -1,4 +1,5 @@
-"""`disttrain profile`: what modules, links and samples cost here, or on a device of the hardware catalogue."""
+"""`disttrain profile`: what modules, links and samples cost here, or on a device of the hardware
+catalogue."""
 
 from __future__ import annotations
 
@@ -39,28 +40,35 @@ $ disttrain profile --reindex
 $ disttrain profile --calibrate runs/demo
 $ disttrain profile --calibrate runs/demo/rehearsal
 
-Builds the sample index, or reads new shards into it, then measures forward and backward of every module over the
-data's own sizes. Shards that changed or went since they were indexed are refused; with --reindex all are read again.
-With analytic:NAME nothing is measured but preprocessing: the layers' operators are counted and timed by the catalogue's
-figures, for machines that are not here. With --calibrate nothing is measured: the profile of a recorded run is
-corrected by its traces, and what it replaces is kept as profile.json.before.
+Builds the sample index, or reads new shards into it, then measures forward and backward of every
+module over the data's own sizes. Shards that changed or went since they were indexed are refused;
+with --reindex all are read again. With analytic:NAME nothing is measured but preprocessing: the
+layers' operators are counted and timed by the catalogue's figures, for machines that are not here.
+With --calibrate nothing is measured: the profile of a recorded run is corrected by its traces, and
+what it replaces is kept as profile.json.before.
 """
 
 #: Names of the hardware catalogue, for --help alone: reading it would slow every command's start.
 CATALOGUE = "A100, A100-40GB, A800, H100, H800, H200, B200"
-DEVICE_HELP = ("Where to measure: auto (what the run file says, then CUDA where there is one), cpu, cuda; or "
-               f"analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other whose cluster.peak_tflops "
-               "and cluster.memory_gib the run file gives.")
+DEVICE_HELP = (
+    "Where to measure: auto (what the run file says, then CUDA where there is one), cpu, cuda; or"
+    f" analytic:NAME for a device of the catalogue ({CATALOGUE}), or any other whose"
+    " cluster.peak_tflops and cluster.memory_gib the run file gives."
+)
 
-CALIBRATE_HELP = ("Folder of a recorded run, real or rehearsed (runs/NAME, runs/NAME/rehearsal): fit the cost models "
-                  "of its profile to its traces instead of measuring.")
+CALIBRATE_HELP = (
+    "Folder of a recorded run, real or rehearsed (runs/NAME, runs/NAME/rehearsal): fit the cost"
+    " models of its profile to its traces instead of measuring."
+)
 REINDEX_HELP = "Read all shards again, also where some changed or went since they were indexed."
 CalibrateOption = Annotated[Path | None, typer.Option(metavar="RUN", help=CALIBRATE_HELP)]
 
 
 def run(
     run_file: RunFileArgument = DEFAULT_RUN_FILE,
-    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda|analytic:NAME", help=DEVICE_HELP)] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda|analytic:NAME", help=DEVICE_HELP)
+    ] = "auto",
     calibrate: CalibrateOption = None,
     reindex: Annotated[bool, typer.Option("--reindex", help=REINDEX_HELP)] = False,
     out: OutOption = None,
@@ -71,14 +79,19 @@ def run(
     console = Console(json_mode=json_mode, quiet=quiet)
     if calibrate is not None:
         if device != "auto" or reindex:
-            raise UsageError(f"--calibrate and {'--reindex' if reindex else '--device'} exclude each other",
-                             "--calibrate measures nothing: the run's own device and data stay",
-                             "disttrain profile --help")
+            raise UsageError(
+                f"--calibrate and {'--reindex' if reindex else '--device'} exclude each other",
+                "--calibrate measures nothing: the run's own device and data stay",
+                "disttrain profile --help",
+            )
         _calibrate(console, run_file, calibrate, out)
         return
     if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
-        raise UsageError(f"There is no device {device!r}", "allowed: auto, cpu, cuda, analytic:NAME",
-                         "disttrain profile --help")
+        raise UsageError(
+            f"There is no device {device!r}",
+            "allowed: auto, cpu, cuda, analytic:NAME",
+            "disttrain profile --help",
+        )
     opened = open_run(run_file)
     not_over(out, opened.path, opened.dir.index)
     from disttrain_cli.models.weights import starting_weights
@@ -116,72 +129,133 @@ def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | Non
     path = out or opened.dir.profile
     before = keep_before(path)
     write_whole(path, found.profile.model_dump_json(indent=2) + "\n")
-    console.result(found.profile.model_dump(mode="json") | {
-        "path": str(path), "calibration": [change.model_dump(mode="json") for change in found.changes],
-        "notes": found.notes}, path)
+    console.result(
+        found.profile.model_dump(mode="json")
+        | {
+            "path": str(path),
+            "calibration": [change.model_dump(mode="json") for change in found.changes],
+            "notes": found.notes,
+        },
+        path,
+    )
     console.say(f"Calibrated {found.profile.provenance['calibrated']}")
-    console.table("What the profile said and what the run took", ["", "", "before", "after", "", "change", "rows",
-                  "error before", "after"], [_change_cells(change) for change in found.changes])
+    console.table(
+        "What the profile said and what the run took",
+        ["", "", "before", "after", "", "change", "rows", "error before", "after"],
+        [_change_cells(change) for change in found.changes],
+    )
     for note in found.notes:
         console.note(f"Note: {note}")
-    console.note(f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if before else ""))
+    console.note(
+        f"\nWrote {short_path(path)}" + (f"; before it: {short_path(before)}" if before else "")
+    )
     console.hint(next_command("plan", run_file, profile=out))
 
 
 def _change_cells(change: Change) -> list[str]:
-    errors = ["" if error is None else f"{error:.1f} %" for error in (change.error_before_pct, change.error_after_pct)]
+    errors = [
+        "" if error is None else f"{error:.1f} %"
+        for error in (change.error_before_pct, change.error_after_pct)
+    ]
     moved = "" if change.change_pct is None else f"{change.change_pct:+.1f} %"
-    return [change.where, change.what, f"{change.before:.4g}", f"{change.after:.4g}", change.measure, moved,
-            f"{change.rows:,}", *errors]
+    return [
+        change.where,
+        change.what,
+        f"{change.before:.4g}",
+        f"{change.after:.4g}",
+        change.measure,
+        moved,
+        f"{change.rows:,}",
+        *errors,
+    ]
 
 
 def _render(console: Console, profile: Profile, path: Path) -> None:
     device, data = profile.device, profile.data
     shared = f", shared by {device.shared_by} processes" if device.shared_by > 1 else ""
-    console.say(f"Device   {device.count} × {device.name} ({device.kind}), {device.memory_gib:.1f} GiB each, "
-                f"peak {device.peak_tflops:.3g} TFLOP/s{shared}")
+    console.say(
+        f"Device   {device.count} × {device.name} ({device.kind}), {device.memory_gib:.1f} GiB"
+        f" each, peak {device.peak_tflops:.3g} TFLOP/s{shared}"
+    )
     if device.kind == "analytic":
         curve = profile.provenance["kernels"].partition(":")[0]
         console.say(f"         {profile.provenance['device']}")
-        console.say(f"         kernels by the {curve}, links by published rates: see provenance in the profile")
-    console.say(f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
-                f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
-                f"{data.skipped:,} skipped")
+        console.say(
+            f"         kernels by the {curve}, links by published rates: see provenance in the"
+            " profile"
+        )
+    console.say(
+        f"Data     {data.samples:,} samples in {data.sequences:,} sequences "
+        f"of {profile.inputs.sequence_length:,} tokens ({100 * data.fill_fraction:.1f} % full), "
+        f"{data.skipped:,} skipped"
+    )
     for named in data.skipped_first:
         console.say(f"         skipped {named}")
     if data.skipped > len(data.skipped_first):
-        console.say(f"         and {data.skipped - len(data.skipped_first):,} more: disttrain data check lists all")
+        console.say(
+            f"         and {data.skipped - len(data.skipped_first):,} more: disttrain data check"
+            " lists all"
+        )
     if data.unread:
         left_out = " and ".join(f"{count:,} {what}" for what, count in data.unread.items())
-        asked = "; texts that ask for an image are not trained" if UNREAD[TARGET] in data.unread else ""
+        asked = (
+            "; texts that ask for an image are not trained" if UNREAD[TARGET] in data.unread else ""
+        )
         console.say(f"         without {left_out}: the model has no module for them{asked}")
-    trained = f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
+    trained = (
+        f", {data.label_tokens:,} of them and of sample ends trained" if data.label_tokens else ""
+    )
     console.say(f"Tokens   {data.text_tokens:,} of text{trained}; {data.image_tokens:,} of images")
     images = data.images_per_sequence
-    console.say(f"Images   {data.images:,} to read ({images.mean:.1f} per sequence, p95 {images.p95:.0f}, "
-                f"max {images.max:.0f}), {data.targets:,} to generate")
+    console.say(
+        f"Images   {data.images:,} to read ({images.mean:.1f} per sequence, p95 {images.p95:.0f}, "
+        f"max {images.max:.0f}), {data.targets:,} to generate"
+    )
     if profile.inputs.image and data.scaled_down is not None:
-        console.say(f"         {data.scaled_down:,} scaled down to the budget of {profile.inputs.image.max_pixels:,} "
-                    "pixels (data.max_image_pixels)")
+        console.say(
+            f"         {data.scaled_down:,} scaled down to the budget of"
+            f" {profile.inputs.image.max_pixels:,} pixels (data.max_image_pixels)"
+        )
     if data.clips:
-        console.say(f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence), "
-                    f"{profile.preprocess.clips_per_s_per_core:,.0f}/s and core made into features")
-    console.say(f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "
-                f"{profile.preprocess.sequences_per_s_per_core:,.0f} sequences/s per core")
+        console.say(
+            f"Audio    {data.clips:,} clips ({data.clips / data.sequences:.1f} per sequence), "
+            f"{profile.preprocess.clips_per_s_per_core:,.0f}/s and core made into features"
+        )
+    console.say(
+        f"Decoding {profile.preprocess.images_per_s_per_core:,.0f} images/s and "
+        f"{profile.preprocess.sequences_per_s_per_core:,.0f} sequences/s per core"
+    )
     links = [("inside a node", profile.links.of(True))]
     if profile.links.inter_node is not None:
         links.append(("between nodes", profile.links.inter_node))
-    console.table("Links, Gbit/s and µs", ["", "one to one", "all-reduce", "all-gather", "reduce-scatter"],
-                  [[where, *_link_cells(times)] for where, times in links])
+    console.table(
+        "Links, Gbit/s and µs",
+        ["", "one to one", "all-reduce", "all-gather", "reduce-scatter"],
+        [[where, *_link_cells(times)] for where, times in links],
+    )
     console.table(
         "Modules, mean over the data's sequences",
         ["module", "kind", "parameters", "layers", "TP", "forward ms", "backward ms", "fit error"],
-        [[name, module.kind, f"{module.parameters:,}", len(module.layers), tp, f"{time.forward_ms:.2f}",
-          f"{time.backward_ms:.2f}", f"{time.fit_error_pct:.1f} %"]
-         for name, module in profile.modules.items() for tp, time in module.tp.items()])
+        [
+            [
+                name,
+                module.kind,
+                f"{module.parameters:,}",
+                len(module.layers),
+                tp,
+                f"{time.forward_ms:.2f}",
+                f"{time.backward_ms:.2f}",
+                f"{time.fit_error_pct:.1f} %",
+            ]
+            for name, module in profile.modules.items()
+            for tp, time in module.tp.items()
+        ],
+    )
     console.note(f"\nWrote {short_path(path)}")
 
 
 def _link_cells(times: LinkTimes) -> list[str]:
-    return [f"{getattr(times, f'{name}_gbps'):.2f}, {getattr(times, f'{name}_us'):.0f}"
-            for name in ("p2p", "all_reduce", "all_gather", "reduce_scatter")]
+    return [
+        f"{getattr(times, f'{name}_gbps'):.2f}, {getattr(times, f'{name}_us'):.0f}"
+        for name in ("p2p", "all_reduce", "all_gather", "reduce_scatter")
+    ]

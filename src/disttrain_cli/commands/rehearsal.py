@@ -1,4 +1,5 @@
-"""`disttrain train --rehearse`: run a plan on emulated devices, and set prediction and rehearsal side by side."""
+"""`disttrain train --rehearse`: run a plan on emulated devices, and set prediction and rehearsal
+side by side."""
 
 from __future__ import annotations
 
@@ -21,8 +22,15 @@ MOST_OPERATIONS = 16  # shown; --json has all
 LATE_SHARE = 0.02  # of a step: if the host was later than this, the rehearsal says so
 
 
-def run_rehearsal(console: Console, run_file: Path, run: Run, plan: Plan, profile: Profile, steps: int | None,
-                  resume: bool) -> None:
+def run_rehearsal(
+    console: Console,
+    run_file: Path,
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    steps: int | None,
+    resume: bool,
+) -> None:
     """Rehearse a plan that was checked, and show what came of it."""
     from msgspec.structs import asdict
 
@@ -32,38 +40,94 @@ def run_rehearsal(console: Console, run_file: Path, run: Run, plan: Plan, profil
 
     with console.progress() as progress:
         live = LiveStep(progress, learns=False)
-        result = rehearse(run, plan, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live)
-    operations = compare_operations(open_database([Path(result.run_dir)])) if len(result.steps) > 1 else []
-    console.result(result.model_dump(mode="json") | {"operations": [asdict(row) for row in operations]},
-                   result.run_dir)
+        result = rehearse(
+            run, plan, profile, steps=steps, resume=resume, on_step=live.on_step, progress=live
+        )
+    operations = (
+        compare_operations(open_database([Path(result.run_dir)])) if len(result.steps) > 1 else []
+    )
+    console.result(
+        result.model_dump(mode="json") | {"operations": [asdict(row) for row in operations]},
+        result.run_dir,
+    )
     _render(console, run_file, result, operations, plan, profile)
     console.hint(shlex.join(["disttrain", "analyze", short_path(Path(result.run_dir))]))
 
 
-def _render(console: Console, run_file: Path, result: RehearsalResult, operations: list[OperationRow], plan: Plan,
-            profile: Profile) -> None:
-    console.say(f"{result.processes} processes stood for {result.gpus} GPUs (at most {result.gpus_per_process} each), "
-                f"{result.time_scale:g} s here per second of the cluster; messages {_MESSAGES[result.messages]}.")
-    console.table("Seconds per step of the cluster; simulated: these very steps, processes and faults",
-                  ["step", "predicted", "simulated", "rehearsed", "error", "sequences/s", "MFU", "data wait ms"],
-                  [_step_cells(result, row, expected["iteration_s"])
-                   for row, expected in zip(result.steps, result.simulated, strict=True)])
+def _render(
+    console: Console,
+    run_file: Path,
+    result: RehearsalResult,
+    operations: list[OperationRow],
+    plan: Plan,
+    profile: Profile,
+) -> None:
+    console.say(
+        f"{result.processes} processes stood for {result.gpus} GPUs (at most"
+        f" {result.gpus_per_process} each), {result.time_scale:g} s here per second of the cluster;"
+        f" messages {_MESSAGES[result.messages]}."
+    )
+    console.table(
+        "Seconds per step of the cluster; simulated: these very steps, processes and faults",
+        [
+            "step",
+            "predicted",
+            "simulated",
+            "rehearsed",
+            "error",
+            "sequences/s",
+            "MFU",
+            "data wait ms",
+        ],
+        [
+            _step_cells(result, row, expected["iteration_s"])
+            for row, expected in zip(result.steps, result.simulated, strict=True)
+        ],
+    )
     if profile.device.shared_by > 1:
-        console.say("Predicted are ranks that share the cores of this machine, as in training; simulated and rehearsed "
-                    "ones have a device each, as slow as it was measured while all of them computed.")
-    console.table("Predicted and rehearsed by operation, ms; those with the largest effect on the step first",
-                  ["unit", "stage", "operation", "planned", "for this work", "rehearsed", "error", "of the step"],
-                  [[row.unit or "job", "–" if row.stage is None else row.stage, _operation(row), _ms(row.planned),
-                    _ms(row.predicted), _ms(row.measured),
-                    "–" if row.error_pct is None else f"{row.error_pct:+.1f} %", percent(row.share_of_step)]
-                   for row in operations[1:1 + MOST_OPERATIONS]])
+        console.say(
+            "Predicted are ranks that share the cores of this machine, as in training; simulated"
+            " and rehearsed ones have a device each, as slow as it was measured while all of them"
+            " computed."
+        )
+    console.table(
+        "Predicted and rehearsed by operation, ms; those with the largest effect on the step first",
+        [
+            "unit",
+            "stage",
+            "operation",
+            "planned",
+            "for this work",
+            "rehearsed",
+            "error",
+            "of the step",
+        ],
+        [
+            [
+                row.unit or "job",
+                "–" if row.stage is None else row.stage,
+                _operation(row),
+                _ms(row.planned),
+                _ms(row.predicted),
+                _ms(row.measured),
+                "–" if row.error_pct is None else f"{row.error_pct:+.1f} %",
+                percent(row.share_of_step),
+            ]
+            for row in operations[1 : 1 + MOST_OPERATIONS]
+        ],
+    )
     late = result.late_ms
-    console.say(f"\nEmulation   this host was {late.mean:.2f} ms behind an operation's start on average (99 % within "
-                f"{late.p99:.1f} ms), and took {result.cpu_ms_per_operation:.1f} ms of a core for each")
+    console.say(
+        f"\nEmulation   this host was {late.mean:.2f} ms behind an operation's start on average (99"
+        f" % within {late.p99:.1f} ms), and took {result.cpu_ms_per_operation:.1f} ms of a core for"
+        " each"
+    )
     if len(result.steps) > 1 and _behind(result) > LATE_SHARE:
-        console.note(f"Steps are {percent(_behind(result))} longer than simulated. If the host was far behind, it "
-                     f"was too busy: end what else runs here, or set rehearse.time_scale above "
-                     f"{result.time_scale:g}.")
+        console.note(
+            f"Steps are {percent(_behind(result))} longer than simulated. If the host was far"
+            " behind, it was too busy: end what else runs here, or set rehearse.time_scale above"
+            f" {result.time_scale:g}."
+        )
     say_drift(console, run_file, profile, plan, result.steps, Path(result.run_dir))
     console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
     console.say(f"Traces      {short_path(Path(result.trace))}")
@@ -73,15 +137,24 @@ _MESSAGES = {"scaled": "carried one number per row", "real": "had their real siz
 
 
 def _step_cells(result: RehearsalResult, row: dict[str, Any], expected_s: float) -> list[object]:
-    return [row["step"], f"{result.predicted_iteration_s:.3f}", f"{expected_s:.3f}", f"{row['iteration_s']:.3f}",
-            f"{100 * (row['iteration_s'] / expected_s - 1):+.1f} %", f"{row['sequences_per_s']:.2f}",
-            percent(row["mfu"]), f"{1000 * row['data_wait_s']:.0f}"]
+    return [
+        row["step"],
+        f"{result.predicted_iteration_s:.3f}",
+        f"{expected_s:.3f}",
+        f"{row['iteration_s']:.3f}",
+        f"{100 * (row['iteration_s'] / expected_s - 1):+.1f} %",
+        f"{row['sequences_per_s']:.2f}",
+        percent(row["mfu"]),
+        f"{1000 * row['data_wait_s']:.0f}",
+    ]
 
 
 def _behind(result: RehearsalResult) -> float:
     """Share by which the steps after the first are longer than simulated."""
-    pairs = [(row["iteration_s"], expected["iteration_s"])
-             for row, expected in zip(result.steps, result.simulated, strict=True)][1:]
+    pairs = [
+        (row["iteration_s"], expected["iteration_s"])
+        for row, expected in zip(result.steps, result.simulated, strict=True)
+    ][1:]
     return sum(row for row, _ in pairs) / sum(expected for _, expected in pairs) - 1
 
 

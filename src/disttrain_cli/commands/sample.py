@@ -20,42 +20,66 @@ $ disttrain sample demo --prompt "Draw a two." --prompt "Draw a six." --out draw
 $ disttrain sample --image scan.jpg
 $ disttrain sample --image scan.jpg --prompt "7, a" --temperature 0.8 --seed 1
 
-Images are drawn after every prompt, by a model with a generator; text is written after every prompt and image.
-PNG files and samples.json go to a new folder runs/NAME/samples/STEP.
+Images are drawn after every prompt, by a model with a generator; text is written after every prompt
+and image. PNG files and samples.json go to a new folder runs/NAME/samples/STEP.
 """
 
 
 def run(
     checkpoint: Annotated[
-        Path | None, typer.Argument(metavar="CHECKPOINT", show_default=False,
-                                    help="A checkpoint's folder, or a run file or run folder, whose newest is taken; "
-                                    "./disttrain.yaml if not given.")] = None,
+        Path | None,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            show_default=False,
+            help="A checkpoint's folder, or a run file or run folder, whose newest is taken; "
+            "./disttrain.yaml if not given.",
+        ),
+    ] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="Text to go on from; may be repeated.")] = None,
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="Text to go on from; may be repeated."),
+    ] = None,
     images: Annotated[
-        list[Path] | None, typer.Option("--image", metavar="FILE", help="Image read before the text; may be "
-                                        "repeated.")] = None,
-    count: Annotated[int | None, typer.Option(
-        min=0, max=10_000, help="Images drawn for each prompt; one, if not given.")] = None,
+        list[Path] | None,
+        typer.Option(
+            "--image", metavar="FILE", help="Image read before the text; may be repeated."
+        ),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(min=0, max=10_000, help="Images drawn for each prompt; one, if not given."),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens of text written at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="Of the text; 0 takes the likeliest "
-                                               "token.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=100.0, help="Of the text; 0 takes the likeliest token.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Of noise and drawn tokens.")] = 0,
     run_file: Annotated[
-        Path | None, typer.Option("--run", metavar="RUN.yaml", help="Run file of a checkpoint that lies "
-                                  "elsewhere.")] = None,
+        Path | None,
+        typer.Option(
+            "--run", metavar="RUN.yaml", help="Run file of a checkpoint that lies elsewhere."
+        ),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder to write, instead of one in the run's.")] = None,
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder to write, instead of one in the run's."),
+    ] = None,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Draw images and write text with a checkpoint."""
     if not prompts and not images:
-        raise UsageError("Nothing to sample from", "neither --prompt nor --image is given",
-                         'disttrain sample --prompt "Draw a seven."')
+        raise UsageError(
+            "Nothing to sample from",
+            "neither --prompt nor --image is given",
+            'disttrain sample --prompt "Draw a seven."',
+        )
     if out is not None and out.exists():
-        raise UsageError(f"{out} exists", "Samples are written to a new folder; nothing is written over.",
-                         "Name another folder, or move this one away.")
+        raise UsageError(
+            f"{out} exists",
+            "Samples are written to a new folder; nothing is written over.",
+            "Name another folder, or move this one away.",
+        )
     console = Console(json_mode=json_mode, quiet=quiet)
     from disttrain_cli.data.sources.samples import printable
     from disttrain_cli.runtime.outputs.sample import Wish, find, sample
@@ -66,9 +90,24 @@ def run(
         to, found = sample(opened, folder, wish, out, progress)
     console.result(found.model_dump(mode="json") | {"path": str(to)}, to)
     console.say(f"Step {found.step} of {opened.file.name}")
-    console.table("Drawn", ["prompt", "image", *(["recognised"] if found.judge else [])],
-                  [[printable(one.prompt), short_path(to / one.file), *([one.recognised] if found.judge else [])]
-                   for one in found.drawn])
-    console.table("Written", ["image", "prompt", "text"],
-                  [[one.image, printable(one.prompt), printable(one.text.strip(), 200)] for one in found.written])
+    console.table(
+        "Drawn",
+        ["prompt", "image", *(["recognised"] if found.judge else [])],
+        [
+            [
+                printable(one.prompt),
+                short_path(to / one.file),
+                *([one.recognised] if found.judge else []),
+            ]
+            for one in found.drawn
+        ],
+    )
+    console.table(
+        "Written",
+        ["image", "prompt", "text"],
+        [
+            [one.image, printable(one.prompt), printable(one.text.strip(), 200)]
+            for one in found.written
+        ],
+    )
     console.hint(shlex.join(["cat", short_path(to / "samples.json")]))

@@ -49,9 +49,9 @@ $ disttrain train --from runs/projectors
 $ disttrain train --profile-steps 5:8
 $ disttrain train demo/disttrain.yaml --plan monolithic.yaml
 
-SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and ends with exit code
-143 or 130; a second signal ends at once.
-Exit code 4 means that a rank failed; the message names it and its log.
+SIGTERM, a file logs/stop in the run's folder, or Ctrl-C finishes the step, writes a checkpoint and
+ends with exit code 143 or 130; a second signal ends at once. Exit code 4 means that a rank failed;
+the message names it and its log.
 """
 
 TABLE_STEPS = 7  # steps shown at the end: the first, the last, and some between
@@ -63,33 +63,89 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Plan to run, instead of the run's own.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Optimizer steps in all, instead of the run file's."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    origin: Annotated[Path | None, typer.Option(
-        "--from", metavar="RUN|EXPORT", help="Start at step 0 from all weights of another run (its folder or run file: "
-        "its newest checkpoint; or a checkpoint's folder), or of a folder that `disttrain export` wrote.")] = None,
-    restart: Annotated[bool, typer.Option(
-        "--restart", help="Start at step 0 though there are checkpoints; what is there is moved to earlier/.")] = False,
-    rehearse: Annotated[bool, typer.Option(
-        "--rehearse", help="Run the plan on emulated devices: real processes, messages and schedule, computing is "
-        "waiting for as long as the profile says. See `rehearse` in the run file.")] = False,
-    dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Show ranks, groups, hosts, memory and commands; start nothing.")] = False,
-    device: Annotated[Literal["cuda"] | None, typer.Option(
-        help="With --dry-run: let every distinct stage take a step on a fake device of this kind, and show its memory "
-        "beside the plan's, its messages, kernels and waits.")] = None,
-    emit: Annotated[Emit | None, typer.Option(
-        help="Write scripts that start the ranks on the cluster's hosts, instead of starting "
-        "them here.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint.")
+    ] = False,
+    origin: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN|EXPORT",
+            help="Start at step 0 from all weights of another run (its folder or run file: "
+            "its newest checkpoint; or a checkpoint's folder), or of a folder that `disttrain"
+            " export` wrote.",
+        ),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help=(
+                "Start at step 0 though there are checkpoints; what is there is moved to earlier/."
+            ),
+        ),
+    ] = False,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help=(
+                "Run the plan on emulated devices: real processes, messages and schedule,"
+                " computing is "
+                "waiting for as long as the profile says. See `rehearse` in the run file."
+            ),
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show ranks, groups, hosts, memory and commands; start nothing."
+        ),
+    ] = False,
+    device: Annotated[
+        Literal["cuda"] | None,
+        typer.Option(
+            help=(
+                "With --dry-run: let every distinct stage take a step on a fake device of this"
+                " kind, and show its memory "
+                "beside the plan's, its messages, kernels and waits."
+            )
+        ),
+    ] = None,
+    emit: Annotated[
+        Emit | None,
+        typer.Option(
+            help="Write scripts that start the ranks on the cluster's hosts, instead of starting "
+            "them here."
+        ),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for what --emit writes, instead of one in the run's.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder for what --emit writes, instead of one in the run's."
+        ),
     ] = None,
-    profile_steps: Annotated[str | None, typer.Option(
-        metavar="A:B", help="Record torch's profile of the steps from A to before B, a file per rank in the run's "
-        "traces/kineto.")] = None,
-    preflight: Annotated[bool, typer.Option(
-        "--preflight", help="Let the ranks meet, compare files and data, try out their groups, and end.")] = False,
+    profile_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A:B",
+            help=(
+                "Record torch's profile of the steps from A to before B, a file per rank in the"
+                " run's "
+                "traces/kineto."
+            ),
+        ),
+    ] = None,
+    preflight: Annotated[
+        bool,
+        typer.Option(
+            "--preflight",
+            help="Let the ranks meet, compare files and data, try out their groups, and end.",
+        ),
+    ] = False,
     json_mode: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -101,16 +157,31 @@ def run(
     from disttrain_cli.spec.profile import read_profile
 
     if out is not None and emit is None:
-        raise UsageError("--out names a folder for what --emit writes", "given: no --emit", "disttrain train --help")
+        raise UsageError(
+            "--out names a folder for what --emit writes",
+            "given: no --emit",
+            "disttrain train --help",
+        )
     if resume and restart:
-        raise UsageError("--resume and --restart exclude each other", "one goes on from the newest checkpoint, the "
-                         "other starts at step 0", "Give one of them.")
+        raise UsageError(
+            "--resume and --restart exclude each other",
+            "one goes on from the newest checkpoint, the other starts at step 0",
+            "Give one of them.",
+        )
     if emit is not None and rehearse:
-        raise UsageError("--emit does not go with --rehearse", "a rehearsal runs on this machine alone",
-                         "Leave one of them out.")
+        raise UsageError(
+            "--emit does not go with --rehearse",
+            "a rehearsal runs on this machine alone",
+            "Leave one of them out.",
+        )
     if device is not None and (not dry_run or rehearse or emit is not None):
-        raise UsageError("--device goes with --dry-run alone", f"given: --device {device}" + " --rehearse" * rehearse
-                         + f" --emit {emit}" * (emit is not None), "disttrain train --dry-run --device cuda")
+        raise UsageError(
+            "--device goes with --dry-run alone",
+            f"given: --device {device}"
+            + " --rehearse" * rehearse
+            + f" --emit {emit}" * (emit is not None),
+            "disttrain train --dry-run --device cuda",
+        )
     profiled = _steps_to_profile(profile_steps, rehearse, preflight)
     begins = _begins_with(origin, resume, rehearse)
     chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
@@ -125,14 +196,25 @@ def run(
         if not show_steps(console, opened, chosen, profile):
             raise SystemExit(1)
         return
-    begin = partial(next_command, "train", run_file, plan=plan, steps=steps, profile_steps=profile_steps,
-                    **{"from": origin}, resume=resume, restart=restart)
+    begin = partial(
+        next_command,
+        "train",
+        run_file,
+        plan=plan,
+        steps=steps,
+        profile_steps=profile_steps,
+        **{"from": origin},
+        resume=resume,
+        restart=restart,
+    )
     if dry_run:
         show_ranks(console, opened, chosen, profile, emit, begin(rehearse=rehearse))
         if rehearse:
             _show_rehearsal(console, chosen, opened.file)
         for reason in not_run(chosen, opened.file, profile):
-            console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
+            console.note(
+                f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}."
+            )
         elsewhere = opened.file.cluster.nodes > 1 and emit is None and not rehearse
         console.hint(begin(emit="slurm" if elsewhere else emit, rehearse=rehearse))
         return
@@ -146,11 +228,27 @@ def run(
         from disttrain_cli.runtime.checkpoints.origin import starts
         from disttrain_cli.runtime.engine.optimizer import beyond_schedule
 
-        for note in [*starts(opened, begins, resume), *beyond_schedule(opened, steps or opened.file.train.steps)]:
+        for note in [
+            *starts(opened, begins, resume),
+            *beyond_schedule(opened, steps or opened.file.train.steps),
+        ]:
             console.note(note)
     if emit is not None:
-        write_scripts(console, opened, chosen, profile, emit, plan=plan or opened.dir.plan, out=out, steps=steps,
-                      resume=resume, restart=restart, preflight=preflight, profile_steps=profiled, origin=begins)
+        write_scripts(
+            console,
+            opened,
+            chosen,
+            profile,
+            emit,
+            plan=plan or opened.dir.plan,
+            out=out,
+            steps=steps,
+            resume=resume,
+            restart=restart,
+            preflight=preflight,
+            profile_steps=profiled,
+            origin=begins,
+        )
         return
     if preflight:
         try_out(console, opened, chosen, profile)
@@ -162,12 +260,25 @@ def run(
     try:
         with console.progress() as progress:
             live = LiveStep(progress)
-            result = train(opened, chosen, profile, steps=steps, resume=resume, restart=restart,
-                           profile_steps=profiled, origin=begins, on_step=live.on_step, progress=live)
+            result = train(
+                opened,
+                chosen,
+                profile,
+                steps=steps,
+                resume=resume,
+                restart=restart,
+                profile_steps=profiled,
+                origin=begins,
+                on_step=live.on_step,
+                progress=live,
+            )
     except RankLostError as error:
         newest = latest(opened.dir.checkpoints)
-        error.next_step = f"Go on from {newest.name}: {again} --resume" if newest else \
-            f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
+        error.next_step = (
+            f"Go on from {newest.name}: {again} --resume"
+            if newest
+            else f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
+        )
         raise
     console.result(result, result.run_dir)
     _render(console, run_file, result, chosen, profile)
@@ -176,8 +287,11 @@ def run(
         console.note(f"Stopped by {result.stopped_by} after step {done}.")
         console.hint(f"{again} --resume")
         raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
-    console.hint(next_command("analyze", run_file) if run_file == DEFAULT_RUN_FILE
-                 else shlex.join(["disttrain", "analyze", short_path(opened.dir.root)]))
+    console.hint(
+        next_command("analyze", run_file)
+        if run_file == DEFAULT_RUN_FILE
+        else shlex.join(["disttrain", "analyze", short_path(opened.dir.root)])
+    )
 
 
 def _begins_with(origin: Path | None, resume: bool, rehearse: bool) -> Path | None:
@@ -190,9 +304,15 @@ def _begins_with(origin: Path | None, resume: bool, rehearse: bool) -> Path | No
     if origin is None:
         return None
     if resume or rehearse:
-        raise UsageError(f"--from does not go with --{'resume' if resume else 'rehearse'}",
-                         "--resume goes on with this run's own weights; --from starts at step 0" if resume
-                         else "emulated devices have no weights", "Leave one of the two out.")
+        raise UsageError(
+            f"--from does not go with --{'resume' if resume else 'rehearse'}",
+            (
+                "--resume goes on with this run's own weights; --from starts at step 0"
+                if resume
+                else "emulated devices have no weights"
+            ),
+            "Leave one of the two out.",
+        )
     from disttrain_cli.runtime.checkpoints.origin import find
 
     return find(origin)
@@ -202,23 +322,36 @@ def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> ran
     """A:B as the steps from A to before B.
 
     Raises:
-        UsageError: it is not of this form or names no step, or nothing that could be profiled is run.
+        UsageError: it is not of this form or names no step, or nothing that could be profiled is
+        run.
     """
     if given is None:
         return None
     if rehearse or preflight:
-        raise UsageError(f"--profile-steps does not go with --{'rehearse' if rehearse else 'preflight'}",
-                         "emulated devices compute nothing" if rehearse else "--preflight runs no step",
-                         "Train with it, or leave it out.")
+        raise UsageError(
+            f"--profile-steps does not go with --{'rehearse' if rehearse else 'preflight'}",
+            "emulated devices compute nothing" if rehearse else "--preflight runs no step",
+            "Train with it, or leave it out.",
+        )
     first, _, last = given.partition(":")
-    if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit() and int(first) < int(last)):
-        raise UsageError("--profile-steps takes A:B with A < B: the steps from A to before B, counted from 0",
-                         f"given: {given}", "disttrain train --profile-steps 5:8")
+    if not (
+        first.isascii()
+        and first.isdigit()
+        and last.isascii()
+        and last.isdigit()
+        and int(first) < int(last)
+    ):
+        raise UsageError(
+            "--profile-steps takes A:B with A < B: the steps from A to before B, counted from 0",
+            f"given: {given}",
+            "disttrain train --profile-steps 5:8",
+        )
     return range(int(first), int(last))
 
 
 class LiveStep:
-    """Progress that shows the latest step's figures, and how long the rest will take, while training."""
+    """Progress that shows the latest step's figures, and how long the rest will take, while
+    training."""
 
     def __init__(self, progress: Progress, learns: bool = True) -> None:
         self._progress, self._lines = progress, StepLines(learns)
@@ -244,21 +377,50 @@ class LiveStep:
         return f"{left_s // 60}:{left_s % 60:02d} left"
 
 
-def _render(console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile) -> None:
+def _render(
+    console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile
+) -> None:
     steps = result.steps
     gaps = min(TABLE_STEPS, len(steps)) - 1
-    shown = [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)] if gaps > 0 else steps
+    shown = (
+        [steps[round(place * (len(steps) - 1) / gaps)] for place in range(gaps + 1)]
+        if gaps > 0
+        else steps
+    )
     console.table(
-        "Steps", ["step", "loss", *(shown[0]["losses"] if shown else ()), "grad norm", "s per step", "sequences/s",
-                  "MFU", "data wait ms"],
-        [[step["step"], f"{step['loss']:.4f}", *(_number(value, ".4f") for value in step["losses"].values()),
-          _number(step["grad_norm"], ".3g"), f"{step['iteration_s']:.3f}", f"{step['sequences_per_s']:.2f}",
-          percent(step["mfu"]), f"{1000 * step['data_wait_s']:.1f}"] for step in shown])
+        "Steps",
+        [
+            "step",
+            "loss",
+            *(shown[0]["losses"] if shown else ()),
+            "grad norm",
+            "s per step",
+            "sequences/s",
+            "MFU",
+            "data wait ms",
+        ],
+        [
+            [
+                step["step"],
+                f"{step['loss']:.4f}",
+                *(_number(value, ".4f") for value in step["losses"].values()),
+                _number(step["grad_norm"], ".3g"),
+                f"{step['iteration_s']:.3f}",
+                f"{step['sequences_per_s']:.2f}",
+                percent(step["mfu"]),
+                f"{1000 * step['data_wait_s']:.1f}",
+            ]
+            for step in shown
+        ],
+    )
     for step in [step for step in steps if "evaluation" in step][-TABLE_STEPS:]:
         console.say(f"Held out, after step {step['step']}: {listed(step['evaluation'])}")
     if steps:
         median_s = sorted(step["iteration_s"] for step in steps)[len(steps) // 2]
-        console.say(f"\nMedian step {median_s:.3f} s; the plan predicted {chosen.predicted.iteration_s:.3f} s.")
+        console.say(
+            f"\nMedian step {median_s:.3f} s; the plan predicted"
+            f" {chosen.predicted.iteration_s:.3f} s."
+        )
     for name, value in result.reference_losses.items():
         console.say(f"Loss to beat: {name.replace('_', ' ')} {value:.4f}")
     say_drift(console, run_file, profile, chosen, steps, Path(result.run_dir))
@@ -276,18 +438,36 @@ def _render(console: Console, run_file: Path, result: TrainResult, chosen: Plan,
         console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
     console.say(f"Traces      {short_path(Path(result.trace))}")
     if result.images:
-        folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)  # one for each generator
+        folders = dict.fromkeys(
+            short_path(Path(image).parent) for image in result.images
+        )  # one for each generator
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
     if result.samples and (judge := result.samples.judge):
         drawn, written = result.samples.drawn, result.samples.written
-        says = [f"{result.samples.recognised} of {len(drawn)} images show what was asked for"] if drawn else []
-        says += [f"{result.samples.named} of {len(written)} texts name what the image shows"] if written else []
-        console.say(f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
-                    f"{percent(judge.accuracy)} of held-out real ones)")
+        says = (
+            [f"{result.samples.recognised} of {len(drawn)} images show what was asked for"]
+            if drawn
+            else []
+        )
+        says += (
+            [f"{result.samples.named} of {len(written)} texts name what the image shows"]
+            if written
+            else []
+        )
+        console.say(
+            f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
+            f"{percent(judge.accuracy)} of held-out real ones)"
+        )
 
 
-def say_drift(console: Console, run_file: Path, profile: Profile, plan: Plan, steps: list[dict[str, Any]],
-              folder: Path) -> None:
+def say_drift(
+    console: Console,
+    run_file: Path,
+    profile: Profile,
+    plan: Plan,
+    steps: list[dict[str, Any]],
+    folder: Path,
+) -> None:
     """Say what of the data has moved away from what the plan was made for."""
     from disttrain_cli.data.drift import drift
 
@@ -295,7 +475,9 @@ def say_drift(console: Console, run_file: Path, profile: Profile, plan: Plan, st
     for moved in found:
         console.say(f"{moved.sentence}.")
     if found:
-        command = f"disttrain profile --calibrate {shlex.quote(short_path(folder))} && disttrain plan"
+        command = (
+            f"disttrain profile --calibrate {shlex.quote(short_path(folder))} && disttrain plan"
+        )
         console.say(f"Plan for these data: {with_named(command, run_file)}")
 
 
@@ -307,5 +489,8 @@ def _show_rehearsal(console: Console, chosen: Plan, run: RunFile) -> None:
     from disttrain_cli.runtime.rehearsal.setting import setting_of
 
     setting = setting_of(run, chosen)
-    console.say(f"A rehearsal starts {setting.processes} processes, each for at most {setting.gpus_per_process} GPUs "
-                f"of a stage, at {setting.time_scale:g} s here per second of the cluster.")
+    console.say(
+        f"A rehearsal starts {setting.processes} processes, each for at most"
+        f" {setting.gpus_per_process} GPUs of a stage, at {setting.time_scale:g} s here per second"
+        " of the cluster."
+    )

@@ -1,7 +1,7 @@
 """Model FLOPs and MFU: counted operations over what the devices could have done in the time.
 
-Forward plus backward that the step needs; padding does not count. A CPU's peak is the whole machine's and
-counts once, however many ranks share it.
+Forward plus backward that the step needs; padding does not count. A CPU's peak is the whole
+machine's and counts once, however many ranks share it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from disttrain_cli.spec.profile import DeviceProfile, LayerCost, Polynomial, Pro
 from disttrain_cli.spec.work import Work
 
 
-def module_flops(profile: Profile, name: str, work: Work, trained: Sequence[str] | None = None) -> float:
+def module_flops(
+    profile: Profile, name: str, work: Work, trained: Sequence[str] | None = None
+) -> float:
     """FLOPs of forward and backward of a module for this work; recomputing does not count.
 
     Args:
@@ -26,21 +28,32 @@ def module_flops(profile: Profile, name: str, work: Work, trained: Sequence[str]
         return 0.0
     module = profile.modules[name]
     does = Counter(zip(module.layers, backwards(profile, trained)[name], strict=True))
-    return float(sum(count * part(work) for (kind, what), count in does.items()
-                     for part in flops_parts(module.costs[kind], what)))
+    return float(
+        sum(
+            count * part(work)
+            for (kind, what), count in does.items()
+            for part in flops_parts(module.costs[kind], what)
+        )
+    )
 
 
 def flops_parts(cost: LayerCost, does: Backward) -> list[Polynomial]:
     """The FLOPs that add up to a layer's forward and backward."""
     if does == "still":
         return [cost.forward_flops]
-    return [cost.forward_flops, cost.backward_flops if does == "trained" else cost.backward_input_flops]
+    return [
+        cost.forward_flops,
+        cost.backward_flops if does == "trained" else cost.backward_input_flops,
+    ]
 
 
 def flops_per_sequence(profile: Profile, trained: Sequence[str] | None = None) -> dict[str, float]:
-    """Mean FLOPs that one packed sequence of the data costs in each module, forward and backward."""
-    return {name: module_flops(profile, name, module.work_per_sequence, trained)
-            for name, module in profile.modules.items()}
+    """Mean FLOPs that one packed sequence of the data costs in each module, forward and
+    backward."""
+    return {
+        name: module_flops(profile, name, module.work_per_sequence, trained)
+        for name, module in profile.modules.items()
+    }
 
 
 def peak_tflops(device: DeviceProfile, gpus: int) -> float:
@@ -57,7 +70,10 @@ def mfu(flops: float, seconds: float, device: DeviceProfile, gpus: int) -> float
     peak = peak_tflops(device, gpus)
     value = flops / (seconds * peak * 1e12)
     if value > 1.0:
-        raise SpecError(f"An MFU of {100 * value:.1f} % is impossible",
-                        f"{flops / 1e12:.4g} TFLOP in {seconds:.4g} s on a peak of {peak:.4g} TFLOP/s ({device.name})",
-                        "Correct cluster.peak_tflops and profile again: disttrain profile")
+        raise SpecError(
+            f"An MFU of {100 * value:.1f} % is impossible",
+            f"{flops / 1e12:.4g} TFLOP in {seconds:.4g} s on a peak of {peak:.4g} TFLOP/s"
+            f" ({device.name})",
+            "Correct cluster.peak_tflops and profile again: disttrain profile",
+        )
     return value

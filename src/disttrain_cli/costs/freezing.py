@@ -1,9 +1,9 @@
 """What a backward has to do in every layer, given what is trained.
 
-A trained layer makes gradients of its weights and inputs. A frozen one makes those of its inputs only while
-something before it trains (it *passes* gradients on), and has no backward at all otherwise (it is *still*): it then
-keeps no activations either. Nothing is before an encoder: encoders stand side by side; only these and the LLM are
-before a generator.
+A trained layer makes gradients of its weights and inputs. A frozen one makes those of its inputs
+only while something before it trains (it *passes* gradients on), and has no backward at all
+otherwise (it is *still*): it then keeps no activations either. Nothing is before an encoder:
+encoders stand side by side; only these and the LLM are before a generator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def backwards(profile: Profile, trained: Sequence[str] | None) -> dict[str, list
     """By module name, what the backward of each of its layers does.
 
     Args:
-        trained: names of trained modules, and "projectors" for the layers that join modules; None = all.
+        trained: names of trained modules, and "projectors" for the layers that join modules; None =
+        all.
     """
     result: dict[str, list[Backward]] = {}
     ahead = False  # whether an encoder or the LLM trains

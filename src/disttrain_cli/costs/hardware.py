@@ -1,10 +1,13 @@
-"""Catalogue of devices as data (`templates/hardware.yaml`): peaks, memory, links and kernel efficiency, with sources.
+"""Catalogue of devices as data (`templates/hardware.yaml`): peaks, memory, links and kernel
+efficiency, with sources.
 
-A device that is not listed is an error that asks for its figures: a wrong peak makes every MFU a lie.
+A device that is not listed is an error that asks for its figures: a wrong peak makes every MFU a
+lie.
 
-Time of kernels, after the roofline model (Williams et al. 2009) with its two terms added instead of the larger one
-taken: launch + FLOPs / (peak · fraction) + bytes / (bandwidth · fraction). It is linear in the work, so costs stay
-polynomials, and shards of a layer lose efficiency by themselves: their bytes and launches shrink less than their FLOPs.
+Time of kernels, after the roofline model (Williams et al. 2009) with its two terms added instead of
+the larger one taken: launch + FLOPs / (peak · fraction) + bytes / (bandwidth · fraction). It is
+linear in the work, so costs stay polynomials, and shards of a layer lose efficiency by themselves:
+their bytes and launches shrink less than their FLOPs.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ OTHER_FORMS = re.compile(r"\bMIG\b|(?:H100|H800|H200).*(?:PCIe|NVL)", re.IGNOREC
 
 
 class Curve(Strict):
-    """What kernels reach: fractions of the peak (products, attention, convolutions) and of the memory bandwidth."""
+    """What kernels reach: fractions of the peak (products, attention, convolutions) and of the
+    memory bandwidth."""
 
     product: float = Field(gt=0, le=1)
     attention: float = Field(gt=0, le=1)
@@ -55,7 +59,9 @@ class Device(Strict):
     link_gbytes_s: float = Field(gt=0, description="To the other devices of a node.")
     network_gbps: float = Field(gt=0, description="Typical network of one device.")
     curve: str
-    capability: tuple[int, int] = Field(CAPABILITY, description="Compute capability: which kernels it has.")
+    capability: tuple[int, int] = Field(
+        CAPABILITY, description="Compute capability: which kernels it has."
+    )
     source: str
 
     @property
@@ -106,7 +112,8 @@ class Catalogue(Strict):
 
 
 class KernelWork(NamedTuple):
-    """What kernels do: FLOPs by kind of operator, bytes they read and write, and how many there are."""
+    """What kernels do: FLOPs by kind of operator, bytes they read and write, and how many there
+    are."""
 
     product_flops: float = 0.0
     attention_flops: float = 0.0
@@ -138,14 +145,19 @@ def lookup(device_name: str) -> Device:
         for device in devices.values():
             if re.search(device.pattern, device_name, re.IGNORECASE):
                 return device
-    raise SpecError(f"The peak of the device {device_name!r} is not known", f"the catalogue has {', '.join(devices)}",
-                    "Give its dense peak for your precision in the run file: cluster.peak_tflops")
+    raise SpecError(
+        f"The peak of the device {device_name!r} is not known",
+        f"the catalogue has {', '.join(devices)}",
+        "Give its dense peak for your precision in the run file: cluster.peak_tflops",
+    )
 
 
 def analytic_device(name: str, cluster: ClusterSpec, precision: Precision) -> Device:
-    """The device that `analytic:NAME` stands for, with the figures of the run file before the catalogue's.
+    """The device that `analytic:NAME` stands for, with the figures of the run file before the
+    catalogue's.
 
-    A device that is not in the catalogue takes its figures from the run file and the curve `generic`.
+    A device that is not in the catalogue takes its figures from the run file and the curve
+    `generic`.
 
     Raises:
         SpecError: the device is not in the catalogue and the run file lacks its peak or memory.
@@ -168,26 +180,44 @@ def _generic(name: str, cluster: ClusterSpec) -> Device:
     missing = [field for field in ("peak_tflops", "memory_gib") if getattr(cluster, field) is None]
     if missing:
         fields = ", ".join(f"cluster.{field}" for field in missing)
-        raise SpecError(f"The device analytic:{name} is not in the catalogue",
-                        f"the catalogue has {', '.join(catalogue().devices)}",
-                        f"Name one of these, or give the figures of yours in the run file: {fields}")
+        raise SpecError(
+            f"The device analytic:{name} is not in the catalogue",
+            f"the catalogue has {', '.join(catalogue().devices)}",
+            f"Name one of these, or give the figures of yours in the run file: {fields}",
+        )
     assert cluster.peak_tflops is not None and cluster.memory_gib is not None
     network_gbps = cluster.links.inter_node_gbps
     memory_gbytes_s = 1e3 * cluster.peak_tflops / catalogue().generic_flops_per_byte
     return Device(
-        name=name, pattern="", bf16_tflops=cluster.peak_tflops, fp32_tflops=cluster.peak_tflops,
-        memory_gib=cluster.memory_gib, memory_gbytes_s=memory_gbytes_s, network_gbps=network_gbps,
-        link_gbytes_s=(cluster.links.intra_node_gbps or network_gbps) / 8.0, curve="generic",
-        source=f"the run file; memory bandwidth taken as {memory_gbytes_s:.0f} GB/s, links inside a node as "
-               f"{'given' if cluster.links.intra_node_gbps else 'fast as those between nodes'}")
+        name=name,
+        pattern="",
+        bf16_tflops=cluster.peak_tflops,
+        fp32_tflops=cluster.peak_tflops,
+        memory_gib=cluster.memory_gib,
+        memory_gbytes_s=memory_gbytes_s,
+        network_gbps=network_gbps,
+        link_gbytes_s=(cluster.links.intra_node_gbps or network_gbps) / 8.0,
+        curve="generic",
+        source=(
+            f"the run file; memory bandwidth taken as {memory_gbytes_s:.0f} GB/s, links inside a"
+            " node as"
+            f" {'given' if cluster.links.intra_node_gbps else 'fast as those between nodes'}"
+        ),
+    )
 
 
 def kernels_ms(device: Device, precision: Precision, work: KernelWork) -> float:
     """Time of kernels, one after the other (see the head of this file)."""
     curve, peak = catalogue().curves[device.curve], device.peak_of(precision) * 1e12
-    compute_s = (work.product_flops / curve.product + work.attention_flops / curve.attention
-                 + work.convolution_flops / curve.convolution) / peak
-    return 1e3 * (compute_s + memory_s(device, work.moved_bytes)) + 1e-3 * curve.launch_us * work.kernels
+    compute_s = (
+        work.product_flops / curve.product
+        + work.attention_flops / curve.attention
+        + work.convolution_flops / curve.convolution
+    ) / peak
+    return (
+        1e3 * (compute_s + memory_s(device, work.moved_bytes))
+        + 1e-3 * curve.launch_us * work.kernels
+    )
 
 
 def memory_s(device: Device, moved_bytes: float) -> float:
@@ -196,15 +226,30 @@ def memory_s(device: Device, moved_bytes: float) -> float:
 
 
 def link_profile(device: Device, cluster: ClusterSpec) -> LinkProfile:
-    """Links inside a node (the device's) and between nodes (the run file's `cluster.links.inter_node_gbps`)."""
+    """Links inside a node (the device's) and between nodes (the run file's
+    `cluster.links.inter_node_gbps`)."""
     links = catalogue().links
-    inside = _times(8.0 * device.link_gbytes_s * links.link_fraction, links.link_p2p_us, links.link_collective_us)
-    between = _times(cluster.links.inter_node_gbps * links.network_fraction, links.network_p2p_us,
-                     links.network_collective_us)
+    inside = _times(
+        8.0 * device.link_gbytes_s * links.link_fraction,
+        links.link_p2p_us,
+        links.link_collective_us,
+    )
+    between = _times(
+        cluster.links.inter_node_gbps * links.network_fraction,
+        links.network_p2p_us,
+        links.network_collective_us,
+    )
     return LinkProfile(**inside.model_dump(), inter_node=between if cluster.nodes > 1 else None)
 
 
 def _times(gbps: float, p2p_us: float, collective_us: float) -> LinkTimes:
-    return LinkTimes(p2p_gbps=gbps, p2p_us=p2p_us, all_reduce_gbps=gbps, all_reduce_us=collective_us,
-                     all_gather_gbps=gbps, all_gather_us=collective_us, reduce_scatter_gbps=gbps,
-                     reduce_scatter_us=collective_us)
+    return LinkTimes(
+        p2p_gbps=gbps,
+        p2p_us=p2p_us,
+        all_reduce_gbps=gbps,
+        all_reduce_us=collective_us,
+        all_gather_gbps=gbps,
+        all_gather_us=collective_us,
+        reduce_scatter_gbps=gbps,
+        reduce_scatter_us=collective_us,
+    )

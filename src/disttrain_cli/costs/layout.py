@@ -1,7 +1,8 @@
-"""The stages of a layout with what they cost: times, FLOPs, what crosses their cuts, reduction and optimizer step.
+"""The stages of a layout with what they cost: times, FLOPs, what crosses their cuts, reduction and
+optimizer step.
 
-Costs stay polynomials of the work (`spec.work.Work`), added up over the layers of each module on a stage: simulator,
-rehearsal and analysis evaluate them at the work of every replica in every slot.
+Costs stay polynomials of the work (`spec.work.Work`), added up over the layers of each module on a
+stage: simulator, rehearsal and analysis evaluate them at the work of every replica in every slot.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ GRADIENT_BYTES = 4.0  # reduced in fp32 in both precisions
 
 @dataclass(frozen=True)
 class Cost:
-    """One module's layers on one stage; coefficients [4] of base, items, tokens, Σ length² (`spec.work.Work`)."""
+    """One module's layers on one stage; coefficients [4] of base, items, tokens, Σ length²
+    (`spec.work.Work`)."""
 
     module: str
     forward_ms: Floats
@@ -43,7 +45,9 @@ class CostedStage(Stage):
     costs: list[Cost]
     trained: float  # parameters that one rank trains
     cut_bytes: float  # that one packed sequence sends to each of these
-    gradients_back: bool  # whether something up to here is trained, so that gradients come back over the cut
+    gradients_back: (
+        bool  # whether something up to here is trained, so that gradients come back over the cut
+    )
     begins: list[str]  # modules whose first layer it holds: it loads their inputs
 
 
@@ -52,44 +56,76 @@ def stages_of(profile: Profile, layout: Layout) -> list[CostedStage]:
     does = backwards(profile, layout.trained)
     stages: list[CostedStage] = []
     for stage in stage_graph(layout, profile.inputs.llm).stages:
-        unit, start = stage.unit, sum(stage.unit.layers_per_stage[:stage.index])
-        layers = [(name, layer) for name in unit.modules for layer in range(len(profile.modules[name].layers))]
-        local = layers[start:start + len(stage.layers)]
-        kinds = [(name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in local]
-        parameters = [shard_of(profile.modules[name], kind, unit.tp).parameters
-                      for name, kind, what in kinds if what == "trained"]
-        stages.append(CostedStage(
-            **vars(stage), costs=list(_costs(profile, unit, kinds)), trained=float(sum(parameters)),
-            cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
-            gradients_back=bool(parameters) or any(stages[sender].gradients_back for sender in stage.before),
-            begins=[name for name, layer in local if layer == 0]))
+        unit, start = stage.unit, sum(stage.unit.layers_per_stage[: stage.index])
+        layers = [
+            (name, layer)
+            for name in unit.modules
+            for layer in range(len(profile.modules[name].layers))
+        ]
+        local = layers[start : start + len(stage.layers)]
+        kinds = [
+            (name, profile.modules[name].layers[layer], does[name][layer]) for name, layer in local
+        ]
+        parameters = [
+            shard_of(profile.modules[name], kind, unit.tp).parameters
+            for name, kind, what in kinds
+            if what == "trained"
+        ]
+        stages.append(
+            CostedStage(
+                **vars(stage),
+                costs=list(_costs(profile, unit, kinds)),
+                trained=float(sum(parameters)),
+                cut_bytes=_cut_bytes(profile, layout, unit, *local[-1]),
+                gradients_back=bool(parameters)
+                or any(stages[sender].gradients_back for sender in stage.before),
+                begins=[name for name, layer in local if layer == 0],
+            )
+        )
     return stages
 
 
 def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, layer: int) -> float:
-    """Bytes of one packed sequence over the cut after a layer: with what encoders of the unit before it made, and with
-    what the LLM made for generators that come after it.
+    """Bytes of one packed sequence over the cut after a layer: with what encoders of the unit
+    before it made, and with what the LLM made for generators that come after it.
     """
     names, modules = list(profile.modules), profile.modules
     here, llm = names.index(name), names.index(profile.inputs.llm)
     passing = [other for other in unit.modules if names.index(other) < here < llm]
     parts = names[llm] in unit.modules and unit is not layout.units[-1]
-    read = layer < min(modules[name].projector, default=0)  # the generator itself has yet to read it
-    if here > llm and not read and (parts or any(names.index(other) > here for other in unit.modules)):
+    read = layer < min(
+        modules[name].projector, default=0
+    )  # the generator itself has yet to read it
+    if (
+        here > llm
+        and not read
+        and (parts or any(names.index(other) > here for other in unit.modules))
+    ):
         passing.append(names[llm])
     return modules[name].cut_bytes_per_sequence[layer] + sum(
-        modules[other].output_bytes_per_sequence for other in passing)
+        modules[other].output_bytes_per_sequence for other in passing
+    )
 
 
-def _costs(profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]) -> Iterator[Cost]:
-    """Costs of each module on a stage, from (module, kind of layer, what its backward does) of every layer."""
+def _costs(
+    profile: Profile, unit: UnitPlan, kinds: Sequence[tuple[str, str, Backward]]
+) -> Iterator[Cost]:
+    """Costs of each module on a stage, from (module, kind of layer, what its backward does) of
+    every layer."""
     for name in dict.fromkeys(module for module, _, _ in kinds):
         rows = np.zeros((4, 4))
         for kind, does in {(kind, does): None for module, kind, does in kinds if module == name}:
             shard = shard_of(profile.modules[name], kind, unit.tp)
             counted = flops_parts(profile.modules[name].costs[kind], does)
-            parts = ([shard.forward_ms], backward_parts(shard, does, unit.checkpointing), counted, counted[:1])
-            rows += kinds.count((name, kind, does)) * np.array([_sum(polynomials) for polynomials in parts])
+            parts = (
+                [shard.forward_ms],
+                backward_parts(shard, does, unit.checkpointing),
+                counted,
+                counted[:1],
+            )
+            rows += kinds.count((name, kind, does)) * np.array(
+                [_sum(polynomials) for polynomials in parts]
+            )
         yield Cost(name, *rows)
 
 
@@ -104,7 +140,10 @@ def amount(coefficients: Floats, work: Floats) -> Floats:
     Element by element, so that every machine gets the same numbers.
     """
     base, per_item, per_token, per_length_sq = coefficients.tolist()
-    value = np.maximum(0.0, base + per_item * work[..., 0] + per_token * work[..., 1] + per_length_sq * work[..., 2])
+    value = np.maximum(
+        0.0,
+        base + per_item * work[..., 0] + per_token * work[..., 1] + per_length_sq * work[..., 2],
+    )
     return np.where(work.any(axis=-1), value, 0.0)
 
 
@@ -118,33 +157,49 @@ def in_one_node(ranks: int, gpus_per_node: int) -> bool:
     return ranks <= gpus_per_node
 
 
-def link_between(profile: Profile, before: CostedStage, after: CostedStage, gpus_per_node: int) -> LinkTimes:
-    """The links between two neighbouring stages: a stage's ranks lie together, so both must fit into a node."""
+def link_between(
+    profile: Profile, before: CostedStage, after: CostedStage, gpus_per_node: int
+) -> LinkTimes:
+    """The links between two neighbouring stages: a stage's ranks lie together, so both must fit
+    into a node."""
     return profile.links.of(in_one_node(len(before.ranks) + len(after.ranks), gpus_per_node))
 
 
-def transfers_s(profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int) -> Floats:
+def transfers_s(
+    profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int
+) -> Floats:
     """[S-1] one crossing of a slot's tensors over each cut (`crossings`), either way.
 
     They are split over all ranks of the narrower side, those of a TP group too.
     """
     sequences = layout.global_batch_size // layout.microbatches
-    return np.array([p2p_s(link_between(profile, before, after, gpus_per_node),
-                           before.cut_bytes * sequences / min(len(before.ranks), len(after.ranks)))
-                     for before, after in crossings(stages)])
+    return np.array(
+        [
+            p2p_s(
+                link_between(profile, before, after, gpus_per_node),
+                before.cut_bytes * sequences / min(len(before.ranks), len(after.ranks)),
+            )
+            for before, after in crossings(stages)
+        ]
+    )
 
 
 def reduce_s(profile: Profile, stage: CostedStage, gpus_per_node: int) -> float:
     """Reduction of the gradients of a stage over its replicas."""
     link = profile.links.of(in_one_node(len(stage.ranks), gpus_per_node))
-    return all_reduce_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp) if stage.trained else 0.0
+    return (
+        all_reduce_s(link, stage.trained * GRADIENT_BYTES, stage.unit.dp) if stage.trained else 0.0
+    )
 
 
 def optimizer_s(profile: Profile, layout: Layout, stage: CostedStage, gpus_per_node: int) -> float:
-    """Optimizer step of a stage; under ZeRO-1 of a replica's share, whose weights are then gathered."""
+    """Optimizer step of a stage; under ZeRO-1 of a replica's share, whose weights are then
+    gathered."""
     per_parameter_s = profile.device.optimizer_ns_per_parameter * 1e-9
     if layout.zero_stage == 0 or not stage.trained:
         return stage.trained * per_parameter_s
     link = profile.links.of(in_one_node(len(stage.ranks), gpus_per_node))
     weights_bytes = stage.trained * WEIGHT_BYTES[profile.precision]
-    return stage.trained / stage.unit.dp * per_parameter_s + all_gather_s(link, weights_bytes, stage.unit.dp)
+    return stage.trained / stage.unit.dp * per_parameter_s + all_gather_s(
+        link, weights_bytes, stage.unit.dp
+    )

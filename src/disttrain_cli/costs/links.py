@@ -1,4 +1,5 @@
-"""Time of messages: latency + bytes over bandwidth, rings for collectives (`spec.profile.LinkTimes`)."""
+"""Time of messages: latency + bytes over bandwidth, rings for collectives
+(`spec.profile.LinkTimes`)."""
 
 from __future__ import annotations
 
@@ -14,22 +15,34 @@ def p2p_s(link: LinkTimes, size_bytes: float) -> float:
 
 def all_reduce_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """All-reduce of `size_bytes` on every rank."""
-    return _ring_s(link.all_reduce_us, link.all_reduce_gbps, ring_bytes("all_reduce", size_bytes, ranks), ranks)
+    return _ring_s(
+        link.all_reduce_us, link.all_reduce_gbps, ring_bytes("all_reduce", size_bytes, ranks), ranks
+    )
 
 
 def all_gather_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """All-gather after which every rank has `size_bytes`."""
-    return _ring_s(link.all_gather_us, link.all_gather_gbps, ring_bytes("all_gather", size_bytes, ranks), ranks)
+    return _ring_s(
+        link.all_gather_us, link.all_gather_gbps, ring_bytes("all_gather", size_bytes, ranks), ranks
+    )
 
 
 def reduce_scatter_s(link: LinkTimes, size_bytes: float, ranks: int) -> float:
     """Reduce-scatter of `size_bytes` that every rank has."""
-    return _ring_s(link.reduce_scatter_us, link.reduce_scatter_gbps,
-                   ring_bytes("reduce_scatter", size_bytes, ranks), ranks)
+    return _ring_s(
+        link.reduce_scatter_us,
+        link.reduce_scatter_gbps,
+        ring_bytes("reduce_scatter", size_bytes, ranks),
+        ranks,
+    )
 
 
 #: By operation, its time as a function of links, bytes of the whole, and ranks.
-COLLECTIVES = {"all_reduce": all_reduce_s, "all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s}
+COLLECTIVES = {
+    "all_reduce": all_reduce_s,
+    "all_gather": all_gather_s,
+    "reduce_scatter": reduce_scatter_s,
+}
 
 
 def ring_bytes(operation: str, size_bytes: float, ranks: int) -> float:

@@ -1,13 +1,15 @@
 """Peak memory of a stage: what it holds in the moment of a step in which it holds most.
 
-The moment is in the backward of the first slot that leaves, or the forward before it: then all slots in flight are
-kept, and one layer holds what it works with beside that. Gradients are reduced and weights updated in place, when all
-activations are gone, so that neither ever holds more. Bytes per parameter follow DeepSpeed's engines as they are driven
-here. Activations are counted at the worst work a replica can meet, not at the mean.
+The moment is in the backward of the first slot that leaves, or the forward before it: then all
+slots in flight are kept, and one layer holds what it works with beside that. Gradients are reduced
+and weights updated in place, when all activations are gone, so that neither ever holds more. Bytes
+per parameter follow DeepSpeed's engines as they are driven here. Activations are counted at the
+worst work a replica can meet, not at the mean.
 
-What no operator shows is stated, not measured: the device's context, cuBLAS's workspaces, each communicator's buffers,
-what the allocator cannot use of the memory that comes and goes (`templates/hardware.yaml`), and what other kernels hold
-while they run (`models/workspaces.py`), which layers' transients contain.
+What no operator shows is stated, not measured: the device's context, cuBLAS's workspaces, each
+communicator's buffers, what the allocator cannot use of the memory that comes and goes
+(`templates/hardware.yaml`), and what other kernels hold while they run (`models/workspaces.py`),
+which layers' transients contain.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ SENT_SLOTS = 2  # whose rows may not have left yet, each way over a cut
 
 
 def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
-    """Bytes of one parameter that every replica keeps, and those its replicas share (divided by DP).
+    """Bytes of one parameter that every replica keeps, and those its replicas share (divided by
+    DP).
 
-    bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and 12 shared (fp32
-    weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments; with ZeRO-1 these are shared, and a copy
-    of the weights.
+    bf16, ZeRO-1: 2 weight + 4 fp32 gradient (those in bf16 are gone as soon as they are added), and
+    12 shared (fp32 weight, two moments). fp32: 4 weight + 4 gradient, and 8 of Adam's moments; with
+    ZeRO-1 these are shared, and a copy of the weights.
     """
     if precision == "bf16":
         return 6.0, 12.0
@@ -44,37 +47,60 @@ def bytes_per_parameter(precision: str, zero_stage: int) -> tuple[float, float]:
 
 
 def share_of_states(precision: str, dp: Floats) -> Floats:
-    """Part of the shared bytes that a rank has, by DP: fp32 runs without ZeRO, so without its copy, on one replica."""
+    """Part of the shared bytes that a rank has, by DP: fp32 runs without ZeRO, so without its copy,
+    on one replica."""
     return np.where((dp == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp)
 
 
 def worst_mix(holds_llm: bool, slot_sequences: float, dp: Floats) -> tuple[Floats, Floats, Floats]:
-    """Worst work of one replica in a slot, as multiples of (worst sequence, mean sequence, mean item), by DP.
+    """Worst work of one replica in a slot, as multiples of (worst sequence, mean sequence, mean
+    item), by DP.
 
-    A unit with the LLM works on whole sequences, M = slot / DP of them, each possibly the worst. Other units
-    share the slot's images over their replicas: a slot with one worst sequence among average ones, levelled
-    image by image, which leaves at most one image more on a replica than its share.
+    A unit with the LLM works on whole sequences, M = slot / DP of them, each possibly the worst.
+    Other units share the slot's images over their replicas: a slot with one worst sequence among
+    average ones, levelled image by image, which leaves at most one image more on a replica than its
+    share.
     """
     if holds_llm:
         return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
     return 1.0 / dp, (slot_sequences - 1.0) / dp, (dp > 1).astype(float)
 
 
-def activation_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
-                     checkpointing: bool = False) -> Floats:
-    """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence, mean item.
+def activation_terms(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    trained: Sequence[str] | None = None,
+    checkpointing: bool = False,
+) -> Floats:
+    """Bytes that one rank keeps of a slot per layer as [4, L]: base, worst sequence, mean sequence,
+    mean item.
 
-    A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward; under
-    activation checkpointing a layer keeps its input, and what its stage was given of the slot's inputs stays, also
-    what only a frozen layer reads.
+    A frozen layer keeps what the gradient of its inputs needs, or nothing where it has no backward;
+    under activation checkpointing a layer keeps its input, and what its stage was given of the
+    slot's inputs stays, also what only a frozen layer reads.
     """
-    return _terms(profile, modules, trained, lambda cost, does: [
-        _kept(cost, tp, does, checkpointing), *([cost.tp[str(tp)].batch_bytes] if checkpointing else [])])
+    return _terms(
+        profile,
+        modules,
+        trained,
+        lambda cost, does: [
+            _kept(cost, tp, does, checkpointing),
+            *([cost.tp[str(tp)].batch_bytes] if checkpointing else []),
+        ],
+    )
 
 
-def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
-                  checkpointing: bool = False) -> Floats:
-    """The most bytes of a slot that a layer holds while it runs, what it then keeps among them; terms as above."""
+def working_terms(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    trained: Sequence[str] | None = None,
+    checkpointing: bool = False,
+) -> Floats:
+    """The most bytes of a slot that a layer holds while it runs, what it then keeps among them;
+    terms as above."""
+
     def amounts(cost: LayerCost, does: Backward) -> list[Polynomial]:
         shard = cost.tp[str(tp)]
         again = [shard.recomputing_bytes] if checkpointing and does != "still" else []
@@ -83,8 +109,12 @@ def working_terms(profile: Profile, modules: Sequence[str], tp: int, trained: Se
     return _terms(profile, modules, trained, amounts)
 
 
-def _terms(profile: Profile, modules: Sequence[str], trained: Sequence[str] | None,
-           amounts: Callable[[LayerCost, Backward], list[Polynomial]]) -> Floats:
+def _terms(
+    profile: Profile,
+    modules: Sequence[str],
+    trained: Sequence[str] | None,
+    amounts: Callable[[LayerCost, Backward], list[Polynomial]],
+) -> Floats:
     rows: list[list[float]] = []
     for name in modules:
         module = profile.modules[name]
@@ -92,8 +122,12 @@ def _terms(profile: Profile, modules: Sequence[str], trained: Sequence[str] | No
         item = mean.scaled(1.0 / mean.items) if mean.items else Work()
         for kind, does in zip(module.layers, backwards(profile, trained)[name], strict=True):
             parts = amounts(module.costs[kind], does)
-            rows.append([sum(part.base for part in parts),
-                         *(sum(slope(part, work) for part in parts) for work in (worst, mean, item))])
+            rows.append(
+                [
+                    sum(part.base for part in parts),
+                    *(sum(slope(part, work) for part in parts) for work in (worst, mean, item)),
+                ]
+            )
     return np.array(rows).T
 
 
@@ -108,7 +142,8 @@ def _kept(cost: LayerCost, tp: int, does: Backward, checkpointing: bool) -> Poly
 
 
 def communicators(tp: int, dp: int, cuts: int) -> int:
-    """NCCL communicators of a rank: the world's, its TP and DP groups', and one for each way over each of its cuts."""
+    """NCCL communicators of a rank: the world's, its TP and DP groups', and one for each way over
+    each of its cuts."""
     return 1 + (tp > 1) + (dp > 1) + 2 * cuts
 
 
@@ -120,7 +155,8 @@ def cuts_of(profile: Profile, modules: Sequence[str]) -> int:
 
 
 def reserved_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats) -> Floats:
-    """What a rank of a unit has to leave free for the device's context, workspaces and communicators, by DP."""
+    """What a rank of a unit has to leave free for the device's context, workspaces and
+    communicators, by DP."""
     device = profile.device
     count = communicators(tp, 1, cuts_of(profile, modules)) + (dp > 1)
     mib = device.workspace_mib + count * device.communicator_mib
@@ -135,49 +171,76 @@ class MessageBytes(NamedTuple):
     leaving: Floats  # over the cut after it
 
     def of_stage(self, first: bool, last: bool) -> Floats:
-        """Both ways of a stage: over the unit's ends where it has these, else over the widest cut inside."""
+        """Both ways of a stage: over the unit's ends where it has these, else over the widest cut
+        inside."""
         return (self.entering if first else self.inside) + (self.leaving if last else self.inside)
 
 
-def message_bytes(profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float) -> MessageBytes:
-    """What is on its way from the stages of a unit; a rank of a TP group sends its part of the rows."""
+def message_bytes(
+    profile: Profile, modules: Sequence[str], tp: int, dp: Floats, slot_sequences: float
+) -> MessageBytes:
+    """What is on its way from the stages of a unit; a rank of a TP group sends its part of the
+    rows."""
     known = profile.modules
-    senders = {before for before, after in _pairs(profile) if after in modules and before not in modules}
+    senders = {
+        before for before, after in _pairs(profile) if after in modules and before not in modules
+    }
     *inside, leaving = (size for name in modules for size in known[name].cut_bytes_per_sequence)
-    cuts = (sum(known[name].output_bytes_per_sequence for name in senders), max(inside, default=0.0), leaving)
+    cuts = (
+        sum(known[name].output_bytes_per_sequence for name in senders),
+        max(inside, default=0.0),
+        leaving,
+    )
     return MessageBytes(*(SENT_SLOTS * size * slot_sequences / (tp * dp) for size in cuts))
 
 
 def _pairs(profile: Profile) -> list[tuple[str, str]]:
     """Neighbouring modules: (sender, taker)."""
     names = list(profile.modules)
-    return [(names[before], names[after]) for before, after in neighbours(len(names), names.index(profile.inputs.llm))]
+    return [
+        (names[before], names[after])
+        for before, after in neighbours(len(names), names.index(profile.inputs.llm))
+    ]
 
 
-def state_bytes(profile: Profile, modules: Sequence[str], tp: int, zero_stage: int,
-                trained: Sequence[str] | None = None) -> tuple[Floats, Floats]:
-    """Bytes of weights, gradients and optimizer states of every layer [L] on one rank of a TP group.
+def state_bytes(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    zero_stage: int,
+    trained: Sequence[str] | None = None,
+) -> tuple[Floats, Floats]:
+    """Bytes of weights, gradients and optimizer states of every layer [L] on one rank of a TP
+    group.
 
-    The first array is what every replica keeps, the second what the replicas of a unit share (divided by DP).
-    A frozen layer has weights only.
+    The first array is what every replica keeps, the second what the replicas of a unit share
+    (divided by DP). A frozen layer has weights only.
     """
     kept, shared = bytes_per_parameter(profile.precision, zero_stage)
     weight = WEIGHT_BYTES[profile.precision]
-    trains = np.array([does == "trained" for name in modules for does in backwards(profile, trained)[name]])
+    trains = np.array(
+        [does == "trained" for name in modules for does in backwards(profile, trained)[name]]
+    )
     count = parameters(profile, modules, tp)
     return count * np.where(trains, kept, weight), count * np.where(trains, shared, 0.0)
 
 
 def parameters(profile: Profile, modules: Sequence[str], tp: int) -> Floats:
     """Parameters of every layer of a unit [L] on one rank of a TP group."""
-    return np.array([float(profile.modules[name].costs[kind].tp[str(tp)].parameters)
-                     for name in modules for kind in profile.modules[name].layers])
+    return np.array(
+        [
+            float(profile.modules[name].costs[kind].tp[str(tp)].parameters)
+            for name in modules
+            for kind in profile.modules[name].layers
+        ]
+    )
 
 
 def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[StageMemory]:
     """Peak memory of every stage of a layout.
 
-    Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of units, at most n.
+    Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of
+    units, at most n.
     """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     waste = profile.device.fragmentation
@@ -187,10 +250,17 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         dp = np.array([float(unit.dp)])
         mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, dp))[:, 0]
         weights = np.array([1.0, *mix])
-        kept, shared = state_bytes(profile, unit.modules, unit.tp, layout.zero_stage, layout.trained)
-        activations = weights @ activation_terms(profile, unit.modules, unit.tp, layout.trained, unit.checkpointing)
-        working = np.maximum(activations, weights @ working_terms(
-            profile, unit.modules, unit.tp, layout.trained, unit.checkpointing))
+        kept, shared = state_bytes(
+            profile, unit.modules, unit.tp, layout.zero_stage, layout.trained
+        )
+        activations = weights @ activation_terms(
+            profile, unit.modules, unit.tp, layout.trained, unit.checkpointing
+        )
+        working = np.maximum(
+            activations,
+            weights
+            @ working_terms(profile, unit.modules, unit.tp, layout.trained, unit.checkpointing),
+        )
         weight = parameters(profile, unit.modules, unit.tp) * WEIGHT_BYTES[profile.precision]
         unsharded = state_bytes(profile, unit.modules, unit.tp, 1, layout.trained)[0]
         mine = share_of_states(profile.precision, dp)
@@ -200,19 +270,41 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
         local = [stage for stage in stages if stage.unit is unit]
         for stage in local:
             flight = min(layout.microbatches, stage.to_end)
-            span = slice(*(layer - local[0].layers.start for layer in (stage.layers.start, stage.layers.stop)))
-            own, held = activations[span], np.cumsum(activations[span]) - activations[span] + working[span]
+            span = slice(
+                *(
+                    layer - local[0].layers.start
+                    for layer in (stage.layers.start, stage.layers.stop)
+                )
+            )
+            own, held = (
+                activations[span],
+                np.cumsum(activations[span]) - activations[span] + working[span],
+            )
             fullest = int(held.argmax())  # the layer that runs in the fullest moment
-            keeps = (flight - 1) * own.sum() + own[:fullest + 1].sum()
-            transient = held[fullest] - own[:fullest + 1].sum()
+            keeps = (flight - 1) * own.sum() + own[: fullest + 1].sum()
+            transient = held[fullest] - own[: fullest + 1].sum()
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
             moving = float(keeps + transient) + messages
             parts = {
-                **{name: float(values[span].sum())
-                   for name, values in zip(("weights", "gradients", "optimizer"), states, strict=True)},
-                "activations": float(keeps), "transient": float(transient), "messages": messages,
-                "fragmentation": waste * moving, "reserve": reserved}
-            result.append(StageMemory(
-                unit=unit.name, stage=stage.index, peak_gib=sum(parts.values()) / GIB, limit_gib=limit_gib,
-                **{f"{name}_gib": size / GIB for name, size in parts.items()}))
+                **{
+                    name: float(values[span].sum())
+                    for name, values in zip(
+                        ("weights", "gradients", "optimizer"), states, strict=True
+                    )
+                },
+                "activations": float(keeps),
+                "transient": float(transient),
+                "messages": messages,
+                "fragmentation": waste * moving,
+                "reserve": reserved,
+            }
+            result.append(
+                StageMemory(
+                    unit=unit.name,
+                    stage=stage.index,
+                    peak_gib=sum(parts.values()) / GIB,
+                    limit_gib=limit_gib,
+                    **{f"{name}_gib": size / GIB for name, size in parts.items()},
+                )
+            )
     return result

@@ -1,7 +1,9 @@
-"""Time to prepare the data that a stage loads: images decoded, sequences put together, at the profile's rates.
+"""Time to prepare the data that a stage loads: images decoded, sequences put together, at the
+profile's rates.
 
-A stage loads for the modules whose first layer it holds. The profile's time of a sequence includes its images
-and its audio clips, so that the text's own share is what a mean sequence leaves beside them.
+A stage loads for the modules whose first layer it holds. The profile's time of a sequence includes
+its images and its audio clips, so that the text's own share is what a mean sequence leaves beside
+them.
 """
 
 from __future__ import annotations
@@ -15,14 +17,19 @@ from disttrain_cli.costs.layout import CostedStage
 from disttrain_cli.spec.profile import Profile
 
 Floats = NDArray[np.float64]
-ROUNDING = 1e-9  # share of a sequence's time that is no text: rates of synthetic files differ by their images only
+# share of a sequence's time that is no text: rates of synthetic files differ by their images only
+ROUNDING = 1e-9
 
 
 def item_s(profile: Profile, module: str) -> float:
-    """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is known."""
+    """Seconds in which a core prepares one item of a module (`Work.items`); 0 where no rate is
+    known."""
     inputs, rates, data = profile.inputs, profile.preprocess, profile.data
     decoded = [head.module for head in inputs.targets if not head.cached_latents]
-    image_s, sequence_s = _each_s(rates.images_per_s_per_core), _each_s(rates.sequences_per_s_per_core)
+    image_s, sequence_s = (
+        _each_s(rates.images_per_s_per_core),
+        _each_s(rates.sequences_per_s_per_core),
+    )
     clip_s = _each_s(rates.clips_per_s_per_core)
     item = inputs.item(module)
     if item == "sequence":
@@ -34,11 +41,15 @@ def item_s(profile: Profile, module: str) -> float:
     return 0.0 if item == "target" and module not in decoded else image_s
 
 
-def prepare_s(profile: Profile, stage: CostedStage, loads: Mapping[str, Floats], workers: int) -> Floats:
-    """[n slots, DP] seconds in which `workers` cores prepare what a stage loads for every replica in every slot.
+def prepare_s(
+    profile: Profile, stage: CostedStage, loads: Mapping[str, Floats], workers: int
+) -> Floats:
+    """[n slots, DP] seconds in which `workers` cores prepare what a stage loads for every replica
+    in every slot.
 
     Args:
-        loads: by module of the stage [n, DP, 3] work (`spec.work.Work`); or of some of the replicas.
+        loads: by module of the stage [n, DP, 3] work (`spec.work.Work`); or of some of the
+        replicas.
     """
     slots, replicas, _ = loads[stage.costs[0].module].shape
     seconds = np.zeros((slots, replicas))

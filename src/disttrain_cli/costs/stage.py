@@ -1,8 +1,8 @@
 """Time of layers and stages: the fitted polynomials of a profile, evaluated.
 
-Everything is linear in work, so with the data's own mix of sizes the time of a layer is
-base + slope · sequences. `UnitTimes` keeps both numbers per layer; the planner evaluates millions of options
-with it.
+Everything is linear in work, so with the data's own mix of sizes the time of a layer is base +
+slope · sequences. `UnitTimes` keeps both numbers per layer; the planner evaluates millions of
+options with it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ def shard_of(module: ModuleProfile, kind: str, tp: int) -> LayerShard:
     """One rank's part of a kind of layer; raises SpecError where the TP degree was not profiled."""
     times = module.costs[kind].tp
     if str(tp) not in times:
-        raise SpecError(f"The profile has no times of {kind} at TP {tp}", f"it has TP {', '.join(times)}",
-                        "Use one of these, or profile again: disttrain profile")
+        raise SpecError(
+            f"The profile has no times of {kind} at TP {tp}",
+            f"it has TP {', '.join(times)}",
+            "Use one of these, or profile again: disttrain profile",
+        )
     return times[str(tp)]
 
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Times of a unit's layers [L] at one TP degree: base + slope · sequences, in ms, for the data's mean mix."""
+    """Times of a unit's layers [L] at one TP degree: base + slope · sequences, in ms, for the
+    data's mean mix."""
 
     forward_base: Floats
     forward_slope: Floats
@@ -52,9 +56,15 @@ class UnitTimes:
     backward_slope: Floats
 
 
-def unit_times(profile: Profile, modules: Sequence[str], tp: int, trained: Sequence[str] | None = None,
-               checkpointing: bool = False) -> UnitTimes:
-    """Linear times of every layer of a unit; a module that the data brings no work for takes no time.
+def unit_times(
+    profile: Profile,
+    modules: Sequence[str],
+    tp: int,
+    trained: Sequence[str] | None = None,
+    checkpointing: bool = False,
+) -> UnitTimes:
+    """Linear times of every layer of a unit; a module that the data brings no work for takes no
+    time.
 
     Args:
         trained: what is trained (`freezing.backwards`); None = everything.
@@ -73,7 +83,9 @@ def unit_times(profile: Profile, modules: Sequence[str], tp: int, trained: Seque
     return UnitTimes(*np.array(rows).T)
 
 
-def backward_parts(shard: LayerShard, does: Backward, checkpointing: bool = False) -> list[Polynomial]:
+def backward_parts(
+    shard: LayerShard, does: Backward, checkpointing: bool = False
+) -> list[Polynomial]:
     """The times in ms that add up to a layer's backward."""
     if does == "still":
         return []

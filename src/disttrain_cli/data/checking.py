@@ -1,4 +1,5 @@
-"""Decoding every image and clip of a dataset once, to leave out samples that training could not use."""
+"""Decoding every image and clip of a dataset once, to leave out samples that training could not
+use."""
 
 from __future__ import annotations
 
@@ -27,16 +28,24 @@ AT_ONCE = 1024  # samples between two messages of the progress
 
 
 class Broken(NamedTuple):
-    """An image or clip that could not be decoded. Its whole sample is left out of the losses: no text of it is a
-    label and no image of it is learnt, whoever prepares them. A blank or silence stands in its place."""
+    """An image or clip that could not be decoded. Its whole sample is left out of the losses: no
+    text of it is a label and no image of it is learnt, whoever prepares them. A blank or silence
+    stands in its place."""
 
     segment: int
     what: Skipped
 
 
-def try_decoding(run: Run, index: Index, reader: ShardReader, sample: int, segment: int,
-                 decode: Callable[[bytes], Any]) -> list[Broken]:
-    """Decode one image or clip; what is wrong with it, if anything. Raises DataError where the shard changed."""
+def try_decoding(
+    run: Run,
+    index: Index,
+    reader: ShardReader,
+    sample: int,
+    segment: int,
+    decode: Callable[[bytes], Any],
+) -> list[Broken]:
+    """Decode one image or clip; what is wrong with it, if anything. Raises DataError where the
+    shard changed."""
     try:
         decode(reader.file(sample, segment))
     except ValueError as error:
@@ -46,12 +55,17 @@ def try_decoding(run: Run, index: Index, reader: ShardReader, sample: int, segme
     return []
 
 
-def broken_in(index: Index, sample: int,
-              tried: Callable[[int, Callable[[bytes], Any]], list[Broken]]) -> list[Broken]:
+def broken_in(
+    index: Index, sample: int, tried: Callable[[int, Callable[[bytes], Any]], list[Broken]]
+) -> list[Broken]:
     """What `tried`, given segment and decoder, finds in the images and clips of a sample."""
     segments = range(int(index.segment_start[sample]), int(index.segment_start[sample + 1]))
-    return [one for segment in segments if index.kinds[segment] != TEXT
-            for one in tried(segment, _decoder(index, segment))]
+    return [
+        one
+        for segment in segments
+        if index.kinds[segment] != TEXT
+        for one in tried(segment, _decoder(index, segment))
+    ]
 
 
 def unchecked(index: Index) -> Ints:
@@ -61,7 +75,8 @@ def unchecked(index: Index) -> Ints:
 
 
 def find_broken(run: Run, index: Index, progress: Progress) -> dict[int, Skipped]:
-    """Decode what is `unchecked`, on all cores: the samples of which anything cannot be decoded, and why.
+    """Decode what is `unchecked`, on all cores: the samples of which anything cannot be decoded,
+    and why.
 
     Raises:
         DataError: a shard is gone or changed.

@@ -1,8 +1,9 @@
-"""Sound files: their sizes from headers, and their samples as the encoder wants them (one channel, 16 kHz).
+"""Sound files: their sizes from headers, and their samples as the encoder wants them (one channel,
+16 kHz).
 
-WAV, FLAC, Ogg (Vorbis, Opus) and MP3, by the `soundfile` package (libsndfile), which the content of a file tells what
-it is, never its name. Every function raises ValueError with the reason where the bytes are no whole sound file within
-the limits below, and DataError where the package is missing.
+WAV, FLAC, Ogg (Vorbis, Opus) and MP3, by the `soundfile` package (libsndfile), which the content of
+a file tells what it is, never its name. Every function raises ValueError with the reason where the
+bytes are no whole sound file within the limits below, and DataError where the package is missing.
 """
 
 from __future__ import annotations
@@ -41,10 +42,16 @@ class ClipHeader(NamedTuple):
 
 
 def read_clip_header(read: Read, file_bytes: int) -> ClipHeader:
-    """Size of a sound file of so many bytes, of which only headers (of MP3 and Ogg those of all packets) are read."""
+    """Size of a sound file of so many bytes, of which only headers (of MP3 and Ogg those of all
+    packets) are read."""
     head = read(0, 12)
     claimed = int.from_bytes(head[4:8], "little")
-    if head[:4] == b"RIFF" and head[8:] == b"WAVE" and file_bytes < claimed + 8 and claimed != UNKNOWN_BYTES:
+    if (
+        head[:4] == b"RIFF"
+        and head[8:] == b"WAVE"
+        and file_bytes < claimed + 8
+        and claimed != UNKNOWN_BYTES
+    ):
         raise ValueError(f"truncated WAV file: {file_bytes} bytes of {claimed + 8}")
     if head[:4] == b"OggS" and not _ends(read(max(0, file_bytes - OGG_PAGE_BYTES), OGG_PAGE_BYTES)):
         raise ValueError("truncated Ogg file: its last page is not whole")
@@ -58,7 +65,9 @@ def decode_clip(data: bytes, longest_ms: int) -> Floats:
     with _opened(io.BytesIO(data)) as file:
         header, frames = _header(file), file.frames
         if header.duration_ms > longest_ms:
-            raise ValueError(f"a clip of {header.duration_ms / 1e3:.1f} s, longer than {longest_ms / 1e3:g} s")
+            raise ValueError(
+                f"a clip of {header.duration_ms / 1e3:.1f} s, longer than {longest_ms / 1e3:g} s"
+            )
         samples = file.read(dtype="float32", always_2d=True)
     if len(samples) < frames:
         raise ValueError(f"truncated: {len(samples)} samples of {frames}")
@@ -71,18 +80,26 @@ def decode_clip(data: bytes, longest_ms: int) -> Floats:
 def _ends(tail: bytes) -> bool:
     """Whether an Ogg file ends with the whole of its last page."""
     page = tail[max(0, tail.rfind(b"OggS")) :]
-    return len(page) > 27 and bool(page[5] & LAST_PAGE) and len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
+    return (
+        len(page) > 27
+        and bool(page[5] & LAST_PAGE)
+        and len(page) >= 27 + page[26] + sum(page[27 : 27 + page[26]])
+    )
 
 
 def _header(file: Any) -> ClipHeader:
     if file.format not in FORMATS:
-        raise ValueError(f"a sound file of another form: {file.format}; read are WAV, FLAC, Ogg and MP3")
+        raise ValueError(
+            f"a sound file of another form: {file.format}; read are WAV, FLAC, Ogg and MP3"
+        )
     if file.frames < 1:
         raise ValueError("a sound file without a sample")
     if file.channels > MOST_CHANNELS:
         raise ValueError(f"{file.channels} channels, at most {MOST_CHANNELS} are read")
     if not RATES_HZ[0] <= file.samplerate <= RATES_HZ[1]:
-        raise ValueError(f"{file.samplerate} samples per second, {RATES_HZ[0]} to {RATES_HZ[1]} are read")
+        raise ValueError(
+            f"{file.samplerate} samples per second, {RATES_HZ[0]} to {RATES_HZ[1]} are read"
+        )
     return ClipHeader(min(LONGEST_MS, -(-1000 * file.frames // file.samplerate)), file.samplerate)
 
 
@@ -103,14 +120,18 @@ def _soundfile() -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # the package, or the library that it loads
-        raise DataError("Audio clips are read by the package soundfile, which is not installed", str(error),
-                        "Install it with: pip install 'disttrain[audio]'") from None
+        raise DataError(
+            "Audio clips are read by the package soundfile, which is not installed",
+            str(error),
+            "Install it with: pip install 'disttrain[audio]'",
+        ) from None
     mute_libraries()
     return soundfile
 
 
 def _resampled(samples: Floats, rate_hz: int) -> Floats:
-    """Samples at 16 kHz, through a polyphase filter that keeps what lies above half the lower rate out."""
+    """Samples at 16 kHz, through a polyphase filter that keeps what lies above half the lower rate
+    out."""
     from scipy.signal import resample_poly
 
     common = math.gcd(RATE_HZ, rate_hz)
@@ -133,7 +154,9 @@ class _File(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        self._at = max(
+            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        )
         return self._at
 
     def readinto(self, buffer: Any) -> int:

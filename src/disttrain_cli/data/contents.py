@@ -1,4 +1,5 @@
-"""Which samples are in which slot of a step: what the traces say of a global batch (`spec.trace.SAMPLE_COLUMNS`)."""
+"""Which samples are in which slot of a step: what the traces say of a global batch
+(`spec.trace.SAMPLE_COLUMNS`)."""
 
 from __future__ import annotations
 
@@ -23,10 +24,18 @@ def contents(order: StepOrder, batch: Packing, layout: Layout) -> Iterator[dict[
             for place in items.sequences.tolist():
                 sequence = int(slot.sequences[place])
                 at = sequence - int(batch.ids[0])
-                samples = batch.samples[batch.sample_start[at]:batch.sample_start[at + 1]].tolist()
-                yield {"slot": number, "unit": unit, "replica": replica, "sequence": sequence,
-                       "tokens": int(slot.sequence_tokens[place]), "samples": samples,
-                       "names": [_name(batch.index, sample) for sample in samples]}
+                samples = batch.samples[
+                    batch.sample_start[at] : batch.sample_start[at + 1]
+                ].tolist()
+                yield {
+                    "slot": number,
+                    "unit": unit,
+                    "replica": replica,
+                    "sequence": sequence,
+                    "tokens": int(slot.sequence_tokens[place]),
+                    "samples": samples,
+                    "names": [_name(batch.index, sample) for sample in samples],
+                }
 
 
 def _name(index: Index, sample: int) -> str:

@@ -1,16 +1,19 @@
 """Image files to arrays of pixels: decoded no larger than needed, resized to whole patches.
 
-JPEG goes through simplejpeg (libjpeg-turbo), which tells of most of the damage that OpenCV paints over; PNG and WebP
-through OpenCV. Which it is, the content says. What is seen:
+JPEG goes through simplejpeg (libjpeg-turbo), which tells of most of the damage that OpenCV paints
+over; PNG and WebP through OpenCV. Which it is, the content says. What is seen:
 
-- 8 bits of sRGB: deeper PNGs are rounded to 8 bits, CMYK converted without a profile, colour profiles ignored.
+- 8 bits of sRGB: deeper PNGs are rounded to 8 bits, CMYK converted without a profile, colour
+  profiles ignored.
 - Transparent pixels over white, as on most pages. The first picture of an animation.
-- Pixels as they are stored: an EXIF orientation is not applied, so that width and height are those of the header,
+- Pixels as they are stored: an EXIF orientation is not applied, so that width and height are those
+  of the header,
   from which the index made the patches.
 
-Every function raises ValueError with the reason where the bytes are no whole image within `headers.MAX_PIXELS`. Per
-pixel of the file, a call holds up to 3 bytes of a JPEG (9 where it is progressive, less where it is decoded smaller),
-6 of a PNG or WebP, 10 with transparency, 16 with that and 16 bits; per pixel of the result, 9 more.
+Every function raises ValueError with the reason where the bytes are no whole image within
+`headers.MAX_PIXELS`. Per pixel of the file, a call holds up to 3 bytes of a JPEG (9 where it is
+progressive, less where it is decoded smaller), 6 of a PNG or WebP, 10 with transparency, 16 with
+that and 16 bits; per pixel of the result, 9 more.
 """
 
 from __future__ import annotations
@@ -31,15 +34,20 @@ Bytes = NDArray[np.uint8]
 #: Of an image whose colours are not split by OpenCV.
 FEW_PIXELS = 128 * 128
 
-#: A progressive JPEG has about ten scans, each of which goes over the whole image: more would be there to stall.
+# : A progressive JPEG has about ten scans, each of which goes over the whole image: more would be
+# there to stall.
 MAX_SCANS = 64
 
-#: Some cameras and programs leave a few bytes before the end marker. Many there mean that the code went astray.
+# : Some cameras and programs leave a few bytes before the end marker. Many there mean that the code
+# went astray.
 _FEW_LEFT_OVER = re.compile(r"data: \d extraneous bytes before marker 0xd9")
 
 
-def decode_image(data: bytes, grid: tuple[int, int], image: ImageInput, out: Bytes | None = None) -> Bytes:
-    """[C, H, W] of an image to read: RGB, resized to `grid` (rows, columns) patches; `ImageInput.affine` normalises it.
+def decode_image(
+    data: bytes, grid: tuple[int, int], image: ImageInput, out: Bytes | None = None
+) -> Bytes:
+    """[C, H, W] of an image to read: RGB, resized to `grid` (rows, columns) patches;
+    `ImageInput.affine` normalises it.
 
     Written into `out` where it is given, once nothing can fail any more.
     """
@@ -48,7 +56,8 @@ def decode_image(data: bytes, grid: tuple[int, int], image: ImageInput, out: Byt
 
 
 def decode_target(data: bytes, target: TargetInput, out: Bytes | None = None) -> Bytes:
-    """[C, S, S] of an image to generate: RGB, the middle square, resized; `out` as in `decode_image`."""
+    """[C, S, S] of an image to generate: RGB, the middle square, resized; `out` as in
+    `decode_image`."""
     side = target.size_px
     pixels = _decoded(data, target.channels, side, side)
     height, width = pixels.shape[:2]
@@ -59,7 +68,8 @@ def decode_target(data: bytes, target: TargetInput, out: Bytes | None = None) ->
 
 @functools.cache
 def _cv2() -> Any:
-    """OpenCV without threads of its own (the loader's threads share the cores) and without messages."""
+    """OpenCV without threads of its own (the loader's threads share the cores) and without
+    messages."""
     import cv2
 
     cv2.setNumThreads(0)
@@ -70,6 +80,7 @@ def _cv2() -> Any:
 
 def _decoded(data: bytes, channels: int, height: int, width: int) -> Bytes:
     """[H, W, C] BGR or grey, at least `height` x `width` where the file is."""
+
     def read(offset: int, length: int) -> bytes:
         return data[offset : offset + length]
 
@@ -85,12 +96,16 @@ def _decoded(data: bytes, channels: int, height: int, width: int) -> Bytes:
         pixels = _png_or_webp(data, channels)
     expected = (-(-header.height_px // shrink), -(-header.width_px // shrink))
     if pixels.shape[:2] != expected:
-        raise ValueError(f"decoded to {pixels.shape[1]}x{pixels.shape[0]} pixels, not {expected[1]}x{expected[0]}")
+        raise ValueError(
+            f"decoded to {pixels.shape[1]}x{pixels.shape[0]} pixels, not"
+            f" {expected[1]}x{expected[0]}"
+        )
     return pixels
 
 
 def _jpeg(data: bytes, header: ImageHeader, channels: int, shrink: int) -> Bytes:
-    """[H, W, C]: at a half, quarter or eighth of its size; other eighths are slower than the whole (no vector code)."""
+    """[H, W, C]: at a half, quarter or eighth of its size; other eighths are slower than the whole
+    (no vector code)."""
     import simplejpeg
 
     if header.progressive and data.count(b"\xff\xda") > MAX_SCANS:
@@ -140,9 +155,9 @@ def _over_white(pixels: Bytes) -> Bytes:
 def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
     """[height, width, C], close to an antialiased bicubic resize and several times as fast.
 
-    Up to a factor of 2, an image is interpolated to twice the wanted size, where nothing aliases, and each 2 x 2
-    pixels averaged: cubic for small factors, else linear. At factors above 2 (PNG and WebP; JPEG was decoded
-    smaller), pixels are averaged by area.
+    Up to a factor of 2, an image is interpolated to twice the wanted size, where nothing aliases,
+    and each 2 x 2 pixels averaged: cubic for small factors, else linear. At factors above 2 (PNG
+    and WebP; JPEG was decoded smaller), pixels are averaged by area.
     """
     if pixels.shape[:2] == (height, width):
         return pixels
@@ -152,10 +167,18 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
     if largest <= 1.05:
         out = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_CUBIC)
     elif largest <= 2:
-        twice = [size if factor == 2 else 2 * size for size, factor in zip((height, width), factors, strict=True)]
-        how = cv2.INTER_CUBIC if largest <= 1.55 else cv2.INTER_LINEAR  # linear halves an axis as the mean of two
-        out = cv2.resize(cv2.resize(pixels, twice[::-1], interpolation=how), (width, height),
-                         interpolation=cv2.INTER_LINEAR)
+        twice = [
+            size if factor == 2 else 2 * size
+            for size, factor in zip((height, width), factors, strict=True)
+        ]
+        how = (
+            cv2.INTER_CUBIC if largest <= 1.55 else cv2.INTER_LINEAR
+        )  # linear halves an axis as the mean of two
+        out = cv2.resize(
+            cv2.resize(pixels, twice[::-1], interpolation=how),
+            (width, height),
+            interpolation=cv2.INTER_LINEAR,
+        )
     else:
         out = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
     return out if out.ndim == 3 else out[:, :, None]
@@ -164,7 +187,9 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
 def _planes(pixels: Bytes, out: Bytes | None) -> Bytes:
     """[H, W, BGR] as [RGB, H, W]."""
     planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.uint8) if out is None else out
-    if pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS:  # one pass with strides costs less than splitting the colours
+    if (
+        pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS
+    ):  # one pass with strides costs less than splitting the colours
         planes[:] = pixels.transpose(2, 0, 1)[::-1]
     else:
         planes[:] = _cv2().split(pixels)[::-1]

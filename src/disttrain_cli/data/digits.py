@@ -1,4 +1,5 @@
-"""A judge of the demo's samples: a classifier of scikit-learn's scanned digits, and the digit that a text names.
+"""A judge of the demo's samples: a classifier of scikit-learn's scanned digits, and the digit that
+a text names.
 
 It sees nothing of the model and the model nothing of it.
 """
@@ -24,8 +25,10 @@ _KEPT = 0.25  # share of the scans that the judge's accuracy is measured on
 def check_judge(run: Run) -> None:
     """DataError where the run asks for a judge (`samples.judge`) that is not installed."""
     if run.file.samples.judge is not None and find_spec("sklearn") is None:
-        raise DataError("samples.judge needs scikit-learn, which is not installed",
-                        next_step="Install it with: pip install 'disttrain[demo]', or leave samples.judge out.")
+        raise DataError(
+            "samples.judge needs scikit-learn, which is not installed",
+            next_step="Install it with: pip install 'disttrain[demo]', or leave samples.judge out.",
+        )
 
 
 class DigitJudge:
@@ -45,8 +48,12 @@ class DigitJudge:
 
         order = np.random.default_rng(0).permutation(len(digits.target))
         kept = int(_KEPT * len(order))
-        self._fitted: Any = SVC(gamma=0.001).fit(digits.data[order[kept:]], digits.target[order[kept:]])
-        self.accuracy = float((self._fitted.predict(digits.data[order[:kept]]) == digits.target[order[:kept]]).mean())
+        self._fitted: Any = SVC(gamma=0.001).fit(
+            digits.data[order[kept:]], digits.target[order[kept:]]
+        )
+        self.accuracy = float(
+            (self._fitted.predict(digits.data[order[:kept]]) == digits.target[order[:kept]]).mean()
+        )
 
     def recognise(self, images: Sequence[NDArray[np.uint8]]) -> list[str]:
         """The digit's word for each image [H, W, C]: dark ink on white."""
@@ -54,8 +61,13 @@ class DigitJudge:
 
         if not images:
             return []
-        grey = [cv2.resize(image.mean(axis=2), (8, 8), interpolation=cv2.INTER_AREA) for image in images]
-        return [WORDS[digit] for digit in self._fitted.predict(16 - np.stack(grey).reshape(-1, 64) * (16 / 255))]
+        grey = [
+            cv2.resize(image.mean(axis=2), (8, 8), interpolation=cv2.INTER_AREA) for image in images
+        ]
+        return [
+            WORDS[digit]
+            for digit in self._fitted.predict(16 - np.stack(grey).reshape(-1, 64) * (16 / 255))
+        ]
 
 
 def named(text: str) -> str | None:

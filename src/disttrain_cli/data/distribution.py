@@ -1,11 +1,11 @@
 """Sizes drawn from a named distribution, to plan for data that nobody has here.
 
-Every document fills one packed sequence: images read, images to generate, each with its caption, and text between
-them; audio clips come as images do, with what is said about them. The number of images is exactly the mean asked for
-times the number of documents; each image goes to a document in proportion to the document's gamma weight, which makes
-the counts negative binomial as far as they fit: a document without room for an image takes no more, and the image
-goes to another one.
-Numbers are hashed, not drawn from a random state, so every machine gets the same sizes.
+Every document fills one packed sequence: images read, images to generate, each with its caption,
+and text between them; audio clips come as images do, with what is said about them. The number of
+images is exactly the mean asked for times the number of documents; each image goes to a document in
+proportion to the document's gamma weight, which makes the counts negative binomial as far as they
+fit: a document without room for an image takes no more, and the image goes to another one. Numbers
+are hashed, not drawn from a random state, so every machine gets the same sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from disttrain_cli.spec.runfile import DistributionSpec
 Floats = NDArray[np.float64]
 
 FOLDER = files("disttrain_cli") / "templates" / "distributions"
-LEAST_WEIGHT = 1e-9  # of a document, in images; no weight at all could leave an image without a document
+LEAST_WEIGHT = (
+    1e-9  # of a document, in images; no weight at all could leave an image without a document
+)
 PROBED = 1000  # images of a kind that tell their mean size
 LAST_TEXT = 1  # every document ends with a text of at least one token
 
@@ -51,12 +53,20 @@ class Distribution(Strict):
     version: Literal[1] = 1
     seed: int = Field(0, ge=0)
     images_per_page: float = Field(
-        gt=0, description="Images come in geometric bunches of this mean; more = more skewed counts per sequence.")
+        gt=0,
+        description=(
+            "Images come in geometric bunches of this mean; more = more skewed counts per sequence."
+        ),
+    )
     short_side_px: LogNormal
-    aspect_sigma: float = Field(gt=0, description="Longer ÷ shorter side = exp(|N(0, aspect_sigma)|).")
+    aspect_sigma: float = Field(
+        gt=0, description="Longer ÷ shorter side = exp(|N(0, aspect_sigma)|)."
+    )
     most_aspect: float = Field(gt=1, description="Largest longer ÷ shorter side.")
     caption_tokens: LogNormal
-    text_sigma: float = Field(gt=0, description="Skew of the shares of a document's text between its images.")
+    text_sigma: float = Field(
+        gt=0, description="Skew of the shares of a document's text between its images."
+    )
 
 
 class Items(NamedTuple):
@@ -70,7 +80,8 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Sizes of N documents, each of `sequence_length` tokens; segments of all of them lie one after the other."""
+    """Sizes of N documents, each of `sequence_length` tokens; segments of all of them lie one after
+    the other."""
 
     fingerprint: str
     segment_start: Ints  # [N + 1]
@@ -81,34 +92,59 @@ class Drawn:
 
 def read_distribution(name: str) -> Distribution:
     """A distribution by name. Raises SpecError where there is none of that name."""
-    known = sorted(entry.name.removesuffix(".yaml") for entry in FOLDER.iterdir() if entry.name.endswith(".yaml"))
+    known = sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in FOLDER.iterdir()
+        if entry.name.endswith(".yaml")
+    )
     if name not in known:
-        raise SpecError(f"There is no distribution {name!r} (data.distribution.name)", f"there is {', '.join(known)}",
-                        "Use one of these, or give data.sources.")
+        raise SpecError(
+            f"There is no distribution {name!r} (data.distribution.name)",
+            f"there is {', '.join(known)}",
+            "Use one of these, or give data.sources.",
+        )
     path = Path(str(FOLDER / f"{name}.yaml"))
     return validate(Distribution, parse_yaml(path, "distribution", ""), path, "distribution")
 
 
 def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
-    """Sizes of `spec.sequences` documents for a model; images and clips that it has no module for are left out.
+    """Sizes of `spec.sequences` documents for a model; images and clips that it has no module for
+    are left out.
 
     Raises:
-        SpecError: the distribution is not known, or what is asked for does not fit into the sequences.
+        SpecError: the distribution is not known, or what is asked for does not fit into the
+        sequences.
     """
     form = read_distribution(spec.name)
     probe = _items(form, spec, inputs, PROBED, PROBED, PROBED)
-    if _mean_tokens(spec, probe) > inputs.sequence_length:  # before as many are drawn as were asked for
+    if (
+        _mean_tokens(spec, probe) > inputs.sequence_length
+    ):  # before as many are drawn as were asked for
         raise _too_much(spec, inputs, probe)
-    items = _items(form, spec, inputs, round(spec.images_per_sequence * spec.sequences),
-                   round(spec.generated_per_sequence * spec.sequences), round(spec.clips_per_sequence * spec.sequences))
-    document = _place(form, items, spec.sequences, inputs.sequence_length - SAMPLE_SPECIALS - LAST_TEXT)
+    items = _items(
+        form,
+        spec,
+        inputs,
+        round(spec.images_per_sequence * spec.sequences),
+        round(spec.generated_per_sequence * spec.sequences),
+        round(spec.clips_per_sequence * spec.sequences),
+    )
+    document = _place(
+        form, items, spec.sequences, inputs.sequence_length - SAMPLE_SPECIALS - LAST_TEXT
+    )
     if document is None:
         raise _too_much(spec, inputs, probe)
     return _lay_out(form, spec, inputs, items, document)
 
 
-def _items(form: Distribution, spec: DistributionSpec, inputs: ModelInputs, read: int, generated: int,
-           clips: int) -> Items:
+def _items(
+    form: Distribution,
+    spec: DistributionSpec,
+    inputs: ModelInputs,
+    read: int,
+    generated: int,
+    clips: int,
+) -> Items:
     """That many images of each kind and clips, none of a kind that the model has no module for."""
     read, generated = read if inputs.image else 0, generated if inputs.target else 0
     clips, pictures = clips if inputs.audio else 0, generated + read
@@ -121,8 +157,14 @@ def _items(form: Distribution, spec: DistributionSpec, inputs: ModelInputs, read
         tokens[generated:pictures] = grids[generated:pictures].prod(axis=1) // inputs.image.merge**2
     if inputs.audio is not None:
         tokens[pictures:] = inputs.audio.tokens
-    captions = _log_normal(form.caption_tokens, _uniform(count, form.seed, CAPTION)).astype(np.int64).clip(1)
-    return Items(np.repeat([TARGET, IMAGE, AUDIO], [generated, read, clips]), tokens, grids, captions)
+    captions = (
+        _log_normal(form.caption_tokens, _uniform(count, form.seed, CAPTION))
+        .astype(np.int64)
+        .clip(1)
+    )
+    return Items(
+        np.repeat([TARGET, IMAGE, AUDIO], [generated, read, clips]), tokens, grids, captions
+    )
 
 
 def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
@@ -134,28 +176,38 @@ def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
     from scipy.special import ndtr, ndtri
 
     if min_side_px**2 > MAX_PIXELS:
-        raise SpecError(f"No image has a shorter side of {min_side_px} px (data.distribution.min_side_px)",
-                        f"images of more than {MAX_PIXELS:,} pixels are not read", "Lower it.")
+        raise SpecError(
+            f"No image has a shorter side of {min_side_px} px (data.distribution.min_side_px)",
+            f"images of more than {MAX_PIXELS:,} pixels are not read",
+            "Lower it.",
+        )
     side, sigma = form.short_side_px, form.short_side_px.sigma
     least = math.log(max(1, min_side_px) / side.median) / sigma
-    above = -ndtri(_uniform(count, form.seed, SHORT_SIDE) * ndtr(-least))  # of the normal's part above `least`
+    above = -ndtri(
+        _uniform(count, form.seed, SHORT_SIDE) * ndtr(-least)
+    )  # of the normal's part above `least`
     short = side.median * np.exp(sigma * above)
     within = ndtr(math.log(form.most_aspect) / form.aspect_sigma) - 0.5
-    long = short * np.exp(form.aspect_sigma * ndtri(0.5 + within * _uniform(count, form.seed, ASPECT)))
+    long = short * np.exp(
+        form.aspect_sigma * ndtri(0.5 + within * _uniform(count, form.seed, ASPECT))
+    )
     sizes = np.stack([short, long], axis=1).round().astype(np.int64).clip(1)
     upright = _uniform(count, form.seed, UPRIGHT) < 0.5
     return np.where(upright[:, None], sizes, sizes[:, ::-1])
 
 
 def _place(form: Distribution, items: Items, documents: int, capacity: int) -> Ints | None:
-    """The document of each image; no document gets more than `capacity` tokens. None where they do not fit."""
+    """The document of each image; no document gets more than `capacity` tokens. None where they do
+    not fit."""
     from scipy.special import gammaincinv
 
     kinds, need = items.kinds, items.tokens + items.captions
     weights = {}
     for kind, count in zip(*np.unique(kinds, return_counts=True), strict=True):
         pages = count / documents / form.images_per_page
-        weights[kind] = np.maximum(gammaincinv(pages, _uniform(documents, form.seed, WEIGHT, kind)), LEAST_WEIGHT)
+        weights[kind] = np.maximum(
+            gammaincinv(pages, _uniform(documents, form.seed, WEIGHT, kind)), LEAST_WEIGHT
+        )
     document = np.empty(len(kinds), dtype=np.int64)
     room, is_open = np.full(documents, capacity, dtype=np.int64), np.ones(documents, dtype=bool)
     left, turn = np.arange(len(kinds)), 0
@@ -181,49 +233,74 @@ def _place(form: Distribution, items: Items, documents: int, capacity: int) -> I
     return document
 
 
-def _lay_out(form: Distribution, spec: DistributionSpec, inputs: ModelInputs, items: Items, document: Ints) -> Drawn:
+def _lay_out(
+    form: Distribution, spec: DistributionSpec, inputs: ModelInputs, items: Items, document: Ints
+) -> Drawn:
     """Segments in order: a text before every image, its caption inside, and a text at the end."""
     order = np.lexsort((mix(form.seed, PLACE_INSIDE, np.arange(len(document))), document))
     start = starts_of(2 * np.bincount(document, minlength=spec.sequences) + 1)
     count, last = int(start[-1]), start[1:] - 1
-    place = np.arange(len(order)) * 2 + 1 + document[order]  # every document before adds its last text
+    place = (
+        np.arange(len(order)) * 2 + 1 + document[order]
+    )  # every document before adds its last text
     kinds, tokens = np.full(count, TEXT, dtype=np.int64), np.zeros(count, dtype=np.int64)
     grids = np.zeros((count, 2), dtype=np.int64)
-    kinds[place], tokens[place], grids[place] = items.kinds[order], items.tokens[order], items.grids[order]
+    kinds[place], tokens[place], grids[place] = (
+        items.kinds[order],
+        items.tokens[order],
+        items.grids[order],
+    )
     tokens[place - 1] = items.captions[order]
     rest = inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
-    share = _log_normal(LogNormal(median=1.0, sigma=form.text_sigma), _uniform(count, form.seed, TEXT_SHARE))
+    share = _log_normal(
+        LogNormal(median=1.0, sigma=form.text_sigma), _uniform(count, form.seed, TEXT_SHARE)
+    )
     share[place] = 0.0
     part = rest / np.add.reduceat(share, start[:-1])
     tokens += (share * np.repeat(part, np.diff(start))).astype(np.int64)
     tokens[last] += inputs.sequence_length - SAMPLE_SPECIALS - np.add.reduceat(tokens, start[:-1])
-    made_for = {"distribution": form.model_dump(mode="json"), "asked": spec.model_dump(mode="json"),
-                "inputs": inputs.model_dump(mode="json")}
+    made_for = {
+        "distribution": form.model_dump(mode="json"),
+        "asked": spec.model_dump(mode="json"),
+        "inputs": inputs.model_dump(mode="json"),
+    }
     return Drawn(fingerprint(made_for), start, kinds, tokens, grids)
 
 
 def _asked(spec: DistributionSpec, probe: Items) -> list[tuple[float, str, float]]:
-    """Of every kind that the model uses: how many are asked for per sequence, of what, mean tokens with caption."""
+    """Of every kind that the model uses: how many are asked for per sequence, of what, mean tokens
+    with caption."""
     need = probe.tokens + probe.captions
-    return [(mean, what, float(need[probe.kinds == kind].mean()))
-            for kind, mean, what in ((IMAGE, spec.images_per_sequence, "images read"),
-                                     (TARGET, spec.generated_per_sequence, "images generated"),
-                                     (AUDIO, spec.clips_per_sequence, "audio clips"))
-            if (probe.kinds == kind).any()]
+    return [
+        (mean, what, float(need[probe.kinds == kind].mean()))
+        for kind, mean, what in (
+            (IMAGE, spec.images_per_sequence, "images read"),
+            (TARGET, spec.generated_per_sequence, "images generated"),
+            (AUDIO, spec.clips_per_sequence, "audio clips"),
+        )
+        if (probe.kinds == kind).any()
+    ]
 
 
 def _mean_tokens(spec: DistributionSpec, probe: Items) -> float:
     """Tokens of a sequence without its free text."""
-    return sum(mean * tokens for mean, _, tokens in _asked(spec, probe)) + SAMPLE_SPECIALS + LAST_TEXT
+    return (
+        sum(mean * tokens for mean, _, tokens in _asked(spec, probe)) + SAMPLE_SPECIALS + LAST_TEXT
+    )
 
 
 def _too_much(spec: DistributionSpec, inputs: ModelInputs, probe: Items) -> SpecError:
-    parts = " + ".join(f"{mean:g} {what} × {tokens:.0f} tokens" for mean, what, tokens in _asked(spec, probe))
+    parts = " + ".join(
+        f"{mean:g} {what} × {tokens:.0f} tokens" for mean, what, tokens in _asked(spec, probe)
+    )
     return SpecError(
         "The items of data.distribution do not fit into the sequences",
-        f"{parts} (captions included) take {_mean_tokens(spec, probe):,.0f} of data.sequence_length = "
-        f"{inputs.sequence_length:,} tokens; the largest item takes {(probe.tokens + probe.captions).max():,}",
-        "Lower how many there are per sequence or data.max_image_pixels, or raise data.sequence_length.")
+        f"{parts} (captions included) take {_mean_tokens(spec, probe):,.0f} of data.sequence_length"
+        f" = {inputs.sequence_length:,} tokens; the largest item takes"
+        f" {(probe.tokens + probe.captions).max():,}",
+        "Lower how many there are per sequence or data.max_image_pixels, or raise"
+        " data.sequence_length.",
+    )
 
 
 def _log_normal(form: LogNormal, uniform: Floats) -> Floats:

@@ -1,6 +1,8 @@
-"""Documents longer than a sequence, in pieces that fill one each, as language models are usually trained on them.
+"""Documents longer than a sequence, in pieces that fill one each, as language models are usually
+trained on them.
 
-A piece becomes a sample of its own: BOS, its tokens, EOS, which is trained only where the document ends.
+A piece becomes a sample of its own: BOS, its tokens, EOS, which is trained only where the document
+ends.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ class Piece(NamedTuple):
 
 
 def pieces(text: str, most: int, tokenizer: Tokenizer) -> list[Piece]:
-    """Consecutive pieces of at most `most` tokens that make up a text; they end between words where there are spaces.
+    """Consecutive pieces of at most `most` tokens that make up a text; they end between words where
+    there are spaces.
 
     A single character of more tokens stays as it is.
     """
     places = [0, *_ends(text, max(1, most - min(SPARE, most // 8)), tokenizer), len(text)]
-    return [piece for first, end in pairwise(places) for piece in _fitting(text, first, end, most, tokenizer)]
+    return [
+        piece
+        for first, end in pairwise(places)
+        for piece in _fitting(text, first, end, most, tokenizer)
+    ]
 
 
 def _ends(text: str, most: int, tokenizer: Tokenizer) -> Iterator[int]:
@@ -51,4 +58,7 @@ def _fitting(text: str, first: int, end: int, most: int, tokenizer: Tokenizer) -
     if tokens <= most or end - first == 1:
         return [Piece(first, end - first, tokens)]
     middle = (first + end) // 2
-    return [*_fitting(text, first, middle, most, tokenizer), *_fitting(text, middle, end, most, tokenizer)]
+    return [
+        *_fitting(text, first, middle, most, tokenizer),
+        *_fitting(text, middle, end, most, tokenizer),
+    ]

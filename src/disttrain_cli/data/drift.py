@@ -1,12 +1,13 @@
 """Whether the data that a run brings are still those that its plan was made for.
 
-The profile keeps the sizes of some sequences, the plan is the best for their mean and spread. Steps report sums over
-their sequences: a mean that lies further from the profile's than chance explains has moved,
+The profile keeps the sizes of some sequences, the plan is the best for their mean and spread. Steps
+report sums over their sequences: a mean that lies further from the profile's than chance explains
+has moved,
 
     z = (seen - planned) / (s · sqrt(1/N + 1/K)),
 
-with s the spread between the profile's K sequences and N the sequences seen (the two-sample standard error of a mean,
-as the profile's sequences are a sample too).
+with s the spread between the profile's K sequences and N the sequences seen (the two-sample
+standard error of a mean, as the profile's sequences are a sample too).
 """
 
 from __future__ import annotations
@@ -28,23 +29,30 @@ RECENT_STEPS = 50  # the last ones are judged, or the second half of a shorter r
 LEAST_SPREAD = 1e-3  # of the mean, where the profile's sequences are all alike
 
 
-def drift(profile: Profile, steps: Sequence[Mapping[str, Any]], sizes: SizeSample | None = None) -> list[Drift]:
+def drift(
+    profile: Profile, steps: Sequence[Mapping[str, Any]], sizes: SizeSample | None = None
+) -> list[Drift]:
     """What has moved significantly, the largest change first; nothing without steps.
 
     Args:
-        profile: what the plan was made with.
-        steps: in order; each with the sums `tokens`, `images`, `targets` over its `sequences`, and `step`.
-        sizes: single sequences of the last steps, where they were recorded: images and samples may have grown though
+        profile: what the plan was made with. steps: in order; each with the sums `tokens`,
+        `images`, `targets` over its `sequences`, and `step`. sizes: single sequences of the last
+        steps, where they were recorded: images and samples may have grown though
             there are as many as before.
     """
     planned = profile.data.sample
-    found = [*_from_steps(planned, steps), *(_from_sizes(planned, sizes) if sizes is not None else [])]
-    return sorted(found, key=lambda one: -abs(one.change_pct if one.change_pct is not None else math.inf))
+    found = [
+        *_from_steps(planned, steps),
+        *(_from_sizes(planned, sizes) if sizes is not None else []),
+    ]
+    return sorted(
+        found, key=lambda one: -abs(one.change_pct if one.change_pct is not None else math.inf)
+    )
 
 
 def recent(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The steps that are judged: those that show what the run reads now."""
-    return steps[-min(RECENT_STEPS, -(-len(steps) // 2)):] if steps else steps
+    return steps[-min(RECENT_STEPS, -(-len(steps) // 2)) :] if steps else steps
 
 
 def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list[Drift]:
@@ -53,12 +61,17 @@ def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list
     if not count:
         return []
     found = []
-    for what, column, values in (("tokens per sequence", "tokens", planned.tokens),
-                                 ("images read per sequence", "images", [len(own) for own in planned.images]),
-                                 ("images generated per sequence", "targets", planned.targets)):
+    for what, column, values in (
+        ("tokens per sequence", "tokens", planned.tokens),
+        ("images read per sequence", "images", [len(own) for own in planned.images]),
+        ("images generated per sequence", "targets", planned.targets),
+    ):
         one = _judge(what, values, sum(step[column] for step in last) / count, count)
         if one is not None:
-            sums, sequences = (np.array([step[name] for step in steps], dtype=float) for name in (column, "sequences"))
+            sums, sequences = (
+                np.array([step[name] for step in steps], dtype=float)
+                for name in (column, "sequences")
+            )
             since = _change(sums, sequences, one)
             found.append(replace(one, from_step=int(steps[since]["step"]) if since else None))
     return found
@@ -66,11 +79,19 @@ def _from_steps(planned: SizeSample, steps: Sequence[Mapping[str, Any]]) -> list
 
 def _from_sizes(planned: SizeSample, seen: SizeSample) -> list[Drift]:
     """Of single sequences: patches of an image, Σ length² of a sequence, audio clips."""
-    before, now = ({"patches per image": [patches for own in sample.images for patches in own],
-                    "Σ length² per sequence": sample.length_sq,
-                    "audio clips per sequence": sample.clips} for sample in (planned, seen))
-    found = [_judge(what, before[what], float(np.mean(now[what])), len(now[what]))
-             for what in before if before[what] and now[what]]
+    before, now = (
+        {
+            "patches per image": [patches for own in sample.images for patches in own],
+            "Σ length² per sequence": sample.length_sq,
+            "audio clips per sequence": sample.clips,
+        }
+        for sample in (planned, seen)
+    )
+    found = [
+        _judge(what, before[what], float(np.mean(now[what])), len(now[what]))
+        for what in before
+        if before[what] and now[what]
+    ]
     return [one for one in found if one is not None]
 
 
@@ -91,8 +112,10 @@ def _judge(what: str, values: ArrayLike, seen: float, count: int) -> Drift | Non
 def _change(sums: Floats, sequences: Floats, moved: Drift) -> int:
     """Number of the first step that belongs to the new mean rather than the old one.
 
-    The likeliest one for a known step of the mean: where the sums over all steps before it stay furthest on the old
-    side of the middle between both (Page, Continuous inspection schemes, 1954).
+    The likeliest one for a known step of the mean: where the sums over all steps before it stay
+    furthest on the old side of the middle between both (Page, Continuous inspection schemes, 1954).
     """
-    away = (sums - sequences * (moved.planned + moved.seen) / 2) * math.copysign(1.0, moved.seen - moved.planned)
+    away = (sums - sequences * (moved.planned + moved.seen) / 2) * math.copysign(
+        1.0, moved.seen - moved.planned
+    )
     return int(np.concatenate([[0.0], np.cumsum(away)])[:-1].argmin())

@@ -1,4 +1,5 @@
-"""Image files (JPEG, PNG, WebP) without decoding a pixel: sizes from header bytes, and whether the end is there."""
+"""Image files (JPEG, PNG, WebP) without decoding a pixel: sizes from header bytes, and whether the
+end is there."""
 
 from __future__ import annotations
 
@@ -14,8 +15,15 @@ TAIL_BYTES = 4096  # of a JPEG in which its end marker mostly lies
 PIECE_BYTES = 2**20  # read at once, where it does not
 
 #: How what is often found in place of an image begins.
-OTHERS = {rb"\Z": "an empty file", rb"\s*<": "a web page or SVG", rb"GIF8": "a GIF", rb"BM": "a BMP",
-          rb"II\*\0|MM\0\*": "a TIFF", rb"....ftypavi[fs]": "an AVIF", rb"....ftyp(hei|hev|mif1|msf1)": "a HEIC"}
+OTHERS = {
+    rb"\Z": "an empty file",
+    rb"\s*<": "a web page or SVG",
+    rb"GIF8": "a GIF",
+    rb"BM": "a BMP",
+    rb"II\*\0|MM\0\*": "a TIFF",
+    rb"....ftypavi[fs]": "an AVIF",
+    rb"....ftyp(hei|hev|mif1|msf1)": "a HEIC",
+}
 
 #: Reads (offset, length) of one image file; shorter at its end.
 Read = Callable[[int, int], bytes]
@@ -29,7 +37,8 @@ class ImageHeader(NamedTuple):
 
 
 def read_header(read: Read) -> ImageHeader:
-    """Format and size of an image file; ValueError with the reason where it is none or too large."""
+    """Format and size of an image file; ValueError with the reason where it is none or too
+    large."""
     head = read(0, 32)
     try:
         if head.startswith(b"\xff\xd8"):
@@ -39,7 +48,10 @@ def read_header(read: Read) -> ImageHeader:
         elif head.startswith(b"RIFF") and head[8:12] == b"WEBP":
             header = _webp(head)
         else:
-            what = next((f"{name}, " for magic, name in OTHERS.items() if re.match(magic, head, re.DOTALL)), "")
+            what = next(
+                (f"{name}, " for magic, name in OTHERS.items() if re.match(magic, head, re.DOTALL)),
+                "",
+            )
             raise ValueError(f"{what}not a JPEG, PNG or WebP image")
     except struct.error:
         raise ValueError("image header cut short") from None
@@ -52,10 +64,11 @@ def read_header(read: Read) -> ImageHeader:
 
 
 def is_whole(read: Read, size: int) -> bool:
-    """Whether a file of so many bytes ends as its format says; decoders fill what is missing without telling.
+    """Whether a file of so many bytes ends as its format says; decoders fill what is missing
+    without telling.
 
-    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures. Raises ValueError where
-    its header is damaged.
+    Behind the end of a JPEG may be more: cameras append films, depth maps, further pictures. Raises
+    ValueError where its header is damaged.
     """
     head = read(0, 12)
     try:
@@ -69,7 +82,8 @@ def is_whole(read: Read, size: int) -> bool:
 
 
 def _jpeg_segments(read: Read) -> Iterator[tuple[int, int]]:
-    """(code, place) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises struct.error, ValueError.
+    """(code, place) of the segments up to the first scan (ITU T.81, B.1.1.3); damage raises
+    struct.error, ValueError.
     """
     at = 2
     while True:
@@ -94,15 +108,20 @@ def _jpeg(read: Read) -> ImageHeader:
 
 
 def _jpeg_ends(read: Read, size: int) -> bool:
-    """Whether an end marker follows the first scan: looked for at the end of the file, then everywhere."""
+    """Whether an end marker follows the first scan: looked for at the end of the file, then
+    everywhere."""
     *_, (_, scan) = _jpeg_segments(read)
     end = max(scan, size - TAIL_BYTES)
-    pieces = [(end, size), *((at, min(at + PIECE_BYTES, size)) for at in range(scan, end, PIECE_BYTES))]
+    pieces = [
+        (end, size),
+        *((at, min(at + PIECE_BYTES, size)) for at in range(scan, end, PIECE_BYTES)),
+    ]
     return any(b"\xff\xd9" in read(first, last + 1 - first) for first, last in pieces)
 
 
 def _png_ends(read: Read, size: int) -> bool:
-    """Whether the chunks lead to the last one; a decoder may set aside whatever length a damaged one claims."""
+    """Whether the chunks lead to the last one; a decoder may set aside whatever length a damaged
+    one claims."""
     at = 8
     while at + 12 <= size:
         length, kind = struct.unpack(">I4s", read(at, 8))

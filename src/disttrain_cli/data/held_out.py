@@ -1,4 +1,5 @@
-"""Which samples are kept for evaluation: by a hash of their key, so that new shards leave the choice as it is."""
+"""Which samples are kept for evaluation: by a hash of their key, so that new shards leave the
+choice as it is."""
 
 from __future__ import annotations
 
@@ -21,12 +22,13 @@ def chosen(keys: pa.ChunkedArray, fraction: float) -> NDArray[np.bool_]:
 
 
 def hashes(keys: pa.Array) -> NDArray[np.uint64]:
-    """[N] hash of every key: SplitMix64 over its length and its bytes, one place of all keys at a time."""
+    """[N] hash of every key: SplitMix64 over its length and its bytes, one place of all keys at a
+    time."""
     import pyarrow as pa
 
     keys = keys.cast(pa.large_binary())
     _, offsets, content = keys.buffers()
-    starts = np.frombuffer(offsets, dtype=np.int64)[keys.offset:keys.offset + len(keys) + 1]
+    starts = np.frombuffer(offsets, dtype=np.int64)[keys.offset : keys.offset + len(keys) + 1]
     bytes_ = np.frombuffer(content or b"", dtype=np.uint8).astype(np.int64)
     lengths = np.diff(starts)
     state = mix(lengths)

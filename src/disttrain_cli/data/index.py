@@ -1,6 +1,8 @@
-"""The sample index: one pass over the sources that reads sizes only, stored as Parquet (see `spec.index`).
+"""The sample index: one pass over the sources that reads sizes only, stored as Parquet (see
+`spec.index`).
 
-Everything after it (packing, ordering, planning) works on these numbers; only the loader opens shards again.
+Everything after it (packing, ordering, planning) works on these numbers; only the loader opens
+shards again.
 """
 
 from __future__ import annotations
@@ -82,14 +84,20 @@ class Index:
     tokens: Ints  # [segments]
     trained: NDArray[np.bool_]  # [segments] a text whose tokens are labels
     ended: NDArray[np.bool_]  # [segments] a text whose last token is an EOS inside the sample
-    offsets: Ints  # [segments] where it lies in its shard: two numbers whose meaning is the form's own
+    offsets: (
+        Ints  # [segments] where it lies in its shard: two numbers whose meaning is the form's own
+    )
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
-    #: [N, 2] (first character, characters) of samples that are pieces of a document (`data.documents`), else 0; None =
-    #: there is no such sample
+    # : [N, 2] (first character, characters) of samples that are pieces of a document
+    # (`data.documents`), else 0; None = : there is no such sample
     pieces: Ints | None = None
-    scaled_down: int | None = None  # images read that have more pixels than the model's budget; of files only
-    unread: dict[str, int] = field(default_factory=dict)  # by `UNREAD`, what the model has no module for
+    scaled_down: int | None = (
+        None  # images read that have more pixels than the model's budget; of files only
+    )
+    unread: dict[str, int] = field(
+        default_factory=dict
+    )  # by `UNREAD`, what the model has no module for
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -109,31 +117,35 @@ class Index:
 
     @cached_property
     def end_trained(self) -> NDArray[np.bool_]:
-        """[N] whether a sample's EOS is a label: not where its last text is not trained, or its document goes on."""
+        """[N] whether a sample's EOS is a label: not where its last text is not trained, or its
+        document goes on."""
         goes_on = np.zeros(len(self), dtype=bool)
         if self.pieces is not None:
             goes_on[:-1] = self.pieces[1:, 0] > 0  # the next sample does not begin its document
         texts = np.flatnonzero(self.kinds == TEXT)
         if not len(texts):
             return np.ones(len(self), dtype=bool)
-        last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]  # of this sample, or of another one
+        last = texts[
+            np.searchsorted(texts, self.segment_start[1:]) - 1
+        ]  # of this sample, or of another one
         own = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
         return (~own | self.trained[last]) & ~goes_on
 
     @cached_property
     def label_tokens(self) -> Ints:
-        """[N] label tokens of each sample: those of its trained texts, and EOS where `end_trained`."""
+        """[N] label tokens of each sample: those of its trained texts, and EOS where
+        `end_trained`."""
         return self.per_sample(np.where(self.trained, self.tokens, 0)) + self.end_trained
 
 
 def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
-    """The index of the run's data: drawn from its distribution, else read; built where there is none for this run file,
-    and extended where shards were added.
+    """The index of the run's data: drawn from its distribution, else read; built where there is
+    none for this run file, and extended where shards were added.
 
     Raises:
         DataError: a source is missing or empty, has too many bad samples, or no text to train on.
-        MismatchError: a shard changed or went since it was indexed.
-        SpecError: the tokenizer does not fit the model, or the images of the distribution not its sequences.
+        MismatchError: a shard changed or went since it was indexed. SpecError: the tokenizer does
+        not fit the model, or the images of the distribution not its sequences.
     """
     if run.file.data.distribution is not None:
         return _drawn_index(run.file.data.distribution, inputs)
@@ -154,11 +166,12 @@ def open_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> In
 def build_index(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Index:
     """Read the sizes of every sample and write the index of the run, whole or not at all.
 
-    Samples that are broken or longer than a sequence are skipped, counted and named in `Index.skipped`; texts alone
-    become several samples where they are longer.
+    Samples that are broken or longer than a sequence are skipped, counted and named in
+    `Index.skipped`; texts alone become several samples where they are longer.
 
     Raises:
-        DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples are bad, or none
+        DataError: a source is missing or empty, more than `data.max_bad_fraction` of the samples
+        are bad, or none
             has any text to train on.
         SpecError: the tokenizer does not fit the model, or the index cannot be written.
     """
@@ -170,8 +183,9 @@ def read_index(run: Run, inputs: ModelInputs) -> Index:
     """The index of the run, checked against the files on disk (names, sizes, times).
 
     Raises:
-        DataError: there is no index, it cannot be read, or the run has a distribution instead of data.
-        MismatchError: it was made for another model, tokenizer or list of sources, or a shard came, went or changed.
+        DataError: there is no index, it cannot be read, or the run has a distribution instead of
+        data. MismatchError: it was made for another model, tokenizer or list of sources, or a shard
+        came, went or changed.
     """
     check_sources(run)
     stored = read_stored(run.dir.index)
@@ -188,14 +202,26 @@ def leave_out(run: Run, inputs: ModelInputs, broken: Mapping[int, Skipped]) -> I
         DataError: as `build_index`; the index stays as it was.
         MismatchError: a shard came, went or changed meanwhile.
     """
-    tokenizer, stored, shards = checked_tokenizer(run, inputs), read_stored(run.dir.index), list_shards(run)
+    tokenizer, stored, shards = (
+        checked_tokenizer(run, inputs),
+        read_stored(run.dir.index),
+        list_shards(run),
+    )
     check_files(stored, states_of(shards), shards)
     return _build(run, inputs, tokenizer, shards, silent, stored, broken)
 
 
-def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tuple[int, Shard]], progress: Progress,
-           kept: Stored | None = None, broken: Mapping[int, Skipped] | None = None) -> Index:
-    """Write the index; rows of shards that `kept` holds are taken from it, and are known to be unchanged.
+def _build(
+    run: Run,
+    inputs: ModelInputs,
+    tokenizer: Tokenizer,
+    shards: list[tuple[int, Shard]],
+    progress: Progress,
+    kept: Stored | None = None,
+    broken: Mapping[int, Skipped] | None = None,
+) -> Index:
+    """Write the index; rows of shards that `kept` holds are taken from it, and are known to be
+    unchanged.
 
     `broken`: rows of `kept` that are left out, and why, where all were decoded.
     """
@@ -207,7 +233,9 @@ def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tup
     skipped: list[tuple[int, Skipped]] = []
     labels = read = 0
     with writing_index(run.dir.index) as writer:
-        for number, ((source, shard), state) in enumerate(zip(shards, states_of(shards), strict=True)):
+        for number, ((source, shard), state) in enumerate(
+            zip(shards, states_of(shards), strict=True)
+        ):
             progress("index shards", number, len(shards))
             if (source, shard.name) in known:  # both in dataset order
                 indexed, rows, left_out = next(old)
@@ -220,7 +248,9 @@ def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tup
                     indexed = indexed._replace(rows=len(rows), digest=digest(rows), checked=True)
             else:
                 label = shard_label(run, shard)
-                rows, left_out, unread = shard_rows(read_shard(shard, label), label, inputs, tokenizer)
+                rows, left_out, unread = shard_rows(
+                    read_shard(shard, label), label, inputs, tokenizer
+                )
                 indexed = Indexed(*state, len(rows), digest(rows), unread, content_of(shard.path))
             files.append(indexed)
             skipped += [(number, one) for one in left_out]
@@ -229,18 +259,21 @@ def _build(run: Run, inputs: ModelInputs, tokenizer: Tokenizer, shards: list[tup
         progress("index shards", len(shards), len(shards))
         check_bad(run, sum(indexed.rows for indexed in files), [one for _, one in skipped])
         check_text(sum(indexed.rows for indexed in files), labels)
-        writer.close({
-            "version": INDEX_VERSION,
-            "fingerprint": _content_fingerprint(run, tokenizer, files),
-            "inputs": made_for(run, inputs, tokenizer),
-            "files": files,
-            "skipped": [[place, *one] for place, one in skipped],
-        })
+        writer.close(
+            {
+                "version": INDEX_VERSION,
+                "fingerprint": _content_fingerprint(run, tokenizer, files),
+                "inputs": made_for(run, inputs, tokenizer),
+                "files": files,
+                "skipped": [[place, *one] for place, one in skipped],
+            }
+        )
     return _index(run, inputs, read_stored(run.dir.index), shards)
 
 
 def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -> str:
-    """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or folders."""
+    """Over weights, tokenization, and the names, sizes and rows of the shards; not over times or
+    folders."""
     weights = [source.weight for source in run.file.data.sources]
     shards = [[indexed.source, indexed.name, indexed.size, indexed.digest] for indexed in files]
     content = json.dumps([INDEX_VERSION, tokenizer.fingerprint, weights, shards])
@@ -248,7 +281,8 @@ def _content_fingerprint(run: Run, tokenizer: Tokenizer, files: list[Indexed]) -
 
 
 def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int, Shard]]) -> Index:
-    """Read the rows of an index whose shards are the same as those on disk; those of training are drawn."""
+    """Read the rows of an index whose shards are the same as those on disk; those of training are
+    drawn."""
     rows = stored.rows()
     fraction = run.file.data.held_out
     counts = [indexed.rows for indexed in stored.files]
@@ -256,7 +290,8 @@ def _index(run: Run, inputs: ModelInputs, stored: Stored, shards: list[tuple[int
     budget = inputs.image.max_pixels if inputs.image else 0
     start = starts_of(counts_of(rows))
     return Index(
-        fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16] if fraction
+        fingerprint=hashlib.sha256(f"{stored.fingerprint} {fraction}".encode()).hexdigest()[:16]
+        if fraction
         else stored.fingerprint,
         inputs=inputs,
         weights=[source.weight for source in run.file.data.sources],
@@ -289,15 +324,21 @@ def held_out(index: Index) -> Index:
     """
     kept = np.zeros(len(index), dtype=bool) if index.drawn is None else ~index.drawn
     if not kept.any():
-        raise DataError("No sample is held out for the evaluation", f"samples: {len(index)}",
-                        "Raise data.held_out, or leave train.evaluation out.")
+        raise DataError(
+            "No sample is held out for the evaluation",
+            f"samples: {len(index)}",
+            "Raise data.held_out, or leave train.evaluation out.",
+        )
     return replace(index, drawn=kept)
 
 
 def _drawn_index(spec: DistributionSpec, inputs: ModelInputs) -> Index:
     """An index without files: documents that are drawn."""
     drawn = draw(spec, inputs)
-    nowhere, source = np.zeros(len(drawn.kinds), dtype=np.int64), np.zeros(spec.sequences, dtype=np.int64)
+    nowhere, source = (
+        np.zeros(len(drawn.kinds), dtype=np.int64),
+        np.zeros(spec.sequences, dtype=np.int64),
+    )
     return Index(
         fingerprint=drawn.fingerprint,
         inputs=inputs,

@@ -1,4 +1,5 @@
-"""What an index must agree with before it is used: tokenizer, run file, files on disk, share of bad samples."""
+"""What an index must agree with before it is used: tokenizer, run file, files on disk, share of bad
+samples."""
 
 from __future__ import annotations
 
@@ -17,14 +18,22 @@ from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.runfile import Run
 
 REINDEX = "Index the data again with: disttrain profile --reindex"
-MEANT = "Bring the data back as it was; where the change is meant, index all of it again: disttrain profile --reindex"
+MEANT = (
+    "Bring the data back as it was; where the change is meant, index all of it again: disttrain"
+    " profile --reindex"
+)
 ADDED = "Take the new shards in with: disttrain profile"
 EVEN = 128  # a multiple of it is a vocabulary that all usual TP sizes divide
 MOST_NAMED = 8  # bad samples or changed shards that a message lists
 #: What usable samples look like, in a tar and in a JSON.
-MEMBERS = "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its files"
-RECORDS = ('A record is {"text": …}, {"image": …, "text": …}, or {"conversations": [{"from": "human", "value": …}, '
-           '{"from": "gpt", "value": …}]}')
+MEMBERS = (
+    "A tar holds KEY.jpg or KEY.flac with KEY.txt or KEY.json, or KEY.json with `segments` and its"
+    " files"
+)
+RECORDS = (
+    'A record is {"text": …}, {"image": …, "text": …}, or {"conversations": [{"from": "human",'
+    ' "value": …}, {"from": "gpt", "value": …}]}'
+)
 
 
 class BadSamplesError(DataError):
@@ -63,8 +72,10 @@ def check_sources(run: Run) -> None:
     if run.file.data.distribution is not None:
         raise DataError(
             "data.distribution has sizes only: there is nothing to train on",
-            f"given: {run.file.data.distribution.name}, which stands in for data when a cluster is planned",
-            "Give data.sources instead of data.distribution in the run file, and profile again: disttrain profile",
+            f"given: {run.file.data.distribution.name}, which stands in for data when a cluster is"
+            " planned",
+            "Give data.sources instead of data.distribution in the run file, and profile again:"
+            " disttrain profile",
         )
 
 
@@ -73,9 +84,10 @@ def check_text(samples: int, label_tokens: int) -> None:
     if not label_tokens:
         raise DataError(
             "The dataset has no text to train on",
-            f"{samples} samples of images alone, or of texts that are not trained: there is nothing that the LLM could "
-            "learn to write",
-            "Add captions (KEY.txt) or text segments to the shards, or a source with text to data.sources.",
+            f"{samples} samples of images alone, or of texts that are not trained: there is nothing"
+            " that the LLM could learn to write",
+            "Add captions (KEY.txt) or text segments to the shards, or a source with text to"
+            " data.sources.",
         )
 
 
@@ -86,10 +98,16 @@ def list_shards(run: Run) -> list[tuple[int, Shard]]:
         return path if is_url(path) else str(run.resolve(path))
 
     for number, source in enumerate(run.file.data.sources):
-        if source.images is not None and not is_url(source.images) and not run.resolve(source.images).is_dir():
-            raise DataError(f"There is no folder of images at {shown(opened(source.images))}",
-                            f"given by data.sources[{number}].images: {shown(source.images)}",
-                            "Correct data.sources in the run file.")
+        if (
+            source.images is not None
+            and not is_url(source.images)
+            and not run.resolve(source.images).is_dir()
+        ):
+            raise DataError(
+                f"There is no folder of images at {shown(opened(source.images))}",
+                f"given by data.sources[{number}].images: {shown(source.images)}",
+                "Correct data.sources in the run file.",
+            )
     return [
         (number, shard)
         for number, source in enumerate(run.file.data.sources)
@@ -128,14 +146,15 @@ def check_same(stored: Stored, now: dict[str, Any]) -> None:
     if changed:
         raise MismatchError(
             f"The sample index {stored.path} was made for another run file",
-            f"changed: {', '.join(changed)} (index {fingerprint(stored.inputs)}, now {fingerprint(now)})",
+            f"changed: {', '.join(changed)} (index {fingerprint(stored.inputs)}, now"
+            f" {fingerprint(now)})",
             PROFILE,
         )
 
 
 def check_kept(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> None:
-    """MismatchError where a shard changed or went since it was indexed; new ones may be there, and copies with other
-    times."""
+    """MismatchError where a shard changed or went since it was indexed; new ones may be there, and
+    copies with other times."""
     _check_states(stored, _without_copies(stored, now, shards), MEANT, added=False)
 
 
@@ -146,14 +165,22 @@ def check_files(stored: Stored, now: list[State], shards: list[tuple[int, Shard]
     _check_states(stored, now, ADDED, added=True)
 
 
-def _without_copies(stored: Stored, now: list[State], shards: list[tuple[int, Shard]]) -> list[State]:
-    """The states, where a shard of the same size and content has another time with the time that is stored."""
+def _without_copies(
+    stored: Stored, now: list[State], shards: list[tuple[int, Shard]]
+) -> list[State]:
+    """The states, where a shard of the same size and content has another time with the time that is
+    stored."""
     known = {indexed[:2]: indexed for indexed in stored.files}
 
     def told(state: State, shard: Shard) -> State:
         old = known.get(state[:2])
-        copied = old is not None and old.time != state.time and old.size == state.size and old.content \
+        copied = (
+            old is not None
+            and old.time != state.time
+            and old.size == state.size
+            and old.content
             and old.content == content_of(shard.path)
+        )
         return state._replace(time=old.time) if old is not None and copied else state
 
     return [told(state, shard) for state, (_, shard) in zip(now, shards, strict=True)]
@@ -162,7 +189,11 @@ def _without_copies(stored: Stored, now: list[State], shards: list[tuple[int, Sh
 def _check_states(stored: Stored, now: list[State], next_step: str, added: bool) -> None:
     before = [State(*indexed[:4]) for indexed in stored.files]
     old, new = ({state[:2]: state for state in states} for states in (before, now))
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key) and (added or key in old)]
+    changed = [
+        key
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and (added or key in old)
+    ]
     if not changed:
         return
     lines = [f"  {printable(key[1])}: {_change(old.get(key), new.get(key))}" for key in changed]
@@ -170,7 +201,8 @@ def _check_states(stored: Stored, now: list[State], next_step: str, added: bool)
     raise MismatchError(
         "The dataset changed since it was indexed",
         f"index {stored.path}: files {fingerprint(before)}, now {fingerprint(now)}\n"
-        + "\n".join(lines[:MOST_NAMED]) + more,
+        + "\n".join(lines[:MOST_NAMED])
+        + more,
         next_step,
     )
 
@@ -190,23 +222,30 @@ def _shown_state(state: State) -> str:
 
 
 def check_bad(run: Run, good: int, skipped: list[Skipped]) -> None:
-    """BadSamplesError where no sample is left, or more were skipped than `data.max_bad_fraction` allows."""
+    """BadSamplesError where no sample is left, or more were skipped than `data.max_bad_fraction`
+    allows."""
     limit = run.file.data.max_bad_fraction
-    named = "\n".join(f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED])
+    named = "\n".join(
+        f"  {f'{s.shard}/{s.key}'.rstrip('/')}: {s.reason}" for s in skipped[:MOST_NAMED]
+    )
     if good and len(skipped) <= limit * (good + len(skipped)):
         return
     if not good:
         raise BadSamplesError(
-            skipped, "The dataset has no usable sample",
+            skipped,
+            "The dataset has no usable sample",
             named or "its shards are empty",
             f"{RECORDS if any('.json' in s.shard for s in skipped) else MEMBERS}; "
             "an example: disttrain init DIR --sample-data",
         )
-    shards = ", ".join(f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4))
+    shards = ", ".join(
+        f"{shard} {count}" for shard, count in Counter(s.shard for s in skipped).most_common(4)
+    )
     raise BadSamplesError(
-        skipped, f"{len(skipped)} of {good + len(skipped)} samples cannot be used, more than data.max_bad_fraction "
-        f"= {limit} allows",
+        skipped,
+        f"{len(skipped)} of {good + len(skipped)} samples cannot be used, more than"
+        f" data.max_bad_fraction = {limit} allows",
         f"by shard: {shards}\n{named}",
-        "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction (long samples: "
-        "data.sequence_length).",
+        "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction"
+        " (long samples: data.sequence_length).",
     )

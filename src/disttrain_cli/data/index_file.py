@@ -1,4 +1,5 @@
-"""The index as a file (see `spec.index`): read with what it was made for, written whole or not at all."""
+"""The index as a file (see `spec.index`): read with what it was made for, written whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Stored(NamedTuple):
         return self.file.read()
 
     def by_shard(self) -> Iterator[tuple[Indexed, pa.Table, list[Skipped]]]:
-        """Every shard with its rows and what was left out of it, in order; one shard's rows are in memory."""
+        """Every shard with its rows and what was left out of it, in order; one shard's rows are in
+        memory."""
         left_out: dict[int, list[Skipped]] = {}
         for place, one in self.skipped:
             left_out.setdefault(place, []).append(one)
@@ -75,8 +77,11 @@ def read_stored(path: Path) -> Stored:
         raise DataError(f"There is no sample index at {path}", next_step=PROFILE)
     try:
         file = pq.ParquetFile(path)
-        stored: dict[str, Any] = {key.decode(): json.loads(value) for key, value in file.metadata.metadata.items()
-                                  if not key.startswith(b"ARROW")}
+        stored: dict[str, Any] = {
+            key.decode(): json.loads(value)
+            for key, value in file.metadata.metadata.items()
+            if not key.startswith(b"ARROW")
+        }
         version = stored["version"]
         if version == INDEX_VERSION:
             files = [Indexed(*entry) for entry in stored["files"]]
@@ -86,8 +91,11 @@ def read_stored(path: Path) -> Stored:
             return Stored(path, stored["fingerprint"], stored["inputs"], files, skipped, file)
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"Cannot read the sample index {path}", str(error), PROFILE) from None
-    raise MismatchError(f"The sample index {path} has another version",
-                        f"index: {version}, this program: {INDEX_VERSION}", PROFILE)
+    raise MismatchError(
+        f"The sample index {path} has another version",
+        f"index: {version}, this program: {INDEX_VERSION}",
+        PROFILE,
+    )
 
 
 class IndexWriter:
@@ -107,14 +115,22 @@ class IndexWriter:
         if not len(rows):
             return
         numbers = pa.array(range(self._count, self._count + len(rows)), pa.int64())
-        head = [numbers, pa.repeat(pa.scalar(source, pa.int32()), len(rows)), pa.repeat(pa.scalar(name), len(rows))]
-        table = pa.table([*head, *(rows.column(column) for column in COLUMNS[3:])], schema=self._schema)
+        head = [
+            numbers,
+            pa.repeat(pa.scalar(source, pa.int32()), len(rows)),
+            pa.repeat(pa.scalar(name), len(rows)),
+        ]
+        table = pa.table(
+            [*head, *(rows.column(column) for column in COLUMNS[3:])], schema=self._schema
+        )
         self._writer.write_table(table, row_group_size=len(rows))
         self._count += len(rows)
 
     def close(self, metadata: dict[str, Any]) -> None:
         """Write what the index was made for, and see that all of it is on the disk."""
-        self._writer.add_key_value_metadata({key: json.dumps(value) for key, value in metadata.items()})
+        self._writer.add_key_value_metadata(
+            {key: json.dumps(value) for key, value in metadata.items()}
+        )
         self._writer.close()
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -127,7 +143,8 @@ class IndexWriter:
 
 @contextmanager
 def writing_index(path: Path) -> Iterator[IndexWriter]:
-    """A writer whose file takes the place of the index at the end; where anything fails, the old index stays.
+    """A writer whose file takes the place of the index at the end; where anything fails, the old
+    index stays.
 
     Raises:
         SpecError: the index cannot be written (missing permission, disk full).
@@ -144,8 +161,18 @@ def schema() -> pa.Schema:
     """Columns of the index and their types."""
     import pyarrow as pa
 
-    kinds = {"sample": pa.int64(), "source": pa.int32(), "shard": pa.string(), "key": pa.string(),
-             "kinds": pa.list_(pa.int8()), "tokens": pa.list_(pa.int32()), "trained": pa.list_(pa.bool_()),
-             "ended": pa.list_(pa.bool_()), "widths": pa.list_(pa.int32()), "heights": pa.list_(pa.int32()),
-             "offsets": pa.list_(pa.int64()), "sizes": pa.list_(pa.int64())}
+    kinds = {
+        "sample": pa.int64(),
+        "source": pa.int32(),
+        "shard": pa.string(),
+        "key": pa.string(),
+        "kinds": pa.list_(pa.int8()),
+        "tokens": pa.list_(pa.int32()),
+        "trained": pa.list_(pa.bool_()),
+        "ended": pa.list_(pa.bool_()),
+        "widths": pa.list_(pa.int32()),
+        "heights": pa.list_(pa.int32()),
+        "offsets": pa.list_(pa.int64()),
+        "sizes": pa.list_(pa.int64()),
+    }
     return pa.schema([(name, kinds[name]) for name in COLUMNS])

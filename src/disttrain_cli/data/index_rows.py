@@ -1,4 +1,5 @@
-"""Rows of the index from the samples of one shard: tokens counted, what does not fit named; arrays, not objects."""
+"""Rows of the index from the samples of one shard: tokens counted, what does not fit named; arrays,
+not objects."""
 
 from __future__ import annotations
 
@@ -37,14 +38,17 @@ def own_schema() -> pa.Schema:
     return pa.schema([schema().field(name) for name in COLUMNS[3:]])
 
 
-def shard_rows(found: Iterator[Sample | Skipped], label: str, inputs: ModelInputs,
-               tokenizer: Tokenizer) -> tuple[pa.Table, list[Skipped], dict[str, int]]:
-    """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is left out of samples).
+def shard_rows(
+    found: Iterator[Sample | Skipped], label: str, inputs: ModelInputs, tokenizer: Tokenizer
+) -> tuple[pa.Table, list[Skipped], dict[str, int]]:
+    """(rows of a shard: key and segments; samples that are left out of it; by `UNREAD`, what is
+    left out of samples).
 
-    Left out are broken samples, those of which this model reads nothing, those longer than a sequence, and those with
-    a clip longer than the model hears. A document longer than a sequence, one text and all of it trained, becomes a
-    sample for each of its pieces, all of its name. Images and clips that the model has no module for are no segments,
-    and a text right before an image to be generated, which asks for it, is then not trained.
+    Left out are broken samples, those of which this model reads nothing, those longer than a
+    sequence, and those with a clip longer than the model hears. A document longer than a sequence,
+    one text and all of it trained, becomes a sample for each of its pieces, all of its name. Images
+    and clips that the model has no module for are no segments, and a text right before an image to
+    be generated, which asks for it, is then not trained.
     """
     import pyarrow as pa
 
@@ -53,12 +57,16 @@ def shard_rows(found: Iterator[Sample | Skipped], label: str, inputs: ModelInput
         samples = [one for one in chunk if isinstance(one, Sample)]
         skipped += [one for one in chunk if isinstance(one, Skipped)]
         batches.append(_batch(samples, label, inputs, tokenizer, skipped, unread))
-    named = [Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON)) for one in skipped]
+    named = [
+        Skipped(one.shard, printable(one.key), printable(one.reason, MOST_REASON))
+        for one in skipped
+    ]
     return pa.Table.from_batches(batches, own_schema()), named, dict(unread)
 
 
 def digest(rows: pa.Table) -> str:
-    """Of keys, segment sizes, places and token counts; the same whatever batches the rows came in."""
+    """Of keys, segment sizes, places and token counts; the same whatever batches the rows came
+    in."""
     content = hashlib.sha256(json.dumps(rows.column("key").to_pylist()).encode())
     content.update(counts_of(rows).astype("<i8").tobytes())
     for name in LISTS:
@@ -83,22 +91,41 @@ def counts_of(rows: pa.Table) -> Ints:
     return np.asarray(pc.list_value_length(rows.column("kinds")).to_numpy(), dtype=np.int64)
 
 
-def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: Tokenizer,
-           skipped: list[Skipped], unread: Counter[str]) -> pa.RecordBatch:
+def _batch(
+    samples: list[Sample],
+    label: str,
+    inputs: ModelInputs,
+    tokenizer: Tokenizer,
+    skipped: list[Skipped],
+    unread: Counter[str],
+) -> pa.RecordBatch:
     import pyarrow as pa
 
     heads = {IMAGE: inputs.image, TARGET: inputs.target, AUDIO: inputs.audio}
     present = {TEXT} | {kind for kind, head in heads.items() if head}
-    unread.update(UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present)
-    samples, of_texts = _in_pieces([Sample(sample.key, _read(sample.segments, present)) for sample in samples],
-                                   inputs.sequence_length - SAMPLE_SPECIALS, tokenizer)
+    unread.update(
+        UNREAD[one.kind] for sample in samples for one in sample.segments if one.kind not in present
+    )
+    samples, of_texts = _in_pieces(
+        [Sample(sample.key, _read(sample.segments, present)) for sample in samples],
+        inputs.sequence_length - SAMPLE_SPECIALS,
+        tokenizer,
+    )
     own = [sample.segments for sample in samples]
     counts = np.array([len(segments) for segments in own], dtype=np.int64)
-    kinds, places, _, widths, heights, trained, ended = zip(*(s for segments in own for s in segments),
-                                                                strict=True) if counts.any() else [()] * 7
-    columns = {"kinds": np.array(kinds, np.int64), "trained": np.array(trained, bool), "ended": np.array(ended, bool),
-               "widths": np.array(widths, np.int64), "heights": np.array(heights, np.int64)}
-    for name, values in zip(("offsets", "sizes"), zip(*places, strict=True) if places else ((), ()), strict=True):
+    kinds, places, _, widths, heights, trained, ended = (
+        zip(*(s for segments in own for s in segments), strict=True) if counts.any() else [()] * 7
+    )
+    columns = {
+        "kinds": np.array(kinds, np.int64),
+        "trained": np.array(trained, bool),
+        "ended": np.array(ended, bool),
+        "widths": np.array(widths, np.int64),
+        "heights": np.array(heights, np.int64),
+    }
+    for name, values in zip(
+        ("offsets", "sizes"), zip(*places, strict=True) if places else ((), ()), strict=True
+    ):
         columns[name] = np.array(values, np.int64)
     columns["tokens"] = _tokens(columns, of_texts, inputs)
     total = starts_of(columns["tokens"])[starts_of(counts)]
@@ -112,7 +139,10 @@ def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: To
             reason = "nothing in it that this model reads"
         elif unheard[place]:
             longest = max(one.width_px for one in own[place] if one.kind == AUDIO)
-            reason = f"a clip of {longest / 1e3:.1f} s, longer than the {longest_ms / 1e3:g} s that the model hears"
+            reason = (
+                f"a clip of {longest / 1e3:.1f} s, longer than the {longest_ms / 1e3:g} s that the"
+                " model hears"
+            )
         else:
             reason = f"too long: {lengths[place]} of at most {inputs.sequence_length} tokens"
         skipped.append(Skipped(label, samples[place].key, reason))
@@ -120,22 +150,37 @@ def _batch(samples: list[Sample], label: str, inputs: ModelInputs, tokenizer: To
     offsets = pa.array(starts_of(counts[keep]), pa.int32())
     keys = [printable(sample.key) for sample in compress(samples, keep.tolist())]
     form = own_schema()
-    lists = [pa.ListArray.from_arrays(offsets, pa.array(columns[name][inside], form.field(name).type.value_type))
-             for name in LISTS]
+    lists = [
+        pa.ListArray.from_arrays(
+            offsets, pa.array(columns[name][inside], form.field(name).type.value_type)
+        )
+        for name in LISTS
+    ]
     return pa.RecordBatch.from_arrays([pa.array(keys, pa.string()), *lists], schema=form)
 
 
 def _read(segments: list[Segment], present: set[int]) -> list[Segment]:
-    """Segments of the kinds `present`; a text that asks for an image that nothing here generates is not trained."""
+    """Segments of the kinds `present`; a text that asks for an image that nothing here generates is
+    not trained."""
     asks = [one.kind == TARGET and TARGET not in present for one in segments[1:]] + [False]
-    return [one._replace(trained=one.trained and not asking) for one, asking in zip(segments, asks, strict=True)
-            if one.kind in present]
+    return [
+        one._replace(trained=one.trained and not asking)
+        for one, asking in zip(segments, asks, strict=True)
+        if one.kind in present
+    ]
 
 
-def _in_pieces(samples: list[Sample], most: int, tokenizer: Tokenizer) -> tuple[list[Sample], list[int]]:
-    """(samples, of which those longer than `most` tokens are in pieces where they are documents; tokens of all texts).
+def _in_pieces(
+    samples: list[Sample], most: int, tokenizer: Tokenizer
+) -> tuple[list[Sample], list[int]]:
+    """(samples, of which those longer than `most` tokens are in pieces where they are documents;
+    tokens of all texts).
     """
-    counted = iter(tokenizer.count([one.text for sample in samples for one in sample.segments if one.kind == TEXT]))
+    counted = iter(
+        tokenizer.count(
+            [one.text for sample in samples for one in sample.segments if one.kind == TEXT]
+        )
+    )
     found, tokens = list[Sample](), list[int]()
     for sample in samples:
         own = [next(counted) for one in sample.segments if one.kind == TEXT]

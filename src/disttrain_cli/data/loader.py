@@ -1,10 +1,13 @@
-"""What a training rank pulls its data through: the order of a step, and the prepared inputs of a slot.
+"""What a training rank pulls its data through: the order of a step, and the prepared inputs of a
+slot.
 
-A *source* prepares one slot: in this process (`preparing.Preparer`), or on other machines (`serving.client.Workers`).
-The loader keeps the next `preprocess.prefetch_slots` slots in preparation, whichever it is.
+A *source* prepares one slot: in this process (`preparing.Preparer`), or on other machines
+(`serving.client.Workers`). The loader keeps the next `preprocess.prefetch_slots` slots in
+preparation, whichever it is.
 
-Threads take turns at Python's lock, milliseconds long: what prepares the next slots must not begin while a rank still
-turns this one into tensors. So `fetch` and `prefetch` are two calls, and training makes the second afterwards.
+Threads take turns at Python's lock, milliseconds long: what prepares the next slots must not begin
+while a rank still turns this one into tensors. So `fetch` and `prefetch` are two calls, and
+training makes the second afterwards.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ class Source(Protocol):
 class Loader:
     """Inputs of one replica of one unit, slot by slot; use as a context manager.
 
-    `fields` are keys of `models.layer.FIELDS`: pixels, audio, tokens, layout, context, labels, targets, weights; of a
-    further encoder or generator pixels.1, targets.1. A sample with an image or clip that cannot be decoded is left out
-    of the losses: without labels, its images to generate of weight 0. All are named in `skipped`, once each. Without
-    `source` the data are prepared in this process.
+    `fields` are keys of `models.layer.FIELDS`: pixels, audio, tokens, layout, context, labels,
+    targets, weights; of a further encoder or generator pixels.1, targets.1. A sample with an image
+    or clip that cannot be decoded is left out of the losses: without labels, its images to generate
+    of weight 0. All are named in `skipped`, once each. Without `source` the data are prepared in
+    this process.
     """
 
     def __init__(
@@ -72,7 +76,10 @@ class Loader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._fetching.shutdown(wait=False, cancel_futures=True)
         self._source.close()
@@ -102,7 +109,8 @@ class Loader:
         return prepared.batch
 
     def prefetch(self, step: int, slot: int) -> None:
-        """Have this slot and those after it prepared, and the next step's order found, in the background."""
+        """Have this slot and those after it prepared, and the next step's order found, in the
+        background."""
         at = self._number(step, slot)
         self._slots = {number: kept for number, kept in self._slots.items() if number >= at}
         for number in range(at, at + self._run.preprocess.prefetch_slots):
@@ -126,8 +134,9 @@ class Loader:
         if len(self._broken) > self._bad_limit:
             named = "\n".join(f"  {s.shard}/{s.key}: {s.reason}" for s in self.skipped[:8])
             raise DataError(
-                f"{len(self._broken)} images or clips cannot be decoded, more than data.max_bad_fraction = "
-                f"{self._run.data.max_bad_fraction} allows",
+                f"{len(self._broken)} images or clips cannot be decoded, more than"
+                f" data.max_bad_fraction = {self._run.data.max_bad_fraction} allows",
                 named,
-                "See all of them: disttrain data check. Repair the shards, or raise data.max_bad_fraction.",
+                "See all of them: disttrain data check. Repair the shards, or raise"
+                " data.max_bad_fraction.",
             )

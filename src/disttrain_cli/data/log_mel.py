@@ -1,8 +1,9 @@
-"""Log-mel spectrograms of audio clips, as Whisper was trained on them (Radford et al. 2023, section 2.2).
+"""Log-mel spectrograms of audio clips, as Whisper was trained on them (Radford et al. 2023, section
+2.2).
 
-Equal to transformers' WhisperFeatureExtractor, which needs torch or a Python loop over the frames: Hann windows of
-25 ms every 10 ms, power, triangular filters by Slaney's mel scale, log10, no deeper than 8 below the loudest,
-(x + 4) / 4.
+Equal to transformers' WhisperFeatureExtractor, which needs torch or a Python loop over the frames:
+Hann windows of 25 ms every 10 ms, power, triangular filters by Slaney's mel scale, log10, no deeper
+than 8 below the loudest, (x + 4) / 4.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ SILENCE = (np.log10(FLOOR) + 4.0) / 4.0
 
 
 def decode_features(data: bytes, audio: AudioInput, out: NDArray[np.float32]) -> None:
-    """Write the features [mel bins, frames] of a sound file into `out`, once nothing can fail any more.
+    """Write the features [mel bins, frames] of a sound file into `out`, once nothing can fail any
+    more.
 
     Raises:
         ValueError: it is no whole sound file, or longer than the encoder hears.
@@ -34,7 +36,8 @@ def decode_features(data: bytes, audio: AudioInput, out: NDArray[np.float32]) ->
 
 
 def log_mel(samples: NDArray[np.float32], audio: AudioInput, out: NDArray[np.float32]) -> None:
-    """Write the features [mel bins, frames] of samples at 16 kHz into `out`; a shorter clip is silent at its end."""
+    """Write the features [mel bins, frames] of samples at 16 kHz into `out`; a shorter clip is
+    silent at its end."""
     window = audio.frames * HOP
     whole = np.zeros(window, np.float32)
     whole[: len(samples)] = samples[:window]
@@ -50,7 +53,8 @@ def log_mel(samples: NDArray[np.float32], audio: AudioInput, out: NDArray[np.flo
 
 @functools.cache
 def filter_bank(bins: int) -> NDArray[np.float64]:
-    """[1 + WINDOW / 2 frequencies, bins] triangles, evenly wide on Slaney's mel scale, each of area 2 / its width."""
+    """[1 + WINDOW / 2 frequencies, bins] triangles, evenly wide on Slaney's mel scale, each of area
+    2 / its width."""
     frequencies = np.linspace(0.0, RATE_HZ / 2, 1 + WINDOW // 2)
     corners = _hz(np.linspace(0.0, _mel(RATE_HZ / 2), bins + 2))
     widths = np.diff(corners)
@@ -59,7 +63,10 @@ def filter_bank(bins: int) -> NDArray[np.float64]:
     return np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (corners[2:] - corners[:-2]))
 
 
-LINEAR_HZ, LINEAR_MELS = 1000.0, 15.0  # linear up to here, logarithmic above (Slaney 1998, Auditory Toolbox)
+LINEAR_HZ, LINEAR_MELS = (
+    1000.0,
+    15.0,
+)  # linear up to here, logarithmic above (Slaney 1998, Auditory Toolbox)
 MELS_PER_E = 27.0 / np.log(6.4)
 
 
@@ -69,4 +76,6 @@ def _mel(hz: float) -> float:
 
 def _hz(mels: NDArray[np.float64]) -> NDArray[np.float64]:
     linear = mels * (LINEAR_HZ / LINEAR_MELS)
-    return np.where(mels < LINEAR_MELS, linear, LINEAR_HZ * np.exp((mels - LINEAR_MELS) / MELS_PER_E))
+    return np.where(
+        mels < LINEAR_MELS, linear, LINEAR_HZ * np.exp((mels - LINEAR_MELS) / MELS_PER_E)
+    )

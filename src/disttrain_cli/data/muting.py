@@ -1,4 +1,5 @@
-"""Keeps C libraries that decode from writing to the terminal: what they find wrong is told by ours."""
+"""Keeps C libraries that decode from writing to the terminal: what they find wrong is told by
+ours."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import sys
 
 @functools.cache
 def mute_libraries() -> None:
-    """Let C's `stderr` of this process lead nowhere: libpng and mpg123 write to it, and have no setting.
+    """Let C's `stderr` of this process lead nowhere: libpng and mpg123 write to it, and have no
+    setting.
 
     Python's, and the file descriptor, stay as they are.
     """

@@ -12,7 +12,8 @@ Value = TypeVar("Value")
 
 
 class Once(Generic[Value]):
-    """`compute` of a key; the `kept` values asked for last are remembered. What fails is tried again when next asked.
+    """`compute` of a key; the `kept` values asked for last are remembered. What fails is tried
+    again when next asked.
 
     Different keys are computed at the same time: a long one keeps nobody else waiting.
     """

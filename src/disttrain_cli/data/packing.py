@@ -1,8 +1,10 @@
-"""Packs whole samples into sequences of fixed length, and numbers the sequences of all epochs in one stream.
+"""Packs whole samples into sequences of fixed length, and numbers the sequences of all epochs in
+one stream.
 
-Samples are drawn in a shuffled order and put, block by block, the longest first, into the fullest open
-sequence that still has room (best fit decreasing within a bounded window): O(n log n), equal on every machine.
-Sequence k of the stream belongs to the same samples whatever the layout; a global batch is a range of it.
+Samples are drawn in a shuffled order and put, block by block, the longest first, into the fullest
+open sequence that still has room (best fit decreasing within a bounded window): O(n log n), equal
+on every machine. Sequence k of the stream belongs to the same samples whatever the layout; a global
+batch is a range of it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ DRAW, ORDER, SEQUENCE_ORDER = 1, 2, 3
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed sequences [Q] with what they hold; members of all sequences lie one after the other."""
+    """Packed sequences [Q] with what they hold; members of all sequences lie one after the
+    other."""
 
     index: Index
     ids: Ints  # [Q] numbers in the stream of all epochs
@@ -76,15 +79,20 @@ def pack(index: Index, inputs: ModelInputs, seed: int, epoch: int) -> Packing:
 
 
 class SequenceStream:
-    """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache; any thread may ask."""
+    """The endless stream of sequences: epoch 0, epoch 1, ... The only state is a cache; any thread
+    may ask."""
 
     def __init__(self, index: Index, seed: int) -> None:
         self._index = index
-        self._first, self._lock = [0], threading.Lock()  # stream number of the first sequence of each epoch known
+        self._first, self._lock = (
+            [0],
+            threading.Lock(),
+        )  # stream number of the first sequence of each epoch known
         self._epoch = Once(lambda epoch: _pack_epoch(index, seed, epoch), KEPT_EPOCHS)
 
     def batch(self, first: int, count: int) -> Packing:
-        """Sequences first .. first + count - 1 of the stream, over the ends of epochs where need be."""
+        """Sequences first .. first + count - 1 of the stream, over the ends of epochs where need
+        be."""
         counts, samples = [], []
         at = first
         while at < first + count:
@@ -96,7 +104,9 @@ class SequenceStream:
             samples.append(rows[start[low] : start[high]])
             at = self._first[epoch] + high
         ids = np.arange(first, first + count, dtype=np.int64)
-        return _describe(self._index, ids, starts_of(np.concatenate(counts)), np.concatenate(samples))
+        return _describe(
+            self._index, ids, starts_of(np.concatenate(counts)), np.concatenate(samples)
+        )
 
     def _epoch_of(self, number: int) -> int:
         while self._first[-1] <= number:
@@ -119,17 +129,25 @@ def _pack_epoch(index: Index, seed: int, epoch: int) -> tuple[Ints, Ints]:
 
 
 def _draw(index: Index, seed: int, epoch: int) -> Ints:
-    """Rows of an epoch in shuffled order: weight 2.5 draws every sample twice and half of them once more."""
-    wanted = sum(weight * int((index.source == source).sum()) for source, weight in enumerate(index.weights))
+    """Rows of an epoch in shuffled order: weight 2.5 draws every sample twice and half of them once
+    more."""
+    wanted = sum(
+        weight * int((index.source == source).sum()) for source, weight in enumerate(index.weights)
+    )
     most = max(MOST_DRAWN, 16 * len(index.source))
     if wanted > most:
-        raise DataError(f"The weights of data.sources draw {wanted:,.0f} samples in an epoch",
-                        f"weights: {index.weights}, of {len(index.source):,} samples; allowed: {most:,}",
-                        "Lower all of them: the mixture follows from their ratios.")
+        raise DataError(
+            f"The weights of data.sources draw {wanted:,.0f} samples in an epoch",
+            f"weights: {index.weights}, of {len(index.source):,} samples; allowed: {most:,}",
+            "Lower all of them: the mixture follows from their ratios.",
+        )
     rows, copies = [], []
     for source, weight in enumerate(index.weights):
-        own = np.flatnonzero(index.source == source if index.drawn is None else
-                             (index.source == source) & index.drawn)
+        own = np.flatnonzero(
+            index.source == source
+            if index.drawn is None
+            else (index.source == source) & index.drawn
+        )
         again = round((weight - int(weight)) * len(own))
         by_chance = own[np.argsort(mix(seed, epoch, DRAW, own), kind="stable")[:again]]
         for copy, part in enumerate([*[own] * int(weight), by_chance]):
@@ -178,7 +196,9 @@ def _describe(index: Index, ids: Ints, sample_start: Ints, samples: Ints) -> Pac
     counts = np.diff(index.segment_start)[samples]
     segments = ranges(index.segment_start[samples], counts)
     sequence = np.repeat(np.repeat(np.arange(len(ids)), np.diff(sample_start)), counts)
-    images, targets, clips = (np.flatnonzero(index.kinds[segments] == kind) for kind in (IMAGE, TARGET, AUDIO))
+    images, targets, clips = (
+        np.flatnonzero(index.kinds[segments] == kind) for kind in (IMAGE, TARGET, AUDIO)
+    )
     return Packing(
         index=index,
         ids=ids,

@@ -1,4 +1,5 @@
-"""Reads what the index points at: bytes of images and sounds, and tokens of texts, in any order, from any thread."""
+"""Reads what the index points at: bytes of images and sounds, and tokens of texts, in any order,
+from any thread."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NO_RECORD = Place(-1, 0)
 
 
 class ShardReader:
-    """Reads from the shards of an index; keeps the files used last open (`sources.tables` says what it caches)."""
+    """Reads from the shards of an index; keeps the files used last open (`sources.tables` says what
+    it caches)."""
 
     def __init__(self, index: Index, tokenizer: Tokenizer) -> None:
         self._index = index
@@ -71,7 +73,11 @@ class ShardReader:
     def _texts_of(self, sample: int) -> list[int]:
         """Text segments of a sample."""
         first, last = self._index.segment_start[sample : sample + 2].tolist()
-        return [s for s, kind in enumerate(self._index.kinds[first:last].tolist(), first) if kind == TEXT]
+        return [
+            s
+            for s, kind in enumerate(self._index.kinds[first:last].tolist(), first)
+            if kind == TEXT
+        ]
 
     def _place(self, segment: int) -> Place:
         return Place(int(self._index.offsets[segment]), int(self._index.sizes[segment]))
@@ -79,7 +85,9 @@ class ShardReader:
     def _shard(self, sample: int) -> OpenShard:
         shard = int(self._index.shard[sample])
         with self._lock:
-            opened = self._open.pop(shard, None) or open_shard(self._index.shards[shard], self._row_groups)
+            opened = self._open.pop(shard, None) or open_shard(
+                self._index.shards[shard], self._row_groups
+            )
             self._open[shard] = opened
             if len(self._open) > OPEN_SHARDS:
                 self._open.popitem(last=False)  # closed when the last thread that reads it lets go
@@ -87,12 +95,15 @@ class ShardReader:
 
     def _unreadable(self, sample: int, error: OSError) -> DataError:
         shard = self._index.shards[int(self._index.shard[sample])]
-        return DataError(f"Cannot read the shard {shown(shard.path)}", printable(str(error), 1000), REINDEX)
+        return DataError(
+            f"Cannot read the shard {shown(shard.path)}", printable(str(error), 1000), REINDEX
+        )
 
     def _changed(self, sample: int, why: object) -> DataError:
         shard = self._index.shards[int(self._index.shard[sample])]
         return DataError(
-            f"The sample {self._index.keys[sample]} of {shown(shard.path)} is not the one that was indexed",
+            f"The sample {self._index.keys[sample]} of {shown(shard.path)} is not the one that was"
+            " indexed",
             f"the shard changed while it was in use: {printable(str(why), 1000)}",
             REINDEX,
         )

@@ -1,7 +1,7 @@
 """A small dataset to hear: tones with captions that name them, as WAV files in a WebDataset tar.
 
-A clip is one to three tones, each low, middle or high, at one of several sample rates: its caption cannot be told
-without listening.
+A clip is one to three tones, each low, middle or high, at one of several sample rates: its caption
+cannot be told without listening.
 """
 
 from __future__ import annotations
@@ -20,21 +20,28 @@ TONE_S = 0.25
 
 
 def write_sample_audio(folder: Path, seed: int = 0, clips: int = 240) -> list[str]:
-    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same seed.
+    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same
+    seed.
 
     Raises:
         DataError: a file of the same name holds something else.
         SpecError: the folder cannot be written.
     """
     random = np.random.default_rng([seed, 1])
-    write_shard(folder / "tones" / "00000.tar", [_sample(f"{number:06d}", random) for number in range(clips)])
+    write_shard(
+        folder / "tones" / "00000.tar",
+        [_sample(f"{number:06d}", random) for number in range(clips)],
+    )
     return ["tones"]
 
 
 def _sample(key: str, random: np.random.Generator) -> Files:
     names = [str(name) for name in random.choice(list(TONES_HZ), size=int(random.integers(1, 4)))]
     caption = f"Heard: {', '.join(names)}."
-    return [(f"{key}.wav", tones(names, int(random.choice(RATES_HZ)), random)), (f"{key}.txt", caption.encode())]
+    return [
+        (f"{key}.wav", tones(names, int(random.choice(RATES_HZ)), random)),
+        (f"{key}.txt", caption.encode()),
+    ]
 
 
 def tones(names: list[str], rate_hz: int, random: np.random.Generator) -> bytes:

@@ -1,8 +1,9 @@
-"""A small real dataset: the 1,797 handwritten digits of scikit-learn as JPEG files in WebDataset tars.
+"""A small real dataset: the 1,797 handwritten digits of scikit-learn as JPEG files in WebDataset
+tars.
 
-`interleaved/`: texts about digits with images to read and images to generate, all of skewed number and size;
-`captions/`: one image and its caption per sample. Sizes suit sequences of 256 bytes and patches of 16 pixels per
-token: a sample takes 20 to 254 tokens.
+`interleaved/`: texts about digits with images to read and images to generate, all of skewed number
+and size; `captions/`: one image and its caption per sample. Sizes suit sequences of 256 bytes and
+patches of 16 pixels per token: a sample takes 20 to 254 tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Files = list[tuple[str, bytes]]
 
 
 def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
-    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same seed.
+    """Write the dataset; returns its source paths relative to `folder`. The same bytes for the same
+    seed.
 
     Raises:
         DataError: scikit-learn is not installed, or a file of the same name holds something else.
@@ -49,13 +51,16 @@ def write_sample_data(folder: Path, seed: int = 0) -> list[str]:
     captions = [_caption(number, *next(scans), random) for number in range(CAPTIONS)]
     interleaved = list(_interleaved(scans, random))
     for shard in range(INTERLEAVED_SHARDS):
-        write_shard(folder / "interleaved" / f"{shard:05d}.tar", interleaved[shard::INTERLEAVED_SHARDS])
+        write_shard(
+            folder / "interleaved" / f"{shard:05d}.tar", interleaved[shard::INTERLEAVED_SHARDS]
+        )
     write_shard(folder / "captions" / "00000.tar", captions)
     return ["interleaved", "captions"]
 
 
 def load_scans() -> Any:
-    """scikit-learn's scanned digits: `images` [1797, 8, 8] of ink 0 … 16, `data` the same flat, `target` the digits.
+    """scikit-learn's scanned digits: `images` [1797, 8, 8] of ink 0 … 16, `data` the same flat,
+    `target` the digits.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -73,7 +78,10 @@ def load_scans() -> Any:
 def _caption(number: int, scan: Any, digit: int, random: np.random.Generator) -> Files:
     key = f"{number:06d}"
     data, _ = _jpeg(scan, random, IMAGE_TOKENS)
-    return [(f"{key}.jpg", data), (f"{key}.txt", f"{digit}, a handwritten {WORDS[digit]}.".encode())]
+    return [
+        (f"{key}.jpg", data),
+        (f"{key}.txt", f"{digit}, a handwritten {WORDS[digit]}.".encode()),
+    ]
 
 
 def _interleaved(scans: Iterator[tuple[Any, int]], random: np.random.Generator) -> Iterator[Files]:
@@ -85,14 +93,23 @@ def _interleaved(scans: Iterator[tuple[Any, int]], random: np.random.Generator) 
         targets = int(random.choice(TARGET_COUNTS, p=TARGET_SHARES))
         reads = min(reads, len(left))
         targets = min(targets, len(left) - reads)
-        yield _sample(f"{number:06d}", [left.pop() for _ in range(reads)], [left.pop() for _ in range(targets)], random)
+        yield _sample(
+            f"{number:06d}",
+            [left.pop() for _ in range(reads)],
+            [left.pop() for _ in range(targets)],
+            random,
+        )
         number += 1
 
 
 def _sample(
-    key: str, reads: list[tuple[Any, int]], targets: list[tuple[Any, int]], random: np.random.Generator
+    key: str,
+    reads: list[tuple[Any, int]],
+    targets: list[tuple[Any, int]],
+    random: np.random.Generator,
 ) -> Files:
-    """Images that are read and named, facts, and images to be generated, each announced by the text before it."""
+    """Images that are read and named, facts, and images to be generated, each announced by the text
+    before it."""
     files: Files = []
     segments: list[dict[str, Any]] = []
     left = SAMPLE_TOKENS - sum(TARGET_TOKENS + len(_request(digit)) + 2 for _, digit in targets)
@@ -129,7 +146,8 @@ def _request(digit: int) -> str:
 
 
 def _fact(shown: list[int], random: np.random.Generator) -> str:
-    """One sentence: about the digits shown where there are several, else counting, spelling or adding."""
+    """One sentence: about the digits shown where there are several, else counting, spelling or
+    adding."""
     kind = int(random.integers(4))
     first, second = (int(digit) for digit in random.integers(0, 10, size=2))
     if kind == 0 and len(shown) > 1:
@@ -142,8 +160,11 @@ def _fact(shown: list[int], random: np.random.Generator) -> str:
     return f"{first} plus {second} is {first + second}.\n"
 
 
-def _jpeg(scan: Any, random: np.random.Generator, most_tokens: int, square: bool = False) -> tuple[bytes, int]:
-    """A scan of 8 x 8 as JPEG of log-normal size between 16 and 256 pixels, and its image tokens."""
+def _jpeg(
+    scan: Any, random: np.random.Generator, most_tokens: int, square: bool = False
+) -> tuple[bytes, int]:
+    """A scan of 8 x 8 as JPEG of log-normal size between 16 and 256 pixels, and its image
+    tokens."""
     import cv2
 
     side = 38 * random.lognormal(0, 0.65)
@@ -176,5 +197,8 @@ def write_shard(path: Path, samples: list[Files]) -> None:
     if not path.exists():
         write_whole(path, data)
     elif path.is_dir() or path.read_bytes() != data:
-        raise DataError(f"{path} exists and is not the sample data", "It is left as it is.",
-                        "Choose another folder, or move the file away first.")
+        raise DataError(
+            f"{path} exists and is not the sample data",
+            "It is left as it is.",
+            "Choose another folder, or move the file away first.",
+        )

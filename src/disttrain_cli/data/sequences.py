@@ -1,9 +1,10 @@
-"""Token arrays of packed sequences: ids, labels, positions, and the places of images and conditioning tokens.
+"""Token arrays of packed sequences: ids, labels, positions, and the places of images and
+conditioning tokens.
 
-A sample is BOS, its segments in order, EOS. Images and audio clips are rows of IMAGE placeholders (an encoder's output
-replaces both), images to be generated rows of CONTEXT placeholders. A label is the next token of the same sample, only
-where that is a token of a trained text, or EOS of a sample whose last text is trained (or that has none):
-`Index.label_tokens` counts them.
+A sample is BOS, its segments in order, EOS. Images and audio clips are rows of IMAGE placeholders
+(an encoder's output replaces both), images to be generated rows of CONTEXT placeholders. A label is
+the next token of the same sample, only where that is a token of a trained text, or EOS of a sample
+whose last text is trained (or that has none): `Index.label_tokens` counts them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class SequencePlan:
 
     def __init__(self, packing: Packing, number: int) -> None:
         index = packing.index
-        self.samples = packing.samples[packing.sample_start[number] : packing.sample_start[number + 1]]
+        self.samples = packing.samples[
+            packing.sample_start[number] : packing.sample_start[number + 1]
+        ]
         self.length = index.inputs.sequence_length
         self.sample_tokens = index.lengths[self.samples]
         self.sample_at = starts_of(self.sample_tokens)[:-1]
@@ -40,12 +43,14 @@ class SequencePlan:
         self.tokens = index.tokens[segments]
         self.trained = index.trained[segments]
         self.end_trained = index.end_trained[self.samples]
-        # Besides the segments before it, a segment lies behind the specials of earlier samples and its own BOS.
+        # Besides the segments before it, a segment lies behind the specials of earlier samples and
+        # its own BOS.
         samples_before = np.repeat(np.arange(len(self.samples)), counts)
         self.segment_at = starts_of(self.tokens)[:-1] + SAMPLE_SPECIALS * samples_before + 1
 
     def rows(self, kind: int) -> list[Ints]:
-        """Places of the tokens of each image (IMAGE), clip (AUDIO) or image to be generated (TARGET)."""
+        """Places of the tokens of each image (IMAGE), clip (AUDIO) or image to be generated
+        (TARGET)."""
         chosen = np.flatnonzero(self.kinds == kind)
         return [np.arange(self.segment_at[s], self.segment_at[s] + self.tokens[s]) for s in chosen]
 
@@ -63,14 +68,25 @@ class SequencePlan:
         ids = np.full(self.length, tokenizer.pad, dtype=np.int64)
         trained = np.zeros(self.length, dtype=bool)
         ends = self.sample_at + self.sample_tokens - 1
-        ids[self.sample_at], ids[ends], trained[ends] = tokenizer.bos, tokenizer.eos, self.end_trained
-        for kind, placeholder in ((IMAGE, tokenizer.image), (AUDIO, tokenizer.image), (TARGET, tokenizer.context)):
+        ids[self.sample_at], ids[ends], trained[ends] = (
+            tokenizer.bos,
+            tokenizer.eos,
+            self.end_trained,
+        )
+        for kind, placeholder in (
+            (IMAGE, tokenizer.image),
+            (AUDIO, tokenizer.image),
+            (TARGET, tokenizer.context),
+        ):
             for place in self.rows(kind):
                 ids[place] = placeholder
         texts = [text for row in self.samples.tolist() for text in read_texts(row)]
         for segment, text in zip(np.flatnonzero(self.kinds == TEXT), texts, strict=True):
             first = self.segment_at[segment]
-            ids[first : first + len(text)], trained[first : first + len(text)] = text, self.trained[segment]
+            ids[first : first + len(text)], trained[first : first + len(text)] = (
+                text,
+                self.trained[segment],
+            )
         labels = np.full(self.length, NOT_TRAINED, dtype=np.int64)
         labels[:-1] = np.where(trained[1:], ids[1:], NOT_TRAINED)
         return ids, labels

@@ -1,4 +1,5 @@
-"""Sizes of packed sequences as flat arrays: all that an ordering, and a simulation of one, needs of the data."""
+"""Sizes of packed sequences as flat arrays: all that an ordering, and a simulation of one, needs of
+the data."""
 
 from __future__ import annotations
 
@@ -51,8 +52,14 @@ class Sizes:
         """By module name, [Q, 3]: the columns of `Work` that each sequence brings to the module."""
         work = {inputs.llm: np.stack([np.ones(len(self)), self.tokens, self.length_sq], axis=1)}
         if inputs.images:
-            columns = (np.diff(self.image_start), self.per_sequence(self.patches), self.per_sequence(self.patches**2))
-            work |= dict.fromkeys([head.module for head in inputs.images], np.stack(columns, axis=1).astype(float))
+            columns = (
+                np.diff(self.image_start),
+                self.per_sequence(self.patches),
+                self.per_sequence(self.patches**2),
+            )
+            work |= dict.fromkeys(
+                [head.module for head in inputs.images], np.stack(columns, axis=1).astype(float)
+            )
         if inputs.audio is not None:
             work[inputs.audio.module] = self.clips[:, None] * np.array(inputs.audio.work(1))
         for head in inputs.targets:
@@ -78,14 +85,20 @@ def sizes_of_sample(sample: SizeSample) -> Sizes:
         tokens=np.array(sample.tokens, dtype=np.int64),
         length_sq=np.array(sample.length_sq, dtype=np.int64),
         image_start=starts_of(np.array([len(images) for images in sample.images], dtype=np.int64)),
-        patches=np.array([patches for images in sample.images for patches in images], dtype=np.int64),
+        patches=np.array(
+            [patches for images in sample.images for patches in images], dtype=np.int64
+        ),
         targets=np.array(sample.targets, dtype=np.int64),
         clips=np.array(sample.clips or [0] * len(sample.tokens), dtype=np.int64),
     )
 
 
 def sampled_batch(sizes: Sizes, count: int, step: int) -> Sizes:
-    """A global batch drawn from `sizes`: shuffled, each sequence equally often, other ones with every step."""
+    """A global batch drawn from `sizes`: shuffled, each sequence equally often, other ones with
+    every step."""
     turns = -(-count // len(sizes))
-    drawn = [np.argsort(mix(SAMPLED_BATCH, step, turn, np.arange(len(sizes))), kind="stable") for turn in range(turns)]
+    drawn = [
+        np.argsort(mix(SAMPLED_BATCH, step, turn, np.arange(len(sizes))), kind="stable")
+        for turn in range(turns)
+    ]
     return sizes.take(np.concatenate(drawn)[:count])

@@ -1,8 +1,9 @@
-"""What an ordering decides: for every slot of a step, which replica of which unit works on which items.
+"""What an ordering decides: for every slot of a step, which replica of which unit works on which
+items.
 
-Items of a slot are numbered in canonical order: sequences as the ordering lists them, images, clips and targets by
-(sequence, place in the sequence). Replicas refer to them by these numbers, so routes between units can be
-derived on every rank without a message.
+Items of a slot are numbered in canonical order: sequences as the ordering lists them, images, clips
+and targets by (sequence, place in the sequence). Replicas refer to them by these numbers, so routes
+between units can be derived on every rank without a message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def no_items() -> Ints:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a policy decides: places of the sequences, and how units without the LLM share a slot's items."""
+    """What a policy decides: places of the sequences, and how units without the LLM share a slot's
+    items."""
 
     places: Ints  # [n slots, LLM replicas, M] places in the batch; every sequence has one
     carry: bool = False  # replicas are level over the slots of the step too, not only in each one
@@ -33,7 +35,8 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ReplicaItems:
-    """The items of one replica of one unit in one slot, as canonical numbers in the replica's own order."""
+    """The items of one replica of one unit in one slot, as canonical numbers in the replica's own
+    order."""
 
     sequences: Ints  # empty for units without the LLM
     images: Ints  # images of equal grid adjacent: sorted by (grid rows, grid columns, number)
@@ -80,20 +83,30 @@ class Slot:
     def items(self, unit: str, replica: int, item: str) -> Ints:
         """Canonical numbers of one replica's items, in its own order."""
         own = self.replicas[unit][replica]
-        return {"image": own.images, "audio": own.clips, "sequence": own.sequences, "target": own.targets}[item]
+        return {
+            "image": own.images,
+            "audio": own.clips,
+            "sequence": own.sequences,
+            "target": own.targets,
+        }[item]
 
     def work(self, module: str, items: ReplicaItems) -> Work:
         """Work that these items bring to a module."""
         item = self.inputs.item(module)
         if item == "image":
-            patches = (self.image_grid[items.images, 0] * self.image_grid[items.images, 1]).astype(float)
+            patches = (self.image_grid[items.images, 0] * self.image_grid[items.images, 1]).astype(
+                float
+            )
             return Work(len(items.images), float(patches.sum()), float((patches**2).sum()))
         if item == "audio":
             assert self.inputs.audio is not None
             return self.inputs.audio.work(float(len(items.clips)))
         if item == "sequence":
-            return Work(len(items.sequences), float(self.sequence_tokens[items.sequences].sum()),
-                        float(self.sequence_length_sq[items.sequences].sum()))
+            return Work(
+                len(items.sequences),
+                float(self.sequence_tokens[items.sequences].sum()),
+                float(self.sequence_length_sq[items.sequences].sum()),
+            )
         return self.inputs.target_of(module).work(float(len(items.targets)))
 
 
@@ -109,10 +122,11 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class SlotBatch:
-    """Prepared inputs of one replica for one slot, as NumPy arrays; the fields of `models.layer.Batch`.
+    """Prepared inputs of one replica for one slot, as NumPy arrays; the fields of
+    `models.layer.Batch`.
 
-    Pixels are bytes, which the rank normalises (`ImageInput.affine`): a quarter of the memory and of the way there.
-    Fields that were not asked for are None.
+    Pixels are bytes, which the rank normalises (`ImageInput.affine`): a quarter of the memory and
+    of the way there. Fields that were not asked for are None.
     """
 
     image_grids: Ints

@@ -1,4 +1,5 @@
-"""The dataset in numbers: distributions over packed sequences, work that each brings, entropy of its tokens."""
+"""The dataset in numbers: distributions over packed sequences, work that each brings, entropy of
+its tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def describe_data(packing: Packing) -> DataProfile:
         fill_fraction=packing.fill_fraction,
         images_per_sequence=distribution(np.diff(packing.image_start)),
         skipped=len(index.skipped),
-        skipped_first=[f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]],
+        skipped_first=[
+            f"{f'{one.shard}/{one.key}'.rstrip('/')}: {one.reason}" for one in index.skipped[:NAMED]
+        ],
         unread=index.unread,
         sample=size_sample(packing),
     )
@@ -48,12 +51,17 @@ def describe_data(packing: Packing) -> DataProfile:
 def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
     """Sizes of `count` sequences in packed order, or of all where there are fewer.
 
-    They are spread evenly over the sequences sorted by patches read and, among similar ones, by images to generate
-    and then by audio clips: the means are the data's to a fraction of what they would be of as many drawn by chance.
+    They are spread evenly over the sequences sorted by patches read and, among similar ones, by
+    images to generate and then by audio clips: the means are the data's to a fraction of what they
+    would be of as many drawn by chance.
     """
     sizes = sizes_of(packing)
     count = min(count, len(sizes))
-    keys = [sizes.per_sequence(sizes.patches), sizes.targets, *([sizes.clips] if sizes.clips.any() else [])]
+    keys = [
+        sizes.per_sequence(sizes.patches),
+        sizes.targets,
+        *([sizes.clips] if sizes.clips.any() else []),
+    ]
     spread = _spread(keys, groups=max(1, round(count ** (1 / len(keys)))))
     sizes = sizes.take(np.sort(spread[(2 * np.arange(count) + 1) * len(sizes) // (2 * count)]))
     return SizeSample(
@@ -66,14 +74,20 @@ def size_sample(packing: Packing, count: int = SAMPLED_SEQUENCES) -> SizeSample:
 
 
 def _spread(keys: list[NDArray[np.int64]], groups: int) -> NDArray[np.int64]:
-    """Places sorted by the first key; of that many groups of similar ones each by the next key, and so on.
+    """Places sorted by the first key; of that many groups of similar ones each by the next key, and
+    so on.
 
     Up and down in turn, so that what one group's choice has too much another's has too little.
     """
     similar = [np.arange(len(keys[0]))]
     for depth, key in enumerate(keys):
-        parts = [part for group in similar for part in np.array_split(group, groups if depth else 1)]
-        similar = [part[np.argsort((-1) ** turn * key[part], kind="stable")] for turn, part in enumerate(parts)]
+        parts = [
+            part for group in similar for part in np.array_split(group, groups if depth else 1)
+        ]
+        similar = [
+            part[np.argsort((-1) ** turn * key[part], kind="stable")]
+            for turn, part in enumerate(parts)
+        ]
     return np.concatenate(similar)
 
 
@@ -82,16 +96,20 @@ def distribution(values: NDArray[np.int64]) -> Distribution:
     if not len(values):
         return Distribution(mean=0, p50=0, p95=0, p99=0, max=0)
     p50, p95, p99 = (float(value) for value in np.percentile(values, (50, 95, 99)))
-    return Distribution(mean=float(values.mean()), p50=p50, p95=p95, p99=p99, max=float(values.max()))
+    return Distribution(
+        mean=float(values.mean()), p50=p50, p95=p95, p99=p99, max=float(values.max())
+    )
 
 
 def sequence_work(packing: Packing) -> dict[str, NDArray[np.float64]]:
-    """By module name, [Q, 3]: the columns of `Work` that each packed sequence brings to the module."""
+    """By module name, [Q, 3]: the columns of `Work` that each packed sequence brings to the
+    module."""
     return sizes_of(packing).work(packing.index.inputs)
 
 
 def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
-    """By module name: mean work per sequence, and the largest of each of its amounts in one sequence."""
+    """By module name: mean work per sequence, and the largest of each of its amounts in one
+    sequence."""
     return {
         module: (Work(*rows.mean(axis=0).tolist()), Work(*rows.max(axis=0).tolist()))
         for module, rows in sequence_work(packing).items()
@@ -99,15 +117,18 @@ def mean_and_max_work(packing: Packing) -> dict[str, tuple[Work, Work]]:
 
 
 def unigram_entropy(run: Run, index: Index) -> float:
-    """Entropy in nats of the label tokens by their frequency alone: the text loss of a model without context.
+    """Entropy in nats of the label tokens by their frequency alone: the text loss of a model
+    without context.
 
-    Over all samples, or evenly spaced ones where there are more than `ENTROPY_SAMPLES`; raises DataError where a
-    shard changed.
+    Over all samples, or evenly spaced ones where there are more than `ENTROPY_SAMPLES`; raises
+    DataError where a shard changed.
     """
     tokenizer = read_tokenizer(run)
     reader = ShardReader(index, tokenizer)
     counts = np.zeros(index.inputs.vocabulary, dtype=np.int64)
-    for sample in np.unique(np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)).tolist():
+    for sample in np.unique(
+        np.linspace(0, len(index) - 1, min(len(index), ENTROPY_SAMPLES)).astype(int)
+    ).tolist():
         counts[tokenizer.eos] += index.end_trained[sample]
         segments = slice(*index.segment_start[sample : sample + 2])
         trained = index.trained[segments][index.kinds[segments] == TEXT]

@@ -1,4 +1,5 @@
-"""Text to token ids: a byte-level tokenizer that needs no file, or one of Hugging Face, from a folder or by name."""
+"""Text to token ids: a byte-level tokenizer that needs no file, or one of Hugging Face, from a
+folder or by name."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from numpy.typing import NDArray
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
-#: All that is read of a tokenizer; the later of the last two says which tokens begin, end and pad a text.
+# : All that is read of a tokenizer; the later of the last two says which tokens begin, end and pad
+# a text.
 FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
-CHOICES = "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
+CHOICES = (
+    "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."
+)
 
 
 class Tokenizer(Protocol):
@@ -65,9 +69,11 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """A local Hugging Face tokenizer (tokenizer.json); special ids that it lacks are appended to its vocabulary.
+    """A local Hugging Face tokenizer (tokenizer.json); special ids that it lacks are appended to
+    its vocabulary.
 
-    Which of its tokens begin, end and pad a text is said by tokenizer_config.json or special_tokens_map.json.
+    Which of its tokens begin, end and pad a text is said by tokenizer_config.json or
+    special_tokens_map.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,15 +89,15 @@ class FolderTokenizer:
             }
         except Exception as error:  # the library raises plain Exceptions for a bad file
             raise SpecError(
-                f"Cannot read the tokenizer {folder} (data.tokenizer)",
-                str(error),
-                CHOICES,
+                f"Cannot read the tokenizer {folder} (data.tokenizer)", str(error), CHOICES
             ) from None
         rules.no_truncation()
         rules.no_padding()
         self._rules = rules
         self.vocabulary = max(rules.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.pad, self.bos, self.eos = (self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos"))
+        self.pad, self.bos, self.eos = (
+            self._special(named.get(f"{name}_token")) for name in ("pad", "bos", "eos")
+        )
         self.image, self.context = self._special(None), self._special(None)
         content = hashlib.sha256()
         for path in (folder / name for name in FILES):
@@ -112,7 +118,10 @@ class FolderTokenizer:
         return list(self._rules.encode(text, add_special_tokens=False).ids)
 
     def count(self, texts: list[str]) -> list[int]:
-        return [len(encoding) for encoding in self._rules.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            len(encoding)
+            for encoding in self._rules.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def starts(self, text: str) -> NDArray[np.int64]:
         offsets = self._rules.encode(text, add_special_tokens=False).offsets
@@ -135,12 +144,17 @@ def read_tokenizer(run: Run) -> Tokenizer:
     if folder.is_dir():
         return FolderTokenizer(folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
-        raise SpecError(f"There is no tokenizer folder at {folder} (data.tokenizer)", f"given: {name!r}", CHOICES)
+        raise SpecError(
+            f"There is no tokenizer folder at {folder} (data.tokenizer)",
+            f"given: {name!r}",
+            CHOICES,
+        )
     return FolderTokenizer(_fetched(name, folder))
 
 
 def _fetched(name: str, folder: Path) -> Path:
-    """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not there yet.
+    """Folder of Hugging Face's cache with a tokenizer's files; they are fetched where they are not
+    there yet.
 
     Only `FILES` are fetched, and nothing in them is executed.
     """
@@ -150,9 +164,14 @@ def _fetched(name: str, folder: Path) -> Path:
     disable_progress_bars()
     found: Path | None = None
     try:
-        for local in (True, False):  # what is there is taken: all ranks tokenize alike, without a network
+        for local in (
+            True,
+            False,
+        ):  # what is there is taken: all ranks tokenize alike, without a network
             try:
-                found = Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=local))
+                found = Path(
+                    snapshot_download(name, allow_patterns=list(FILES), local_files_only=local)
+                )
             except Exception:  # its errors have no common base
                 if not local:
                     raise
@@ -161,9 +180,14 @@ def _fetched(name: str, folder: Path) -> Path:
     except Exception as error:
         why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise SpecError(
-            f"There is no tokenizer {name!r} here, and it cannot be fetched from Hugging Face (data.tokenizer)",
+            f"There is no tokenizer {name!r} here, and it cannot be fetched from Hugging Face"
+            " (data.tokenizer)",
             f"no folder {folder}; {why}",
-            f"{CHOICES} To fetch one where there is a network: hf download {name} {' '.join(FILES)}",
+            f"{CHOICES} To fetch one where there is a network: hf download {name}"
+            f" {' '.join(FILES)}",
         ) from None
-    raise SpecError(f"The tokenizer {name!r} of Hugging Face has no tokenizer.json (data.tokenizer)",
-                    "only fast tokenizers are read", CHOICES)
+    raise SpecError(
+        f"The tokenizer {name!r} of Hugging Face has no tokenizer.json (data.tokenizer)",
+        "only fast tokenizers are read",
+        CHOICES,
+    )

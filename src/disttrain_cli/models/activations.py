@@ -13,9 +13,10 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
     """Bytes saved for backward by one forward of a layer, each storage counted once.
 
-    Its input counts if it is saved, its output only if the layer itself saves it, so a sum over layers counts
-    every tensor about once. Weights, the batch and what a stage prepares once per batch (masks) do not count.
-    Needs a real device: attention takes another path on the meta device.
+    Its input counts if it is saved, its output only if the layer itself saves it, so a sum over
+    layers counts every tensor about once. Weights, the batch and what a stage prepares once per
+    batch (masks) do not count. Needs a real device: attention takes another path on the meta
+    device.
     """
     with torch.no_grad():
         layer(dict(state), batch)  # fills the batch's cache
@@ -28,7 +29,9 @@ def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = layer(dict(state), batch)  # kept until counted, so that no storage is given out twice
+        results = layer(
+            dict(state), batch
+        )  # kept until counted, so that no storage is given out twice
     total = sum(saved.values())
     del results
     return total

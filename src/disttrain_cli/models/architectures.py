@@ -1,6 +1,8 @@
-"""The registry of model classes: how each becomes a module here, and a run's modules read through it.
+"""The registry of model classes: how each becomes a module here, and a run's modules read through
+it.
 
-A class of models is one file with its layers, its checks beside its family's in `configs`, and one entry below.
+A class of models is one file with its layers, its checks beside its family's in `configs`, and one
+entry below.
 """
 
 from __future__ import annotations
@@ -54,11 +56,10 @@ class Architecture:
     """How a class of transformers or diffusers becomes a module.
 
     Attributes:
-        item: what the module works on.
-        published: the library's class whose weights `PipelineLayer.published` names, as "MODULE:CLASS".
-        read: the configuration (and a VAE's) of (name, architecture, spec, fields of `config.json`); SpecError.
-        make: the layers in pipeline order.
-        inputs: what it asks of the data; None for an LLM.
+        item: what the module works on. published: the library's class whose weights
+        `PipelineLayer.published` names, as "MODULE:CLASS". read: the configuration (and a VAE's) of
+        (name, architecture, spec, fields of `config.json`); SpecError. make: the layers in pipeline
+        order. inputs: what it asks of the data; None for an LLM.
     """
 
     kind: Kind
@@ -70,7 +71,9 @@ class Architecture:
 
 
 def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
-    def read(name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]) -> tuple[Any, None]:
+    def read(
+        name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+    ) -> tuple[Any, None]:
         return read_transformer(class_name, check, name, architecture, spec, fields), None
 
     return read
@@ -78,7 +81,10 @@ def _transformer(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]
 
 def _tower_config(class_name: str, check: Any) -> Callable[..., tuple[Any, None]]:
     """The same of a tower that ends with the block whose output is read."""
-    def read(name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]) -> tuple[Any, None]:
+
+    def read(
+        name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+    ) -> tuple[Any, None]:
         config = read_transformer(class_name, check, name, architecture, spec, fields)
         if spec.feature_layer is not None:
             config.num_hidden_layers += spec.feature_layer + 1
@@ -94,52 +100,99 @@ def _encoder(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[La
 
 def _tower(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
     module, spec = joined.module, joined.spec
-    return _beside(joined, makers(module.name, module.config, spec.merge, joined.projector_hidden, joined.llm_width,
-                                  final_norm=spec.feature_layer is None))
+    return _beside(
+        joined,
+        makers(
+            module.name,
+            module.config,
+            spec.merge,
+            joined.projector_hidden,
+            joined.llm_width,
+            final_norm=spec.feature_layer is None,
+        ),
+    )
 
 
 def _qwen_vision(joined: Joined) -> list[LayerMaker]:
-    return _beside(joined, qwen_vision.makers(
-        joined.module.name, joined.module.config, joined.projector_hidden, joined.llm_width))
+    return _beside(
+        joined,
+        qwen_vision.makers(
+            joined.module.name, joined.module.config, joined.projector_hidden, joined.llm_width
+        ),
+    )
 
 
 def _beside(joined: Joined, makers: list[LayerMaker]) -> list[LayerMaker]:
     """The layers of an image encoder, of further ones each at its place."""
+
     def placed(construct: Callable[[], PipelineLayer]) -> PipelineLayer:
         layer = construct()
         assert isinstance(layer, ImageLayer)
         return layer.stand_at(joined.place)
 
-    return [replace(maker, construct=partial(placed, maker.construct)) for maker in makers] if joined.place else makers
+    return (
+        [replace(maker, construct=partial(placed, maker.construct)) for maker in makers]
+        if joined.place
+        else makers
+    )
 
 
 def _decoder(joined: Joined) -> list[LayerMaker]:
     weight = joined.loss_weights.text
-    return decoder.makers(joined.module.name, joined.module.config, joined.reads, joined.feeds_generator, weight)
+    return decoder.makers(
+        joined.module.name, joined.module.config, joined.reads, joined.feeds_generator, weight
+    )
 
 
 def _generator(makers: Callable[..., list[LayerMaker]], joined: Joined) -> list[LayerMaker]:
     module, spec = joined.module, joined.spec
     assert spec.image_size is not None and module.noise is not None
     side, encodes = module.config["sample_size"], module.vae is not None and not spec.cached_latents
-    canvas = Canvas((module.config["in_channels"], side, side), module.noise, spec.image_size, encodes,
-                    joined.place)
-    before = [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.place)] \
-        if module.vae is not None and encodes else []
-    return before + makers(module.name, module.config, canvas, spec.context_tokens, joined.projector_hidden,
-                           joined.llm_width, joined.loss_weights.of(module.name))
+    canvas = Canvas(
+        (module.config["in_channels"], side, side),
+        module.noise,
+        spec.image_size,
+        encodes,
+        joined.place,
+    )
+    before = (
+        [vae.encoder_maker(module.name, module.vae, spec.image_size, joined.place)]
+        if module.vae is not None and encodes
+        else []
+    )
+    return before + makers(
+        module.name,
+        module.config,
+        canvas,
+        spec.context_tokens,
+        joined.projector_hidden,
+        joined.llm_width,
+        joined.loss_weights.of(module.name),
+    )
 
 
 def _tower_input(normal: Any, extra_tokens: int, run: Run, module: ModuleConfig) -> ImageInput:
     merge = run.file.model.modules[module.name].merge
     return image_input(
-        run, module.name, normal, patch_px=module.config.patch_size, merge=merge, extra_tokens=extra_tokens)
+        run,
+        module.name,
+        normal,
+        patch_px=module.config.patch_size,
+        merge=merge,
+        extra_tokens=extra_tokens,
+    )
 
 
 def _qwen_vision_input(run: Run, module: ModuleConfig) -> ImageInput:
     config = module.config
-    return image_input(run, module.name, CLIP, patch_px=config.patch_size, merge=config.spatial_merge_size,
-                       window=config.window_size // config.patch_size)
+    return image_input(
+        run,
+        module.name,
+        CLIP,
+        patch_px=config.patch_size,
+        merge=config.spatial_merge_size,
+        window=config.window_size // config.patch_size,
+    )
 
 
 def _whisper_input(run: Run, module: ModuleConfig) -> AudioInput:
@@ -166,35 +219,75 @@ def _generator_input(run: Run, module: ModuleConfig) -> TargetInput:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "vit": Architecture(
-        "encoder", "image", "transformers:ViTModel", _tower_config("ViTConfig", encoders.check_vit),
-        partial(_tower, vit.makers), partial(_tower_input, HALVES, 1)),
+        "encoder",
+        "image",
+        "transformers:ViTModel",
+        _tower_config("ViTConfig", encoders.check_vit),
+        partial(_tower, vit.makers),
+        partial(_tower_input, HALVES, 1),
+    ),
     "clip_vision_model": Architecture(
-        "encoder", "image", "transformers:CLIPVisionModel",
-        _tower_config("CLIPVisionConfig", encoders.check_clip_or_siglip), partial(_tower, clip.makers),
-        partial(_tower_input, CLIP, 1)),
+        "encoder",
+        "image",
+        "transformers:CLIPVisionModel",
+        _tower_config("CLIPVisionConfig", encoders.check_clip_or_siglip),
+        partial(_tower, clip.makers),
+        partial(_tower_input, CLIP, 1),
+    ),
     "siglip_vision_model": Architecture(
-        "encoder", "image", "transformers:SiglipVisionModel",
-        _tower_config("SiglipVisionConfig", encoders.check_clip_or_siglip), partial(_tower, siglip.makers),
-        partial(_tower_input, HALVES, 0)),
+        "encoder",
+        "image",
+        "transformers:SiglipVisionModel",
+        _tower_config("SiglipVisionConfig", encoders.check_clip_or_siglip),
+        partial(_tower, siglip.makers),
+        partial(_tower_input, HALVES, 0),
+    ),
     "qwen2_5_vl_vision": Architecture(
-        "encoder", "image",
+        "encoder",
+        "image",
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl:Qwen2_5_VisionTransformerPretrainedModel",
-        _transformer("Qwen2_5_VLVisionConfig", encoders.check_qwen_vision), _qwen_vision, _qwen_vision_input),
+        _transformer("Qwen2_5_VLVisionConfig", encoders.check_qwen_vision),
+        _qwen_vision,
+        _qwen_vision_input,
+    ),
     "whisper": Architecture(
-        "encoder", "audio", "transformers.models.whisper.modeling_whisper:WhisperEncoder",
-        _transformer("WhisperConfig", encoders.check_whisper), partial(_encoder, whisper.makers), _whisper_input),
-    **{name: Architecture(
-        "llm", "sequence", f"transformers:{family}ForCausalLM", _transformer(f"{family}Config", decoders.check_decoder),
-        _decoder) for name, family in decoders.FAMILIES.items()},
+        "encoder",
+        "audio",
+        "transformers.models.whisper.modeling_whisper:WhisperEncoder",
+        _transformer("WhisperConfig", encoders.check_whisper),
+        partial(_encoder, whisper.makers),
+        _whisper_input,
+    ),
+    **{
+        name: Architecture(
+            "llm",
+            "sequence",
+            f"transformers:{family}ForCausalLM",
+            _transformer(f"{family}Config", decoders.check_decoder),
+            _decoder,
+        )
+        for name, family in decoders.FAMILIES.items()
+    },
     "unet2d_condition": Architecture(
-        "generator", "target", "diffusers:UNet2DConditionModel", read_unet, partial(_generator, unet.makers),
-        _generator_input),
+        "generator",
+        "target",
+        "diffusers:UNet2DConditionModel",
+        read_unet,
+        partial(_generator, unet.makers),
+        _generator_input,
+    ),
     "pixart": Architecture(
-        "generator", "target", "diffusers:PixArtTransformer2DModel", read_pixart, partial(_generator, pixart.makers),
-        _generator_input),
+        "generator",
+        "target",
+        "diffusers:PixArtTransformer2DModel",
+        read_pixart,
+        partial(_generator, pixart.makers),
+        _generator_input,
+    ),
 }
 
-#: What a `config.json` names otherwise: the architecture, and the field of its configuration inside the whole model's.
+# : What a `config.json` names otherwise: the architecture, and the field of its configuration
+# inside the whole model's.
 _ALIASES: dict[str, tuple[str, str | None]] = {
     "clip": ("clip_vision_model", "vision_config"),
     "siglip": ("siglip_vision_model", "vision_config"),
@@ -208,13 +301,21 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
     """Configurations of a run's modules in pipeline order.
 
     Raises:
-        SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two audio encoders.
+        SpecError: unknown architecture or field, wrong value, missing or foreign `config.json`, two
+        audio encoders.
     """
     configs = {name: _read(run, name) for name in run.file.model.order}
-    alike = [name for name, module in configs.items() if ARCHITECTURES[module.architecture].item == "audio"]
+    alike = [
+        name
+        for name, module in configs.items()
+        if ARCHITECTURES[module.architecture].item == "audio"
+    ]
     if len(alike) > 1:
-        raise SpecError(f"{' and '.join(alike)} are both audio encoders", "this version takes at most one",
-                        "Remove one of them from model.modules.")
+        raise SpecError(
+            f"{' and '.join(alike)} are both audio encoders",
+            "this version takes at most one",
+            "Remove one of them from model.modules.",
+        )
     llm = next(c for c in configs.values() if c.kind == "llm")
     if run.file.data.tokenizer == "bytes" and llm.config.vocab_size < BYTE_TOKENS:
         allowed = f"at least {BYTE_TOKENS}, the ids of the tokenizer 'bytes'"
@@ -224,7 +325,9 @@ def read_configs(run: Run) -> dict[str, ModuleConfig]:
 
 def _read(run: Run, name: str) -> ModuleConfig:
     spec = run.file.model.modules[name]
-    architecture, fields = (spec.architecture, {}) if spec.folder is None else _folder(run, name, spec.folder)
+    architecture, fields = (
+        (spec.architecture, {}) if spec.folder is None else _folder(run, name, spec.folder)
+    )
     if architecture not in ARCHITECTURES:
         what = f"model.modules.{name}: unknown architecture {architecture!r}"
         raise SpecError(what, f"known: {', '.join(ARCHITECTURES)}")
@@ -237,7 +340,9 @@ def _read(run: Run, name: str) -> ModuleConfig:
         )
     if spec.vae_folder is not None:
         path = run.resolve(spec.vae_folder) / "config.json"
-        spec = with_folder(spec, _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder."))
+        spec = with_folder(
+            spec, _mapping(path, "VAE's configuration", f"Correct model.modules.{name}.vae_folder.")
+        )
     try:
         config, own_vae = entry.read(name, architecture, spec, fields)
     except SpecError as error:
@@ -246,57 +351,94 @@ def _read(run: Run, name: str) -> ModuleConfig:
     return ModuleConfig(name, entry.kind, architecture, config, own_vae, noise)
 
 
-def _with_vae(run: Run, name: str, spec: ModuleSpec, fields: dict[str, Any], error: SpecError) -> SpecError:
+def _with_vae(
+    run: Run, name: str, spec: ModuleSpec, fields: dict[str, Any], error: SpecError
+) -> SpecError:
     """The error, with what is missing where a generator of latents has no VAE."""
     channels = {**fields, **spec.config}.get("in_channels", 3)
-    if spec.kind != "generator" or spec.vae is not None or channels == 3 or "channels" not in error.what:
+    if (
+        spec.kind != "generator"
+        or spec.vae is not None
+        or channels == 3
+        or "channels" not in error.what
+    ):
         return error
     beside = run.resolve(spec.folder).parent / "vae" if spec.folder is not None else None
     found = beside is not None and (beside / "config.json").exists()
-    given = f"{str(spec.folder).rstrip('/').rpartition('/')[0] or '.'}/vae" if found else "FOLDER, its VAE's"
-    return SpecError(error.what, error.why, f"It denoises latents: set model.modules.{name}.vae_folder: {given}")
+    given = (
+        f"{str(spec.folder).rstrip('/').rpartition('/')[0] or '.'}/vae"
+        if found
+        else "FOLDER, its VAE's"
+    )
+    return SpecError(
+        error.what, error.why, f"It denoises latents: set model.modules.{name}.vae_folder: {given}"
+    )
 
 
 def _scheduler(run: Run, spec: ModuleSpec) -> dict[str, Any]:
-    """Fields of the `scheduler_config.json` in a generator's folder, or in the folder `scheduler` beside it."""
+    """Fields of the `scheduler_config.json` in a generator's folder, or in the folder `scheduler`
+    beside it."""
     folder = run.resolve(spec.folder) if spec.folder is not None else None
     places = [folder, folder.parent / "scheduler"] if folder is not None else []
-    path = next((p / "scheduler_config.json" for p in places if (p / "scheduler_config.json").exists()), None)
+    path = next(
+        (p / "scheduler_config.json" for p in places if (p / "scheduler_config.json").exists()),
+        None,
+    )
     return {} if path is None else _mapping(path, "noise schedule", "Download the folder again.")
 
 
 def _mapping(path: Path, what: str, next_step: str) -> dict[str, Any]:
     fields = parse_json(path, what, next_step)
     if not isinstance(fields, dict):
-        raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(fields).__name__}", next_step)
+        raise SpecError(
+            f"The {what} {path} must be a mapping", f"given: {type(fields).__name__}", next_step
+        )
     return fields
 
 
 def _instead(there: Path, name: str, folder: str) -> str:
-    """What to do where a folder has no `config.json`: name a part of a whole pipeline, or download it."""
+    """What to do where a folder has no `config.json`: name a part of a whole pipeline, or download
+    it."""
     field = f"model.modules.{name}.folder"
     parts = [part for part in PARTS if (there / part / "config.json").exists()]
     if parts:
-        return f"It holds the parts of a whole pipeline: set {field}: {folder.rstrip('/')}/{parts[0]}"
+        return (
+            f"It holds the parts of a whole pipeline: set {field}: {folder.rstrip('/')}/{parts[0]}"
+        )
     if not there.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", folder):
-        return f"Correct {field}; or download it first, if it is a model's name on Hugging Face: " \
-               f"hf download {folder} --local-dir {folder}"
+        return (
+            f"Correct {field}; or download it first, if it is a model's name on Hugging Face: "
+            f"hf download {folder} --local-dir {folder}"
+        )
     return f"Correct {field}, or give architecture."
 
 
 def _folder(run: Run, name: str, folder: str) -> tuple[str, dict[str, Any]]:
-    """Architecture and configuration of a folder's `config.json`; no code of a folder is ever run."""
+    """Architecture and configuration of a folder's `config.json`; no code of a folder is ever
+    run."""
     path = run.resolve(folder) / "config.json"
     fields = _mapping(path, "model configuration", _instead(path.parent, name, folder))
     if "auto_map" in fields:
-        what = f"model.modules.{name}: {path} asks for code of its own (auto_map: {fields['auto_map']})"
-        why = f"code of a model's folder is never run; known architectures: {', '.join(ARCHITECTURES)}"
-        raise SpecError(what, why, "Remove auto_map from config.json if the model is exactly one of these.")
+        what = (
+            f"model.modules.{name}: {path} asks for code of its own (auto_map:"
+            f" {fields['auto_map']})"
+        )
+        why = (
+            "code of a model's folder is never run; known architectures:"
+            f" {', '.join(ARCHITECTURES)}"
+        )
+        raise SpecError(
+            what, why, "Remove auto_map from config.json if the model is exactly one of these."
+        )
     given = str(fields.get("model_type", fields.get("_class_name")))
     architecture, inside = _ALIASES.get(given, (given, None))
     if inside is None:
         return architecture, fields
     if not isinstance(fields.get(inside), dict):
-        what = f"model.modules.{name}: {path} is of a whole {given} model, of which {inside} is used"
-        raise SpecError(what, f"given: {fields.get(inside)!r}", f"Correct model.modules.{name}.folder.")
+        what = (
+            f"model.modules.{name}: {path} is of a whole {given} model, of which {inside} is used"
+        )
+        raise SpecError(
+            what, f"given: {fields.get(inside)!r}", f"Correct model.modules.{name}.folder."
+        )
     return architecture, fields[inside]

@@ -1,15 +1,16 @@
 """Attention inside segments of packed rows: samples of a sequence, images, windows of an image.
 
-No mask exists anywhere, so memory grows with the rows, not with their square. `kernel_for` says which kernel does the
-mathematics, for training and for what plans price alike:
+No mask exists anywhere, so memory grows with the rows, not with their square. `kernel_for` says
+which kernel does the mathematics, for training and for what plans price alike:
 
 - `varlen`: one flash-attention call for all segments (Dao 2023, arXiv 2307.08691).
-- `efficient`: on a GPU, where flash attention does not take the numbers or the heads: memory-efficient attention (Rabe
+- `efficient`: on a GPU, where flash attention does not take the numbers or the heads:
+  memory-efficient attention (Rabe
   and Staats 2021, arXiv 2112.05682) over all segments of a length at once.
 - `grouped`: anywhere; PyTorch's scaled_dot_product_attention over all segments of a length at once.
 
-transformers' layers call it where their configuration says so (`packed`), with the segments in the mask's place;
-diffusers' by their processor (`with_own_attention`).
+transformers' layers call it where their configuration says so (`packed`), with the segments in the
+mask's place; diffusers' by their processor (`with_own_attention`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ if TYPE_CHECKING:
 PACKED = "packed"
 
 Kernel = Literal["varlen", "efficient", "grouped"]
-#: What flash attention takes (torch 2.11 to 2.13): the widest head, in steps of, and the oldest compute capability.
+# : What flash attention takes (torch 2.11 to 2.13): the widest head, in steps of, and the oldest
+# compute capability.
 WIDEST_HEAD, HEAD_STEP, CAPABILITY = 256, 8, (8, 0)
 #: Memory-efficient attention takes heads of any width in steps of as many bytes.
 HEAD_STEP_BYTES = 16
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Kernel:
-    """The kernel that attention runs with on a device; "meta" stands for a GPU that is recent enough."""
+    """The kernel that attention runs with on a device; "meta" stands for a GPU that is recent
+    enough."""
     if device.type not in ("cuda", "meta"):
         return "grouped"
     recent = device.type == "meta" or torch.cuda.get_device_capability(device) >= CAPABILITY
@@ -47,7 +50,9 @@ def kernel_for(device: torch.device, dtype: torch.dtype, head_width: int) -> Ker
     if recent and half and head_width <= WIDEST_HEAD and head_width % HEAD_STEP == 0:
         return "varlen"
     known = dtype in (torch.float32, torch.float16) or (recent and half)
-    return "efficient" if known and head_width * dtype.itemsize % HEAD_STEP_BYTES == 0 else "grouped"
+    return (
+        "efficient" if known and head_width * dtype.itemsize % HEAD_STEP_BYTES == 0 else "grouped"
+    )
 
 
 class Segments:
@@ -58,7 +63,8 @@ class Segments:
 
     @cached_property
     def starts(self) -> Tensor:
-        """[S + 1] int32: the first row of every segment, and the end of the last; with their values also on meta."""
+        """[S + 1] int32: the first row of every segment, and the end of the last; with their values
+        also on meta."""
         device = torch.device("cpu") if self._device.type == "meta" else self._device
         return to_device([0, *accumulate(self.lengths)], device, torch.int32)
 
@@ -71,7 +77,8 @@ class Segments:
 
     @cached_property
     def order(self) -> tuple[Tensor, Tensor] | None:
-        """[R] rows by the length of their segment, and the way back; None where they stay as they are."""
+        """[R] rows by the length of their segment, and the way back; None where they stay as they
+        are."""
         if self._together:
             return None
         with torch.device("cpu"):
@@ -85,7 +92,9 @@ class Segments:
         return len(list(groupby(self.lengths))) < 2 * len(set(self.lengths))
 
 
-def segments_of(batch: Batch, name: str, lengths: Callable[[], Sequence[int]], like: Tensor) -> Segments:
+def segments_of(
+    batch: Batch, name: str, lengths: Callable[[], Sequence[int]], like: Tensor
+) -> Segments:
     """Segments of this name, made once per stage and batch, on the device of `like`."""
     if name not in batch.cache:
         batch.cache[name] = Segments(lengths(), like.device)
@@ -104,17 +113,24 @@ class _Rows(NamedTuple):
     value: Tensor
 
 
-def attend(query_RHD: Tensor, key_RGD: Tensor, value_RGD: Tensor, within: Segments, to: Segments | None = None, *,
-           scale: float | None = None, causal: bool = False, window: int | None = None) -> Tensor:
+def attend(
+    query_RHD: Tensor,
+    key_RGD: Tensor,
+    value_RGD: Tensor,
+    within: Segments,
+    to: Segments | None = None,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> Tensor:
     """Attention of every row to the rows of its own segment: [R, H, D].
 
     Args:
-        key_RGD, value_RGD: of G heads, each of which serves H / G heads of the query.
-        within: the query's segments,
-        to: and those of keys and values, where they are others; all of either are equally long then.
-        scale: of the scores; 1 / √D if None.
-        causal: to itself and the rows before it only,
-        window: and of those to the last `window`, itself among them.
+        key_RGD, value_RGD: of G heads, each of which serves H / G heads of the query. within: the
+        query's segments, to: and those of keys and values, where they are others; all of either are
+        equally long then. scale: of the scores; 1 / √D if None. causal: to itself and the rows
+        before it only, window: and of those to the last `window`, itself among them.
     """
     rows = _Rows(query_RHD, key_RGD, value_RGD)
     if window is not None and window >= within.longest:
@@ -123,41 +139,75 @@ def attend(query_RHD: Tensor, key_RGD: Tensor, value_RGD: Tensor, within: Segmen
     if kernel == "varlen":
         return _varlen(rows, within, to or within, scale, causal, window)
     if to is not None:
-        query, key, value = (tensor.unflatten(0, (len(within.lengths), -1)).transpose(1, 2) for tensor in rows)
+        query, key, value = (
+            tensor.unflatten(0, (len(within.lengths), -1)).transpose(1, 2) for tensor in rows
+        )
         return _dense(kernel, query, key, value, causal, scale).transpose(1, 2).flatten(0, 1)
     return _grouped(kernel, rows, within, scale, causal, window)
 
 
-def _varlen(rows: _Rows, within: Segments, to: Segments, scale: float | None, causal: bool,
-            window: int | None) -> Tensor:
+def _varlen(
+    rows: _Rows,
+    within: Segments,
+    to: Segments,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
     before = -1 if window is None else window - 1  # flash attention does not count the row itself
-    return varlen_attn(*rows, within.starts, to.starts, within.longest, to.longest, scale=scale,
-                       window_size=(before, 0) if causal else (-1, -1),
-                       enable_gqa=rows.query.shape[1] != rows.key.shape[1])
+    return varlen_attn(
+        *rows,
+        within.starts,
+        to.starts,
+        within.longest,
+        to.longest,
+        scale=scale,
+        window_size=(before, 0) if causal else (-1, -1),
+        enable_gqa=rows.query.shape[1] != rows.key.shape[1],
+    )
 
 
-def _dense(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _dense(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> Tensor:
     """Attention [N, H, L, D] without a mask."""
     if kernel == "grouped":
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale)
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale
+        )
     kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     made: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, kept, 0.0, causal, scale=scale)[0]
+        query, key, value, None, kept, 0.0, causal, scale=scale
+    )[0]
     return made
 
 
-def _grouped(kernel: Kernel, rows: _Rows, within: Segments, scale: float | None, causal: bool,
-             window: int | None) -> Tensor:
+def _grouped(
+    kernel: Kernel,
+    rows: _Rows,
+    within: Segments,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
     each = rows.query.shape[1] // rows.key.shape[1]
     if each > 1:
-        rows = rows._replace(key=rows.key.repeat_interleave(each, 1), value=rows.value.repeat_interleave(each, 1))
+        rows = rows._replace(
+            key=rows.key.repeat_interleave(each, 1), value=rows.value.repeat_interleave(each, 1)
+        )
     if within.order is not None:
         rows = _Rows(*(tensor.index_select(0, within.order[0]) for tensor in rows))
     sizes = [count * length for count, length in within.groups]
     parts = []
-    for (count, length), *part in zip(within.groups, *(tensor.split(sizes) for tensor in rows), strict=True):
-        query, key, value = (tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in part)  # [N, H, L, D]
-        if window is None or length <= window or query.is_meta:  # model FLOPs know no window (`flops`)
+    for (count, length), *part in zip(
+        within.groups, *(tensor.split(sizes) for tensor in rows), strict=True
+    ):
+        query, key, value = (
+            tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in part
+        )  # [N, H, L, D]
+        if (
+            window is None or length <= window or query.is_meta
+        ):  # model FLOPs know no window (`flops`)
             made = _dense(kernel, query, key, value, causal, scale)
         else:
             made = _windowed(query, key, value, scale, window)
@@ -166,15 +216,26 @@ def _grouped(kernel: Kernel, rows: _Rows, within: Segments, scale: float | None,
     return made if within.order is None else made.index_select(0, within.order[1])
 
 
-def _windowed(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int) -> Tensor:
-    """Causal attention [N, H, L, D] to the last `window` rows, by blocks of as many queries: 2·window² scores each."""
+def _windowed(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int
+) -> Tensor:
+    """Causal attention [N, H, L, D] to the last `window` rows, by blocks of as many queries:
+    2·window² scores each."""
     made = []
     for start in range(0, query.shape[2], window):
         first, end = max(0, start - window + 1), min(start + window, query.shape[2])
-        back = torch.arange(start, end, device=query.device)[:, None] - torch.arange(first, end, device=query.device)
-        made.append(functional.scaled_dot_product_attention(
-            query[:, :, start:end], key[:, :, first:end], value[:, :, first:end],
-            attn_mask=(back >= 0) & (back < window), scale=scale))
+        back = torch.arange(start, end, device=query.device)[:, None] - torch.arange(
+            first, end, device=query.device
+        )
+        made.append(
+            functional.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, first:end],
+                value[:, :, first:end],
+                attn_mask=(back >= 0) & (back < window),
+                scale=scale,
+            )
+        )
     return torch.cat(made, dim=2)
 
 
@@ -187,19 +248,35 @@ def packed(config: Any) -> Any:
     return config
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Segments,
-            dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
-            **_: Any) -> tuple[Tensor, None]:
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Segments,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """As transformers' layers call it, with heads before rows: [N, H, L, D] → [N, L, H, D]."""
     assert not dropout
     query_RHD, *others = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    made = attend(query_RHD, others[0], others[1], attention_mask, scale=scaling, causal=module.is_causal,
-                  window=sliding_window)
+    made = attend(
+        query_RHD,
+        others[0],
+        others[1],
+        attention_mask,
+        scale=scaling,
+        causal=module.is_causal,
+        window=sliding_window,
+    )
     return made.unflatten(0, (len(query), -1)), None
 
 
 def with_own_attention(layer: nn.Module) -> nn.Module:
-    """The layer with diffusers' attention, stock except for what computes the scores, attending as above."""
+    """The layer with diffusers' attention, stock except for what computes the scores, attending as
+    above."""
     from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
     for part in layer.modules():
@@ -210,11 +287,20 @@ def with_own_attention(layer: nn.Module) -> nn.Module:
 
 
 class _Processor:
-    """As diffusers' AttnProcessor2_0: rows [N, L, D] or an image [N, D, H, W], attending those [N, S, D'] if given."""
+    """As diffusers' AttnProcessor2_0: rows [N, L, D] or an image [N, D, H, W], attending those [N,
+    S, D'] if given."""
 
-    def __call__(self, attention: Any, hidden: Tensor, encoder_hidden_states: Tensor | None = None,
-                 attention_mask: None = None, temb: Tensor | None = None) -> Tensor:
-        assert attention_mask is None and attention.spatial_norm is None and not attention.norm_cross
+    def __call__(
+        self,
+        attention: Any,
+        hidden: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
+        assert (
+            attention_mask is None and attention.spatial_norm is None and not attention.norm_cross
+        )
         given = hidden
         if given.ndim == 4:
             hidden = hidden.flatten(2).transpose(1, 2)
@@ -223,7 +309,12 @@ class _Processor:
         other = hidden if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
             linear(rows).unflatten(-1, (attention.heads, -1)).flatten(0, 1)
-            for linear, rows in ((attention.to_q, hidden), (attention.to_k, other), (attention.to_v, other)))
+            for linear, rows in (
+                (attention.to_q, hidden),
+                (attention.to_k, other),
+                (attention.to_v, other),
+            )
+        )
         query = query if attention.norm_q is None else attention.norm_q(query)
         key = key if attention.norm_k is None else attention.norm_k(key)
         own, to = (equal_segments(*rows.shape[:2], rows.device) for rows in (hidden, other))
@@ -232,4 +323,8 @@ class _Processor:
         if given.ndim == 4:
             made = made.transpose(1, 2).reshape(given.shape)
         made = made + given if attention.residual_connection else made
-        return made if attention.rescale_output_factor == 1.0 else made / attention.rescale_output_factor
+        return (
+            made
+            if attention.rescale_output_factor == 1.0
+            else made / attention.rescale_output_factor
+        )

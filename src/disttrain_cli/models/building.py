@@ -1,4 +1,5 @@
-"""Building a layer anywhere with weights that depend on nothing but the run's seed and the layer's name."""
+"""Building a layer anywhere with weights that depend on nothing but the run's seed and the layer's
+name."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from disttrain_cli.models.layer import PipelineLayer
 class LayerMaker:
     """How to construct one layer, and how its weights start.
 
-    `std` is the deviation of normal weights (biases zero, norms one), or None for each class's own defaults.
-    `drawn_as` names a layer whose normal weights these are a copy of (a head's, of the embedding), if not its own.
+    `std` is the deviation of normal weights (biases zero, norms one), or None for each class's own
+    defaults. `drawn_as` names a layer whose normal weights these are a copy of (a head's, of the
+    embedding), if not its own.
     """
 
     construct: Callable[[], PipelineLayer]
@@ -40,8 +42,9 @@ class LayerMaker:
     ) -> PipelineLayer:
         """The layer with its initial weights, drawn on the CPU in float32 on any device.
 
-        With `tp` one rank's part of it. With `tp_rank` that rank's part of the very weights that the whole layer
-        has, which is in the CPU's memory meanwhile; else drawn for itself: of the right shapes, for measuring.
+        With `tp` one rank's part of it. With `tp_rank` that rank's part of the very weights that
+        the whole layer has, which is in the CPU's memory meanwhile; else drawn for itself: of the
+        right shapes, for measuring.
         """
         layer = self.on_meta() if tp_rank is not None else shard(self.on_meta(), tp)
         if torch.device(device).type == "meta":

@@ -1,7 +1,9 @@
-"""transformers' CLIP vision tower as pipeline layers: embed, block × n, projector into the LLM's width.
+"""transformers' CLIP vision tower as pipeline layers: embed, block × n, projector into the LLM's
+width.
 
-The LLM reads the patches; the pooled class token is not used. The patches of the last block go through the tower's
-final norm, which CLIP itself applies to its class token only; those of an inner block (`feature_layer`) do not.
+The LLM reads the patches; the pooled class token is not used. The patches of the last block go
+through the tower's final norm, which CLIP itself applies to its class token only; those of an inner
+block (`feature_layer`) do not.
 """
 
 from __future__ import annotations
@@ -20,13 +22,24 @@ def _block(module: str, number: int, config: Any) -> Block:
 
 
 def makers(
-    module: str, config: Any, merge: int, projector_hidden: int, llm_width: int, final_norm: bool = True
+    module: str,
+    config: Any,
+    merge: int,
+    projector_hidden: int,
+    llm_width: int,
+    final_norm: bool = True,
 ) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block as it is."""
+    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
+    as it is."""
     std = config.initializer_range
     norm = "post_layernorm" if final_norm else None
     return [
         LayerMaker(partial(PatchEmbed, module, config, class_token=True), std),
-        *(LayerMaker(partial(_block, module, i, config), std) for i in range(config.num_hidden_layers)),
-        LayerMaker(partial(Projector, module, config, norm, 1, merge, projector_hidden, llm_width), std),
+        *(
+            LayerMaker(partial(_block, module, i, config), std)
+            for i in range(config.num_hidden_layers)
+        ),
+        LayerMaker(
+            partial(Projector, module, config, norm, 1, merge, projector_hidden, llm_width), std
+        ),
     ]

@@ -1,6 +1,8 @@
-"""Cross-entropy over a vocabulary, or over the shards of one that a TP group divides (Shoeybi et al. 2019, section 3).
+"""Cross-entropy over a vocabulary, or over the shards of one that a TP group divides (Shoeybi et
+al. 2019, section 3).
 
-Logits stay in the model's precision, in which they are kept for the backward; only some rows at a time are in fp32.
+Logits stay in the model's precision, in which they are kept for the backward; only some rows at a
+time are in fp32.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ if TYPE_CHECKING:
 CHUNK = 1 << 25
 
 
-def cross_entropy(logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None) -> Tensor:
+def cross_entropy(
+    logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None
+) -> Tensor:
     """Summed cross-entropy [] in fp32 of the rows whose label is not negative.
 
     Args:
-        logits_RV: of the ids from `first_id` on; the group's other ranks have the others. Without a group, labels
+        logits_RV: of the ids from `first_id` on; the group's other ranks have the others. Without a
+        group, labels
             elsewhere count as if their logit were 0.
 
     A group exchanges the largest logit of a row, the sum of its exponentials and its label's logit.
@@ -35,7 +40,9 @@ def cross_entropy(logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Gro
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None) -> Tensor:
+    def forward(
+        ctx: Any, logits_RV: Tensor, labels_R: Tensor, first_id: int, group: Group | None
+    ) -> Tensor:
         local_R = labels_R - first_id
         here_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
         local_R = local_R.masked_fill(~here_R, 0)
@@ -47,7 +54,9 @@ class _CrossEntropy(torch.autograd.Function):
         largest_R, log_sum_R, label_R = found_3R
         if group is not None:
             largest_R = all_reduced(largest_R, group, dist.ReduceOp.MAX)
-            sum_R, label_R = all_reduced(torch.stack([(log_sum_R - largest_R).exp(), label_R]), group)
+            sum_R, label_R = all_reduced(
+                torch.stack([(log_sum_R - largest_R).exp(), label_R]), group
+            )
             log_sum_R = largest_R + sum_R.log()
         ctx.save_for_backward(logits_RV, log_sum_R, local_R, here_R, labels_R >= 0)
         return (log_sum_R - label_R).masked_fill(labels_R < 0, 0.0).sum()

@@ -1,11 +1,14 @@
-"""transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama, Mistral, Qwen2, Qwen3.
+"""transformers' decoders as pipeline layers: embed, block × n, head with the text loss; Llama,
+Mistral, Qwen2, Qwen3.
 
-Hidden rows are the M·L tokens of the microbatch. Attention is block-causal: a token sees the earlier tokens of
-its own sample only, the nearest ones where the block has a sliding window; padding sees padding, and nobody reads it.
-Rotary factors are made once per stage and batch, in `Batch.cache`.
+Hidden rows are the M·L tokens of the microbatch. Attention is block-causal: a token sees the
+earlier tokens of its own sample only, the nearest ones where the block has a sliding window;
+padding sees padding, and nobody reads it. Rotary factors are made once per stage and batch, in
+`Batch.cache`.
 
-`tie_word_embeddings` ties nothing: the ends of a pipeline share no weights. The head starts as a copy of the
-embedding, both are trained on their own, and what is exported says tie_word_embeddings: false.
+`tie_word_embeddings` ties nothing: the ends of a pipeline share no weights. The head starts as a
+copy of the embedding, both are trained on their own, and what is exported says tie_word_embeddings:
+false.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ from disttrain_cli.models.parallel import across, embed, gather, once, scatter, 
 def library(config: Any, part: str) -> Any:
     """A class of the family's file in transformers: "DecoderLayer" or "RotaryEmbedding"."""
     family = config.model_type
-    return getattr(import_module(f"transformers.models.{family}.modeling_{family}"), FAMILIES[family] + part)
+    return getattr(
+        import_module(f"transformers.models.{family}.modeling_{family}"), FAMILIES[family] + part
+    )
 
 
 def _rotary(config: Any, device: torch.device) -> Any:
@@ -49,9 +54,11 @@ class DecoderLayer(PipelineLayer):
 
 
 class Embed(DecoderLayer):
-    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'; of several by their sum.
+    """Token embeddings, with the rows of image and audio tokens replaced by the encoders'; of
+    several by their sum.
 
-    The tokens that condition an image to be generated have an id of their own, whose embedding is learned.
+    The tokens that condition an image to be generated have an id of their own, whose embedding is
+    learned.
     """
 
     kind = "embed"
@@ -62,7 +69,9 @@ class Embed(DecoderLayer):
         super().__init__()
         self.name, self.module = f"{module}.embed", module
         self.reads = reads
-        self.writes = (TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
+        )
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.published = {"embedding": "model.embed_tokens"}
 
@@ -72,12 +81,16 @@ class Embed(DecoderLayer):
         table = self.embedding.weight
         hidden = self.embedding(ids) if self.first_id is None else embed(ids, table, self.first_id)
         for name, rows in (("image_embeds", batch.image_rows), ("audio_embeds", batch.audio_rows)):
-            made = [state[own] for own in self.reads if own.partition(".")[0] == name and own in state]
+            made = [
+                state[own] for own in self.reads if own.partition(".")[0] == name and own in state
+            ]
             given = sum(made[1:], made[0]) if made else None
             if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
-            if self.group is not None:  # each rank puts in its own part of them, and the sum below has all of it
+            if (
+                self.group is not None
+            ):  # each rank puts in its own part of them, and the sum below has all of it
                 hidden = hidden.index_fill(0, rows, 0.0)
                 rows = rows[self.group.own(len(rows))]
             hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))
@@ -97,10 +110,13 @@ class Block(DecoderLayer):
     def __init__(self, module: str, number: int, config: Any) -> None:
         super().__init__()
         self.name, self.module = f"{module}.block.{number}", module
-        self.writes = (TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("hidden", "sequence", "tokens", (config.hidden_size,), split=True),
+        )
         self.layer = with_own_norms(library(config, "DecoderLayer")(config, number))
         self.published = {"layer": f"model.layers.{number}"}
-        # Constructed when first used and never registered: a cast to bf16 would spoil its frequencies.
+        # Constructed when first used and never registered: a cast to bf16 would spoil its
+        # frequencies.
         self._rotary = cache(partial(_rotary, config))
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -110,8 +126,9 @@ class Block(DecoderLayer):
         rotary = self._rotary_factors(batch, hidden)
 
         def attend(normed_RD: Tensor) -> Tensor:
-            return layer.self_attn(normed_RD.unflatten(0, shape), attention_mask=samples,
-                                   position_embeddings=rotary)[0]
+            return layer.self_attn(
+                normed_RD.unflatten(0, shape), attention_mask=samples, position_embeddings=rotary
+            )[0]
 
         rows, feed = shape.numel(), partial(gated_mlp, layer.mlp)
         hidden = hidden + across(attend, layer.input_layernorm(hidden), rows, self.group)
@@ -121,15 +138,18 @@ class Block(DecoderLayer):
     def _rotary_factors(self, batch: Batch, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [M, L, head width]."""
         if "cos" not in batch.cache:
-            batch.cache["cos"], batch.cache["sin"] = self._rotary(like.device)(like, batch.positions)
+            batch.cache["cos"], batch.cache["sin"] = self._rotary(like.device)(
+                like, batch.positions
+            )
         return batch.cache["cos"], batch.cache["sin"]
 
 
 class Head(DecoderLayer):
     """Final norm, logits and text loss; hands the rows that condition an image on to the generator.
 
-    loss/text = weight · Σ cross-entropy over trained tokens / label tokens of the global batch. A slot without
-    trained tokens adds zero, still connected to the graph; without labels (generating) there is no loss.
+    loss/text = weight · Σ cross-entropy over trained tokens / label tokens of the global batch. A
+    slot without trained tokens adds zero, still connected to the graph; without labels (generating)
+    there is no loss.
     """
 
     kind = "head"
@@ -155,24 +175,35 @@ class Head(DecoderLayer):
             assert batch.context_rows is not None
             result["context"] = share(hidden.index_select(0, batch.context_rows), self.group)
         if batch.labels is not None:
-            total = cross_entropy(self.lm_head(hidden), batch.labels.flatten(), self.first_id or 0, self.group)
-            result[f"{LOSS_PREFIX}{self.loss}"] = once(self.weight * total / batch.label_tokens, self.group)
+            total = cross_entropy(
+                self.lm_head(hidden), batch.labels.flatten(), self.first_id or 0, self.group
+            )
+            result[f"{LOSS_PREFIX}{self.loss}"] = once(
+                self.weight * total / batch.label_tokens, self.group
+            )
         return result
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Logits [R, V] float32 of the token after each row of what the last block left; of a whole vocabulary."""
+        """Logits [R, V] float32 of the token after each row of what the last block left; of a whole
+        vocabulary."""
         return self.lm_head(self.norm(hidden_RD)).float()
 
 
 def makers(
     module: str, config: Any, reads: tuple[str, ...], feeds_generator: bool, loss_weight: float
 ) -> list[LayerMaker]:
-    """The layers of an LLM in pipeline order; `reads` are the tensors that the encoders before it leave."""
+    """The layers of an LLM in pipeline order; `reads` are the tensors that the encoders before it
+    leave."""
     std = config.initializer_range
     return [
         LayerMaker(partial(Embed, module, config, reads), std),
-        *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.num_hidden_layers)),
+        *(
+            LayerMaker(partial(Block, module, i, config), std)
+            for i in range(config.num_hidden_layers)
+        ),
         LayerMaker(
-            partial(Head, module, config, loss_weight, feeds_generator), std,
-            drawn_as=f"{module}.embed" if config.tie_word_embeddings else None),
+            partial(Head, module, config, loss_weight, feeds_generator),
+            std,
+            drawn_as=f"{module}.embed" if config.tie_word_embeddings else None,
+        ),
     ]

@@ -1,9 +1,10 @@
-"""How the weights of a layer are divided over a tensor-parallel group (Megatron-LM, Shoeybi et al. 2019, section 3).
+"""How the weights of a layer are divided over a tensor-parallel group (Megatron-LM, Shoeybi et al.
+2019, section 3).
 
-A column-parallel linear is divided by its outputs and the row-parallel linear after it by its inputs: between the
-two every rank has its own heads or features and nothing is sent. What a row-parallel linear gives is a partial sum
-over the group; its bias, which every rank has whole, is added after the sum. The gradient of a column-parallel
-linear's input is a partial sum too.
+A column-parallel linear is divided by its outputs and the row-parallel linear after it by its
+inputs: between the two every rank has its own heads or features and nothing is sent. What a
+row-parallel linear gives is a partial sum over the group; its bias, which every rank has whole, is
+added after the sum. The gradient of a column-parallel linear's input is a partial sum too.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Division:
-    """Which linears and embeddings of a layer are divided, by the end of their path; all else is whole on every rank.
+    """Which linears and embeddings of a layer are divided, by the end of their path; all else is
+    whole on every rank.
 
-    An embedding divided by ids gives partial sums (zero for ids of other ranks); a linear divided by ids gives the
-    logits of its ids.
+    An embedding divided by ids gives partial sums (zero for ids of other ranks); a linear divided
+    by ids gives the logits of its ids.
     """
 
     column: tuple[str, ...] = ()
-    fused: tuple[str, ...] = ()  # column-parallel, its outputs two halves (value and gate) that are divided alike
+    fused: tuple[
+        str, ...
+    ] = ()  # column-parallel, its outputs two halves (value and gate) that are divided alike
     thirds: tuple[str, ...] = ()  # the same of three: an attention's queries, keys and values
     row: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()  # divided by token ids
@@ -36,7 +40,8 @@ class Division:
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a whole tensor one TP rank holds: a `tp`-th of a dimension, of each of its `halves` alike."""
+    """Which part of a whole tensor one TP rank holds: a `tp`-th of a dimension, of each of its
+    `halves` alike."""
 
     dim: int
     halves: int
@@ -66,7 +71,8 @@ def piece(whole: Tensor, shard: Shard | None) -> Tensor:
 
 
 def own_rows(rows: int, tp: int, rank: int) -> tuple[int, int]:
-    """(start, stop) of the rows of a state tensor that a TP rank holds: ⌈rows / tp⌉, the last ranks' fewer or none."""
+    """(start, stop) of the rows of a state tensor that a TP rank holds: ⌈rows / tp⌉, the last
+    ranks' fewer or none."""
     most = -(-rows // tp)
     return min(rows, rank * most), min(rows, (rank + 1) * most)
 
@@ -79,20 +85,25 @@ def parts(layer: PipelineLayer, ends: tuple[str, ...]) -> Iterator[tuple[nn.Modu
 
 
 def pieces(layer: PipelineLayer) -> set[int]:
-    """Numbers of heads, features and ids that a TP size must divide; none where the layer is whole on every rank."""
+    """Numbers of heads, features and ids that a TP size must divide; none where the layer is whole
+    on every rank."""
     division = layer.division
-    found = {_heads(owner, linear) or linear.out_features for owner, linear in parts(layer, division.column)}
+    found = {
+        _heads(owner, linear) or linear.out_features
+        for owner, linear in parts(layer, division.column)
+    }
     found |= {linear.out_features // 2 for _, linear in parts(layer, division.fused)}
     found |= {_heads(owner, linear) // 3 for owner, linear in parts(layer, division.thirds)}
     return found | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
 
 
 def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
-    """Narrow a layer in place to one rank's part, for any device (on the meta device only shapes change).
+    """Narrow a layer in place to one rank's part, for any device (on the meta device only shapes
+    change).
 
-    `tp` must divide `pieces(layer)`; what a parameter is a part of is known by `shard_of`. The shard sends no
-    messages until it joins a group (`parallel.join`): its outputs are one rank's partial sums, and the head's loss
-    is that of its own ids, with all other labels clipped to them.
+    `tp` must divide `pieces(layer)`; what a parameter is a part of is known by `shard_of`. The
+    shard sends no messages until it joins a group (`parallel.join`): its outputs are one rank's
+    partial sums, and the head's loss is that of its own ids, with all other labels clipped to them.
     """
     if tp == 1:
         return layer
@@ -106,7 +117,9 @@ def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
     for _, linear in parts(layer, division.row):
         _narrow(linear, Shard(1, 1, tp, rank))
         linear.in_features //= tp
-    for attention in owners:  # diffusers' and Whisper's; the others follow the shapes of their linears
+    for (
+        attention
+    ) in owners:  # diffusers' and Whisper's; the others follow the shapes of their linears
         for count in ("heads", "num_heads"):
             if hasattr(attention, count):
                 setattr(attention, count, getattr(attention, count) // tp)
@@ -128,7 +141,8 @@ def _heads(owner: nn.Module, linear: nn.Module) -> int:
 
 
 def _narrow(part: nn.Module, shard: Shard) -> None:
-    """Keep one rank's part of the weights along a dimension, and of the bias if outputs are divided."""
+    """Keep one rank's part of the weights along a dimension, and of the bias if outputs are
+    divided."""
     for name, parameter in list(part.named_parameters(recurse=False)):
         if shard.dim < parameter.ndim:
             own = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)

@@ -1,10 +1,11 @@
-"""Dropout that depends on nothing but the seed, the step, the sample and the layer (Srivastava et al. 2014).
+"""Dropout that depends on nothing but the seed, the step, the sample and the layer (Srivastava et
+al. 2014).
 
-Whether a number is kept is a hash of its item's seed (`Batch`), the layer's name, the number's row in its item and its
-place in the row. So the mask of an item is the same on every rank, for any DP, TP or slots, and when activations are
-recomputed; nothing draws from a generator. Masks are applied before a TP group sums what its ranks have of the same
-rows: a mask of a sum is the sum of the masked parts. Where a rank has a part of the features, it has that part of
-their mask.
+Whether a number is kept is a hash of its item's seed (`Batch`), the layer's name, the number's row
+in its item and its place in the row. So the mask of an item is the same on every rank, for any DP,
+TP or slots, and when activations are recomputed; nothing draws from a generator. Masks are applied
+before a TP group sums what its ranks have of the same rows: a mask of a sum is the sum of the
+masked parts. Where a rank has a part of the features, it has that part of their mask.
 
 Layers that are not trained drop nothing, and nothing is dropped in evaluation or sampling.
 """
@@ -26,7 +27,8 @@ _BITS = 24  # of the hash that are compared with the probability
 class SeededDropout(nn.Module):
     """Stands where a class has nn.Dropout; `begin` comes before every forward of its layer.
 
-    `divided`: what it is first called with has a part of the features, on each rank of a TP group another.
+    `divided`: what it is first called with has a part of the features, on each rank of a TP group
+    another.
     """
 
     def __init__(self, p: float, key: int, divided: bool) -> None:
@@ -36,7 +38,8 @@ class SeededDropout(nn.Module):
         self.calls, self.tp, self.tp_rank = 0, 1, 0
 
     def begin(self, rows: Tensor | None, tp: int, tp_rank: int) -> None:
-        """What the tensors of the coming forward hold, along their first dimension; None: drop nothing."""
+        """What the tensors of the coming forward hold, along their first dimension; None: drop
+        nothing."""
         self.rows, self.calls = rows, 0
         self.tp, self.tp_rank = tp, tp_rank
 
@@ -46,7 +49,9 @@ class SeededDropout(nn.Module):
             return hidden
         self.calls += 1
         width = hidden.shape[-1]
-        before = torch.arange(hidden[0].numel() // width, device=hidden.device)  # of the dimensions between
+        before = torch.arange(
+            hidden[0].numel() // width, device=hidden.device
+        )  # of the dimensions between
         own = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
             own, width = own + self.tp_rank * width, width * self.tp
@@ -57,12 +62,15 @@ class SeededDropout(nn.Module):
 
 
 def seeded(layer: PipelineLayer) -> list[SeededDropout]:
-    """Replace every nn.Dropout of a layer that drops something; the layer then asks for the items' seeds."""
+    """Replace every nn.Dropout of a layer that drops something; the layer then asks for the items'
+    seeds."""
     found = []
     for path, part in list(layer.named_modules()):
         if isinstance(part, nn.Dropout) and part.p:
             digest = hashlib.sha256(f"{layer.name}/{path}".encode()).digest()
-            divided = any(path.endswith(end) for end in ("ff.net.1", "mlp.dropout", "inner_dropout"))
+            divided = any(
+                path.endswith(end) for end in ("ff.net.1", "mlp.dropout", "inner_dropout")
+            )
             found.append(SeededDropout(part.p, int.from_bytes(digest[:7], "big"), divided))
             owner, _, name = path.rpartition(".")
             setattr(layer.get_submodule(owner), name, found[-1])
@@ -71,8 +79,11 @@ def seeded(layer: PipelineLayer) -> list[SeededDropout]:
     return found
 
 
-def begin(layer: PipelineLayer, dropouts: list[SeededDropout], seeds_N: Tensor | None, counts: list[int]) -> None:
-    """Tell a layer's dropouts the rows of a batch: item i has the seed `seeds_N[i]` and `counts[i]` rows."""
+def begin(
+    layer: PipelineLayer, dropouts: list[SeededDropout], seeds_N: Tensor | None, counts: list[int]
+) -> None:
+    """Tell a layer's dropouts the rows of a batch: item i has the seed `seeds_N[i]` and `counts[i]`
+    rows."""
     if not dropouts:
         return
     rows = row_hashes(seeds_N, counts) if layer.trained and seeds_N is not None else None
@@ -84,14 +95,19 @@ def begin(layer: PipelineLayer, dropouts: list[SeededDropout], seeds_N: Tensor |
 def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
     """[R] int64: one number for each row of each item."""
     repeats = np.asarray(counts, dtype=np.int64)
-    items = np.repeat(np.arange(len(counts)), repeats)  # what the counts alone say is made where they are: on the host
+    items = np.repeat(
+        np.arange(len(counts)), repeats
+    )  # what the counts alone say is made where they are: on the host
     numbers = np.arange(len(items)) - np.repeat(repeats.cumsum() - repeats, repeats)
-    item_R, number_R = (to_device(torch.from_numpy(values), seeds_N.device) for values in (items, numbers))
+    item_R, number_R = (
+        to_device(torch.from_numpy(values), seeds_N.device) for values in (items, numbers)
+    )
     return mix(mix(seeds_N).index_select(0, item_R) + number_R)
 
 
 def mix(values: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap around like those of unsigned numbers."""
+    """SplitMix64's finaliser on int64, whose products wrap around like those of unsigned
+    numbers."""
     values = values + _GOLDEN
     values = (values ^ _shifted(values, 30)) * _FIRST
     values = (values ^ _shifted(values, 27)) * _SECOND
@@ -107,4 +123,6 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN, _FIRST, _SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _FIRST, _SECOND = map(
+    _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)

@@ -1,4 +1,5 @@
-"""Real weights out: folders that transformers and diffusers load with `from_pretrained`, written layer by layer."""
+"""Real weights out: folders that transformers and diffusers load with `from_pretrained`, written
+layer by layer."""
 
 from __future__ import annotations
 
@@ -21,8 +22,19 @@ from disttrain_cli.models.weights import published_shapes
 #: Largest weight file; a module's tensors are in memory one file at a time.
 FILE_BYTES = 4 * 2**30
 #: What belongs to a folder beside the model itself, copied where the run started from one.
-BESIDE = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-          "chat_template*", "generation_config.json", "preprocessor_config.json", "processor_config.json", "LICENSE*")
+BESIDE = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,15 @@ class Written:
 Read = Callable[[PipelineLayer], Mapping[str, Tensor]]
 
 
-def write_model(folder: Path, architecture: str, config: Any, layers: Sequence[PipelineLayer], read: Read,
-                dtype: torch.dtype, most_bytes: int = FILE_BYTES) -> Written:
+def write_model(
+    folder: Path,
+    architecture: str,
+    config: Any,
+    layers: Sequence[PipelineLayer],
+    read: Read,
+    dtype: torch.dtype,
+    most_bytes: int = FILE_BYTES,
+) -> Written:
     """Write a published model's configuration and weights.
 
     Args:
@@ -53,20 +72,33 @@ def write_model(folder: Path, architecture: str, config: Any, layers: Sequence[P
     place: dict[str, str] = {}
     total = 0
     for number, own in enumerate(files, 1):
-        name = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {saved.get(path, path): tensor.to(dtype) for layer in own for path, tensor in
-                   layer.to_published(read(layer)).items()}
+        name = (
+            f"{stem}.safetensors"
+            if len(files) == 1
+            else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        )
+        tensors = {
+            saved.get(path, path): tensor.to(dtype)
+            for layer in own
+            for path, tensor in layer.to_published(read(layer)).items()
+        }
         _save(tensors, folder / name)
         place |= dict.fromkeys(tensors, name)
         total += sum(tensor.numel() for tensor in tensors.values())
     if len(files) > 1:
-        index = {"metadata": {"total_size": total * dtype.itemsize, "total_parameters": total}, "weight_map": place}
+        index = {
+            "metadata": {"total_size": total * dtype.itemsize, "total_parameters": total},
+            "weight_map": place,
+        }
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
     return Written(folder.name, _import_path(published_class(architecture)), total)
 
 
-def write_own(path: Path, layers: Sequence[PipelineLayer], read: Read, dtype: torch.dtype) -> dict[str, list[int]]:
-    """Write the parameters that no published model has (projectors), as LAYER.PARAMETER; returns their shapes."""
+def write_own(
+    path: Path, layers: Sequence[PipelineLayer], read: Read, dtype: torch.dtype
+) -> dict[str, list[int]]:
+    """Write the parameters that no published model has (projectors), as LAYER.PARAMETER; returns
+    their shapes."""
     tensors = {}
     for layer in layers:
         own = [name for name, _ in layer.named_parameters() if layer.published_name(name) is None]
@@ -79,7 +111,8 @@ def write_own(path: Path, layers: Sequence[PipelineLayer], read: Read, dtype: to
 
 
 def copy_beside(source: Path, folder: Path) -> None:
-    """Copy tokenizer and preprocessor files of a folder; nothing that is there already is written over."""
+    """Copy tokenizer and preprocessor files of a folder; nothing that is there already is written
+    over."""
     for pattern in BESIDE:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and not (folder / path.name).exists():
@@ -103,13 +136,16 @@ def _write_config(folder: Path, model: Any, config: Any, dtype: torch.dtype) -> 
 
 
 def _import_path(made: type) -> str:
-    """Where a class can be imported from: the library itself if it exports the class, else its module."""
+    """Where a class can be imported from: the library itself if it exports the class, else its
+    module."""
     library = import_module(made.__module__.partition(".")[0])
-    return f"{library.__name__ if hasattr(library, made.__name__) else made.__module__}.{made.__name__}"
+    home = library.__name__ if hasattr(library, made.__name__) else made.__module__
+    return f"{home}.{made.__name__}"
 
 
 def _saved_names(model: Any) -> dict[str, str]:
-    """How the library would name the model's tensors in a file, where it differs from the names in its class."""
+    """How the library would name the model's tensors in a file, where it differs from the names in
+    its class."""
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -117,10 +153,14 @@ def _saved_names(model: Any) -> dict[str, str]:
         return {}
     own = model.state_dict()
     names = {id(tensor): name for name, tensor in own.items()}
-    return {names[id(tensor)]: name for name, tensor in revert_weight_conversion(model, own).items()}
+    return {
+        names[id(tensor)]: name for name, tensor in revert_weight_conversion(model, own).items()
+    }
 
 
-def _files(layers: Sequence[PipelineLayer], itemsize: int, most_bytes: int) -> Iterator[list[PipelineLayer]]:
+def _files(
+    layers: Sequence[PipelineLayer], itemsize: int, most_bytes: int
+) -> Iterator[list[PipelineLayer]]:
     """Consecutive layers of each file."""
     own: list[PipelineLayer] = []
     filled = 0
@@ -139,4 +179,8 @@ def _files(layers: Sequence[PipelineLayer], itemsize: int, most_bytes: int) -> I
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path,
+        metadata={"format": "pt"},
+    )

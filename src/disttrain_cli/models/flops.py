@@ -1,9 +1,11 @@
-"""FLOPs of every layer, counted from the operators on the meta device, as polynomials in `spec.work`.
+"""FLOPs of every layer, counted from the operators on the meta device, as polynomials in
+`spec.work`.
 
-Model FLOPs, as in MFU: a sequence counts as its samples, unpadded, each attending itself alone; attention
-within a sample is not discounted for causality. So the LLM is counted on one sample per sequence, L = its
-tokens; padding is not in it. Sliding windows are: a sample counts the pairs of tokens that they leave
-(`ModelInputs.length_sq`), so what is counted here without them is the price of a pair.
+Model FLOPs, as in MFU: a sequence counts as its samples, unpadded, each attending itself alone;
+attention within a sample is not discounted for causality. So the LLM is counted on one sample per
+sequence, L = its tokens; padding is not in it. Sliding windows are: a sample counts the pairs of
+tokens that they leave (`ModelInputs.length_sq`), so what is counted here without them is the price
+of a pair.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class LayerFlops:
 
 
 class Counts(NamedTuple):
-    """FLOPs of one pass of a layer: forward, gradients of weights and inputs, gradients of inputs alone."""
+    """FLOPs of one pass of a layer: forward, gradients of weights and inputs, gradients of inputs
+    alone."""
 
     forward: int
     backward: int
@@ -50,8 +53,13 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = {operator: _without_scores(operator) for operator in (
-        torch.ops.torch_attn._varlen_attn_backward, torch.ops.aten._scaled_dot_product_efficient_attention_backward)}
+    model = {
+        operator: _without_scores(operator)
+        for operator in (
+            torch.ops.torch_attn._varlen_attn_backward,
+            torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+        )
+    }
     with FlopCounterMode(display=False) as forward:
         results = [tensor for tensor in layer(dict(state), batch).values() if tensor.requires_grad]
     seeds = [torch.ones_like(tensor) for tensor in results]
@@ -65,7 +73,8 @@ def layer_flops(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
 
 
 def _without_scores(operator: Any) -> Callable[..., int]:
-    """FLOPs of attention's backward without the scores that a kernel computes again: four products of five."""
+    """FLOPs of attention's backward without the scores that a kernel computes again: four products
+    of five."""
     from torch.utils.flop_counter import flop_registry
 
     def counted(*args: Any, **kwargs: Any) -> int:
@@ -95,7 +104,9 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
             counts.append(layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch))
             sizes.pop("length", None)
             works.append(probe_work(inputs, info.module, windows=False, **sizes))
-        forward, backward, backward_input = (_exact(works, column, item) for column in zip(*counts, strict=True))
+        forward, backward, backward_input = (
+            _exact(works, column, item) for column in zip(*counts, strict=True)
+        )
         kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
     return counted
 
@@ -117,10 +128,13 @@ def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
 
 
 def _exact(works: Sequence[Work], counts: Sequence[int], item: Item) -> Polynomial:
-    """The polynomial through all counts; clips and images to generate all have one size: their FLOPs are per item."""
+    """The polynomial through all counts; clips and images to generate all have one size: their
+    FLOPs are per item."""
     features = np.array(works, dtype=float)[:, : 3 if item in ("image", "sequence") else 1]
     scale = features.max(axis=0)
-    solution = np.linalg.lstsq(features / scale, np.array(counts, dtype=float), rcond=None)[0] / scale
+    solution = (
+        np.linalg.lstsq(features / scale, np.array(counts, dtype=float), rcond=None)[0] / scale
+    )
     terms = [float(round(value)) for value in solution] + [0.0, 0.0]
     polynomial = Polynomial(per_item=terms[0], per_token=terms[1], per_length_sq=terms[2])
     assert all(polynomial(work) == count for work, count in zip(works, counts, strict=True)), (

@@ -1,9 +1,11 @@
-"""What one rank's part of a layer holds and sends while it runs, recorded on the meta device at any size.
+"""What one rank's part of a layer holds and sends while it runs, recorded on the meta device at any
+size.
 
-The layer's own code runs forward and backward, as a stage runs it between other layers: what a layer before it made is
-there until nothing needs it, the gradient of its output comes from behind, and gradients of weights are gone as soon
-as they are added to their sums. Storages are followed from their making to their end, and a TP group that sends nothing
-notes what it was asked to send. What kernels hold of their own is stated (`models.workspaces`).
+The layer's own code runs forward and backward, as a stage runs it between other layers: what a
+layer before it made is there until nothing needs it, the gradient of its output comes from behind,
+and gradients of weights are gone as soon as they are added to their sums. Storages are followed
+from their making to their end, and a TP group that sends nothing notes what it was asked to send.
+What kernels hold of their own is stated (`models.workspaces`).
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Footprint(NamedTuple):
 
 @dataclass(frozen=True)
 class Noted(Group):
-    """A TP group as its first rank sees it, on the meta device: what it is asked to send is noted, nothing is sent."""
+    """A TP group as its first rank sees it, on the meta device: what it is asked to send is noted,
+    nothing is sent."""
 
     ranks: Any = None
     size: int = 1
@@ -62,7 +65,9 @@ class Noted(Group):
         self.sent.append(Message("all_reduce", tensor.numel() * tensor.element_size()))
 
 
-def footprint(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, recompute: bool = False) -> Footprint:
+def footprint(
+    layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, recompute: bool = False
+) -> Footprint:
     """Run a layer on the meta device, in the TP group that it has joined, if any.
 
     Args:
@@ -91,7 +96,9 @@ def footprint(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, r
         if roots:
             torch.autograd.backward(roots)
         del roots
-    if len(batch.tensors()) > prepared:  # what a stage makes of the batch, once for all layers, does not count
+    if (
+        len(batch.tensors()) > prepared
+    ):  # what a stage makes of the batch, once for all layers, does not count
         return footprint(layer, state, batch, recompute)
     return Footprint(kept, follow.most - kept, forward, list(sent))
 
@@ -101,7 +108,8 @@ def _forget(weight: Tensor) -> None:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    """A tensor like this one, as if a layer before had made it: nobody holds it but who reads it."""
+    """A tensor like this one, as if a layer before had made it: nobody holds it but who reads
+    it."""
     if not tensor.requires_grad:
         return torch.empty_like(tensor)
     return _Enter.apply(torch.empty((), device=tensor.device, requires_grad=True), tensor.detach())
@@ -118,7 +126,8 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Hands a layer's output on: nobody holds it any more, and its gradient is made when it is needed."""
+    """Hands a layer's output on: nobody holds it any more, and its gradient is made when it is
+    needed."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -131,7 +140,8 @@ class _Leave(torch.autograd.Function):
 
 
 class _Follow(TorchDispatchMode):
-    """Bytes of the storages made while it is active: those alive, and the most that ever were, workspaces with them."""
+    """Bytes of the storages made while it is active: those alive, and the most that ever were,
+    workspaces with them."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()

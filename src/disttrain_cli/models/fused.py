@@ -1,7 +1,7 @@
 """Parts of published layers as autograd functions that fix what is kept for the backward.
 
-Left to autograd, transformers' RMSNorm keeps two fp32 copies of its input, and a gated feed-forward its activation: a
-block of Llama 7B 40 % more than it needs. What is not kept is computed again.
+Left to autograd, transformers' RMSNorm keeps two fp32 copies of its input, and a gated feed-forward
+its activation: a block of Llama 7B 40 % more than it needs. What is not kept is computed again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class _RmsNorm(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             scaled = own * weight
-            of_x = ((scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale).to(x.dtype)
+            of_x = ((scaled - normed * (scaled * normed).mean(-1, keepdim=True)) * scale).to(
+                x.dtype
+            )
         if ctx.needs_input_grad[1]:
             of_weight = (own * normed).flatten(0, -2).sum(0).to(weight.dtype)
         return of_x, of_weight, None
@@ -50,15 +52,19 @@ class _RmsNorm(torch.autograd.Function):
 
 _LIBRARY = torch.library.Library("disttrain", "DEF")
 _LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
-_LIBRARY.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor weight, bool[2] wanted) "
-                "-> (Tensor, Tensor)")
+_LIBRARY.define(
+    "rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor weight, bool[2] wanted) "
+    "-> (Tensor, Tensor)"
+)
 
 
 def _on_cuda(x: Tensor, weight: Tensor, eps: float) -> Any:
     return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
 
 
-def _backward_on_cuda(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
+def _backward_on_cuda(
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, wanted: list[bool]
+) -> Any:
     made = torch.ops.aten._fused_rms_norm_backward(gradient, x, weight.shape, scale, weight, wanted)
     return tuple(x.new_empty(0) if tensor is None else tensor for tensor in made)
 
@@ -67,14 +73,21 @@ def _shapes(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-def _backward_shapes(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, wanted: list[bool]) -> Any:
-    return tuple(torch.empty_like(tensor) if want else x.new_empty(0)
-                 for tensor, want in zip((x, weight), wanted, strict=True))
+def _backward_shapes(
+    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, wanted: list[bool]
+) -> Any:
+    return tuple(
+        torch.empty_like(tensor) if want else x.new_empty(0)
+        for tensor, want in zip((x, weight), wanted, strict=True)
+    )
 
 
-# torch's own operators fall apart into others wherever no device has kernels of them: on "meta" and in builds for CPUs.
-for _name, _kernel, _shape in (("rms_norm", _on_cuda, _shapes),
-                               ("rms_norm_backward", _backward_on_cuda, _backward_shapes)):
+# torch's own operators fall apart into others wherever no device has kernels of them: on "meta" and
+# in builds for CPUs.
+for _name, _kernel, _shape in (
+    ("rms_norm", _on_cuda, _shapes),
+    ("rms_norm_backward", _backward_on_cuda, _backward_shapes),
+):
     _LIBRARY.impl(_name, _kernel, "CUDA")
     _LIBRARY.impl(_name, _shape, "Meta")
 
@@ -92,7 +105,9 @@ class _KernelRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, scale = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:2])
-        made = torch.ops.disttrain.rms_norm_backward(gradient.contiguous(), x, scale, weight, wanted)
+        made = torch.ops.disttrain.rms_norm_backward(
+            gradient.contiguous(), x, scale, weight, wanted
+        )
         return *(tensor if want else None for tensor, want in zip(made, wanted, strict=True)), None
 
 
@@ -110,7 +125,8 @@ def with_own_norms(layer: nn.Module) -> nn.Module:
 
 
 def gated_mlp(mlp: Any, rows_RD: Tensor) -> Tensor:
-    """A gated feed-forward of transformers: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+    """A gated feed-forward of transformers: down(act(gate(x)) · up(x)) (Shazeer 2020, arXiv
+    2002.05202)."""
     return mlp.down_proj(_Gated.apply(mlp.gate_proj(rows_RD), mlp.up_proj(rows_RD), mlp.act_fn))
 
 

@@ -1,7 +1,8 @@
-"""What all image generators share: the projector in front, noisy images in, predictions and the image loss out.
+"""What all image generators share: the projector in front, noisy images in, predictions and the
+image loss out.
 
-Timestep and noise of an image are drawn from its own seed on the CPU, so they do not depend on rank or device; the
-last layer draws them again instead of receiving them.
+Timestep and noise of an image are drawn from its own seed on the CPU, so they do not depend on rank
+or device; the last layer draws them again instead of receiving them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Canvas:
     shape: tuple[int, int, int]  # channels, height, width: of the image, or of a VAE's latents
     noise: Noise
     image_size: int  # pixels
-    reads_latents: bool  # a VAE's layer before the generator leaves them; else they are in the batch
+    reads_latents: (
+        bool  # a VAE's layer before the generator leaves them; else they are in the batch
+    )
     place: int = 0  # of the generator among the model's
 
     @property
@@ -48,7 +51,8 @@ class Canvas:
 
 
 def targets_field(place: int) -> str:
-    """The field of the batch that brings the targets of a generator, by its place among the model's."""
+    """The field of the batch that brings the targets of a generator, by its place among the
+    model's."""
     return f"targets.{place}" if place else "targets"
 
 
@@ -82,12 +86,20 @@ class Projector(GeneratorLayer):
     division = Division(column=("mlp.0",), row=("mlp.2",))
 
     def __init__(
-        self, module: str, llm_width: int, hidden: int, width: int, context_tokens: int = 1, pooled: int | None = None
+        self,
+        module: str,
+        llm_width: int,
+        hidden: int,
+        width: int,
+        context_tokens: int = 1,
+        pooled: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.module, self.context_tokens = f"{module}.projector", module, context_tokens
         self.writes = (TensorSpec("conditioning", "target", "context", (width,)),)
-        self.mlp = nn.Sequential(nn.Linear(llm_width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.LayerNorm(width))
+        self.mlp = nn.Sequential(
+            nn.Linear(llm_width, hidden), nn.GELU(), nn.Linear(hidden, width), nn.LayerNorm(width)
+        )
         self.pooled = None if pooled is None else nn.Linear(llm_width, pooled)
         if pooled is not None:
             self.writes += (TensorSpec("pooled", "target", "one", (pooled,)),)
@@ -95,7 +107,9 @@ class Projector(GeneratorLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         result = {"conditioning": self.mlp(state["context"])}
         if self.pooled is not None:
-            result["pooled"] = self.pooled(state["context"].unflatten(0, (-1, self.context_tokens)).mean(1))
+            result["pooled"] = self.pooled(
+                state["context"].unflatten(0, (-1, self.context_tokens)).mean(1)
+            )
         return result
 
 
@@ -115,16 +129,19 @@ class Start(GeneratorLayer):
         noisy = canvas.noise.mix(canvas.clean(state, batch), noise, timesteps)
         return self.start(state, noisy, canvas.noise.times(timesteps))
 
-    def start(self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor) -> dict[str, Tensor]:
-        """First tensors of given noisy images at given times, and of the conditioning in `state`."""
+    def start(
+        self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
+    ) -> dict[str, Tensor]:
+        """First tensors of given noisy images at given times, and of the conditioning in
+        `state`."""
         raise NotImplementedError
 
 
 class Finish(GeneratorLayer):
     """The generator's last tensors → its prediction, and the image loss.
 
-    loss = weight · Σ_i w_i · mean_i (prediction − goal)² / images to generate of the global batch. Its name is `image`,
-    or of a further generator `image/MODULE`.
+    loss = weight · Σ_i w_i · mean_i (prediction − goal)² / images to generate of the global batch.
+    Its name is `image`, or of a further generator `image/MODULE`.
     """
 
     kind = "out"
@@ -141,7 +158,9 @@ class Finish(GeneratorLayer):
         assert batch.target_weights is not None
         noise, (timesteps, drawn) = self.canvas.noise, self.canvas.draw(batch)
         clean = self.canvas.clean(state, batch) if noise.goal_needs_clean else None
-        error_N = (self.predict(state) - noise.goal(clean, drawn, timesteps)).square().mean(dim=(1, 2, 3))
+        error_N = (
+            (self.predict(state) - noise.goal(clean, drawn, timesteps)).square().mean(dim=(1, 2, 3))
+        )
         loss = self.weight * (batch.target_weights * error_N).sum() / batch.targets
         return {f"{LOSS_PREFIX}{self.loss}": once(loss, self.group)}
 
@@ -151,5 +170,6 @@ class Finish(GeneratorLayer):
 
 
 def filled(count: int, values: tuple[float, ...], like: Tensor) -> Tensor:
-    """The same values for each of `count` images [N, V], on the device and with the dtype of `like`."""
+    """The same values for each of `count` images [N, V], on the device and with the dtype of
+    `like`."""
     return constant(torch.tensor, values, device=like.device, dtype=like.dtype).expand(count, -1)

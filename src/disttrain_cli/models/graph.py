@@ -1,7 +1,7 @@
 """A run's model as one list of layers in pipeline order: encoders, LLM, generators.
 
-Everything else speaks of layers by their place in this list: a stage is a range of it, and a cut before layer i
-is crossed by `live_tensors(table, i)`.
+Everything else speaks of layers by their place in this list: a stage is a range of it, and a cut
+before layer i is crossed by `live_tensors(table, i)`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from disttrain_cli.spec.stage_graph import parallel_to
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """What is known of a layer without building it; the fields are those of `layer.PipelineLayer`."""
+    """What is known of a layer without building it; the fields are those of
+    `layer.PipelineLayer`."""
 
     name: str
     module: str
@@ -42,7 +43,8 @@ class LayerInfo:
 
 
 def describe(run: Run) -> ModelInputs:
-    """What the model asks of its data, from the configurations alone; raises SpecError where they are wrong."""
+    """What the model asks of its data, from the configurations alone; raises SpecError where they
+    are wrong."""
     configs = read_configs(run)
     llm = next(config for config in configs.values() if config.kind == "llm")
     heads: dict[str, Any] = {}
@@ -54,12 +56,24 @@ def describe(run: Run) -> ModelInputs:
             heads[entry.item] = entry.inputs(run, module)
     eyes = [heads[key] for key in ("image",) if key in heads] + heads.get("other_images", [])
     if len({(eye.patch_px, eye.merge, eye.channels) for eye in eyes}) > 1:
-        given = ", ".join(f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels" for eye in eyes)
-        raise SpecError("Image encoders of one model must cut images into the same patches", f"given: {given}",
-                        "Their tokens are added one by one: give them equal patch sizes and merge, or leave one out.")
+        given = ", ".join(
+            f"{eye.module} {eye.patch_px} px × {eye.merge} of {eye.channels} channels"
+            for eye in eyes
+        )
+        raise SpecError(
+            "Image encoders of one model must cut images into the same patches",
+            f"given: {given}",
+            "Their tokens are added one by one: give them equal patch sizes and merge, or leave one"
+            " out.",
+        )
     length = run.file.data.sequence_length
-    return ModelInputs(llm=llm.name, vocabulary=llm.config.vocab_size, sequence_length=length,
-                       windows=windows_of(llm.config, length), **heads)
+    return ModelInputs(
+        llm=llm.name,
+        vocabulary=llm.config.vocab_size,
+        sequence_length=length,
+        windows=windows_of(llm.config, length),
+        **heads,
+    )
 
 
 _makers: dict[str, list[LayerMaker]] = {}
@@ -67,7 +81,8 @@ _tables: dict[str, list[LayerInfo]] = {}
 
 
 def layer_table(run: Run) -> list[LayerInfo]:
-    """All layers of the model in pipeline order, without memory for weights; remembered within a process.
+    """All layers of the model in pipeline order, without memory for weights; remembered within a
+    process.
 
     Raises:
         SpecError: a module's configuration is wrong.
@@ -89,23 +104,31 @@ def build_layers(
 ) -> list[PipelineLayer]:
     """Layers `start` to `stop` (exclusive) of the model with their initial weights, and no others.
 
-    A layer's initial weights depend on `train.seed` and its name only: they are the same on every layout. With
-    `tp_rank` each is that rank's part of them, cut from one whole layer after the other. With `tp` alone it is of a
-    part's shapes, compute only, and the whole layer is never in memory.
+    A layer's initial weights depend on `train.seed` and its name only: they are the same on every
+    layout. With `tp_rank` each is that rank's part of them, cut from one whole layer after the
+    other. With `tp` alone it is of a part's shapes, compute only, and the whole layer is never in
+    memory.
     """
     makers = _makers[_remember_makers(run)]
     assert 0 <= start <= stop <= len(makers)
-    return [maker.build(run.file.train.seed, device, dtype, tp, tp_rank) for maker in makers[start:stop]]
+    return [
+        maker.build(run.file.train.seed, device, dtype, tp, tp_rank) for maker in makers[start:stop]
+    ]
 
 
-def live_tensors(table: Sequence[LayerInfo], cut: int, parallel: Container[int] = ()) -> list[TensorSpec]:
-    """State tensors that cross the cut before layer `cut`: written before it and read at or after it.
+def live_tensors(
+    table: Sequence[LayerInfo], cut: int, parallel: Container[int] = ()
+) -> list[TensorSpec]:
+    """State tensors that cross the cut before layer `cut`: written before it and read at or after
+    it.
 
-    Layers of `parallel` branches neither send nor take anything over it. In the order in which tensors are first
-    written, with the shape that the last writer before the cut gives them.
+    Layers of `parallel` branches neither send nor take anything over it. In the order in which
+    tensors are first written, with the shape that the last writer before the cut gives them.
     """
-    before, after = ([table[number] for number in side if number not in parallel]
-                     for side in (range(cut), range(cut, len(table))))
+    before, after = (
+        [table[number] for number in side if number not in parallel]
+        for side in (range(cut), range(cut, len(table)))
+    )
     written = {spec.name: spec for layer in before for spec in layer.writes}
     wanted: set[str] = set()
     replaced: set[str] = set()
@@ -118,17 +141,30 @@ def live_tensors(table: Sequence[LayerInfo], cut: int, parallel: Container[int] 
 def parallel_layers(table: list[LayerInfo], llm: str, module: str) -> frozenset[int]:
     """The layers of a module's parallel branches, by index in the table (`spec.stage_graph`)."""
     modules = list(dict.fromkeys(layer.module for layer in table))
-    others = {modules[other] for other in parallel_to(modules.index(module), len(modules), modules.index(llm))}
+    others = {
+        modules[other]
+        for other in parallel_to(modules.index(module), len(modules), modules.index(llm))
+    }
     return frozenset(index for index, layer in enumerate(table) if layer.module in others)
 
 
 def _remember_makers(run: Run) -> str:
-    """The key of the model's makers, which are made once per process: a U-Net is put together only once."""
+    """The key of the model's makers, which are made once per process: a U-Net is put together only
+    once."""
     configs = read_configs(run)
-    plain = {n: c.config if isinstance(c.config, dict) else c.config.to_dict() for n, c in configs.items()}
+    plain = {
+        n: c.config if isinstance(c.config, dict) else c.config.to_dict()
+        for n, c in configs.items()
+    }
     of_folders = {name: [module.vae, str(module.noise)] for name, module in configs.items()}
-    key = fingerprint({"configs": plain, "more": of_folders, "model": run.file.model.model_dump(mode="json"),
-                       "order": run.file.model.order})
+    key = fingerprint(
+        {
+            "configs": plain,
+            "more": of_folders,
+            "model": run.file.model.model_dump(mode="json"),
+            "order": run.file.model.order,
+        }
+    )
     if key not in _makers:
         _makers[key] = _make(run, configs)
     return key
@@ -138,17 +174,27 @@ def _make(run: Run, configs: dict[str, ModuleConfig]) -> list[LayerMaker]:
     model = run.file.model
     llm = next(config for config in configs.values() if config.kind == "llm")
     items = {name: ARCHITECTURES[c.architecture].item for name, c in configs.items()}
-    places = {name: [other for other in items if items[other] == item].index(name) for name, item in items.items()}
-    reads = tuple(embeds_name(places[name]) if items[name] == "image" else "audio_embeds"
-                  for name, module in configs.items() if module.kind == "encoder")
+    places = {
+        name: [other for other in items if items[other] == item].index(name)
+        for name, item in items.items()
+    }
+    reads = tuple(
+        embeds_name(places[name]) if items[name] == "image" else "audio_embeds"
+        for name, module in configs.items()
+        if module.kind == "encoder"
+    )
     makers: list[LayerMaker] = []
     for name, module in configs.items():
         joined = Joined(
-            module, model.modules[name], reads, llm_width=llm.config.hidden_size,
+            module,
+            model.modules[name],
+            reads,
+            llm_width=llm.config.hidden_size,
             projector_hidden=model.projector_hidden or llm.config.hidden_size,
             feeds_generator=any(config.kind == "generator" for config in configs.values()),
             loss_weights=model.loss_weights,
-            place=places[name])
+            place=places[name],
+        )
         makers += ARCHITECTURES[module.architecture].make(joined)
     return makers
 

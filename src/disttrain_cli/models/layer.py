@@ -1,12 +1,15 @@
-"""What a pipeline layer is: a module that maps a dict of named tensors to a dict, and says which it reads and writes.
+"""What a pipeline layer is: a module that maps a dict of named tensors to a dict, and says which it
+reads and writes.
 
-State tensors are rows: the first dimension counts rows, and every item (an image read, an audio clip, a packed
-sequence, an image to be generated) owns a known number of them, so that any set of items can be cut out, sent to
-another rank and put back in order without looking at the values (`data.slots` has the row counts).
+State tensors are rows: the first dimension counts rows, and every item (an image read, an audio
+clip, a packed sequence, an image to be generated) owns a known number of them, so that any set of
+items can be cut out, sent to another rank and put back in order without looking at the values
+(`data.slots` has the row counts).
 
 Shape letters used in this room:
-    N items · R rows · M sequences of a microbatch · L sequence length · D hidden width
-    P patches of an image, positions of a clip · K context tokens of a generated image · C channels · H, W height, width
+    N items · R rows · M sequences of a microbatch · L sequence length · D hidden width P patches of
+    an image, positions of a clip · K context tokens of a generated image · C channels · H, W
+    height, width
 """
 
 from __future__ import annotations
@@ -30,13 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A named state tensor [R, *shape]: whose rows it holds, how many per item, and the shape of a row.
+    """A named state tensor [R, *shape]: whose rows it holds, how many per item, and the shape of a
+    row.
 
-    `rows` names a column of the slot's item table (`data.slots.Slot.rows`):
-    image: "patches" (with extra tokens; "patches.N" of encoder N), "tokens"; audio: "positions", "tokens"; sequence:
+    `rows` names a column of the slot's item table (`data.slots.Slot.rows`): image: "patches" (with
+    extra tokens; "patches.N" of encoder N), "tokens"; audio: "positions", "tokens"; sequence:
     "tokens"; target: "one", "context".
 
-    Over a tensor-parallel group every rank has the whole tensor, or with `split` its own rows (`division.own_rows`).
+    Over a tensor-parallel group every rank has the whole tensor, or with `split` its own rows
+    (`division.own_rows`).
     """
 
     name: str
@@ -48,25 +53,38 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one replica works on in one slot, as tensors on its device; fields a stage did not ask for are None.
+    """What one replica works on in one slot, as tensors on its device; fields a stage did not ask
+    for are None.
 
     Images, sequences and targets are in the replica's own order, which every state tensor follows.
     """
 
-    image_grids: list[tuple[int, int]]  # patches (rows, columns) of each image; equal grids are adjacent
+    image_grids: list[
+        tuple[int, int]
+    ]  # patches (rows, columns) of each image; equal grids are adjacent
     clips: int = 0  # audio clips; always comes
     pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
-    other_pixels: list[Tensor] | None = None  # of one further encoder after the other; [0, …] where not asked for
+    other_pixels: list[Tensor] | None = (
+        None  # of one further encoder after the other; [0, …] where not asked for
+    )
     audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
     token_ids: Tensor | None = None  # [M, L] int64
     positions: Tensor | None = None  # [M, L] int64, restarting with every sample
-    sample_lengths: list[int] | None = None  # of the M·L rows: tokens of each sample, and a sequence's padding as one
+    sample_lengths: list[int] | None = (
+        None  # of the M·L rows: tokens of each sample, and a sequence's padding as one
+    )
     image_rows: Tensor | None = None  # [R] int64, places in M·L of the image tokens, in image order
     audio_rows: Tensor | None = None  # [R] int64, the same of the audio tokens, in clip order
-    context_rows: Tensor | None = None  # [N·K] int64, places in M·L of the context tokens, in target order
+    context_rows: Tensor | None = (
+        None  # [N·K] int64, places in M·L of the context tokens, in target order
+    )
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
-    target_pixels: Tensor | None = None  # [N, C, H, W] in -1..1, or latents that were prepared beforehand
-    other_targets: list[Tensor] | None = None  # the same for further generators, in order; [0, …] where not asked for
+    target_pixels: Tensor | None = (
+        None  # [N, C, H, W] in -1..1, or latents that were prepared beforehand
+    )
+    other_targets: list[Tensor] | None = (
+        None  # the same for further generators, in order; [0, …] where not asked for
+    )
     target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
     noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     image_seeds: Tensor | None = None  # [N] int64, the same of the images read
@@ -74,7 +92,9 @@ class Batch:
     target_seeds: Tensor | None = None  # [N] int64, of the images to generate
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
-    cache: dict[str, Any] = field(default_factory=dict)  # what the layers of a stage made of the batch, once for all
+    cache: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the layers of a stage made of the batch, once for all
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch, with what was made of them so far."""
@@ -82,8 +102,9 @@ class Batch:
         return [value for value in tree_leaves([vars(self), made]) if isinstance(value, Tensor)]
 
 
-#: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes. "pixels.N" and "targets.N"
-#: ask for those of the model's encoder or generator N, counted from 0: they are in `other_pixels` and `other_targets`.
+# : Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
+# "pixels.N" and "targets.N" : ask for those of the model's encoder or generator N, counted from 0:
+# they are in `other_pixels` and `other_targets`.
 FIELDS: dict[str, tuple[str, ...]] = {
     "pixels": ("pixels",),
     "audio": ("audio_features",),
@@ -96,15 +117,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "dropout": ("image_seeds", "clip_seeds", "target_seeds"),
 }
 
-#: State names with this prefix are summed losses (scalars), already weighted and normalised by global counts.
+# : State names with this prefix are summed losses (scalars), already weighted and normalised by
+# global counts.
 LOSS_PREFIX = "loss/"
 
 
 class PipelineLayer(nn.Module):
     """The smallest piece that can be placed on a stage.
 
-    Subclasses set the attributes below and implement `compute`; `forward` skips the computation when the
-    layer's items are none (deepspeed traps 29) and emits empty tensors instead.
+    Subclasses set the attributes below and implement `compute`; `forward` skips the computation
+    when the layer's items are none (deepspeed traps 29) and emits empty tensors instead.
     """
 
     name: str  # "llm.block.3": unique in the model, stable over layouts
@@ -115,14 +137,20 @@ class PipelineLayer(nn.Module):
     needs: tuple[str, ...] = ()  # keys of FIELDS
     loss: str | None = None  # name of the loss it adds ("text"), if any
     frozen: bool = False  # never trained and never differentiated (a generator's VAE)
-    trained: bool = True  # whether this run trains any of its weights; set when a stage is put together, as is the next
+    # whether this run trains any of its weights; set when a stage is put together, as is the next
+    trained: bool = True
     passes: bool = True  # whether gradients of its inputs are asked for
     division: Division = Division()  # over a tensor-parallel group
-    by_rows: bool = False  # over a TP group it works on own rows of its tensors, else on whole tensors (`parallel`)
+    # over a TP group it works on own rows of its tensors, else on whole tensors (`parallel`)
+    by_rows: bool = False
     group: Group | None = None  # its TP group, if it shares its computation with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
-    published: Mapping[str, str] = {}  # prefixes of its parameters' paths → prefixes in the published model's weights
-    weights_of: Literal["module", "vae"] = "module"  # the published model that `published` speaks of
+    published: Mapping[
+        str, str
+    ] = {}  # prefixes of its parameters' paths → prefixes in the published model's weights
+    weights_of: Literal["module", "vae"] = (
+        "module"  # the published model that `published` speaks of
+    )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Map the tensors named in `reads` to those in `writes` (plus `loss/NAME`)."""
@@ -139,33 +167,45 @@ class PipelineLayer(nn.Module):
         reference = next(self.parameters(), None)
         dtype = torch.float32 if reference is None else reference.dtype
         device = None if reference is None else reference.device
-        return {spec.name: torch.zeros((0, *spec.shape), dtype=dtype, device=device) for spec in self.writes}
+        return {
+            spec.name: torch.zeros((0, *spec.shape), dtype=dtype, device=device)
+            for spec in self.writes
+        }
 
     def published_name(self, path: str) -> str | None:
-        """What the published model calls a parameter; None where the parameter is ours alone (projectors)."""
+        """What the published model calls a parameter; None where the parameter is ours alone
+        (projectors)."""
         for own, theirs in self.published.items():
             if path == own or path.startswith(f"{own}."):
                 return theirs + path[len(own) :]
         return None
 
     def owner_of(self, path: str) -> str:
-        """Under which name a parameter is trained and its rates are given: its module's, or "projectors".
+        """Under which name a parameter is trained and its rates are given: its module's, or
+        "projectors".
 
-        A projector's layer may begin with the module's own final norm, which the published model has: the module's.
+        A projector's layer may begin with the module's own final norm, which the published model
+        has: the module's.
         """
-        return PROJECTORS if self.kind == "projector" and self.published_name(path) is None else self.module
+        return (
+            PROJECTORS
+            if self.kind == "projector" and self.published_name(path) is None
+            else self.module
+        )
 
     def to_published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors by the paths of this layer's parameters → tensors by the published model's names.
+        """Whole tensors by the paths of this layer's parameters → tensors by the published model's
+        names.
 
-        Parameters that are ours alone are left out. A class that splits or fuses tensors says so here and in
-        `from_published`.
+        Parameters that are ours alone are left out. A class that splits or fuses tensors says so
+        here and in `from_published`.
         """
         named = ((self.published_name(path), tensor) for path, tensor in tensors.items())
         return {name: tensor for name, tensor in named if name is not None}
 
     def from_published(self, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The inverse: (path, whole tensor) of every published parameter, read one at a time by the published name."""
+        """The inverse: (path, whole tensor) of every published parameter, read one at a time by the
+        published name."""
         for path, _ in self.named_parameters():
             if (name := self.published_name(path)) is not None:
                 yield path, read(name)

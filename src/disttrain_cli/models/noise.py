@@ -1,8 +1,10 @@
-"""How an image becomes noise while training, what the generator predicts of it, and the way back to an image.
+"""How an image becomes noise while training, what the generator predicts of it, and the way back to
+an image.
 
-Diffusion (Ho et al. 2020, section 2): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·ε; predicted is ε, or the velocity
-v = √ᾱ_t·ε − √(1 − ᾱ_t)·x_0 (Salimans and Ho 2022, section 4). Rectified flow (Liu et al. 2022, section 2.1):
-x_t = (1 − σ)·x_0 + σ·ε with σ = t/T; predicted is ε − x_0. Schedules are diffusers' own.
+Diffusion (Ho et al. 2020, section 2): x_t = √ᾱ_t·x_0 + √(1 − ᾱ_t)·ε; predicted is ε, or the
+velocity v = √ᾱ_t·ε − √(1 − ᾱ_t)·x_0 (Salimans and Ho 2022, section 4). Rectified flow (Liu et al.
+2022, section 2.1): x_t = (1 − σ)·x_0 + σ·ε with σ = t/T; predicted is ε − x_0. Schedules are
+diffusers' own.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Noise:
         return self.prediction != "epsilon"
 
     def goal(self, clean_NCHW: Tensor | None, noise_NCHW: Tensor, timesteps_N: Tensor) -> Tensor:
-        """What the generator should predict, float32; `clean_NCHW` may be None where it is the noise."""
+        """What the generator should predict, float32; `clean_NCHW` may be None where it is the
+        noise."""
         if self.prediction == "epsilon":
             return noise_NCHW
         assert clean_NCHW is not None
@@ -65,11 +68,12 @@ class Noise:
         return alphas**0.5, (1 - alphas) ** 0.5
 
     def sampler(self, bounded: bool) -> Any:
-        """diffusers' scheduler that leads from noise to images: DDIM (Song et al. 2021), or Euler's steps of a flow.
+        """diffusers' scheduler that leads from noise to images: DDIM (Song et al. 2021), or Euler's
+        steps of a flow.
 
-        Its steps end at timestep 0, as DDPM's do: what a prediction is wrong by stays in the image, times the noise
-        of the last timestep. `bounded`: images lie in −1..1 (pixels), so that predictions outside are cut off; latents
-        do not.
+        Its steps end at timestep 0, as DDPM's do: what a prediction is wrong by stays in the image,
+        times the noise of the last timestep. `bounded`: images lie in −1..1 (pixels), so that
+        predictions outside are cut off; latents do not.
         """
         from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
@@ -88,8 +92,12 @@ def _alphas(noise: Noise) -> Tensor:
 
 
 def _betas(noise: Noise) -> dict[str, Any]:
-    return {"num_train_timesteps": noise.timesteps, "beta_schedule": noise.betas, "beta_start": noise.beta_start,
-            "beta_end": noise.beta_end}
+    return {
+        "num_train_timesteps": noise.timesteps,
+        "beta_schedule": noise.betas,
+        "beta_start": noise.beta_start,
+        "beta_end": noise.beta_end,
+    }
 
 
 def own_seed(seed: int, place: int) -> int:
@@ -97,11 +105,14 @@ def own_seed(seed: int, place: int) -> int:
     return (seed + place * 0x9E3779B97F4A7C15) % 2**63
 
 
-def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int, place: int = 0) -> tuple[Tensor, Tensor]:
-    """Timesteps [N] int64 below `timesteps` and noise [N, *shape] float32 of a batch's targets, from `noise_seeds`.
+def draw_noise(
+    batch: Batch, shape: tuple[int, ...], timesteps: int, place: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Timesteps [N] int64 below `timesteps` and noise [N, *shape] float32 of a batch's targets,
+    from `noise_seeds`.
 
-    Drawn once per stage, batch and generator (`own_seed`). On the meta device there are no seeds to read and the result
-    has no values.
+    Drawn once per stage, batch and generator (`own_seed`). On the meta device there are no seeds to
+    read and the result has no values.
     """
     timestep_of, noise_of = f"timesteps/{place}", f"noise/{place}"
     if noise_of not in batch.cache:
@@ -111,8 +122,13 @@ def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int, place: int 
             batch.cache[timestep_of] = batch.noise_seeds
             batch.cache[noise_of] = torch.empty(len(batch.noise_seeds), *shape, device=device)
         else:
-            draws = [_draw_one(own_seed(seed, place), shape, timesteps) for seed in batch.noise_seeds.tolist()]
-            batch.cache[timestep_of] = to_device(torch.stack([timestep for timestep, _ in draws]), device)
+            draws = [
+                _draw_one(own_seed(seed, place), shape, timesteps)
+                for seed in batch.noise_seeds.tolist()
+            ]
+            batch.cache[timestep_of] = to_device(
+                torch.stack([timestep for timestep, _ in draws]), device
+            )
             batch.cache[noise_of] = to_device(torch.stack([noise for _, noise in draws]), device)
     return batch.cache[timestep_of], batch.cache[noise_of]
 
@@ -120,4 +136,6 @@ def draw_noise(batch: Batch, shape: tuple[int, ...], timesteps: int, place: int 
 def _draw_one(seed: int, shape: tuple[int, ...], timesteps: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
-        return torch.randint(timesteps, (), generator=generator), torch.randn(shape, generator=generator)
+        return torch.randint(timesteps, (), generator=generator), torch.randn(
+            shape, generator=generator
+        )

@@ -1,15 +1,16 @@
-"""What the kernels of a layer do on a GPU, counted on the meta device: FLOPs, bytes moved, how many there are, and the
-bytes that the layer keeps for its backward.
+"""What the kernels of a layer do on a GPU, counted on the meta device: FLOPs, bytes moved, how many
+there are, and the bytes that the layer keeps for its backward.
 
-Nothing is assumed about fusing: what is counted are PyTorch's operators as a step runs them, each of which reads its
-inputs from memory and writes its results there, so the same code decides what runs and what it is priced at
-(`attention.kernel_for`, `fused`). This file has the few things that a GPU does otherwise than the meta device shows:
-which operators launch several kernels, and which touch less than their arguments. What no operator shows is not
-counted: copies between memory layouts and workspaces inside cuDNN, cuBLAS and flash attention's backward (what they
-hold: `workspaces`).
+Nothing is assumed about fusing: what is counted are PyTorch's operators as a step runs them, each
+of which reads its inputs from memory and writes its results there, so the same code decides what
+runs and what it is priced at (`attention.kernel_for`, `fused`). This file has the few things that a
+GPU does otherwise than the meta device shows: which operators launch several kernels, and which
+touch less than their arguments. What no operator shows is not counted: copies between memory
+layouts and workspaces inside cuDNN, cuBLAS and flash attention's backward (what they hold:
+`workspaces`).
 
-FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward computes the scores again, and causal
-attention skips what its mask hides.
+FLOPs here are those that run, not model FLOPs (`flops.py`): attention's backward computes the
+scores again, and causal attention skips what its mask hides.
 """
 
 from __future__ import annotations
@@ -30,50 +31,95 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
-#: Attention by segments, and which of its arguments is its window; one that looks at no later row is causal.
+# : Attention by segments, and which of its arguments is its window; one that looks at no later row
+# is causal.
 _VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
 #: Attention of equal lengths, and which of its arguments says whether it is causal.
-_EFFICIENT = {"_scaled_dot_product_efficient_attention": 6, "_scaled_dot_product_efficient_attention_backward": 11}
+_EFFICIENT = {
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+}
 _CONVOLUTIONS = ("convolution", "convolution_backward")
-_NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
-_NOT_READING = ("zeros_like", "new_zeros", "zeros", "ones_like", "full_like", "new_full", "new_ones", "fill", "zero",
-                "arange")
-#: Operators that read of their first input only as much as they write; and that write in place only as much as they
-#: read from their last.
+_NO_KERNEL = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+)
+_NOT_READING = (
+    "zeros_like",
+    "new_zeros",
+    "zeros",
+    "ones_like",
+    "full_like",
+    "new_full",
+    "new_ones",
+    "fill",
+    "zero",
+    "arange",
+)
+# : Operators that read of their first input only as much as they write; and that write in place
+# only as much as they : read from their last.
 _PICKING = ("embedding", "index_select", "gather", "index")
 _PLACING = ("index_copy_", "index_add_", "scatter_add_", "index_put_", "_index_put_impl_")
-#: Kernels of an operator that launches more than one, and how often its inputs are read (ATen's CUDA sources, by
-#: reading). Of a convolution's backward each gradient is one.
+# : Kernels of an operator that launches more than one, and how often its inputs are read (ATen's
+# CUDA sources, by : reading). Of a convolution's backward each gradient is one.
 _KERNELS = {
     "native_group_norm": (3, 2),  # moments; scale and shift of each channel; the result
-    "native_group_norm_backward": (5, 2),  # sums; two sets of factors; the input's gradient; the weights'
+    "native_group_norm_backward": (
+        5,
+        2,
+    ),  # sums; two sets of factors; the input's gradient; the weights'
     "native_layer_norm_backward": (2, 2),  # the input's gradient; the weights'
     "disttrain::rms_norm_backward": (2, 2),
     "torch_attn::_varlen_attn": (2, 1),  # attention; a seed that is not used
-    "torch_attn::_varlen_attn_backward": (3, 1),  # output · gradient; gradients; the query's to its own precision
+    "torch_attn::_varlen_attn_backward": (
+        3,
+        1,
+    ),  # output · gradient; gradients; the query's to its own precision
     "_scaled_dot_product_efficient_attention_backward": (2, 1),
-    "logsumexp": (7, 2),  # maximum, where it is infinite, difference, exponentials, sum, logarithm, their sum
+    "logsumexp": (
+        7,
+        2,
+    ),  # maximum, where it is infinite, difference, exponentials, sum, logarithm, their sum
     "embedding_dense_backward": (6, 1),  # ids are sorted and counted
-    **dict.fromkeys(("slice_backward", "select_backward", "index_copy", "index_add", "index_fill", "scatter_add",
-                     "index_put", "masked_fill"), (2, 1)),  # what is whole; a part of it
+    **dict.fromkeys(
+        (
+            "slice_backward",
+            "select_backward",
+            "index_copy",
+            "index_add",
+            "index_fill",
+            "scatter_add",
+            "index_put",
+            "masked_fill",
+        ),
+        (2, 1),
+    ),  # what is whole; a part of it
 }
 
 
 class LayerOperators(NamedTuple):
-    """Kernels of one forward and one backward of a layer, and bytes that it keeps from one to the other."""
+    """Kernels of one forward and one backward of a layer, and bytes that it keeps from one to the
+    other."""
 
     forward: KernelWork
     backward: KernelWork
     saved_bytes: int
 
 
-def layer_operators(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> LayerOperators:
+def layer_operators(
+    layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch
+) -> LayerOperators:
     """Count one forward and backward of a layer on the meta device.
 
-    The backward makes the gradients of the inputs in `state` that ask for one and of the weights that do, and adds
-    these to fp32 sums over microbatches. What a stage prepares once per batch does not count; nor do weights and the
-    batch in `saved_bytes`: these are all storages that only the backward holds once the layer has returned and nobody
-    else uses its inputs and outputs.
+    The backward makes the gradients of the inputs in `state` that ask for one and of the weights
+    that do, and adds these to fp32 sums over microbatches. What a stage prepares once per batch
+    does not count; nor do weights and the batch in `saved_bytes`: these are all storages that only
+    the backward holds once the layer has returned and nobody else uses its inputs and outputs.
     """
     prepared, trace = len(batch.tensors()), _Trace()
     graph = _forward(layer, state, batch, trace)
@@ -94,16 +140,23 @@ class _Graph(NamedTuple):
     inputs: list[GradientEdge]
 
 
-def _forward(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, trace: _Trace) -> _Graph:
+def _forward(
+    layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch, trace: _Trace
+) -> _Graph:
     """Run a layer as in the middle of a stage, on inputs that others made and nobody else holds."""
-    leaves = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()}
+    leaves = {
+        name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in state.items()
+    }
     given = {name: tensor.clone() for name, tensor in leaves.items()}
     trace.note(given.values())
     with trace:
         made = layer(given, batch)
     outputs = [tensor for tensor in made.values() if tensor.requires_grad]
-    return _Graph([get_gradient_edge(tensor) for tensor in outputs], [torch.empty_like(tensor) for tensor in outputs],
-                  [get_gradient_edge(tensor) for tensor in given.values() if tensor.requires_grad])
+    return _Graph(
+        [get_gradient_edge(tensor) for tensor in outputs],
+        [torch.empty_like(tensor) for tensor in outputs],
+        [get_gradient_edge(tensor) for tensor in given.values() if tensor.requires_grad],
+    )
 
 
 def _backward(layer: PipelineLayer, graph: _Graph, trace: _Trace) -> None:
@@ -112,14 +165,17 @@ def _backward(layer: PipelineLayer, graph: _Graph, trace: _Trace) -> None:
         return
     weights = [weight for weight in layer.parameters() if weight.requires_grad]
     with trace:
-        gradients = torch.autograd.grad(graph.outputs, [*weights, *graph.inputs], graph.gradients, allow_unused=True)
+        gradients = torch.autograd.grad(
+            graph.outputs, [*weights, *graph.inputs], graph.gradients, allow_unused=True
+        )
         for weight, gradient in zip(weights, gradients, strict=False):
             if gradient is not None:
                 torch.empty_like(weight, dtype=torch.float32).add_(gradient)
 
 
 class _Trace(TorchDispatchMode):
-    """Counts the kernels of the operators that run while it is active, and knows which storages are alive."""
+    """Counts the kernels of the operators that run while it is active, and knows which storages are
+    alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +186,13 @@ class _Trace(TorchDispatchMode):
     def take(self) -> KernelWork:
         """What was counted since the last call."""
         flops = self._flops
-        work = KernelWork(flops["product"], flops["attention"], flops["convolution"], self._moved_bytes, self._kernels)
+        work = KernelWork(
+            flops["product"],
+            flops["attention"],
+            flops["convolution"],
+            self._moved_bytes,
+            self._kernels,
+        )
         self._flops, self._moved_bytes, self._kernels = dict.fromkeys(flops, 0), 0, 0
         return work
 
@@ -141,7 +203,11 @@ class _Trace(TorchDispatchMode):
 
     def alive(self) -> dict[int, int]:
         """Bytes of the storages that were made while this was active, or noted, and still are."""
-        return {place: size for place, (reference, size) in self._storages.items() if not reference.expired()}
+        return {
+            place: size
+            for place, (reference, size) in self._storages.items()
+            if not reference.expired()
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

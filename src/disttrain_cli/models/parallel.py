@@ -1,12 +1,15 @@
-"""Tensor parallelism of a layer: what the ranks of a TP group send each other (Megatron-LM, Shoeybi et al. 2019).
+"""Tensor parallelism of a layer: what the ranks of a TP group send each other (Megatron-LM, Shoeybi
+et al. 2019).
 
-Between the divided linears of a block every rank has all rows and its own heads or features; everywhere else it has
-its own rows (`division.own_rows`) and all features, so that norms, residuals and dropout are divided too (sequence
-parallelism, Korthikanti et al. 2022, section 4.2.2). Each function below is one half of a pair whose gradients are
-each other's forwards. Without a group (a TP of 1, or one part measured alone) they give back what they were given.
+Between the divided linears of a block every rank has all rows and its own heads or features;
+everywhere else it has its own rows (`division.own_rows`) and all features, so that norms, residuals
+and dropout are divided too (sequence parallelism, Korthikanti et al. 2022, section 4.2.2). Each
+function below is one half of a pair whose gradients are each other's forwards. Without a group (a
+TP of 1, or one part measured alone) they give back what they were given.
 
-A layer with `by_rows` takes and leaves its split tensors as own rows, so its undivided weights see a part of the rows
-only: their gradients are partial sums. All other layers take whole tensors, equal on every rank, and leave such.
+A layer with `by_rows` takes and leaves its split tensors as own rows, so its undivided weights see
+a part of the rows only: their gradients are partial sums. All other layers take whole tensors,
+equal on every rank, and leave such.
 """
 
 from __future__ import annotations
@@ -69,11 +72,13 @@ def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.
 
 
 def join(layer: PipelineLayer, group: Group | None) -> None:
-    """Have a layer that was narrowed to this rank's part (`division.shard`) work with the others of its group, if any.
+    """Have a layer that was narrowed to this rank's part (`division.shard`) work with the others of
+    its group, if any.
 
-    The bias of a row-parallel linear is added by the first rank, once. Undivided weights get `partial_gradient`: the
-    sum over the group is their gradient. Where all ranks compute the same one, each gives its part of the mean, so
-    that the weights stay equal where kernels are not deterministic.
+    The bias of a row-parallel linear is added by the first rank, once. Undivided weights get
+    `partial_gradient`: the sum over the group is their gradient. Where all ranks compute the same
+    one, each gives its part of the mean, so that the weights stay equal where kernels are not
+    deterministic.
     """
     if group is None:
         return
@@ -96,8 +101,9 @@ def join(layer: PipelineLayer, group: Group | None) -> None:
 def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Group | None) -> Tensor:
     """`f` on the rows of the whole group: own rows in, own rows out.
 
-    `f` maps [rows, D] to a partial sum [..., D'] of any number of rows, as divided linears give it. For the backward
-    the own rows are kept, and gathered again (Korthikanti et al. 2022, section 4.2.2): a group divides what it keeps.
+    `f` maps [rows, D] to a partial sum [..., D'] of any number of rows, as divided linears give it.
+    For the backward the own rows are kept, and gathered again (Korthikanti et al. 2022, section
+    4.2.2): a group divides what it keeps.
     """
     if group is None:
         return f(own_RD).flatten(0, -2)
@@ -108,7 +114,8 @@ def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Grou
 
 
 def gather(own: Tensor, rows: int, group: Group | None) -> Tensor:
-    """Own rows → all `rows` rows. The gradient of what each rank does with them is summed and divided again."""
+    """Own rows → all `rows` rows. The gradient of what each rank does with them is summed and
+    divided again."""
     return own if group is None or not rows else _Gather.apply(own, rows, group)
 
 
@@ -118,12 +125,14 @@ def scatter(partial: Tensor, group: Group | None) -> Tensor:
 
 
 def reduce(partial: Tensor, group: Group | None) -> Tensor:
-    """A partial sum → the sum, with which every rank does the same: its gradient is whole on every rank."""
+    """A partial sum → the sum, with which every rank does the same: its gradient is whole on every
+    rank."""
     return partial if group is None else _Reduce.apply(partial, group)
 
 
 def copy(whole: Tensor, group: Group | None) -> Tensor:
-    """A tensor that all ranks have, for use by divided linears: the gradient's partial sums are summed."""
+    """A tensor that all ranks have, for use by divided linears: the gradient's partial sums are
+    summed."""
     return whole if group is None else _Copy.apply(whole, group)
 
 
@@ -133,25 +142,32 @@ def split(whole: Tensor, group: Group | None) -> Tensor:
 
 
 def share(whole: Tensor, group: Group | None) -> Tensor:
-    """A tensor that all ranks made alike from gathered rows: each answers for its own rows of the whole gradient."""
+    """A tensor that all ranks made alike from gathered rows: each answers for its own rows of the
+    whole gradient."""
     return whole if group is None else _Share.apply(whole, group)
 
 
 def once(loss: Tensor, group: Group | None) -> Tensor:
-    """A loss that all ranks computed alike: its value counts on the first one only, its gradient everywhere."""
+    """A loss that all ranks computed alike: its value counts on the first one only, its gradient
+    everywhere."""
     return loss if group is None or group.rank == 0 else loss - loss.detach()
 
 
 def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
-    """Embeddings of a vocabulary shard that starts at `first_id`; zeros for the ids of other ranks."""
+    """Embeddings of a vocabulary shard that starts at `first_id`; zeros for the ids of other
+    ranks."""
     local = ids_R - first_id
     foreign = (local < 0) | (local >= len(weight_VD))
-    return functional.embedding(local.masked_fill(foreign, 0), weight_VD).masked_fill(foreign.unsqueeze(1), 0.0)
+    return functional.embedding(local.masked_fill(foreign, 0), weight_VD).masked_fill(
+        foreign.unsqueeze(1), 0.0
+    )
 
 
 def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or maximum) of a tensor over the group, as a new tensor."""
-    total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)  # autograd keeps what it gave
+    total = tensor.to(group.wire(tensor)).clone(
+        memory_format=torch.contiguous_format
+    )  # autograd keeps what it gave
     group.all_reduce(total, op)
     return total.to(tensor.device)
 
@@ -176,9 +192,11 @@ class _WithoutBias(nn.Linear):
 
 
 def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager[Any]:
-    """What autograd keeps of gathered rows: the own ones, of which its nodes have views again in the backward.
+    """What autograd keeps of gathered rows: the own ones, of which its nodes have views again in
+    the backward.
 
-    Where a layer is recomputed nothing of it is kept anyway, and the hooks that see to that stay the innermost.
+    Where a layer is recomputed nothing of it is kept anyway, and the hooks that see to that stay
+    the innermost.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         return nullcontext()
@@ -201,7 +219,8 @@ def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager
 
 
 def _join_whole(layer: PipelineLayer, group: Group) -> None:
-    """Hooks around the divided linears of a layer whose code is the library's: copy before, reduce after."""
+    """Hooks around the divided linears of a layer whose code is the library's: copy before, reduce
+    after."""
 
     def before(owner: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         return tuple(map(copied, given)), {name: copied(value) for name, value in named.items()}

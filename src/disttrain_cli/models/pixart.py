@@ -1,8 +1,10 @@
-"""diffusers' PixArtTransformer2DModel as pipeline layers: projector, in, block × n, out with the image loss.
+"""diffusers' PixArtTransformer2DModel as pipeline layers: projector, in, block × n, out with the
+image loss.
 
-A diffusion transformer (Peebles and Xie 2023) with cross-attention and one shared modulation of all blocks by the
-timestep, adaLN-single (Chen et al. 2023, arXiv 2310.00426, section 2.3). Rows of an image: its patches in raster
-order, one row of shape [P, D]. Where the model also predicts a variance, that half of its channels is not trained.
+A diffusion transformer (Peebles and Xie 2023) with cross-attention and one shared modulation of all
+blocks by the timestep, adaLN-single (Chen et al. 2023, arXiv 2310.00426, section 2.3). Rows of an
+image: its patches in raster order, one row of shape [P, D]. Where the model also predicts a
+variance, that half of its channels is not trained.
 """
 
 from __future__ import annotations
@@ -25,16 +27,21 @@ from disttrain_cli.models.host import constant
 from disttrain_cli.models.layer import Batch, PipelineLayer, TensorSpec
 
 # Heads and FFN of a block, whose first linear gives value and gate, or only a value.
-GATED = Division(column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2"))
+GATED = Division(
+    column=("to_q", "to_k", "to_v"), fused=("ff.net.0.proj",), row=("to_out.0", "ff.net.2")
+)
 PLAIN = Division(column=("to_q", "to_k", "to_v", "ff.net.0.proj"), row=("to_out.0", "ff.net.2"))
 
 
 class In(Start):
-    """Noisy latents → patches with sinusoidal positions; timestep → modulation; conditioning → the blocks' width."""
+    """Noisy latents → patches with sinusoidal positions; timestep → modulation; conditioning → the
+    blocks' width."""
 
     def __init__(self, module: str, whole: Any, canvas: Canvas) -> None:
         super().__init__(module, canvas)
-        self.published = {"proj": "pos_embed.proj"} | {n: n for n in ("adaln_single", "caption_projection")}
+        self.published = {"proj": "pos_embed.proj"} | {
+            n: n for n in ("adaln_single", "caption_projection")
+        }
         width, self.patches_per_side = whole.inner_dim, whole.pos_embed.height
         self.interpolation = whole.pos_embed.interpolation_scale
         self.sees_size = whole.use_additional_conditions
@@ -44,22 +51,34 @@ class In(Start):
             TensorSpec("modulation", "target", "one", (6 * width,)),
             TensorSpec("time_embedding", "target", "one", (width,)),
         )
-        self.proj, self.adaln_single = copy.deepcopy(whole.pos_embed.proj), copy.deepcopy(whole.adaln_single)
+        self.proj, self.adaln_single = (
+            copy.deepcopy(whole.pos_embed.proj),
+            copy.deepcopy(whole.adaln_single),
+        )
         self.caption_projection = copy.deepcopy(whole.caption_projection)
         if self.caption_projection is not None:
             self.writes += (TensorSpec("conditioning", "target", "context", (width,)),)
 
-    def start(self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor) -> dict[str, Tensor]:
+    def start(
+        self, state: dict[str, Tensor], noisy_NCHW: Tensor, times_N: Tensor
+    ) -> dict[str, Tensor]:
         dtype, count = self.proj.weight.dtype, len(noisy_NCHW)
         patches_NPD = self.proj(noisy_NCHW.to(dtype)).flatten(2).transpose(1, 2)
         size = None
         if self.sees_size:
             side = float(self.canvas.image_size)
-            size = {"resolution": filled(count, (side, side), noisy_NCHW),
-                    "aspect_ratio": filled(count, (1.0,), noisy_NCHW)}
-        modulation, embedding = self.adaln_single(times_N, size, batch_size=count, hidden_dtype=dtype)
-        result = {"patches": patches_NPD + self._positions(patches_NPD), "modulation": modulation,
-                  "time_embedding": embedding}
+            size = {
+                "resolution": filled(count, (side, side), noisy_NCHW),
+                "aspect_ratio": filled(count, (1.0,), noisy_NCHW),
+            }
+        modulation, embedding = self.adaln_single(
+            times_N, size, batch_size=count, hidden_dtype=dtype
+        )
+        result = {
+            "patches": patches_NPD + self._positions(patches_NPD),
+            "modulation": modulation,
+            "time_embedding": embedding,
+        }
         if self.caption_projection is not None:
             result["conditioning"] = self.caption_projection(state["conditioning"])
         return result
@@ -68,15 +87,22 @@ class In(Start):
         """Sinusoids [P, D], with the dtype of the patches; they are no weights."""
         if patches_NPD.is_meta:
             return patches_NPD.new_empty(patches_NPD.shape[1:])
-        return constant(_positions, patches_NPD.shape[-1], self.patches_per_side, self.interpolation,
-                        device=patches_NPD.device, dtype=patches_NPD.dtype)
+        return constant(
+            _positions,
+            patches_NPD.shape[-1],
+            self.patches_per_side,
+            self.interpolation,
+            device=patches_NPD.device,
+            dtype=patches_NPD.dtype,
+        )
 
 
 def _positions(width: int, side: int, interpolation: float) -> Tensor:
     from diffusers.models.embeddings import get_2d_sincos_pos_embed
 
     positions: Tensor = get_2d_sincos_pos_embed(
-        width, side, base_size=side, interpolation_scale=interpolation, output_type="pt")
+        width, side, base_size=side, interpolation_scale=interpolation, output_type="pt"
+    )
     return positions.float()
 
 
@@ -87,10 +113,20 @@ class Block(GeneratorLayer):
     reads = ("patches", "modulation", "conditioning")
 
     def __init__(
-        self, module: str, number: int, block: nn.Module, gated: bool, context_tokens: int, spec: TensorSpec
+        self,
+        module: str,
+        number: int,
+        block: nn.Module,
+        gated: bool,
+        context_tokens: int,
+        spec: TensorSpec,
     ) -> None:
         super().__init__()
-        self.name, self.module, self.context_tokens = f"{module}.block.{number}", module, context_tokens
+        self.name, self.module, self.context_tokens = (
+            f"{module}.block.{number}",
+            module,
+            context_tokens,
+        )
         self.writes = (spec,)
         self.published = {"block": f"transformer_blocks.{number}"}
         self.block: Any = with_own_attention(copy.deepcopy(block))
@@ -101,7 +137,8 @@ class Block(GeneratorLayer):
         begin(self, self.dropouts, batch.target_seeds, [1] * len(state["patches"]))
         conditioning_NKD = state["conditioning"].unflatten(0, (-1, self.context_tokens))
         patches = self.block(
-            state["patches"], encoder_hidden_states=conditioning_NKD, timestep=state["modulation"])
+            state["patches"], encoder_hidden_states=conditioning_NKD, timestep=state["modulation"]
+        )
         return {"patches": patches}
 
 
@@ -116,12 +153,16 @@ class Out(Finish):
         self.scale_shift_table = nn.Parameter(torch.empty_like(whole.scale_shift_table))
 
     def predict(self, state: dict[str, Tensor]) -> Tensor:
-        shift, scale = (self.scale_shift_table[None] + state["time_embedding"][:, None]).chunk(2, dim=1)
+        shift, scale = (self.scale_shift_table[None] + state["time_embedding"][:, None]).chunk(
+            2, dim=1
+        )
         pixels = self.proj_out(self.norm_out(state["patches"]) * (1 + scale) + shift)
         side, p = self.patches_per_side, self.patch
         image = pixels.unflatten(2, (p, p, -1)).unflatten(1, (side, side))  # [N, h, w, p, q, C]
         image_NCHW = image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
-        return image_NCHW[:, : self.canvas.shape[0]].float()  # the other half, if there is one, is a variance
+        return image_NCHW[
+            :, : self.canvas.shape[0]
+        ].float()  # the other half, if there is one, is a variance
 
 
 def makers(
@@ -133,25 +174,36 @@ def makers(
     llm_width: int,
     loss_weight: float,
 ) -> list[LayerMaker]:
-    """The layers of a diffusion transformer in pipeline order; weights start as diffusers starts them.
+    """The layers of a diffusion transformer in pipeline order; weights start as diffusers starts
+    them.
 
     Raises:
         SpecError: diffusers refuses the configuration.
     """
     whole = cache(partial(_whole, module, config))
     conditioning = config["caption_channels"] or config["cross_attention_dim"]
-    spec = TensorSpec("patches", "target", "one", (whole().pos_embed.height ** 2, whole().inner_dim))
+    spec = TensorSpec(
+        "patches", "target", "one", (whole().pos_embed.height ** 2, whole().inner_dim)
+    )
     construct: list[Callable[[], PipelineLayer]] = [
         partial(Projector, module, llm_width, projector_hidden, conditioning),
         lambda: In(module, whole(), canvas),
-        *(partial(_block, whole, module, config, i, context_tokens, spec) for i in range(config["num_layers"])),
+        *(
+            partial(_block, whole, module, config, i, context_tokens, spec)
+            for i in range(config["num_layers"])
+        ),
         lambda: Out(module, whole(), canvas, loss_weight),
     ]
     return [LayerMaker(make, None) for make in construct]
 
 
 def _block(
-    whole: Callable[[], Any], module: str, config: dict[str, Any], number: int, context_tokens: int, spec: TensorSpec
+    whole: Callable[[], Any],
+    module: str,
+    config: dict[str, Any],
+    number: int,
+    context_tokens: int,
+    spec: TensorSpec,
 ) -> Block:
     gated = config["activation_fn"] == "geglu"
     return Block(module, number, whole().transformer_blocks[number], gated, context_tokens, spec)
@@ -163,5 +215,12 @@ def _whole(module: str, config: dict[str, Any]) -> Any:
     try:
         with torch.device("meta"):
             return PixArtTransformer2DModel(**config)
-    except (ValueError, TypeError, IndexError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RuntimeError,
+        ZeroDivisionError,
+    ) as error:
         raise refused(module, "pixart", error) from None

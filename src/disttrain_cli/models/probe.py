@@ -1,4 +1,5 @@
-"""Synthetic inputs of given sizes: batches and state tensors with random values and consistent counts."""
+"""Synthetic inputs of given sizes: batches and state tensors with random values and consistent
+counts."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def probe_work(
     """Work that a probe batch of these sizes brings to a module (see `probe_batch`).
 
     Args:
-        windows: as a step's work counts; else as operators on the meta device do, which know no windows.
+        windows: as a step's work counts; else as operators on the meta device do, which know no
+        windows.
     """
     item = inputs.item(module)
     if item == "image":
@@ -41,8 +43,11 @@ def probe_work(
         return inputs.audio.work(float(clips))
     if item == "sequence":
         lengths = [length for sequence in documents for length in sequence]
-        return Work(len(documents), sum(lengths), int(inputs.length_sq(lengths).sum()) if windows
-                    else sum(n * n for n in lengths))
+        return Work(
+            len(documents),
+            sum(lengths),
+            int(inputs.length_sq(lengths).sum()) if windows else sum(n * n for n in lengths),
+        )
     return inputs.target_of(module).work(float(targets))
 
 
@@ -57,20 +62,29 @@ def probe_batch(
     seed: int = 0,
     length: int | None = None,
 ) -> Batch:
-    """A batch with images of these grids, audio clips, sequences of samples of these lengths, images to generate.
+    """A batch with images of these grids, audio clips, sequences of samples of these lengths,
+    images to generate.
 
     Args:
         grids: patches (rows, columns) of each image; sorted, so that equal grids are adjacent.
         documents: for each sequence the tokens of its samples; the rest of the sequence is padding.
         length: tokens of a sequence, padding included; the model's own if not given.
 
-    Image tokens take the first places of the sequences, audio tokens the next and context tokens the last. If the
-    sequences have no room for them (or there are none), the batch has no places for them and serves the other
-    modules only.
+    Image tokens take the first places of the sequences, audio tokens the next and context tokens
+    the last. If the sequences have no room for them (or there are none), the batch has no places
+    for them and serves the other modules only.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.device("cpu"):
-        batch = _batch(inputs, sorted(grids), clips, documents, targets, length or inputs.sequence_length, generator)
+        batch = _batch(
+            inputs,
+            sorted(grids),
+            clips,
+            documents,
+            targets,
+            length or inputs.sequence_length,
+            generator,
+        )
     return _moved(batch, torch.device(device))
 
 
@@ -84,12 +98,16 @@ def row_count(spec: TensorSpec, inputs: ModelInputs, batch: Batch) -> int:
         return sum(patches) // inputs.image.merge**2
     if spec.item == "audio":
         assert inputs.audio is not None and batch.audio_features is not None
-        return len(batch.audio_features) * (inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions)
+        return len(batch.audio_features) * (
+            inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions
+        )
     if spec.item == "sequence":
         assert batch.token_ids is not None
         return batch.token_ids.numel()
     assert inputs.target is not None and batch.target_pixels is not None
-    return len(batch.target_pixels) * (inputs.target.context_tokens if spec.rows == "context" else 1)
+    return len(batch.target_pixels) * (
+        inputs.target.context_tokens if spec.rows == "context" else 1
+    )
 
 
 def state_at(
@@ -148,20 +166,33 @@ def _batch(
     if image is not None:
         side = image.patch_px
         fields["pixels"] = [
-            torch.randn(sum(1 for _ in run), image.channels, rows * side, columns * side, generator=generator)
+            torch.randn(
+                sum(1 for _ in run),
+                image.channels,
+                rows * side,
+                columns * side,
+                generator=generator,
+            )
             for (rows, columns), run in groupby(grids)
         ]
-        fields["other_pixels"] = [torch.randn(pixels.shape, generator=generator) for _ in inputs.other_images
-                                  for pixels in fields["pixels"]]
+        fields["other_pixels"] = [
+            torch.randn(pixels.shape, generator=generator)
+            for _ in inputs.other_images
+            for pixels in fields["pixels"]
+        ]
         fields["image_seeds"] = torch.arange(len(grids))
     if audio is not None:
         fields["clips"] = clips
         fields["clip_seeds"] = torch.arange(clips)
-        fields["audio_features"] = torch.randn(clips, audio.mel_bins, audio.frames, generator=generator)
+        fields["audio_features"] = torch.randn(
+            clips, audio.mel_bins, audio.frames, generator=generator
+        )
     if target is not None:
         fields["target_pixels"] = torch.rand((targets, *target.shape), generator=generator) * 2 - 1
-        fields["other_targets"] = [torch.rand((targets, *head.shape), generator=generator) * 2 - 1
-                                   for head in inputs.other_targets]
+        fields["other_targets"] = [
+            torch.rand((targets, *head.shape), generator=generator) * 2 - 1
+            for head in inputs.other_targets
+        ]
         fields["target_weights"] = torch.ones(targets)
         fields["noise_seeds"] = torch.randint(2**31, (targets,), generator=generator)
         fields["target_seeds"] = fields["noise_seeds"]
@@ -190,16 +221,22 @@ def _tokens(
             positions[row, start : start + size] = torch.arange(size)
             start += size
     token_ids = torch.randint(inputs.vocabulary, shape, generator=generator)
-    labels = torch.where(numbers >= 0, torch.randint(inputs.vocabulary, shape, generator=generator), -100)
+    labels = torch.where(
+        numbers >= 0, torch.randint(inputs.vocabulary, shape, generator=generator), -100
+    )
     places = (numbers.flatten() >= 0).nonzero().flatten()
-    image_tokens = sum(rows * columns for rows, columns in grids) // (inputs.image.merge**2 if inputs.image else 1)
+    image_tokens = sum(rows * columns for rows, columns in grids) // (
+        inputs.image.merge**2 if inputs.image else 1
+    )
     audio_tokens = clips * (inputs.audio.tokens if inputs.audio else 0)
     context_tokens = targets * (inputs.target.context_tokens if inputs.target else 0)
     fits = image_tokens + audio_tokens + context_tokens <= len(places)
     return {
         "token_ids": token_ids,
         "positions": positions,
-        "sample_lengths": [size for lengths in documents for size in (*lengths, length - sum(lengths)) if size],
+        "sample_lengths": [
+            size for lengths in documents for size in (*lengths, length - sum(lengths)) if size
+        ],
         "labels": labels,
         "image_rows": places[:image_tokens] if fits else None,
         "audio_rows": places[image_tokens : image_tokens + audio_tokens] if fits else None,
@@ -215,4 +252,6 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
         return value.to(device) if isinstance(value, Tensor) else value
 
     host = {"noise_seeds"} if device.type != "meta" else set()  # what layers read there (`noise`)
-    return Batch(**{name: value if name in host else move(value) for name, value in vars(batch).items()})
+    return Batch(
+        **{name: value if name in host else move(value) for name, value in vars(batch).items()}
+    )

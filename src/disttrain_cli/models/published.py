@@ -1,8 +1,10 @@
-"""Folders of published weights: their tensors by name, read one at a time, whatever the prefix they were saved under.
+"""Folders of published weights: their tensors by name, read one at a time, whatever the prefix they
+were saved under.
 
-A folder is laid out as Hugging Face lays it out: one safetensors file, or several with an index. Pickled files are
-never opened. Names are those of the installed library's class; names that older versions wrote are translated by the
-library's own rules, and a model that was saved as a part of a larger one is found by looking.
+A folder is laid out as Hugging Face lays it out: one safetensors file, or several with an index.
+Pickled files are never opened. Names are those of the installed library's class; names that older
+versions wrote are translated by the library's own rules, and a model that was saved as a part of a
+larger one is found by looking.
 """
 
 from __future__ import annotations
@@ -22,13 +24,19 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
 from disttrain_cli.spec.files import parse_json
 
-#: Files that transformers and diffusers write; an index beside the name says that the tensors are in several.
+# : Files that transformers and diffusers write; an index beside the name says that the tensors are
+# in several.
 SINGLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 
 _VAE = "diffusers:AutoencoderKL"
 # Attention of autoencoders saved by diffusers before 0.16.
-_OLD_VAE = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+_OLD_VAE = {
+    ".query.": ".to_q.",
+    ".key.": ".to_k.",
+    ".value.": ".to_v.",
+    ".proj_attn.": ".to_out.0.",
+}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -48,14 +56,19 @@ def weight_files(folder: Path) -> list[Path]:
         return others
     if others:
         names = ", ".join(path.name for path in others)
-        raise SpecError(f"{folder} holds several weight files and no index", f"given: {names}",
-                        f"Keep one of them, named {SINGLE[0]} or {SINGLE[1]}.")
+        raise SpecError(
+            f"{folder} holds several weight files and no index",
+            f"given: {names}",
+            f"Keep one of them, named {SINGLE[0]} or {SINGLE[1]}.",
+        )
     pickled = sorted({path.name for pattern in _PICKLED for path in folder.glob(pattern)})
     if pickled:
-        raise SpecError(f"The weights in {folder} are pickled, and pickled files are never opened",
-                        f"given: {', '.join(pickled)}; needed: {' or '.join(SINGLE)}",
-                        "Download the safetensors files, convert them with the library's own save_pretrained, or set "
-                        "pretrained: false.")
+        raise SpecError(
+            f"The weights in {folder} are pickled, and pickled files are never opened",
+            f"given: {', '.join(pickled)}; needed: {' or '.join(SINGLE)}",
+            "Download the safetensors files, convert them with the library's own save_pretrained,"
+            " or set pretrained: false.",
+        )
     return []
 
 
@@ -63,14 +76,19 @@ def _of_index(index: Path) -> list[Path]:
     described = parse_json(index, "index of weights", f"Download {index.parent} again.")
     named = described.get("weight_map") if isinstance(described, dict) else None
     if not isinstance(named, dict) or not named or any("/" in str(name) for name in named.values()):
-        raise SpecError(f"The index of weights {index} is damaged", "weight_map must name the file of every tensor",
-                        f"Download {index.parent} again.")
+        raise SpecError(
+            f"The index of weights {index} is damaged",
+            "weight_map must name the file of every tensor",
+            f"Download {index.parent} again.",
+        )
     files = [index.parent / name for name in sorted(set(named.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing:
-        raise SpecError(f"Weight files are missing in {index.parent}",
-                        f"{index.name} names {len(files)}, missing: {', '.join(missing)}",
-                        f"Download {index.parent} again.")
+        raise SpecError(
+            f"Weight files are missing in {index.parent}",
+            f"{index.name} names {len(files)}, missing: {', '.join(missing)}",
+            f"Download {index.parent} again.",
+        )
     return files
 
 
@@ -86,8 +104,9 @@ class Weights:
             try:
                 opened = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise SpecError(f"The weight file {path} is damaged", str(error),
-                                "Download or export it again.") from None
+                raise SpecError(
+                    f"The weight file {path} is damaged", str(error), "Download or export it again."
+                ) from None
             self._file_of |= dict.fromkeys(opened.keys(), (path, opened))
 
     def __enter__(self) -> Weights:
@@ -118,12 +137,15 @@ class Weights:
 @cache
 def published_class(architecture: str) -> Any:
     """The class of transformers or diffusers that saves and loads an architecture's weights."""
-    module, _, name = (_VAE if architecture == "vae" else ARCHITECTURES[architecture].published).partition(":")
+    module, _, name = (
+        _VAE if architecture == "vae" else ARCHITECTURES[architecture].published
+    ).partition(":")
     return getattr(import_module(module), name)
 
 
 def on_meta(architecture: str, config: Any) -> Any:
-    """A published model without memory for its weights; diffusers' classes take a dict of arguments."""
+    """A published model without memory for its weights; diffusers' classes take a dict of
+    arguments."""
     made = published_class(architecture)
     with torch.device("meta"):
         if isinstance(config, dict):
@@ -143,7 +165,9 @@ def renaming(architecture: str, config: Any) -> Callable[[str], str]:
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     model = on_meta(architecture, config)
-    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    rules = [
+        rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)
+    ]
     known = model.state_dict()
     return lambda name: rename_source_key(name, rules, [], model.base_model_prefix, known)[0]
 
@@ -154,15 +178,19 @@ def _renamed_vae(name: str) -> str:
     return name
 
 
-def locate(names: Collection[str], wanted: Collection[str], rename: Callable[[str], str]) -> dict[str, str]:
-    """Where each wanted tensor is: from its name in the class to its name in the files, for those that are there.
+def locate(
+    names: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
+) -> dict[str, str]:
+    """Where each wanted tensor is: from its name in the class to its name in the files, for those
+    that are there.
 
-    A part of a larger model has a prefix there ("language_model.", "vision_tower.vision_model."), which is the one
-    that finds the most; what it does not find (an LLM's head beside its body) is taken from the parts around it.
+    A part of a larger model has a prefix there ("language_model.", "vision_tower.vision_model."),
+    which is the one that finds the most; what it does not find (an LLM's head beside its body) is
+    taken from the parts around it.
     """
     found: dict[str, dict[str, str]] = {}
     for prefix in sorted({prefix for name in names for prefix in _prefixes(name)}, key=len):
-        renamed = {rename(name[len(prefix):]): name for name in names if name.startswith(prefix)}
+        renamed = {rename(name[len(prefix) :]): name for name in names if name.startswith(prefix)}
         found[prefix] = {name: renamed[name] for name in wanted if name in renamed}
         if len(found[prefix]) == len(wanted):
             return found[prefix]
@@ -174,7 +202,7 @@ def locate(names: Collection[str], wanted: Collection[str], rename: Callable[[st
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """"", "a.", "a.b.", … of "a.b.3.c", up to the first number."""
+    """ "", "a.", "a.b.", … of "a.b.3.c", up to the first number."""
     prefix = ""
     for part in name.split(".")[:-1]:
         yield prefix

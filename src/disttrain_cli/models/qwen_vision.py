@@ -1,9 +1,11 @@
-"""Qwen2.5-VL's vision tower as pipeline layers: embed, block × n, merger, projector into the LLM's width.
+"""Qwen2.5-VL's vision tower as pipeline layers: embed, block × n, merger, projector into the LLM's
+width.
 
-Images have any size in whole merge blocks; nothing is interpolated (Bai et al. 2025, arXiv 2502.13923, section 2.1).
-Rows of an image: its patches, window by window, so that a window is a run of rows, and inside a window m × m patches
-of a merge block after another, so that the merger takes runs too. Most blocks attend inside windows, some (`kind`
-"block.global") over the whole image. The temporal patch of 2 sees the image twice.
+Images have any size in whole merge blocks; nothing is interpolated (Bai et al. 2025, arXiv
+2502.13923, section 2.1). Rows of an image: its patches, window by window, so that a window is a run
+of rows, and inside a window m × m patches of a merge block after another, so that the merger takes
+runs too. Most blocks attend inside windows, some (`kind` "block.global") over the whole image. The
+temporal patch of 2 sees the image twice.
 """
 
 from __future__ import annotations
@@ -35,13 +37,18 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layout(rows: int, columns: int, merge: int, window: int) -> Layout:
-    """The layout of an image of `rows` × `columns` patches, in windows of `window` patches per side."""
+    """The layout of an image of `rows` × `columns` patches, in windows of `window` patches per
+    side."""
     from transformers.vision_utils import get_vision_window_index
 
     with torch.device("cpu"):
         grid = torch.tensor([[1, rows, columns]])
-        blocks, bounds = get_vision_window_index(grid, spatial_merge_size=merge, window_size=window, patch_size=1)
-        patches = torch.arange(rows * columns).unflatten(0, (rows // merge, merge, columns // merge, merge))
+        blocks, bounds = get_vision_window_index(
+            grid, spatial_merge_size=merge, window_size=window, patch_size=1
+        )
+        patches = torch.arange(rows * columns).unflatten(
+            0, (rows // merge, merge, columns // merge, merge)
+        )
         order = patches.transpose(1, 2).flatten(2).flatten(0, 1)[blocks].flatten()
         return Layout(order, torch.argsort(blocks), tuple(torch.diff(bounds).tolist()))
 
@@ -52,7 +59,9 @@ class QwenLayer(ImageLayer):
     def __init__(self, module: str, name: str, config: Any) -> None:
         super().__init__()
         self.name, self.module = f"{module}.{name}", module
-        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
+        )
         self.merge, self.window = config.spatial_merge_size, config.window_size // config.patch_size
 
     def layout(self, rows: int, columns: int) -> Layout:
@@ -71,7 +80,8 @@ class Embed(QwenLayer):
 
         super().__init__(module, "embed", config)
         self.patch_embed = Qwen2_5_VisionPatchEmbed(
-            config.patch_size, config.temporal_patch_size, config.in_channels, config.hidden_size)
+            config.patch_size, config.temporal_patch_size, config.in_channels, config.hidden_size
+        )
         self.published = {"patch_embed": "patch_embed"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -79,18 +89,23 @@ class Embed(QwenLayer):
         kernel = self.patch_embed.proj.weight.sum(2)  # the same image at every time
         hidden = []
         for pixels in batch.pixels:
-            grid = functional.conv2d(pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:])  # [N, D, rows, columns]
+            grid = functional.conv2d(
+                pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:]
+            )  # [N, D, rows, columns]
             order = to_device(self.layout(*grid.shape[2:]).order, grid.device)
             hidden.append(grid.flatten(2).transpose(1, 2).index_select(1, order).flatten(0, 1))
         return {"image_hidden": split(torch.cat(hidden), self.group)}
 
 
 class Block(QwenLayer):
-    """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows at once."""
+    """One Qwen2_5_VLVisionBlock; its weights are the class's, attention runs over all windows at
+    once."""
 
     kind = "block"
     reads = ("image_hidden",)
-    division = Division(thirds=("attn.qkv",), column=("gate_proj", "up_proj"), row=("attn.proj", "down_proj"))
+    division = Division(
+        thirds=("attn.qkv",), column=("gate_proj", "up_proj"), row=("attn.proj", "down_proj")
+    )
 
     def __init__(self, module: str, number: int, config: Any) -> None:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
@@ -103,21 +118,31 @@ class Block(QwenLayer):
         if self.all:
             self.kind = "block.global"
         self.layer = with_own_norms(Qwen2_5_VLVisionBlock(config))
-        self._rotary = partial(Qwen2_5_VLVisionRotaryEmbedding, config)  # never registered: bf16 would spoil it
+        self._rotary = partial(
+            Qwen2_5_VLVisionRotaryEmbedding, config
+        )  # never registered: bf16 would spoil it
         self.published = {"layer": f"blocks.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, extra=0)
-        hidden = hidden + across(partial(self._attention, batch), layer.norm1(hidden), rows, self.group)
-        hidden = hidden + across(partial(gated_mlp, layer.mlp), layer.norm2(hidden), rows, self.group)
+        hidden = hidden + across(
+            partial(self._attention, batch), layer.norm1(hidden), rows, self.group
+        )
+        hidden = hidden + across(
+            partial(gated_mlp, layer.mlp), layer.norm2(hidden), rows, self.group
+        )
         return {"image_hidden": hidden}
 
     def _attention(self, batch: Batch, hidden_RD: Tensor) -> Tensor:
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
 
         attention = self.layer.attn
-        query, key, value = attention.qkv(hidden_RD).unflatten(-1, (3, -1, attention.head_dim)).unbind(1)
-        query, key = apply_rotary_pos_emb_vision(query, key, *self._positions(batch, hidden_RD.device))
+        query, key, value = (
+            attention.qkv(hidden_RD).unflatten(-1, (3, -1, attention.head_dim)).unbind(1)
+        )
+        query, key = apply_rotary_pos_emb_vision(
+            query, key, *self._positions(batch, hidden_RD.device)
+        )
         made = attend(query, key, value, self._segments(batch, query))
         return attention.proj(made.flatten(1))
 
@@ -125,24 +150,37 @@ class Block(QwenLayer):
         """The rows of every window, or of every image."""
         if self.all:
             return images_of(batch, 0, like)
-        return segments_of(batch, f"windows of {self.window}", lambda: [
-            length for count, rows, columns in runs(batch.image_grids)
-            for length in self.layout(rows, columns).windows * count], like)
+        return segments_of(
+            batch,
+            f"windows of {self.window}",
+            lambda: [
+                length
+                for count, rows, columns in runs(batch.image_grids)
+                for length in self.layout(rows, columns).windows * count
+            ],
+            like,
+        )
 
     def _positions(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [R, head width] of each patch's row and column."""
         if "image cos" not in batch.cache:
             with torch.device("cpu"):
-                places = [torch.stack([own.order // columns, own.order % columns], 1).repeat(count, 1)
-                          for count, rows, columns in runs(batch.image_grids)
-                          for own in (self.layout(rows, columns),)]
+                places = [
+                    torch.stack([own.order // columns, own.order % columns], 1).repeat(count, 1)
+                    for count, rows, columns in runs(batch.image_grids)
+                    for own in (self.layout(rows, columns),)
+                ]
                 cos, sin = self._rotary()(torch.empty(0), torch.cat(places))
-            batch.cache["image cos"], batch.cache["image sin"] = to_device(cos, device), to_device(sin, device)
+            batch.cache["image cos"], batch.cache["image sin"] = (
+                to_device(cos, device),
+                to_device(sin, device),
+            )
         return batch.cache["image cos"], batch.cache["image sin"]
 
 
 class Merger(QwenLayer):
-    """Qwen2_5_VLPatchMerger: the m × m patches of a merge block become one row, in raster order again."""
+    """Qwen2_5_VLPatchMerger: the m × m patches of a merge block become one row, in raster order
+    again."""
 
     kind = "merger"
     reads = ("image_hidden",)
@@ -152,9 +190,14 @@ class Merger(QwenLayer):
         from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLPatchMerger
 
         super().__init__(module, "merger", config)
-        self.writes = (TensorSpec("image_merged", "image", "tokens", (config.out_hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("image_merged", "image", "tokens", (config.out_hidden_size,), split=True),
+        )
         self.merger = with_own_norms(
-            Qwen2_5_VLPatchMerger(config.out_hidden_size, config.hidden_size, config.spatial_merge_size))
+            Qwen2_5_VLPatchMerger(
+                config.out_hidden_size, config.hidden_size, config.spatial_merge_size
+            )
+        )
         self.published = {"merger": "merger"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -163,13 +206,17 @@ class Merger(QwenLayer):
             start, parts = 0, []
             for images, rows, columns in runs(batch.image_grids):
                 tokens = to_device(self.layout(rows, columns).tokens, merged.device)
-                own = merged[start : start + images * len(tokens)].unflatten(0, (images, len(tokens)))
+                own = merged[start : start + images * len(tokens)].unflatten(
+                    0, (images, len(tokens))
+                )
                 parts.append(own.index_select(1, tokens).flatten(0, 1))
                 start += images * len(tokens)
             return torch.cat(parts)
 
         rows = count(batch.image_grids, extra=0)
-        return {"image_merged": across(merge, self.merger.ln_q(state["image_hidden"]), rows, self.group)}
+        return {
+            "image_merged": across(merge, self.merger.ln_q(state["image_hidden"]), rows, self.group)
+        }
 
 
 class Projector(QwenLayer):
@@ -182,7 +229,9 @@ class Projector(QwenLayer):
     def __init__(self, module: str, config: Any, hidden: int, width: int) -> None:
         super().__init__(module, "projector", config)
         self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,), split=True),)
-        self.mlp = nn.Sequential(nn.Linear(config.out_hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(config.out_hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width)
+        )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         rows = count(batch.image_grids, extra=0) // self.merge**2

@@ -1,4 +1,5 @@
-"""Generating images: encoder and LLM once, then the generator's layers from noise to an image, step by step."""
+"""Generating images: encoder and LLM once, then the generator's layers from noise to an image, step
+by step."""
 
 from __future__ import annotations
 
@@ -25,11 +26,13 @@ def generate(
     decoder: VaeDecoder | None = None,
     generator: str | None = None,
 ) -> NDArray[np.uint8]:
-    """Images [N, H, W, C] for the context tokens of a batch, N = rows of `batch.context_rows` / context tokens.
+    """Images [N, H, W, C] for the context tokens of a batch, N = rows of `batch.context_rows` /
+    context tokens.
 
-    `layers` is the whole model on one device, of which a VAE's encoder is left out; `generator` names the module that
-    draws (the first one if not given), and `decoder` makes images of the latents of one that denoises such. The batch's
-    labels and target pixels are not used. Image i starts from noise drawn from (seed, i), the same on any device.
+    `layers` is the whole model on one device, of which a VAE's encoder is left out; `generator`
+    names the module that draws (the first one if not given), and `decoder` makes images of the
+    latents of one that denoises such. The batch's labels and target pixels are not used. Image i
+    starts from noise drawn from (seed, i), the same on any device.
     """
     target = inputs.target_of(generator or inputs.generators[0])
     assert batch.context_rows is not None
@@ -47,7 +50,10 @@ def generate(
 
     canvas, device = start.canvas, state["conditioning"].device
     draws = [
-        torch.randn(canvas.shape, generator=torch.Generator("cpu").manual_seed((seed * 1_000_003 + i) % 2**63))
+        torch.randn(
+            canvas.shape,
+            generator=torch.Generator("cpu").manual_seed((seed * 1_000_003 + i) % 2**63),
+        )
         for i in range(count)
     ]
     sample = torch.stack(draws).to(device)

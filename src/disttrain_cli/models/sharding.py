@@ -9,15 +9,21 @@ from disttrain_cli.spec.runfile import Run
 
 
 def tp_degrees(run: Run, module: str, most: int) -> list[int]:
-    """TP sizes that fit a module, ascending: divisors of `most` that divide heads, KV heads, FFN widths, vocabulary.
+    """TP sizes that fit a module, ascending: divisors of `most` that divide heads, KV heads, FFN
+    widths, vocabulary.
 
-    A layer that no rule divides (convolutions, a ViT's embedding) is whole on every rank at any TP size.
+    A layer that no rule divides (convolutions, a ViT's embedding) is whole on every rank at any TP
+    size.
 
     Raises:
         SpecError: the model's configuration is wrong.
     """
     counts = {count for layer in _one_of_each_kind(run, module).values() for count in pieces(layer)}
-    return [tp for tp in range(1, most + 1) if most % tp == 0 and not any(count % tp for count in counts)]
+    return [
+        tp
+        for tp in range(1, most + 1)
+        if most % tp == 0 and not any(count % tp for count in counts)
+    ]
 
 
 def _one_of_each_kind(run: Run, module: str) -> dict[int, PipelineLayer]:
@@ -26,4 +32,6 @@ def _one_of_each_kind(run: Run, module: str) -> dict[int, PipelineLayer]:
     for index, info in enumerate(layer_table(run)):
         if info.module == module:
             first.setdefault(info.kind, index)
-    return {index: build_layers(run, index, index + 1, device="meta")[0] for index in first.values()}
+    return {
+        index: build_layers(run, index, index + 1, device="meta")[0] for index in first.values()
+    }

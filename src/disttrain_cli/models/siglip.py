@@ -1,4 +1,5 @@
-"""transformers' SigLIP vision tower as pipeline layers: embed, block × n, projector into the LLM's width.
+"""transformers' SigLIP vision tower as pipeline layers: embed, block × n, projector into the LLM's
+width.
 
 The LLM reads the patches; the tower's pooling head is not used. There is no class token.
 """
@@ -22,12 +23,23 @@ def _block(module: str, number: int, config: Any) -> Block:
 
 
 def makers(
-    module: str, config: Any, merge: int, projector_hidden: int, llm_width: int, final_norm: bool = True
+    module: str,
+    config: Any,
+    merge: int,
+    projector_hidden: int,
+    llm_width: int,
+    final_norm: bool = True,
 ) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block as it is."""
+    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
+    as it is."""
     norm = "post_layernorm" if final_norm else None
     return [
         LayerMaker(partial(PatchEmbed, module, config, class_token=False), STD),
-        *(LayerMaker(partial(_block, module, i, config), STD) for i in range(config.num_hidden_layers)),
-        LayerMaker(partial(Projector, module, config, norm, 0, merge, projector_hidden, llm_width), STD),
+        *(
+            LayerMaker(partial(_block, module, i, config), STD)
+            for i in range(config.num_hidden_layers)
+        ),
+        LayerMaker(
+            partial(Projector, module, config, norm, 0, merge, projector_hidden, llm_width), STD
+        ),
     ]

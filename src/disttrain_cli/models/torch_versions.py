@@ -1,6 +1,7 @@
 """What differs between the versions of torch that disttrain runs with, and an error for all others.
 
-Everything else is written for the newest of them; `models/__init__.py` imports this before any of it.
+Everything else is written for the newest of them; `models/__init__.py` imports this before any of
+it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,14 @@ def check(version: str) -> tuple[int, ...]:
     """
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < BEYOND:
-        wanted = ",".join(f"{sign}{number[0]}.{number[1]}" for sign, number in ((">=", OLDEST), ("<", BEYOND)))
-        raise DisttrainError(f"torch {version} cannot be used", f"disttrain runs with torch {wanted}",
-                             f"Install one of them: python -m pip install 'torch{wanted}'")
+        wanted = ",".join(
+            f"{sign}{number[0]}.{number[1]}" for sign, number in ((">=", OLDEST), ("<", BEYOND))
+        )
+        raise DisttrainError(
+            f"torch {version} cannot be used",
+            f"disttrain runs with torch {wanted}",
+            f"Install one of them: python -m pip install 'torch{wanted}'",
+        )
     return numbers
 
 
@@ -39,39 +45,65 @@ from torch.utils import flop_counter  # noqa: E402
 
 
 def varlen_attn(*tensors_and_longest: Any, enable_gqa: bool = False, **more: Any) -> Tensor:
-    """torch's own, of 2.12: in 2.11 the kernel takes fewer heads of keys than of queries without being told."""
+    """torch's own, of 2.12: in 2.11 the kernel takes fewer heads of keys than of queries without
+    being told."""
     told = {} if VERSION < (2, 12) else {"enable_gqa": enable_gqa}
     return varlen.varlen_attn(*tensors_and_longest, **told, **more)
 
 
 def all_gather(whole: Tensor, own: Tensor, group: Any) -> None:
     """Fill `whole` with every rank's `own`, one after the other."""
-    (dist.all_gather_into_tensor if VERSION < (2, 13) else dist.all_gather_single)(whole, own, group=group)
+    (dist.all_gather_into_tensor if VERSION < (2, 13) else dist.all_gather_single)(
+        whole, own, group=group
+    )
 
 
 def reduce_scatter(own: Tensor, partial: Tensor, group: Any) -> None:
     """Fill `own` with this rank's part of the sum of every rank's `partial`."""
-    (dist.reduce_scatter_tensor if VERSION < (2, 13) else dist.reduce_scatter_single)(own, partial, group=group)
+    (dist.reduce_scatter_tensor if VERSION < (2, 13) else dist.reduce_scatter_single)(
+        own, partial, group=group
+    )
 
 
-def _varlen_flops(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: Any, **__: Any) -> int:
-    return sum(flop_counter.sdpa_flop_count(*shapes) for shapes in _segments(starts, query, key, value))
+def _varlen_flops(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: Any, **__: Any
+) -> int:
+    return sum(
+        flop_counter.sdpa_flop_count(*shapes) for shapes in _segments(starts, query, key, value)
+    )
 
 
-def _varlen_backward_flops(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, made: Tensor, sums: Tensor,
-                           starts: Tensor, *_: Any, **__: Any) -> int:
-    return sum(flop_counter.sdpa_backward_flop_count(*shapes)
-               for shapes in _segments(starts, gradient, query, key, value))
+def _varlen_backward_flops(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    made: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return sum(
+        flop_counter.sdpa_backward_flop_count(*shapes)
+        for shapes in _segments(starts, gradient, query, key, value)
+    )
 
 
 def _segments(starts: Tensor, *rows: Tensor) -> list[list[tuple[int, int, int, int]]]:
-    """The shapes [1, heads, rows, width] of every segment; keys and values with the heads of the queries."""
+    """The shapes [1, heads, rows, width] of every segment; keys and values with the heads of the
+    queries."""
     heads = rows[0].shape[1]
-    return [[(1, heads, length, tensor.shape[2]) for tensor in rows] for length in starts.diff().tolist()]
+    return [
+        [(1, heads, length, tensor.shape[2]) for tensor in rows]
+        for length in starts.diff().tolist()
+    ]
 
 
 if VERSION < (2, 12):  # later ones count the FLOPs of `varlen_attn` themselves
-    for _operator, _count in ((torch.ops.torch_attn._varlen_attn, _varlen_flops),
-                              (torch.ops.torch_attn._varlen_attn_backward, _varlen_backward_flops)):
+    for _operator, _count in (
+        (torch.ops.torch_attn._varlen_attn, _varlen_flops),
+        (torch.ops.torch_attn._varlen_attn_backward, _varlen_backward_flops),
+    ):
         _count._get_raw = True  # type: ignore[union-attr]  # tensors, not their shapes
         flop_counter.flop_registry[_operator] = _count

@@ -1,8 +1,10 @@
-"""What image encoders that are plain transformers over square patches share: ViT, CLIP's and SigLIP's vision towers.
+"""What image encoders that are plain transformers over square patches share: ViT, CLIP's and
+SigLIP's vision towers.
 
-Images keep their own grid: position embeddings are interpolated to it, and images of equal grid (which are
-adjacent) are embedded as one batch. Rows of an image: the class token where the class has one, then its patches in
-raster order. Attention goes over the whole image, of all images in one call (`attention`).
+Images keep their own grid: position embeddings are interpolated to it, and images of equal grid
+(which are adjacent) are embedded as one batch. Rows of an image: the class token where the class
+has one, then its patches in raster order. Attention goes over the whole image, of all images in one
+call (`attention`).
 """
 
 from __future__ import annotations
@@ -63,19 +65,23 @@ def images_of(batch: Batch, extra: int, like: Tensor) -> Segments:
 
 
 def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:
-    """m × m neighbouring patches side by side, [Σ P / m², m·m·D]; the `extra` first rows of an image are dropped."""
+    """m × m neighbouring patches side by side, [Σ P / m², m·m·D]; the `extra` first rows of an
+    image are dropped."""
     blocks = []
     for view, (_, rows, columns) in zip(by_grid(rows_RD, grids, extra), runs(grids), strict=True):
-        grid = view[:, extra:].unflatten(1, (rows // merge, merge, columns // merge, merge))  # [N, h, m, w, m, D]
+        grid = view[:, extra:].unflatten(
+            1, (rows // merge, merge, columns // merge, merge)
+        )  # [N, h, m, w, m, D]
         blocks.append(grid.transpose(2, 3).flatten(3, 5).flatten(0, 2))
     return torch.cat(blocks)
 
 
 def positions(table_PD: Tensor, rows: int, columns: int) -> Tensor:
-    """Learned position embeddings of a square grid, as they are or interpolated to another: [rows · columns, D].
+    """Learned position embeddings of a square grid, as they are or interpolated to another: [rows ·
+    columns, D].
 
-    Bicubic, as `interpolate_pos_encoding` of transformers' classes; one axis after the other by its four taps, whose
-    backward is deterministic on any device, as that of `interpolate` is not.
+    Bicubic, as `interpolate_pos_encoding` of transformers' classes; one axis after the other by its
+    four taps, whose backward is deterministic on any device, as that of `interpolate` is not.
     """
     side = round(len(table_PD) ** 0.5)
     if (rows, columns) == (side, side):
@@ -90,10 +96,12 @@ def positions(table_PD: Tensor, rows: int, columns: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def taps(side: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each of `length` values takes from `side` given ones, and how much of each: [length, 4], 4 or fewer."""
+    """Where each of `length` values takes from `side` given ones, and how much of each: [length,
+    4], 4 or fewer."""
     with torch.device("cpu"):
         each = functional.interpolate(
-            torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False)
+            torch.eye(side)[None, :, :, None], size=(length, 1), mode="bicubic", align_corners=False
+        )
     weights = each[0, :, :, 0].T  # [length, side]
     places = weights.abs().topk(min(4, side)).indices
     return to_device(places, device), to_device(weights.gather(1, places), device)
@@ -106,12 +114,18 @@ class ImageLayer(PipelineLayer):
     place: int = 0  # of the encoder among the model's image encoders
 
     def stand_at(self, place: int) -> PipelineLayer:
-        """Belong to a further image encoder, whose fields and tensors have names of their own where both are there."""
+        """Belong to a further image encoder, whose fields and tensors have names of their own where
+        both are there."""
         self.place = place
         self.needs = tuple(f"pixels.{place}" if name == "pixels" else name for name in self.needs)
-        self.writes = tuple(replace(spec, name=embeds_name(place) if spec.name == EMBEDS else spec.name,
-                                    rows=f"patches.{place}" if spec.rows == "patches" else spec.rows)
-                            for spec in self.writes)
+        self.writes = tuple(
+            replace(
+                spec,
+                name=embeds_name(place) if spec.name == EMBEDS else spec.name,
+                rows=f"patches.{place}" if spec.rows == "patches" else spec.rows,
+            )
+            for spec in self.writes
+        )
         return self
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
@@ -121,14 +135,18 @@ class ImageLayer(PipelineLayer):
         own = slice((self.place - 1) * count, self.place * count)
         pixels = None if batch.other_pixels is None else batch.other_pixels[own]
         written = super().forward(state, replace(batch, pixels=pixels))
-        return {embeds_name(self.place) if name == EMBEDS else name: tensor for name, tensor in written.items()}
+        return {
+            embeds_name(self.place) if name == EMBEDS else name: tensor
+            for name, tensor in written.items()
+        }
 
     def is_empty(self, state: dict[str, Tensor], batch: Batch) -> bool:
         return not batch.image_grids
 
 
 class PatchEmbed(ImageLayer):
-    """Pixels [N, C, H, W] → a convolution of each patch, plus its position: CLIP's and SigLIP's embeddings.
+    """Pixels [N, C, H, W] → a convolution of each patch, plus its position: CLIP's and SigLIP's
+    embeddings.
 
     A class that has a class token begins each image with it and norms the sum (`pre_norm`).
     """
@@ -141,13 +159,23 @@ class PatchEmbed(ImageLayer):
         width, side = config.hidden_size, config.image_size // config.patch_size
         self.name, self.module = f"{module}.embed", module
         self.writes = (TensorSpec("image_hidden", "image", "patches", (width,), split=True),)
-        self.patch_embedding = nn.Conv2d(config.num_channels, width, config.patch_size, config.patch_size,
-                                         bias=not class_token)
+        self.patch_embedding = nn.Conv2d(
+            config.num_channels, width, config.patch_size, config.patch_size, bias=not class_token
+        )
         self.position_embedding = nn.Embedding(side * side + class_token, width)
         self.class_embedding = nn.Parameter(torch.empty(width)) if class_token else None
-        self.pre_norm = nn.LayerNorm(width, eps=config.layer_norm_eps) if class_token else nn.Identity()
-        names = ("patch_embedding", "position_embedding", *(("class_embedding",) if class_token else ()))
-        self.published = {**{name: f"embeddings.{name}" for name in names}, "pre_norm": "pre_layrnorm"}
+        self.pre_norm = (
+            nn.LayerNorm(width, eps=config.layer_norm_eps) if class_token else nn.Identity()
+        )
+        names = (
+            "patch_embedding",
+            "position_embedding",
+            *(("class_embedding",) if class_token else ()),
+        )
+        self.published = {
+            **{name: f"embeddings.{name}" for name in names},
+            "pre_norm": "pre_layrnorm",
+        }
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.pixels is not None
@@ -175,15 +203,23 @@ class Block(ImageLayer):
     def __init__(self, module: str, number: int, config: Any, layer: nn.Module, extra: int) -> None:
         super().__init__()
         self.name, self.module, self.extra = f"{module}.block.{number}", module, extra
-        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
+        )
         self.layer = layer
         self.published = {"layer": f"encoder.layers.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        layer, hidden, rows = self.layer, state["image_hidden"], count(batch.image_grids, self.extra)
+        layer, hidden, rows = (
+            self.layer,
+            state["image_hidden"],
+            count(batch.image_grids, self.extra),
+        )
 
         def attend(normed_RD: Tensor) -> Tensor:
-            return layer.self_attn(normed_RD[None], attention_mask=images_of(batch, self.extra, normed_RD))[0]
+            return layer.self_attn(
+                normed_RD[None], attention_mask=images_of(batch, self.extra, normed_RD)
+            )[0]
 
         hidden = hidden + across(attend, layer.layer_norm1(hidden), rows, self.group)
         hidden = hidden + across(layer.mlp, layer.layer_norm2(hidden), rows, self.group)
@@ -191,9 +227,11 @@ class Block(ImageLayer):
 
 
 class Projector(ImageLayer):
-    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the LLM's width.
+    """Final norm, class token dropped, m × m neighbouring patches merged, two-layer MLP to the
+    LLM's width.
 
-    `norm` is the name of the final norm in the published weights; None where an inner block's output is read.
+    `norm` is the name of the final norm in the published weights; None where an inner block's
+    output is read.
     """
 
     kind = "projector"
@@ -201,14 +239,25 @@ class Projector(ImageLayer):
     division = Division(column=("mlp.0",), row=("mlp.2",))
 
     def __init__(
-        self, module: str, config: Any, norm: str | None, extra: int, merge: int, hidden: int, width: int
+        self,
+        module: str,
+        config: Any,
+        norm: str | None,
+        extra: int,
+        merge: int,
+        hidden: int,
+        width: int,
     ) -> None:
         super().__init__()
         self.name, self.module, self.merge, self.extra = f"{module}.projector", module, merge, extra
         self.writes = (TensorSpec("image_embeds", "image", "tokens", (width,), split=True),)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if norm else nn.Identity()
+        self.norm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if norm else nn.Identity()
+        )
         self.mlp = nn.Sequential(
-            nn.Linear(merge * merge * config.hidden_size, hidden), nn.GELU(), nn.Linear(hidden, width)
+            nn.Linear(merge * merge * config.hidden_size, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, width),
         )
         self.published = {"norm": norm} if norm else {}
 

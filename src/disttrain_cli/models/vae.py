@@ -1,8 +1,10 @@
-"""diffusers' AutoencoderKL, frozen: its encoder as a pipeline layer, target pixels → latents that a generator learns to
-denoise; its decoder, which no stage has, for making images of generated latents.
+"""diffusers' AutoencoderKL, frozen: its encoder as a pipeline layer, target pixels → latents that a
+generator learns to denoise; its decoder, which no stage has, for making images of generated
+latents.
 
-Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior − shift). The sample is
-drawn from the image's own seed on the CPU, so it does not depend on rank or device.
+Latent diffusion (Rombach et al. 2022, section 3.1): z = scaling · (sample of the posterior −
+shift). The sample is drawn from the image's own seed on the CPU, so it does not depend on rank or
+device.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from disttrain_cli.models.noise import own_seed
 #: Keeps the posterior's draw apart from the diffusion noise of the same seed.
 _POSTERIOR = 0x1A7E27
 
-#: Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB in bf16.
+# : Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB
+# in bf16.
 PIXELS = 1 << 20
 
 
@@ -36,7 +39,9 @@ class VaeEncoder(PipelineLayer):
     frozen = True
     weights_of = "vae"
 
-    def __init__(self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int, place: int) -> None:
+    def __init__(
+        self, module: str, config: dict[str, Any], whole: nn.Module, image_size: int, place: int
+    ) -> None:
         super().__init__()
         self.name, self.module, self.place = f"{module}.vae_encoder", module, place
         self.needs = (targets_field(place),)
@@ -61,7 +66,9 @@ class VaeEncoder(PipelineLayer):
         images = max(1, PIXELS // pixels[0, 0].numel())
         moments = torch.cat([self._moments(some) for some in pixels.split(images)])
         posterior = DiagonalGaussianDistribution(moments)
-        sample = posterior.mean + posterior.std * to_device(self._noise(batch), moments.device).to(moments)
+        sample = posterior.mean + posterior.std * to_device(self._noise(batch), moments.device).to(
+            moments
+        )
         return {"latents": (sample - self.shift) * self.scaling}
 
     def _moments(self, pixels_NCHW: Tensor) -> Tensor:
@@ -69,14 +76,18 @@ class VaeEncoder(PipelineLayer):
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
     def _noise(self, batch: Batch) -> Tensor:
-        """Standard normal [N, *latent shape], float32 on the CPU (without values on the meta device)."""
+        """Standard normal [N, *latent shape], float32 on the CPU (without values on the meta
+        device)."""
         assert batch.noise_seeds is not None
         if batch.noise_seeds.is_meta:
             return torch.empty(len(batch.noise_seeds), *self.shape, device="meta")
         seeds = [own_seed(seed, self.place) ^ _POSTERIOR for seed in batch.noise_seeds.tolist()]
         with torch.device("cpu"):
             return torch.stack(
-                [torch.randn(self.shape, generator=torch.Generator("cpu").manual_seed(seed)) for seed in seeds]
+                [
+                    torch.randn(self.shape, generator=torch.Generator("cpu").manual_seed(seed))
+                    for seed in seeds
+                ]
             )
 
 
@@ -99,10 +110,16 @@ class VaeDecoder(PipelineLayer):
     @torch.no_grad()
     def decode(self, latents_NCHW: Tensor) -> Tensor:
         """Images [N, 3, H, W] of about −1..1, made one by one to bound memory."""
-        latents_NCHW = (latents_NCHW / self.scaling + self.shift).to(self.decoder.conv_in.weight.dtype)
+        latents_NCHW = (latents_NCHW / self.scaling + self.shift).to(
+            self.decoder.conv_in.weight.dtype
+        )
         images = []
         for latent in latents_NCHW.split(1):
-            images.append(self.decoder(latent if self.post_quant_conv is None else self.post_quant_conv(latent)))
+            images.append(
+                self.decoder(
+                    latent if self.post_quant_conv is None else self.post_quant_conv(latent)
+                )
+            )
         return torch.cat(images).float()
 
 
@@ -111,7 +128,9 @@ def decoder_maker(module: str, config: dict[str, Any]) -> LayerMaker:
     return LayerMaker(lambda: VaeDecoder(module, config, _whole(module, config)), None)
 
 
-def encoder_maker(module: str, config: dict[str, Any], image_size: int, place: int = 0) -> LayerMaker:
+def encoder_maker(
+    module: str, config: dict[str, Any], image_size: int, place: int = 0
+) -> LayerMaker:
     """The VAE's encoder, a generator's first layer; weights start as diffusers starts them.
 
     Args:
@@ -131,5 +150,12 @@ def _whole(module: str, config: dict[str, Any]) -> Any:
     try:
         with torch.device("meta"):
             return AutoencoderKL(**config)
-    except (ValueError, TypeError, IndexError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RuntimeError,
+        ZeroDivisionError,
+    ) as error:
         raise refused(module, "AutoencoderKL", error, "vae") from None

@@ -1,6 +1,7 @@
 """transformers' ViT as pipeline layers: embed, block × n, projector into the LLM's width.
 
-Images keep their own grid (`towers`). Rows of an image: the class token, then its patches in raster order.
+Images keep their own grid (`towers`). Rows of an image: the class token, then its patches in raster
+order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from disttrain_cli.models.towers import ImageLayer, Projector, count, images_of,
 
 
 class Embed(ImageLayer):
-    """Pixels → patches with class token and interpolated positions (Dosovitskiy et al. 2021, section 3.1)."""
+    """Pixels → patches with class token and interpolated positions (Dosovitskiy et al. 2021,
+    section 3.1)."""
 
     kind = "embed"
     needs = ("pixels",)
@@ -30,9 +32,14 @@ class Embed(ImageLayer):
 
         super().__init__()
         self.name, self.module = f"{module}.embed", module
-        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
+        )
         self.embeddings = ViTEmbeddings(config)
-        self.dropout, self.embeddings.dropout = self.embeddings.dropout, nn.Identity()  # over the rows of all images
+        self.dropout, self.embeddings.dropout = (
+            self.embeddings.dropout,
+            nn.Identity(),
+        )  # over the rows of all images
         self.dropouts = seeded(self)
         self.published = {"embeddings": "embeddings"}
 
@@ -63,7 +70,9 @@ class Block(ImageLayer):
 
         super().__init__()
         self.name, self.module = f"{module}.block.{number}", module
-        self.writes = (TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),)
+        self.writes = (
+            TensorSpec("image_hidden", "image", "patches", (config.hidden_size,), split=True),
+        )
         self.layer = ViTLayer(config)
         self.dropouts = seeded(self)
         self.published = {"layer": f"layers.{number}"}
@@ -85,13 +94,24 @@ class Block(ImageLayer):
 
 
 def makers(
-    module: str, config: Any, merge: int, projector_hidden: int, llm_width: int, final_norm: bool = True
+    module: str,
+    config: Any,
+    merge: int,
+    projector_hidden: int,
+    llm_width: int,
+    final_norm: bool = True,
 ) -> list[LayerMaker]:
-    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block as it is."""
+    """The layers of an image encoder in pipeline order; without `final_norm` the LLM reads a block
+    as it is."""
     std = config.initializer_range
     norm = "layernorm" if final_norm else None
     return [
         LayerMaker(partial(Embed, module, config), std),
-        *(LayerMaker(partial(Block, module, i, config), std) for i in range(config.num_hidden_layers)),
-        LayerMaker(partial(Projector, module, config, norm, 1, merge, projector_hidden, llm_width), std),
+        *(
+            LayerMaker(partial(Block, module, i, config), std)
+            for i in range(config.num_hidden_layers)
+        ),
+        LayerMaker(
+            partial(Projector, module, config, norm, 1, merge, projector_hidden, llm_width), std
+        ),
     ]

@@ -1,7 +1,8 @@
 """Real weights in: layers take their tensors from the Hugging Face folders that the run file names.
 
-Only the tensors of the given layers are read, one at a time; of a tensor that is divided over a TP group each rank
-keeps its part. Parameters that no published model has (projectors) stay as they are.
+Only the tensors of the given layers are read, one at a time; of a tensor that is divided over a TP
+group each rank keeps its part. Parameters that no published model has (projectors) stay as they
+are.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from disttrain_cli.models.published import Weights, locate, renaming, weight_fil
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
 
-#: Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each starts as a copy of it.
+# : Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each
+# starts as a copy of it.
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-#: Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones) start at random.
+# : Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones)
+# start at random.
 _BY_ID = {*TIED, *TIED.values()}
 _SHOWN = 4  # names shown of many
-#: What a weight may be stored as, in safetensors' words; what is quantised means nothing without its scales.
+# : What a weight may be stored as, in safetensors' words; what is quantised means nothing without
+# its scales.
 _STORED_AS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -46,13 +50,19 @@ class Source:
     otherwise: str = "set pretrained: false"  # what to do where its weights do not fit
 
 
-#: Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without a row are NaN.
+# : Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without
+# a row are NaN.
 Fill = Callable[[PipelineLayer, str, Tensor], None]
 
 
-def load_into(layers: Sequence[PipelineLayer], run: Run,
-              sources: Callable[[Run, str, str], Source | None] | None = None, fill: Fill | None = None) -> list[str]:
-    """Give layers the published weights that the run file names; returns notes on what was done, for the user.
+def load_into(
+    layers: Sequence[PipelineLayer],
+    run: Run,
+    sources: Callable[[Run, str, str], Source | None] | None = None,
+    fill: Fill | None = None,
+) -> list[str]:
+    """Give layers the published weights that the run file names; returns notes on what was done,
+    for the user.
 
     Layers may be a stage's, of one TP rank, of any dtype, on any device.
 
@@ -61,10 +71,13 @@ def load_into(layers: Sequence[PipelineLayer], run: Run,
         fill: what is done with a tensor, if it is not put into the layer's own parameter.
 
     Raises:
-        SpecError: weights are pickled, damaged or incomplete, or a tensor is missing or has another shape.
+        SpecError: weights are pickled, damaged or incomplete, or a tensor is missing or has another
+        shape.
     """
     notes = []
-    for (module, part), group in groupby(layers, key=lambda layer: (layer.module, layer.weights_of)):
+    for (module, part), group in groupby(
+        layers, key=lambda layer: (layer.module, layer.weights_of)
+    ):
         own = [layer for layer in group if layer.published]
         source = (sources or source_of)(run, module, part)
         if own and source is not None:
@@ -73,7 +86,8 @@ def load_into(layers: Sequence[PipelineLayer], run: Run,
 
 
 def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
-    """Which weights training starts from, and what is random though its user may think otherwise; one sentence each.
+    """Which weights training starts from, and what is random though its user may think otherwise;
+    one sentence each.
 
     Modules in `given` take their weights from elsewhere.
 
@@ -82,20 +96,30 @@ def starting_weights(run: Run, given: Collection[str] = ()) -> list[str]:
     """
     notes = []
     for module, config in read_configs(run).items():
-        for part in (*(() if module in given else ("module",)), *(("vae",) if config.vae is not None else ())):
+        for part in (
+            *(() if module in given else ("module",)),
+            *(("vae",) if config.vae is not None else ()),
+        ):
             source = source_of(run, module, part)
             if source is not None and not weight_files(source.folder):
-                notes.append(f"{source.field}: {source.folder} holds no weights; {module} starts from random ones.")
+                notes.append(
+                    f"{source.field}: {source.folder} holds no weights; {module} starts from random"
+                    " ones."
+                )
             elif source is not None:
                 whose = module if part == "module" else f"the VAE of {module}"
                 notes.append(f"{source.field}: {whose} starts from the weights in {source.folder}.")
             elif part == "vae" and run.file.model.modules[module].vae_folder is None:
-                notes.append(f"{module}: vae_folder is not given; its VAE has random weights, and is never trained.")
+                notes.append(
+                    f"{module}: vae_folder is not given; its VAE has random weights, and is never"
+                    " trained."
+                )
     return notes
 
 
 def source_of(run: Run, module: str, part: str) -> Source | None:
-    """Where a module's layers, or those of its VAE, take their weights from; None where it names no folder."""
+    """Where a module's layers, or those of its VAE, take their weights from; None where it names no
+    folder."""
     spec, config = run.file.model.modules[module], read_configs(run)[module]
     folder = spec.folder if part == "module" else spec.vae_folder
     if folder is None or not spec.pretrained:
@@ -113,9 +137,13 @@ def published_shapes(layers: Iterable[PipelineLayer]) -> dict[str, tuple[int, ..
     """Whole shapes of the layers' published tensors by the published model's names."""
     shapes = {}
     for layer in layers:
-        blank = {path: torch.empty(whole_shape(parameter), device="meta")
-                 for path, parameter in layer.named_parameters()}
-        shapes.update({name: tuple(tensor.shape) for name, tensor in layer.to_published(blank).items()})
+        blank = {
+            path: torch.empty(whole_shape(parameter), device="meta")
+            for path, parameter in layer.named_parameters()
+        }
+        shapes.update(
+            {name: tuple(tensor.shape) for name, tensor in layer.to_published(blank).items()}
+        )
     return shapes
 
 
@@ -125,18 +153,24 @@ def module_layers(run: Run, module: str) -> list[PipelineLayer]:
     return build_layers(run, places[0], places[-1] + 1, device="meta")
 
 
-def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source, fill: Fill) -> list[str]:
+def _load(
+    layers: Sequence[PipelineLayer], run: Run, module: str, part: str, source: Source, fill: Fill
+) -> list[str]:
     files = weight_files(source.folder)
     if not files:  # as `starting_weights` says
         return []
     rename = renaming(source.architecture, source.config)
-    of_module = published_shapes(layer for layer in module_layers(run, module) if layer.weights_of == part)
+    of_module = published_shapes(
+        layer for layer in module_layers(run, module) if layer.weights_of == part
+    )
     of_module |= published_shapes(layers)
     with Weights(files) as weights:
         today = {name: rename(name) for name in of_module}
         tied = {today[head]: rename(body) for head, body in TIED.items() if head in of_module}
         found = locate(weights.names, {*today.values(), *tied.values()}, rename)
-        copied = {head: found[body] for head, body in tied.items() if head not in found and body in found}
+        copied = {
+            head: found[body] for head, body in tied.items() if head not in found and body in found
+        }
         if copied and _said_untied(source.folder):
             raise _lacking(list(copied), weights, source)
         found |= copied
@@ -144,52 +178,71 @@ def _load(layers: Sequence[PipelineLayer], run: Run, module: str, part: str, sou
         shapes = published_shapes(layers)
         new = max(_check(shapes, place, weights, source), default=0)
         for layer in layers:
-            for path, whole in layer.from_published(lambda name: _read(weights, place[name], name, shapes[name])):
+            for path, whole in layer.from_published(
+                lambda name: _read(weights, place[name], name, shapes[name])
+            ):
                 fill(layer, path, whole)
         # Of a VAE the decoder waits until images are generated.
         unused = sorted(set(weights.names) - set(place.values())) if part == "module" else []
     said = [f"{module}: weights from {source.folder}."]
     if copied:
-        said.append(f"{module}: there is no {', '.join(copied)}; it starts as a copy of {TIED[next(iter(copied))]}.")
+        said.append(
+            f"{module}: there is no {', '.join(copied)}; it starts as a copy of"
+            f" {TIED[next(iter(copied))]}."
+        )
     if new:
-        said.append(f"{module}: {new} token ids are new to {source.folder}; their rows start at random.")
+        said.append(
+            f"{module}: {new} token ids are new to {source.folder}; their rows start at random."
+        )
     if unused:
         more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
         said.append(f"{module}: not used of {source.folder}: {', '.join(unused[:_SHOWN])}{more}.")
     return said
 
 
-def _check(shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: Weights,
-           source: Source) -> Iterator[int]:
-    """Raise SpecError for what is missing or has another shape; yields how many rows tensors by token id lack."""
+def _check(
+    shapes: dict[str, tuple[int, ...]], place: dict[str, str], weights: Weights, source: Source
+) -> Iterator[int]:
+    """Raise SpecError for what is missing or has another shape; yields how many rows tensors by
+    token id lack."""
     missing = [name for name in shapes if name not in place]
     if missing:
         raise _lacking(missing, weights, source)
     for name, expected in shapes.items():
         given, kind = weights.shape(place[name]), weights.stored_as(place[name])
         if kind not in _STORED_AS:
-            raise SpecError(f"{source.field}: a tensor of {source.folder} is not stored as plain numbers",
-                            f"{place[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
-                            f"Give the folder of the model before it was quantised, or {source.otherwise}.")
+            raise SpecError(
+                f"{source.field}: a tensor of {source.folder} is not stored as plain numbers",
+                f"{place[name]}: {kind}; read are {', '.join(sorted(_STORED_AS))}",
+                f"Give the folder of the model before it was quantised, or {source.otherwise}.",
+            )
         if name in _BY_ID and given[1:] == expected[1:] and given[0] < expected[0]:
             yield expected[0] - given[0]
         elif given != expected:
-            raise SpecError(f"{source.field}: a tensor of {source.folder} has another shape",
-                            f"{place[name]}: given {list(given)}, expected {list(expected)}",
-                            f"Make the fields of config those of the folder's config.json, or {source.otherwise}.")
+            raise SpecError(
+                f"{source.field}: a tensor of {source.folder} has another shape",
+                f"{place[name]}: given {list(given)}, expected {list(expected)}",
+                "Make the fields of config those of the folder's config.json, or"
+                f" {source.otherwise}.",
+            )
 
 
 def _lacking(missing: Sequence[str], weights: Weights, source: Source) -> SpecError:
     more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-    return SpecError(f"{source.field}: the weights in {source.folder} lack tensors",
-                     f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
-                     f"Give the folder of a model of this architecture and size, or {source.otherwise}.")
+    return SpecError(
+        f"{source.field}: the weights in {source.folder} lack tensors",
+        f"missing: {', '.join(missing[:_SHOWN])}{more}; there are {len(weights.names)} tensors",
+        f"Give the folder of a model of this architecture and size, or {source.otherwise}.",
+    )
 
 
 def _said_untied(folder: Path) -> bool:
-    """Whether a folder's own configuration says that its LLM has a head apart from its embedding."""
+    """Whether a folder's own configuration says that its LLM has a head apart from its
+    embedding."""
     file = folder / "config.json"
-    described = parse_json(file, "configuration", f"Download {folder} again.") if file.exists() else None
+    described = (
+        parse_json(file, "configuration", f"Download {folder} again.") if file.exists() else None
+    )
     return isinstance(described, dict) and described.get("tie_word_embeddings") is False
 
 
@@ -203,7 +256,9 @@ def _read(weights: Weights, stored: str, name: str, shape: tuple[int, ...]) -> T
     if name not in _BY_ID:
         return tensor
     if tensor.isnan().any():
-        raise SpecError(f"The weights {stored} are damaged", "some of them are NaN", "Start from other weights.")
+        raise SpecError(
+            f"The weights {stored} are damaged", "some of them are NaN", "Start from other weights."
+        )
     rows = shape[0] - len(tensor)
     return torch.cat([tensor, tensor.new_full((rows, *shape[1:]), math.nan)]) if rows else tensor
 
@@ -218,4 +273,6 @@ def _fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
 def put(values: Tensor, own: Tensor, layer: PipelineLayer, path: str) -> None:
     """Set values of a parameter; rows of token ids that the source has not stay as they were."""
     own = own.to(values)
-    values.copy_(torch.where(own.isnan(), values, own) if layer.published_name(path) in _BY_ID else own)
+    values.copy_(
+        torch.where(own.isnan(), values, own) if layer.published_name(path) in _BY_ID else own
+    )

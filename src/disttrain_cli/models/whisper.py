@@ -1,7 +1,9 @@
-"""transformers' Whisper encoder as pipeline layers: embed, block × n, projector into the LLM's width.
+"""transformers' Whisper encoder as pipeline layers: embed, block × n, projector into the LLM's
+width.
 
-Every clip is padded to the same length, so all have the same rows: positions of 20 ms each. A clip's positions are
-sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are no weights: made once per stage and batch.
+Every clip is padded to the same length, so all have the same rows: positions of 20 ms each. A
+clip's positions are sinusoids (Radford et al. 2023, arXiv 2212.04356, section 2.2), which are no
+weights: made once per stage and batch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class WhisperLayer(PipelineLayer):
 
 
 class Embed(WhisperLayer):
-    """Log-mel features [N, mel bins, frames] → positions: two convolutions with GELU, then sinusoids."""
+    """Log-mel features [N, mel bins, frames] → positions: two convolutions with GELU, then
+    sinusoids."""
 
     kind = "embed"
     needs = ("audio",)
@@ -44,8 +47,13 @@ class Embed(WhisperLayer):
     def __init__(self, module: str, config: Any) -> None:
         super().__init__()
         self.name, self.module = f"{module}.embed", module
-        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),)
-        self.published, self.positions = {"conv1": "conv1", "conv2": "conv2"}, config.max_source_positions
+        self.writes = (
+            TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),
+        )
+        self.published, self.positions = (
+            {"conv1": "conv1", "conv2": "conv2"},
+            config.max_source_positions,
+        )
         self.conv1 = nn.Conv1d(config.num_mel_bins, config.d_model, kernel_size=3, padding=1)
         self.conv2 = nn.Conv1d(
             config.d_model, config.d_model, kernel_size=3, stride=FRAMES_PER_POSITION, padding=1
@@ -73,7 +81,9 @@ class Embed(WhisperLayer):
         """Sinusoids [P, D]."""
         from transformers.models.whisper.modeling_whisper import sinusoids
 
-        return constant(sinusoids, *hidden_NPD.shape[1:], device=hidden_NPD.device, dtype=hidden_NPD.dtype)
+        return constant(
+            sinusoids, *hidden_NPD.shape[1:], device=hidden_NPD.device, dtype=hidden_NPD.dtype
+        )
 
 
 class Block(WhisperLayer):
@@ -87,24 +97,37 @@ class Block(WhisperLayer):
         from transformers.models.whisper.modeling_whisper import WhisperEncoderLayer
 
         super().__init__()
-        self.name, self.module, self.positions = f"{module}.block.{number}", module, config.max_source_positions
-        self.writes = (TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),)
+        self.name, self.module, self.positions = (
+            f"{module}.block.{number}",
+            module,
+            config.max_source_positions,
+        )
+        self.writes = (
+            TensorSpec("audio_hidden", "audio", "positions", (config.d_model,), split=True),
+        )
         self.layer = WhisperEncoderLayer(config)
         self.published = {"layer": f"layers.{number}"}
-        self.dropout, self.inner_dropout = nn.Dropout(config.dropout), nn.Dropout(config.activation_dropout)
+        self.dropout, self.inner_dropout = (
+            nn.Dropout(config.dropout),
+            nn.Dropout(config.activation_dropout),
+        )
         self.dropouts = seeded(self)
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         layer, hidden, rows = self.layer, state["audio_hidden"], batch.clips * self.positions
         begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
-        clips = segments_of(batch, f"clips of {self.positions}", lambda: [self.positions] * batch.clips, hidden)
+        clips = segments_of(
+            batch, f"clips of {self.positions}", lambda: [self.positions] * batch.clips, hidden
+        )
 
         def attend(normed_RD: Tensor) -> Tensor:
             attended_1RD = layer.self_attn(normed_RD[None], attention_mask=clips)[0]
             return self.dropout(attended_1RD.flatten(0, 1))
 
         def feed(normed_RD: Tensor) -> Tensor:
-            return self.dropout(layer.fc2(self.inner_dropout(layer.activation_fn(layer.fc1(normed_RD)))))
+            return self.dropout(
+                layer.fc2(self.inner_dropout(layer.activation_fn(layer.fc1(normed_RD))))
+            )
 
         hidden = hidden + across(attend, layer.self_attn_layer_norm(hidden), rows, self.group)
         hidden = hidden + across(feed, layer.final_layer_norm(hidden), rows, self.group)
@@ -125,7 +148,9 @@ class Projector(WhisperLayer):
         self.writes = (TensorSpec("audio_embeds", "audio", "tokens", (width,), split=True),)
         self.norm = nn.LayerNorm(config.d_model)
         self.published = {"norm": "layer_norm"}
-        self.mlp = nn.Sequential(nn.Linear(merge * config.d_model, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(merge * config.d_model, hidden), nn.GELU(), nn.Linear(hidden, width)
+        )
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         def project(normed_RD: Tensor) -> Tensor:
@@ -136,7 +161,9 @@ class Projector(WhisperLayer):
         return {"audio_embeds": across(project, self.norm(state["audio_hidden"]), rows, self.group)}
 
 
-def makers(module: str, config: Any, merge: int, projector_hidden: int, llm_width: int) -> list[LayerMaker]:
+def makers(
+    module: str, config: Any, merge: int, projector_hidden: int, llm_width: int
+) -> list[LayerMaker]:
     """The layers of an audio encoder in pipeline order."""
     std = config.init_std
     return [

@@ -1,7 +1,7 @@
 """Memory that kernels take for themselves while they run, by operator: no operator shows it.
 
-Stated, not measured: by reading the sources where there are any, and guessed for cuDNN, which has none. What cuBLAS
-takes does not depend on shapes: it is in `templates/hardware.yaml`.
+Stated, not measured: by reading the sources where there are any, and guessed for cuDNN, which has
+none. What cuBLAS takes does not depend on shapes: it is in `templates/hardware.yaml`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-#: Rows that flash attention leaves free behind each segment of its sums, and in steps of which it rounds heads up.
+# : Rows that flash attention leaves free behind each segment of its sums, and in steps of which it
+# rounds heads up.
 SEGMENT_ROWS, HEAD_STEP = 128, 32
 
 
@@ -21,15 +22,17 @@ def workspace_bytes(func: Any, args: Any, result: Any) -> int:
             _, query, key, *_ = args
             return _attention_backward(query, key, segments=len(args[6]) - 1)
         case "aten::convolution" | "aten::convolution_backward":
-            return _convolution([args[0], args[1], result if isinstance(result, Tensor) else args[2]])
+            return _convolution(
+                [args[0], args[1], result if isinstance(result, Tensor) else args[2]]
+            )
     return 0
 
 
 def _attention_backward(query_RHD: Tensor, key_RGD: Tensor, segments: int) -> int:
     """Flash attention 2 (`mha_varlen_bwd` in flash_api.cpp).
 
-    The query's gradient is summed in fp32 beside a number per row and head, and where several heads share a key, each
-    makes gradients of it and of its value.
+    The query's gradient is summed in fp32 beside a number per row and head, and where several heads
+    share a key, each makes gradients of it and of its value.
     """
     rows, heads, width = query_RHD.shape
     sums = 4 * (rows + SEGMENT_ROWS * segments) * heads * (-(-width // HEAD_STEP) * HEAD_STEP + 1)
@@ -38,5 +41,6 @@ def _attention_backward(query_RHD: Tensor, key_RGD: Tensor, segments: int) -> in
 
 
 def _convolution(tensors: list[Tensor]) -> int:
-    """cuDNN's kernels of half precision want channels last: a copy of all that they read and write."""
+    """cuDNN's kernels of half precision want channels last: a copy of all that they read and
+    write."""
     return sum(tensor.nbytes for tensor in tensors) if tensors[0].element_size() == 2 else 0

@@ -1,6 +1,7 @@
 """Writing text: encoders once, then the LLM's layers token by token.
 
-Every token runs its whole sequence again: simple, the same for any family of decoders, and slow for long texts.
+Every token runs its whole sequence again: simple, the same for any family of decoders, and slow for
+long texts.
 """
 
 from __future__ import annotations
@@ -17,13 +18,25 @@ from disttrain_cli.spec.inputs import ModelInputs
 
 
 @torch.no_grad()
-def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, lengths: Sequence[int], *, most: int,
-          end: int, allowed: Tensor, temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
-    """The token ids that the model writes after each sequence of a batch: `most`, or up to the token `end`.
+def write(
+    layers: Sequence[PipelineLayer],
+    batch: Batch,
+    inputs: ModelInputs,
+    lengths: Sequence[int],
+    *,
+    most: int,
+    end: int,
+    allowed: Tensor,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """The token ids that the model writes after each sequence of a batch: `most`, or up to the
+    token `end`.
 
-    `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are given; its other places
-    are there to be filled. Only ids for which `allowed` [V] is true are written. The likeliest is taken at temperature
-    0, else one is drawn: sequence m's from (seed, m), the same on any device.
+    `layers` is the whole model on one device. The first `lengths[m]` tokens of sequence m are
+    given; its other places are there to be filled. Only ids for which `allowed` [V] is true are
+    written. The likeliest is taken at temperature 0, else one is drawn: sequence m's from (seed,
+    m), the same on any device.
     """
     assert batch.token_ids is not None
     ids = batch.token_ids.clone()
@@ -33,7 +46,10 @@ def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, le
     read: dict[str, Tensor] = {}
     for layer in (layer for layer in layers if layer.module in inputs.encoders):
         read.update(layer(read, batch))
-    draws = [torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) % 2**63) for number in range(count)]
+    draws = [
+        torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) % 2**63)
+        for number in range(count)
+    ]
     written: list[list[int]] = [[] for _ in range(count)]
     going = [number for number in range(count) if most and lengths[number] < width]
     while going:
@@ -41,10 +57,16 @@ def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, le
         for layer in decoder:
             state.update(layer(state, batch))
         at = [lengths[number] + len(written[number]) for number in going]
-        rows = torch.tensor([number * width + place - 1 for number, place in zip(going, at, strict=True)])
+        rows = torch.tensor(
+            [number * width + place - 1 for number, place in zip(going, at, strict=True)]
+        )
         logits = head.logits(state["hidden"].index_select(0, rows.to(state["hidden"].device)))
-        chosen = [_choose(row, temperature, draws[number])
-                  for row, number in zip(logits.masked_fill(~allowed, -torch.inf).cpu(), going, strict=True)]
+        chosen = [
+            _choose(row, temperature, draws[number])
+            for row, number in zip(
+                logits.masked_fill(~allowed, -torch.inf).cpu(), going, strict=True
+            )
+        ]
         still = []
         for number, place, token in zip(going, at, chosen, strict=True):
             if token != end:
@@ -58,4 +80,6 @@ def write(layers: Sequence[PipelineLayer], batch: Batch, inputs: ModelInputs, le
 def _choose(logits_V: Tensor, temperature: float, draws: torch.Generator) -> int:
     if not temperature:
         return int(logits_V.argmax())
-    return int(torch.multinomial(torch.softmax(logits_V.double() / temperature, dim=0), 1, generator=draws))
+    return int(
+        torch.multinomial(torch.softmax(logits_V.double() / temperature, dim=0), 1, generator=draws)
+    )

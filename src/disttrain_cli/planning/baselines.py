@@ -1,8 +1,10 @@
-"""The other strategies: one TP and DP for all (`megatron`), GPUs by FLOPs (`distmm`), the paper's relaxation (`paper`).
+"""The other strategies: one TP and DP for all (`megatron`), GPUs by FLOPs (`distmm`), the paper's
+relaxation (`paper`).
 
-In a Megatron pipeline encoder and generator are one stage each, on as many GPUs as a stage of the LLM. They are
-sharded over the TP group, which is the search over one unit of all modules (`units.group`), or replicated over it,
-each copy working on other images: units of their own, with DP as large as the LLM's TP · DP.
+In a Megatron pipeline encoder and generator are one stage each, on as many GPUs as a stage of the
+LLM. They are sharded over the TP group, which is the search over one unit of all modules
+(`units.group`), or replicated over it, each copy working on other images: units of their own, with
+DP as large as the LLM's TP · DP.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ CASES = 32  # relaxed cases that are rounded; more only while none has fitted
 
 
 def proportional(flops: list[float], gpus: int) -> list[int]:
-    """GPUs of every unit in proportion to its FLOPs, at least one each; largest remainders first."""
+    """GPUs of every unit in proportion to its FLOPs, at least one each; largest remainders
+    first."""
     exact = [gpus * value / sum(flops) for value in flops]
     shares = [max(1, int(value)) for value in exact]
     while sum(shares) > gpus:
@@ -48,7 +51,9 @@ def proportional(flops: list[float], gpus: int) -> list[int]:
     return shares
 
 
-def candidates(profile: Profile, cluster: Cluster, strategy: Strategy, top: int) -> tuple[list[Unit], Found]:
+def candidates(
+    profile: Profile, cluster: Cluster, strategy: Strategy, top: int
+) -> tuple[list[Unit], Found]:
     """Units of a strategy and its best layouts by the formula.
 
     Raises:
@@ -64,9 +69,16 @@ def candidates(profile: Profile, cluster: Cluster, strategy: Strategy, top: int)
     return units, search(units, cluster, top)
 
 
-def megatron(profile: Profile, cluster: Cluster, top: int = 1, tp: int | None = None, pp: int | None = None,
-             most_dp: int | None = None) -> tuple[list[Unit], Found]:
-    """The best Megatron pipeline: encoders and generators sharded, or some of them replicated, whichever is faster.
+def megatron(
+    profile: Profile,
+    cluster: Cluster,
+    top: int = 1,
+    tp: int | None = None,
+    pp: int | None = None,
+    most_dp: int | None = None,
+) -> tuple[list[Unit], Found]:
+    """The best Megatron pipeline: encoders and generators sharded, or some of them replicated,
+    whichever is faster.
 
     Args:
         tp, pp: TP of all, and the LLM's PP; None = the best.
@@ -80,9 +92,16 @@ def megatron(profile: Profile, cluster: Cluster, top: int = 1, tp: int | None = 
     return min(forms, key=lambda form: (not form[1].best, form[1].best))
 
 
-def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None = None, pp: int | None = None,
-              most_dp: int | None = None) -> Found:
-    """Pipelines whose stages all have the LLM's TP · DP GPUs; units without the LLM are one stage each. Exact.
+def pipelines(
+    units: list[Unit],
+    cluster: Cluster,
+    top: int = 1,
+    tp: int | None = None,
+    pp: int | None = None,
+    most_dp: int | None = None,
+) -> Found:
+    """Pipelines whose stages all have the LLM's TP · DP GPUs; units without the LLM are one stage
+    each. Exact.
 
     Shapes of the LLM's unit come in the order of a lower bound, so few of them are priced.
     """
@@ -93,17 +112,35 @@ def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None 
         slots = cluster.batch // size
         rows = list_rows(llm, size, slots, cluster.gpus, later)
         stages = np.arange(1, llm.layers + 1)[:, None]
-        fits = ((stages + len(units) - 1) * rows.stage_gpus <= cluster.gpus) & (stages >= rows.least_stages)
-        fits &= (stages == (pp or stages)) & (rows.tp == (tp or rows.tp)) & (rows.dp <= (most_dp or cluster.gpus))
+        fits = ((stages + len(units) - 1) * rows.stage_gpus <= cluster.gpus) & (
+            stages >= rows.least_stages
+        )
+        fits &= (
+            (stages == (pp or stages))
+            & (rows.tp == (tp or rows.tp))
+            & (rows.dp <= (most_dp or cluster.gpus))
+        )
         beside = np.zeros((len(units), len(rows)))  # the LLM's own row stays zero
         for number in range(len(units)):
             if number != holder:
                 beside[number] = _least_beside(units[number], rows, size)
         slowest_ms = np.maximum(rows.slowest_ms(stages), beside.max(axis=0))
-        warmup_ms = rows.unit_ms + beside[:holder].max(axis=0, initial=0.0) + beside[holder:].sum(axis=0)
+        warmup_ms = (
+            rows.unit_ms + beside[:holder].max(axis=0, initial=0.0) + beside[holder:].sum(axis=0)
+        )
         least = warmup_ms + (slots - 1) * slowest_ms
-        queue += [(float(least[stage, row]), size, int(rows.tp[row]), int(rows.dp[row]), int(stage) + 1,
-                   bool(rows.checkpointing[row]), float(rows.unit_ms[row])) for stage, row in np.argwhere(fits)]
+        queue += [
+            (
+                float(least[stage, row]),
+                size,
+                int(rows.tp[row]),
+                int(rows.dp[row]),
+                int(stage) + 1,
+                bool(rows.checkpointing[row]),
+                float(rows.unit_ms[row]),
+            )
+            for stage, row in np.argwhere(fits)
+        ]
     combinations = len(queue)
     heapq.heapify(queue)
     best: list[Candidate] = []
@@ -114,12 +151,17 @@ def pipelines(units: list[Unit], cluster: Cluster, top: int = 1, tp: int | None 
             break
         slots, row = cluster.batch // size, (size, degree, dp, recomputes)
         if row not in slowest:
-            slowest[row] = slowest_by_stages(llm, degree, dp, recomputes, size, slots, later, cluster.gpus)
+            slowest[row] = slowest_by_stages(
+                llm, degree, dp, recomputes, size, slots, later, cluster.gpus
+            )
         chosen: list[Shape] = []
         for number, unit in enumerate(units):
             after = afters[number] + (stages_ - 1 if number < holder else 0)
-            shape = (_one_stage(unit, degree, dp, size, slots, after) if number != holder else
-                     Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[row][stages_])))
+            shape = (
+                _one_stage(unit, degree, dp, size, slots, after)
+                if number != holder
+                else Shape(degree, dp, stages_, recomputes, unit_ms, float(slowest[row][stages_]))
+            )
             chosen += [shape] if shape is not None and np.isfinite(shape.stage_ms) else []
         if len(chosen) == len(units):
             best = sorted([*best, candidate_of(chosen, size, slots, holder)])[:top]
@@ -138,31 +180,44 @@ def _least_beside(unit: Unit, rows: Rows, size: int) -> Floats:
 
 
 def _one_stage(unit: Unit, tp: int, dp: int, size: int, slots: int, after: int) -> Shape | None:
-    """A unit on one stage of TP · DP GPUs, sharded or replicated, whichever is faster of those that fit."""
+    """A unit on one stage of TP · DP GPUs, sharded or replicated, whichever is faster of those that
+    fit."""
     rows = list_rows(unit, size, slots, tp * dp, 0)
-    row = np.flatnonzero(((rows.tp == tp) & (rows.dp == dp)) | ((rows.tp == 1) & (rows.dp == tp * dp)))
+    row = np.flatnonzero(
+        ((rows.tp == tp) & (rows.dp == dp)) | ((rows.tp == 1) & (rows.dp == tp * dp))
+    )
     options = options_of(rows, row, np.ones(len(row), dtype=np.int64))
     fits = price(unit, options, size, slots, np.array([after]), np.full(len(row), np.inf))
     fits = take(fits, fits.after_to > after)
     if not len(fits):
         return None
     best = int(fits.unit_ms.argmin())
-    return Shape(int(fits.tp[best]), int(fits.dp[best]), 1, bool(fits.checkpointing[best]),
-                 float(fits.unit_ms[best]), float(fits.stage_ms[best]))
+    return Shape(
+        int(fits.tp[best]),
+        int(fits.dp[best]),
+        1,
+        bool(fits.checkpointing[best]),
+        float(fits.unit_ms[best]),
+        float(fits.stage_ms[best]),
+    )
 
 
 def distmm(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
     """DistMM's rule: GPUs follow FLOPs; inside its share every unit takes its best shape."""
     per_module = flops_per_sequence(units[0].profile, cluster.trained)
-    shares = proportional([sum(per_module[name] for name in unit.modules) for unit in units], cluster.gpus)
+    shares = proportional(
+        [sum(per_module[name] for name in unit.modules) for unit in units], cluster.gpus
+    )
     return search(units, cluster, top, shares=shares)
 
 
 def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
-    """The paper's method: per (TP, DP_lm) a convex problem in 1/x, 1/y, 1/z, then rounded to what is feasible.
+    """The paper's method: per (TP, DP_lm) a convex problem in 1/x, 1/y, 1/z, then rounded to what
+    is feasible.
 
-    One sequence per LLM replica and slot (M = 1). The cases that seem best are rounded: every unit keeps its TP
-    and at most its GPUs, DP divides the slot as in the paper. The best of the rounded ones is taken.
+    One sequence per LLM replica and slot (M = 1). The cases that seem best are rounded: every unit
+    keeps its TP and at most its GPUs, DP divides the slot as in the paper. The best of the rounded
+    ones is taken.
     """
     cases = sorted(_relaxed(units, cluster), key=lambda case: case[0])
     best: list[Candidate] = []
@@ -171,36 +226,57 @@ def paper(units: list[Unit], cluster: Cluster, top: int = 1) -> Found:
         if best and (tried >= CASES or relaxed_ms > best[-1].total_ms):
             break
 
-        def keep(number: int, size: int, rows: Rows, tps: tuple[int, ...] = tps, dp: int = dp) -> NDArray[np.bool_]:
+        def keep(
+            number: int, size: int, rows: Rows, tps: tuple[int, ...] = tps, dp: int = dp
+        ) -> NDArray[np.bool_]:
             fits = rows.tp == tps[number]
             return fits & ((rows.dp == dp) if units[number].holds_llm else (size % rows.dp == 0))
-        found = search(units, cluster, top, keep=keep, slots_of=[dp], shares=[int(share) for share in shares],
-                       within_ms=best[-1].total_ms if len(best) == top else np.inf)
+
+        found = search(
+            units,
+            cluster,
+            top,
+            keep=keep,
+            slots_of=[dp],
+            shares=[int(share) for share in shares],
+            within_ms=best[-1].total_ms if len(best) == top else np.inf,
+        )
         best = sorted({*best, *found.best})[:top]
         combinations += found.combinations
     return Found(best, combinations)
 
 
-def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int, ...], int, Floats]]:
-    """Every case as (relaxed time in ms, TP of every unit, DP_lm, GPUs of every unit as real numbers).
+def _relaxed(
+    units: list[Unit], cluster: Cluster
+) -> list[tuple[float, tuple[int, ...], int, Floats]]:
+    """Every case as (relaxed time in ms, TP of every unit, DP_lm, GPUs of every unit as real
+    numbers).
 
-    With a = DP_lm·TP·C GPU·ms per slot, unit u on x GPUs takes a/x per slot. For a slowest stage of τ every x is
-    at least a/τ (and what its memory needs); τ is at least what one GPU per layer, replica and shard takes. The LLM
-    takes just a/τ, the others share the rest by √a, which minimises the warm-up; encoders side by side count as one
-    unit, whose GPUs they share by a. What is left is convex in τ and evaluated on a fine grid.
+    With a = DP_lm·TP·C GPU·ms per slot, unit u on x GPUs takes a/x per slot. For a slowest stage of
+    τ every x is at least a/τ (and what its memory needs); τ is at least what one GPU per layer,
+    replica and shard takes. The LLM takes just a/τ, the others share the rest by √a, which
+    minimises the warm-up; encoders side by side count as one unit, whose GPUs they share by a. What
+    is left is convex in τ and evaluated on a fine grid.
     """
     holder, afters = holder_of(units), units_after(units)
     others = [index for index in range(len(units)) if index != holder]
     points = np.geomspace(1.0, 100.0, GRID)[:, None]
     cases: list[tuple[float, tuple[int, ...], int, Floats]] = []
     for dp in divisors(cluster.batch):
-        needs = [_least_gpus(unit, dp, cluster.batch // dp, after) for unit, after in zip(units, afters, strict=True)]
+        needs = [
+            _least_gpus(unit, dp, cluster.batch // dp, after)
+            for unit, after in zip(units, afters, strict=True)
+        ]
         for tps in itertools.product(*(unit.tps for unit in units)):
             least = np.array([need[tp] for need, tp in zip(needs, tps, strict=True)])
             if least.sum() > cluster.gpus:
                 continue
-            per_sequence = np.array([sum(part.sum() for part in unit.layer_ms(tp))
-                                     for unit, tp in zip(units, tps, strict=True)])
+            per_sequence = np.array(
+                [
+                    sum(part.sum() for part in unit.layer_ms(tp))
+                    for unit, tp in zip(units, tps, strict=True)
+                ]
+            )
             work = dp * np.array(tps) * per_sequence
             most = dp * np.array([tp * unit.layers for unit, tp in zip(units, tps, strict=True)])
             fastest = max(work.sum() / cluster.gpus, float((work / most).max()))
@@ -217,7 +293,11 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
                 portion = short / np.maximum(short.sum(axis=1, keepdims=True), 1e-12)
                 gpus[:, others] += portion * np.maximum(spare, 0.0)[:, None]
             each = work / gpus
-            warmup = per_sequence[holder] + each[:, :holder].max(axis=1, initial=0.0) + each[:, holder + 1:].sum(axis=1)
+            warmup = (
+                per_sequence[holder]
+                + each[:, :holder].max(axis=1, initial=0.0)
+                + each[:, holder + 1 :].sum(axis=1)
+            )
             times = np.where(spare >= -1e-9, warmup + (cluster.batch // dp - 1) * slowest, np.inf)
             best = int(times.argmin())
             if np.isfinite(times[best]):
@@ -226,11 +306,18 @@ def _relaxed(units: list[Unit], cluster: Cluster) -> list[tuple[float, tuple[int
 
 
 def _least_gpus(unit: Unit, size: int, slots: int, later_units: int) -> dict[int, float]:
-    """By TP, GPUs that a unit's memory takes at least, one sequence per LLM replica and slot; inf where none do."""
+    """By TP, GPUs that a unit's memory takes at least, one sequence per LLM replica and slot; inf
+    where none do."""
     kinds = unit.kinds
     dps = [size] if unit.holds_llm else divisors(size)
     variant, dp = (values.ravel() for values in np.meshgrid(np.arange(len(kinds.tp)), dps))
-    stages = fewest_stages(np.zeros((len(dp), unit.layers)), *layer_gib(unit, variant, dp, size), slots, later_units,
-                           np.zeros(len(dp)), unit.allowed)
+    stages = fewest_stages(
+        np.zeros((len(dp), unit.layers)),
+        *layer_gib(unit, variant, dp, size),
+        slots,
+        later_units,
+        np.zeros(len(dp)),
+        unit.allowed,
+    )
     gpus = np.where(stages <= unit.layers, kinds.tp[variant] * dp * stages, np.inf)
     return {int(tp): float(gpus[kinds.tp[variant] == tp].min()) for tp in unit.tps}

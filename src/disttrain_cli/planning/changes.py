@@ -1,7 +1,8 @@
 """What a new plan changes against the one in place, and what that gains under the profile of now.
 
-A plan is made for one profile. When costs or data move (`disttrain profile`, `--calibrate`), its layout is predicted
-again on the costs and global batches of the new plan, so that the gain is the layout's and not the profile's.
+A plan is made for one profile. When costs or data move (`disttrain profile`, `--calibrate`), its
+layout is predicted again on the costs and global batches of the new plan, so that the gain is the
+layout's and not the profile's.
 """
 
 from __future__ import annotations
@@ -42,25 +43,30 @@ class Moved:
 
 @dataclass(frozen=True)
 class Changes:
-    """The new plan beside the one in place; where that does not fit any more, no times of now and no gain."""
+    """The new plan beside the one in place; where that does not fit any more, no times of now and
+    no gain."""
 
     differences: list[Difference]
     old_iteration_s: float  # of the plan in place, as predicted when it was made
     old_now_s: float | None  # the same layout under the profile of now
     new_s: float
-    gain_pct: float | None  # more sequences per second than the plan in place, under the profile of now
+    gain_pct: (
+        float | None
+    )  # more sequences per second than the plan in place, under the profile of now
     keep: bool  # whether the plan in place is still good
     unfit: str | None = None  # why the plan in place does not fit any more
     moved: list[Moved] = field(default_factory=list)
 
 
 def not_comparable(old: Plan, new: Plan) -> str | None:
-    """Why two plans do different work, as "another global batch (24, now 48)"; None where they do the same."""
+    """Why two plans do different work, as "another global batch (24, now 48)"; None where they do
+    the same."""
     for what, before, after in (
-            ("model", old.fingerprints.model, new.fingerprints.model),
-            ("global batch", old.plan.global_batch_size, new.plan.global_batch_size),
-            ("strategy", old.plan.strategy, new.plan.strategy),
-            ("model.trained", _trained(old.plan), _trained(new.plan))):
+        ("model", old.fingerprints.model, new.fingerprints.model),
+        ("global batch", old.plan.global_batch_size, new.plan.global_batch_size),
+        ("strategy", old.plan.strategy, new.plan.strategy),
+        ("model.trained", _trained(old.plan), _trained(new.plan)),
+    ):
         if before != after:
             return f"another {what} ({before}, now {after})"
     return None
@@ -73,7 +79,11 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
         old, new: plans that do the same work (`not_comparable`); `new` was made from `profile`.
         cluster: what the new plan had to fit into.
     """
-    found, then_s, new_s = differences(old.plan, new.plan), old.predicted.iteration_s, new.predicted.iteration_s
+    found, then_s, new_s = (
+        differences(old.plan, new.plan),
+        old.predicted.iteration_s,
+        new.predicted.iteration_s,
+    )
     try:
         check_layout(old, run, profile)
         now = predict(units_of(profile, cluster, old.plan), old.plan, cluster)
@@ -83,23 +93,38 @@ def changes(old: Plan, new: Plan, run: RunFile, profile: Profile, cluster: Clust
     if unfit is not None:
         return Changes(found, then_s, None, new_s, None, False, unfit)
     gain_pct = 100 * (now.iteration_s / new_s - 1)
-    return Changes(found, then_s, now.iteration_s, new_s, gain_pct, gain_pct < WORTH_PCT,
-                   moved=_moved(old.predicted, now))
+    return Changes(
+        found,
+        then_s,
+        now.iteration_s,
+        new_s,
+        gain_pct,
+        gain_pct < WORTH_PCT,
+        moved=_moved(old.predicted, now),
+    )
 
 
 def differences(old: Layout, new: Layout) -> list[Difference]:
     """Every difference of two layouts, unit by unit, then of the whole layout."""
     found: list[tuple[str | None, str, Value, Value]] = []
-    if [(unit.name, unit.modules) for unit in old.units] != [(unit.name, unit.modules) for unit in new.units]:
+    if [(unit.name, unit.modules) for unit in old.units] != [
+        (unit.name, unit.modules) for unit in new.units
+    ]:
         found.append((None, "units", old.describe(), new.describe()))
     else:
         for mine, theirs in zip(old.units, new.units, strict=True):
-            found += [(mine.name, "devices", mine.gpus, theirs.gpus), (mine.name, "TP", mine.tp, theirs.tp),
-                      (mine.name, "DP", mine.dp, theirs.dp), (mine.name, "PP", mine.pp, theirs.pp),
-                      (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
-                      (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing)]
-    found += [(None, "microbatch", old.microbatch_size, new.microbatch_size),
-              (None, "ZeRO", old.zero_stage, new.zero_stage)]
+            found += [
+                (mine.name, "devices", mine.gpus, theirs.gpus),
+                (mine.name, "TP", mine.tp, theirs.tp),
+                (mine.name, "DP", mine.dp, theirs.dp),
+                (mine.name, "PP", mine.pp, theirs.pp),
+                (mine.name, "layers per stage", mine.layers_per_stage, theirs.layers_per_stage),
+                (mine.name, "recomputes", mine.checkpointing, theirs.checkpointing),
+            ]
+    found += [
+        (None, "microbatch", old.microbatch_size, new.microbatch_size),
+        (None, "ZeRO", old.zero_stage, new.zero_stage),
+    ]
     return [Difference(*one) for one in found if one[2] != one[3]]
 
 
@@ -113,11 +138,17 @@ def _unfit(layout: Layout, now: Prediction, cluster: Cluster) -> str | None:
         return f"It needs {layout.gpus_used:,} devices (there are {cluster.gpus:,})"
     fullest = max(now.memory, key=lambda stage: stage.peak_gib / stage.limit_gib)
     if fullest.peak_gib > fullest.limit_gib:
-        return (f"Stage {fullest.stage} of {fullest.unit} needs {fullest.peak_gib:.3g} GiB "
-                f"(a device has {fullest.limit_gib:.3g})")
+        return (
+            f"Stage {fullest.stage} of {fullest.unit} needs {fullest.peak_gib:.3g} GiB "
+            f"(a device has {fullest.limit_gib:.3g})"
+        )
     return None
 
 
 def _moved(then: Prediction, now: Prediction) -> list[Moved]:
     before = {time.unit: time.stage_ms for time in then.units}
-    return [Moved(time.unit, before[time.unit], time.stage_ms) for time in now.units if time.unit in before]
+    return [
+        Moved(time.unit, before[time.unit], time.stage_ms)
+        for time in now.units
+        if time.unit in before
+    ]

@@ -1,5 +1,5 @@
-"""Guards a plan before it is run: plans may be edited by hand, artefacts get mixed up, and plans may ask for more
-than the runtime can do yet.
+"""Guards a plan before it is run: plans may be edited by hand, artefacts get mixed up, and plans
+may ask for more than the runtime can do yet.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ def check(plan: Plan, run: RunFile, profile: Profile) -> None:
 
     Raises:
         MismatchError: made for another model, dataset, cluster, device or profile; both are named.
-        SpecError: modules, layers, batch, rank count, what is trained or ZeRO do not fit; both values are named.
+        SpecError: modules, layers, batch, rank count, what is trained or ZeRO do not fit; both
+        values are named.
     """
     check_device(run, profile)
     made_for, have = plan.fingerprints, profile.fingerprints
-    for what, theirs, mine in (("model", made_for.model, run.model_fingerprint()),
-                               ("dataset", made_for.data, have.data),
-                               ("cluster", made_for.cluster, run.cluster_fingerprint()),
-                               ("profile", made_for.profile, fingerprint(profile))):
+    for what, theirs, mine in (
+        ("model", made_for.model, run.model_fingerprint()),
+        ("dataset", made_for.data, have.data),
+        ("cluster", made_for.cluster, run.cluster_fingerprint()),
+        ("profile", made_for.profile, fingerprint(profile)),
+    ):
         if theirs != mine:
-            raise MismatchError(f"The plan was made for another {what}", f"{what} of the plan: {theirs}; here: {mine}",
-                                "Plan again: disttrain plan")
+            raise MismatchError(
+                f"The plan was made for another {what}",
+                f"{what} of the plan: {theirs}; here: {mine}",
+                "Plan again: disttrain plan",
+            )
     check_layout(plan, run, profile)
     _check_choices(plan, run)
     _check_trained(run, profile)
@@ -56,9 +62,12 @@ def check_device(run: RunFile, profile: Profile) -> None:
     wanted, have = run.cluster.device, profile.device
     kind, _, name = wanted.partition(":")
     if wanted != "auto" and (kind != have.kind or (name and name.lower() != have.name.lower())):
-        raise MismatchError(f"The profile is of another device ({have.name})",
-                            f"cluster.device: {wanted}; device of the profile: {have.name} ({have.kind})",
-                            "Profile again: disttrain profile; or plan for that device: disttrain plan --profile FILE")
+        raise MismatchError(
+            f"The profile is of another device ({have.name})",
+            f"cluster.device: {wanted}; device of the profile: {have.name} ({have.kind})",
+            "Profile again: disttrain profile; or plan for that device: disttrain plan --profile"
+            " FILE",
+        )
 
 
 class NotRun(NamedTuple):
@@ -73,11 +82,21 @@ def not_run(plan: Plan, run: RunFile, profile: Profile) -> list[NotRun]:
     """What of a plan `disttrain train` does not run yet; nothing where it runs all of it."""
     found: list[NotRun] = []
     if run.data.distribution is not None:
-        found.append(NotRun("sizes without data", f"data.distribution: {run.data.distribution.name}",
-                            "name a dataset in data.sources and profile again"))
+        found.append(
+            NotRun(
+                "sizes without data",
+                f"data.distribution: {run.data.distribution.name}",
+                "name a dataset in data.sources and profile again",
+            )
+        )
     if profile.device.kind == "analytic":
-        found.append(NotRun("a device that is not here", f"the profile is computed for {profile.device.name}",
-                            "set cluster.device: auto on the machines that train and profile there"))
+        found.append(
+            NotRun(
+                "a device that is not here",
+                f"the profile is computed for {profile.device.name}",
+                "set cluster.device: auto on the machines that train and profile there",
+            )
+        )
     return found
 
 
@@ -90,10 +109,13 @@ def refuse_not_run(plan: Plan, run: RunFile, profile: Profile) -> None:
     found = not_run(plan, run, profile)
     if found:
         steps = "; ".join(reason.next_step for reason in found)
-        raise SpecError("This version does not train with " + ", nor with ".join(reason.what for reason in found),
-                        "\n".join(f"{reason.what}: {reason.why}" for reason in found),
-                        f"{steps[0].upper()}{steps[1:]}. "
-                        "Or try the plan on emulated devices: disttrain train --rehearse")
+        raise SpecError(
+            "This version does not train with "
+            + ", nor with ".join(reason.what for reason in found),
+            "\n".join(f"{reason.what}: {reason.why}" for reason in found),
+            f"{steps[0].upper()}{steps[1:]}. "
+            "Or try the plan on emulated devices: disttrain train --rehearse",
+        )
 
 
 def _check_choices(plan: Plan, run: RunFile) -> None:
@@ -106,19 +128,29 @@ def _check_choices(plan: Plan, run: RunFile) -> None:
     if zero not in ("auto", layout.zero_stage):
         differing.append(("train.zero_stage", layout.zero_stage, train.zero_stage))
     recomputes = {unit.checkpointing for unit in layout.units}
-    if train.activation_checkpointing != "auto" and recomputes != {train.activation_checkpointing == "full"}:
+    if train.activation_checkpointing != "auto" and recomputes != {
+        train.activation_checkpointing == "full"
+    }:
         units = ", ".join(unit.name for unit in layout.units if unit.checkpointing) or "no unit"
         differing.append(("train.activation_checkpointing", units, train.activation_checkpointing))
     for field, planned, stated in differing:
-        raise MismatchError(f"The plan was made for another {field}", f"plan: {planned}; run file: {stated}",
-                            "Plan again: disttrain plan")
+        raise MismatchError(
+            f"The plan was made for another {field}",
+            f"plan: {planned}; run file: {stated}",
+            "Plan again: disttrain plan",
+        )
 
 
 def _check_trained(run: RunFile, profile: Profile) -> None:
     """Projectors alone can be trained only where there are some."""
-    if run.model.trained == [PROJECTORS] and not any(module.projector for module in profile.modules.values()):
-        raise SpecError("Nothing of the model is trained", "model.trained: projectors; modules that have one: none",
-                        f"Name modules in model.trained: {', '.join(profile.modules)}.")
+    if run.model.trained == [PROJECTORS] and not any(
+        module.projector for module in profile.modules.values()
+    ):
+        raise SpecError(
+            "Nothing of the model is trained",
+            "model.trained: projectors; modules that have one: none",
+            f"Name modules in model.trained: {', '.join(profile.modules)}.",
+        )
 
 
 def _as_set(names: list[str] | None) -> set[str] | None:
@@ -129,40 +161,67 @@ def _check_modules(plan: Plan, profile: Profile) -> None:
     expected = list(profile.modules)
     given = [name for unit in plan.plan.units for name in unit.modules]
     if given != expected:
-        raise SpecError("The units of the plan must hold every module once, in pipeline order",
-                        f"given: {', '.join(given)}; expected: {', '.join(expected)}", EDIT)
+        raise SpecError(
+            "The units of the plan must hold every module once, in pipeline order",
+            f"given: {', '.join(given)}; expected: {', '.join(expected)}",
+            EDIT,
+        )
     for unit in plan.plan.units:
         layers = sum(len(profile.modules[name].layers) for name in unit.modules)
         if sum(unit.layers_per_stage) != layers:
-            raise SpecError(f"layers_per_stage of unit {unit.name} must add up to its modules' layers",
-                            f"{' + '.join(map(str, unit.layers_per_stage))} = {sum(unit.layers_per_stage)}; "
-                            f"{', '.join(unit.modules)}: {layers}", EDIT)
+            raise SpecError(
+                f"layers_per_stage of unit {unit.name} must add up to its modules' layers",
+                f"{' + '.join(map(str, unit.layers_per_stage))} = {sum(unit.layers_per_stage)}; "
+                f"{', '.join(unit.modules)}: {layers}",
+                EDIT,
+            )
 
 
 def _check_batch(plan: Plan, run: RunFile, profile: Profile) -> None:
     layout = plan.plan
     if layout.global_batch_size != run.train.global_batch_size:
-        raise SpecError("The plan and the run file have different global batches",
-                        f"plan: {layout.global_batch_size}; train.global_batch_size: {run.train.global_batch_size}",
-                        EDIT)
+        raise SpecError(
+            "The plan and the run file have different global batches",
+            f"plan: {layout.global_batch_size}; train.global_batch_size:"
+            f" {run.train.global_batch_size}",
+            EDIT,
+        )
     try:
         layout.check_slots(profile.inputs.llm)
     except ValueError as error:
-        raise SpecError("The slots of the plan do not make up the global batch", str(error), EDIT) from None
+        raise SpecError(
+            "The slots of the plan do not make up the global batch", str(error), EDIT
+        ) from None
 
 
 def _check_ranks(plan: Plan, run: RunFile, profile: Profile) -> None:
     layout = plan.plan
     if layout.gpus_used > profile.device.count:
-        terms = " + ".join(f"{unit.name} {unit.tp} × {unit.dp} × {unit.pp}" for unit in layout.units)
-        raise SpecError("The plan needs more ranks than the cluster has",
-                        f"{terms} = {layout.gpus_used}; the cluster has {profile.device.count}", EDIT)
+        terms = " + ".join(
+            f"{unit.name} {unit.tp} × {unit.dp} × {unit.pp}" for unit in layout.units
+        )
+        raise SpecError(
+            "The plan needs more ranks than the cluster has",
+            f"{terms} = {layout.gpus_used}; the cluster has {profile.device.count}",
+            EDIT,
+        )
     for unit in layout.units:
-        degrees = set.intersection(*(set(cost.tp) for name in unit.modules
-                                     for cost in profile.modules[name].costs.values()))
+        degrees = set.intersection(
+            *(
+                set(cost.tp)
+                for name in unit.modules
+                for cost in profile.modules[name].costs.values()
+            )
+        )
         if str(unit.tp) not in degrees:
-            raise SpecError(f"TP {unit.tp} of unit {unit.name} was not profiled",
-                            f"profiled: TP {', '.join(sorted(degrees, key=int))}", EDIT)
+            raise SpecError(
+                f"TP {unit.tp} of unit {unit.name} was not profiled",
+                f"profiled: TP {', '.join(sorted(degrees, key=int))}",
+                EDIT,
+            )
         if run.cluster.gpus_per_node % unit.tp:
-            raise SpecError(f"TP {unit.tp} of unit {unit.name} does not fit evenly into a node",
-                            f"cluster.gpus_per_node: {run.cluster.gpus_per_node}", EDIT)
+            raise SpecError(
+                f"TP {unit.tp} of unit {unit.name} does not fit evenly into a node",
+                f"cluster.gpus_per_node: {run.cluster.gpus_per_node}",
+                EDIT,
+            )

@@ -1,7 +1,9 @@
-"""Rows that cannot be part of any of the best layouts, because enough other rows are better in everything.
+"""Rows that cannot be part of any of the best layouts, because enough other rows are better in
+everything.
 
-A layout with such a row has as many layouts before it as the row has dominators: put each of them in its place. So
-the best `top` layouts, ties and all, stay whole when every row with `top` dominators goes.
+A layout with such a row has as many layouts before it as the row has dominators: put each of them
+in its place. So the best `top` layouts, ties and all, stay whole when every row with `top`
+dominators goes.
 """
 
 from __future__ import annotations
@@ -13,20 +15,21 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-#: Columns of equal length. A row dominates another where none of the first is higher and, by the second, it comes
-#: first: it is lower in the first of these columns in which the two differ.
+# : Columns of equal length. A row dominates another where none of the first is higher and, by the
+# second, it comes : first: it is lower in the first of these columns in which the two differ.
 Dearness = tuple[Sequence[NDArray[np.float64] | Ints], Sequence[Ints]]
 BLOCK = 512  # rows compared with those before them at once
 MOST = 256  # rows that others are compared with; of more, every second one
 
 
 def undominated(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints], top: int) -> Ints:
-    """Numbers of the rows that fewer than `top` others dominate, as far as comparing with `MOST` of them tells."""
+    """Numbers of the rows that fewer than `top` others dominate, as far as comparing with `MOST` of
+    them tells."""
     order = np.lexsort(simplicity[::-1])
     rows, better = _rows(worse, simplicity)[:, order], np.zeros((len(worse) + len(simplicity), 0))
     kept = [order[:0]]
     for first in range(0, len(order), BLOCK):
-        block = rows[:, first:first + BLOCK]
+        block = rows[:, first : first + BLOCK]
         count = _dominators(better, block, len(worse))
         inside = np.flatnonzero(count < top)
         block = block[:, inside]
@@ -38,11 +41,17 @@ def undominated(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints], top:
 
 
 def not_behind(rows: Dearness, others: Dearness, top: int) -> NDArray[np.bool_]:
-    """Which rows fewer than `top` of the others dominate, as far as comparing with `MOST` of them tells."""
+    """Which rows fewer than `top` of the others dominate, as far as comparing with `MOST` of them
+    tells."""
     mine, better = _rows(*rows), _rows(*others)
-    better = better[:, ::-(-better.shape[1] // MOST) or 1]
+    better = better[:, :: -(-better.shape[1] // MOST) or 1]
     blocks = range(0, mine.shape[1], BLOCK)
-    return np.concatenate([_dominators(better, mine[:, first:first + BLOCK], len(rows[0])) < top for first in blocks])
+    return np.concatenate(
+        [
+            _dominators(better, mine[:, first : first + BLOCK], len(rows[0])) < top
+            for first in blocks
+        ]
+    )
 
 
 def _rows(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints]) -> Floats:
@@ -50,9 +59,10 @@ def _rows(worse: Sequence[Floats | Ints], simplicity: Sequence[Ints]) -> Floats:
 
 
 def _dominators(better: Floats, rows: Floats, worse: int) -> Ints:
-    """[B] how many columns of `better` [C, A] dominate each of `rows` [C, B], whose first `worse` are no simplicity."""
+    """[B] how many columns of `better` [C, A] dominate each of `rows` [C, B], whose first `worse`
+    are no simplicity."""
     before = np.zeros((better.shape[1], rows.shape[1]), dtype=bool)
-    for low, high in zip(better[:worse - 1:-1], rows[:worse - 1:-1], strict=True):
+    for low, high in zip(better[: worse - 1 : -1], rows[: worse - 1 : -1], strict=True):
         before = (low[:, None] < high) | ((low[:, None] == high) & before)
     for low, high in zip(better[:worse], rows[:worse], strict=True):
         before &= low[:, None] <= high

@@ -1,7 +1,7 @@
 """Why this plan: what its time and memory are made of, what its bottleneck is, and why others lose.
 
-Everything comes from the plan's own numbers, the formula (`objective`) and the simulator; the sentences are for
-rendering.
+Everything comes from the plan's own numbers, the formula (`objective`) and the simulator; the
+sentences are for rendering.
 """
 
 from __future__ import annotations
@@ -102,64 +102,110 @@ def explain(plan: Plan, units: list[Unit], step: Step) -> Explanation:
     slowest = max(shares, key=lambda share: share.stage_ms)
     fullest = max(shares, key=lambda share: share.peak_gib / share.limit_gib)
     parts = time_parts(profile, plan.plan, cluster, work, predicted.iteration_s)
-    runners_up = [_compare(f"#{place + 2}", plan, units, parts, other,
-                           time_parts(profile, other.plan, cluster, work, other.iteration_s))
-                  for place, other in enumerate(plan.alternatives) if other.plan is not None]
+    runners_up = [
+        _compare(
+            f"#{place + 2}",
+            plan,
+            units,
+            parts,
+            other,
+            time_parts(profile, other.plan, cluster, work, other.iteration_s),
+        )
+        for place, other in enumerate(plan.alternatives)
+        if other.plan is not None
+    ]
     ratios = [_ratio(name, plan, other) for name, other in plan.baselines.items()]
-    sentences = [_time_sentence(predicted, parts), _binding_sentence(shares, slowest),
-                 _memory_sentence(predicted, fullest, plan.plan), _waiting_sentence(predicted)]
+    sentences = [
+        _time_sentence(predicted, parts),
+        _binding_sentence(shares, slowest),
+        _memory_sentence(predicted, fullest, plan.plan),
+        _waiting_sentence(predicted),
+    ]
     if profile.device.kind == "cpu" and any(unit.sharing != 1.0 for unit in predicted.units):
-        sentences.append("Cores     Ranks share cores here, which levels the simulated times: layouts are ranked as "
-                         "for a cluster, and the best of them compared with other strategies' as they run here.")
+        sentences.append(
+            "Cores     Ranks share cores here, which levels the simulated times: layouts are ranked"
+            " as for a cluster, and the best of them compared with other strategies' as they run"
+            " here."
+        )
     return Explanation(shares, slowest.unit, fullest.unit, parts, runners_up, ratios, sentences)
 
 
-def time_parts(profile: Profile, layout: Layout, cluster: Cluster, work: dict[str, Floats],
-               iteration_s: float) -> list[TimePart]:
-    """The step taken apart by simulating it with even data, and with even data and no transfers; sums to the whole.
+def time_parts(
+    profile: Profile, layout: Layout, cluster: Cluster, work: dict[str, Floats], iteration_s: float
+) -> list[TimePart]:
+    """The step taken apart by simulating it with even data, and with even data and no transfers;
+    sums to the whole.
 
-    Steady is the slowest stage of the even step times all slots but one; warm-up and cool-down are what the schedule
-    takes beyond that; uneven data is what the sampled batches take beyond an even one.
+    Steady is the slowest stage of the even step times all slots but one; warm-up and cool-down are
+    what the schedule takes beyond that; uneven data is what the sampled batches take beyond an even
+    one.
 
     Args:
         work: by module [3], of a whole global batch.
         iteration_s: as predicted.
     """
     dps = {module: unit.dp for unit in layout.units for module in unit.modules}
-    loads = {module: np.broadcast_to(total / (layout.microbatches * dps[module]),
-                                     (layout.microbatches, dps[module], len(total)))
-             for module, total in work.items()}
+    loads = {
+        module: np.broadcast_to(
+            total / (layout.microbatches * dps[module]),
+            (layout.microbatches, dps[module], len(total)),
+        )
+        for module, total in work.items()
+    }
     even = pipeline_of(profile, layout, stages_of(profile, layout), loads, cluster.gpus_per_node)
 
     def run(pipeline: Pipeline) -> Timeline:
         device = profile.device
-        return simulate_shared(pipeline, device.cores, device.shared_by) if device.kind == "cpu" else simulate(pipeline)
+        return (
+            simulate_shared(pipeline, device.cores, device.shared_by)
+            if device.kind == "cpu"
+            else simulate(pipeline)
+        )
+
     even_s = run(even).iteration_s
     instant = run(replace(even, transfer_s=np.zeros_like(even.transfer_s)))
     computed_s = float(np.nanmax(instant.backward_end))
     steady_s = float((even.forward_s + even.backward_s)[0].max()) * (layout.microbatches - 1)
-    parts = [("steady", steady_s), ("warm-up and cool-down", computed_s - steady_s),
-             ("transfers", even_s - instant.iteration_s),
-             ("gradient reduction", instant.iteration_s - even.step_s - computed_s), ("optimizer", even.step_s),
-             ("uneven data", iteration_s - even_s)]
+    parts = [
+        ("steady", steady_s),
+        ("warm-up and cool-down", computed_s - steady_s),
+        ("transfers", even_s - instant.iteration_s),
+        ("gradient reduction", instant.iteration_s - even.step_s - computed_s),
+        ("optimizer", even.step_s),
+        ("uneven data", iteration_s - even_s),
+    ]
     return [TimePart(what, seconds, seconds / iteration_s) for what, seconds in parts]
 
 
 def _stages_ms(units: list[Unit], layout: Layout) -> list[list[float]]:
     """Time of every stage of every unit for one slot, by the formula."""
     size = layout.global_batch_size // layout.microbatches
-    return [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing)
-            for unit, plan in zip(units, layout.units, strict=True)]
+    return [
+        unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, size, plan.checkpointing)
+        for unit, plan in zip(units, layout.units, strict=True)
+    ]
 
 
 def _shares(layout: Layout, predicted: Prediction, stages_ms: list[list[float]]) -> list[UnitShare]:
     slowest = max(max(times) for times in stages_ms)
     shares = []
     for unit, times in zip(layout.units, stages_ms, strict=True):
-        fullest = max((m for m in predicted.memory if m.unit == unit.name), key=lambda stage: stage.peak_gib)
+        fullest = max(
+            (m for m in predicted.memory if m.unit == unit.name), key=lambda stage: stage.peak_gib
+        )
         worst = max(range(unit.pp), key=lambda stage: times[stage])
-        shares.append(UnitShare(unit.name, unit.gpus, worst, times[worst], times[worst] / slowest if slowest else 0.0,
-                                fullest.stage, fullest.peak_gib, fullest.limit_gib))
+        shares.append(
+            UnitShare(
+                unit.name,
+                unit.gpus,
+                worst,
+                times[worst],
+                times[worst] / slowest if slowest else 0.0,
+                fullest.stage,
+                fullest.peak_gib,
+                fullest.limit_gib,
+            )
+        )
     return shares
 
 
@@ -168,23 +214,37 @@ def _time_sentence(predicted: Prediction, parts: list[TimePart]) -> str:
     for part in parts:
         if abs(part.fraction) >= SMALL:
             sign = "" if not words else "− " if part.seconds < 0 else "+ "
-            words.append(f"{sign}{part.what} {_s(abs(part.seconds))} ({100 * abs(part.fraction):.1f} %)")
+            words.append(
+                f"{sign}{part.what} {_s(abs(part.seconds))} ({100 * abs(part.fraction):.1f} %)"
+            )
     return f"Time      {_s(predicted.iteration_s)} per step = {' '.join(words)}."
 
 
 def _binding_sentence(shares: list[UnitShare], slowest: UnitShare) -> str:
-    others = [f"{share.unit} {100 * (1 - share.of_slowest_fraction):.1f} %" for share in shares if share is not slowest]
+    others = [
+        f"{share.unit} {100 * (1 - share.of_slowest_fraction):.1f} %"
+        for share in shares
+        if share is not slowest
+    ]
     below = f"; the slowest stages of the others are shorter: {', '.join(others)}" if others else ""
-    return f"Slowest   stage {slowest.slowest_stage} of {slowest.unit}, {slowest.stage_ms:.4g} ms per slot{below}."
+    return (
+        f"Slowest   stage {slowest.slowest_stage} of {slowest.unit}, {slowest.stage_ms:.4g} ms per"
+        f" slot{below}."
+    )
 
 
 def _memory_sentence(predicted: Prediction, fullest: UnitShare, layout: Layout) -> str:
-    stage = next(m for m in predicted.memory if (m.unit, m.stage) == (fullest.unit, fullest.fullest_stage))
+    stage = next(
+        m for m in predicted.memory if (m.unit, m.stage) == (fullest.unit, fullest.fullest_stage)
+    )
     made_of = " + ".join(f"{name} {_gib(size)}" for name, size in stage.parts.items() if size)
     recomputed = [unit.name for unit in layout.units if unit.checkpointing]
-    return (f"Memory    stage {fullest.fullest_stage} of {fullest.unit} is fullest: {_gib(fullest.peak_gib)} of "
-            f"{_gib(fullest.limit_gib)} GiB{f' ({made_of})' if made_of else ''}, {_gib(fullest.headroom_gib)} GiB left"
-            f"{'; recomputed activations in ' + ', '.join(recomputed) if recomputed else ''}.")
+    return (
+        f"Memory    stage {fullest.fullest_stage} of {fullest.unit} is fullest:"
+        f" {_gib(fullest.peak_gib)} of {_gib(fullest.limit_gib)}"
+        f" GiB{f' ({made_of})' if made_of else ''}, {_gib(fullest.headroom_gib)} GiB"
+        f" left{'; recomputed activations in ' + ', '.join(recomputed) if recomputed else ''}."
+    )
 
 
 def _waiting_sentence(predicted: Prediction) -> str:
@@ -193,25 +253,42 @@ def _waiting_sentence(predicted: Prediction) -> str:
         return f"{waits}."
     used = predicted.mfu_used or predicted.mfu
     alone = used / predicted.orchestration_efficiency
-    return (f"{waits}; orchestration efficiency {100 * predicted.orchestration_efficiency:.1f} %: MFU "
-            f"{100 * used:.1f} % of the {100 * alone:.1f} % that kernels alone would reach.")
+    return (
+        f"{waits}; orchestration efficiency {100 * predicted.orchestration_efficiency:.1f} %: MFU "
+        f"{100 * used:.1f} % of the {100 * alone:.1f} % that kernels alone would reach."
+    )
 
 
-def _compare(name: str, plan: Plan, units: list[Unit], parts: list[TimePart], other: Alternative,
-             theirs: list[TimePart]) -> Comparison:
+def _compare(
+    name: str,
+    plan: Plan,
+    units: list[Unit],
+    parts: list[TimePart],
+    other: Alternative,
+    theirs: list[TimePart],
+) -> Comparison:
     assert other.plan is not None
     layout = other.plan
     if [unit.modules for unit in plan.plan.units] != [unit.modules for unit in layout.units]:
         units = units_of(units[0].profile, units[0].cluster, layout)
     stages_ms = _stages_ms(units, layout)
     worst = max(range(len(stages_ms)), key=lambda unit: max(stages_ms[unit]))
-    more_s = {mine.what: part.seconds - mine.seconds for mine, part in zip(parts, theirs, strict=True)}
+    more_s = {
+        mine.what: part.seconds - mine.seconds for mine, part in zip(parts, theirs, strict=True)
+    }
     slower_pct = 100 * (other.iteration_s / plan.predicted.iteration_s - 1)
     why = _why(plan, layout, more_s, layout.units[worst].name, max(stages_ms[worst]))
     if slower_pct < 0 < other.slower_pct:
         why = f"{other.slower_pct:.2g} % slower where ranks share no cores; {why}"
-    return Comparison(name, differences(plan.plan, layout), slower_pct, more_s,
-                      layout.gpus_used - plan.plan.gpus_used, layout.units[worst].name, why)
+    return Comparison(
+        name,
+        differences(plan.plan, layout),
+        slower_pct,
+        more_s,
+        layout.gpus_used - plan.plan.gpus_used,
+        layout.units[worst].name,
+        why,
+    )
 
 
 def _why(plan: Plan, other: Layout, more_s: dict[str, float], binding: str, slot_ms: float) -> str:
@@ -236,8 +313,15 @@ def differences(layout: Layout, other: Layout) -> str:
         return other.describe()
     words = []
     for mine, theirs in zip(layout.units, other.units, strict=True):
-        changed = [f"{name} {old} → {new}" for name, old, new in (
-            ("TP", mine.tp, theirs.tp), ("DP", mine.dp, theirs.dp), ("PP", mine.pp, theirs.pp)) if old != new]
+        changed = [
+            f"{name} {old} → {new}"
+            for name, old, new in (
+                ("TP", mine.tp, theirs.tp),
+                ("DP", mine.dp, theirs.dp),
+                ("PP", mine.pp, theirs.pp),
+            )
+            if old != new
+        ]
         if mine.checkpointing != theirs.checkpointing:
             changed.append("recomputes" if theirs.checkpointing else "does not recompute")
         if not changed and mine.layers_per_stage != theirs.layers_per_stage:

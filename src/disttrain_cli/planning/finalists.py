@@ -1,14 +1,16 @@
 """The best layouts by the formula, ranked by simulated steps over sampled orderings.
 
-The formula takes all sequences to be alike and a step to end with its last backward; the simulator sees skewed data,
-every transfer, the reduction of gradients and the optimizer. Finalists come in rounds: the formula's best, then its
-best with at most half as many replicas of the LLM as the last round's best has, and so on, because many replicas of
-few stages have the most to reduce. No more rounds once the formula alone takes longer than the best simulated time.
-Then come the layouts of other strategies that the search could have found, and last other shapes of the LLM near the
-best one's.
+The formula takes all sequences to be alike and a step to end with its last backward; the simulator
+sees skewed data, every transfer, the reduction of gradients and the optimizer. Finalists come in
+rounds: the formula's best, then its best with at most half as many replicas of the LLM as the last
+round's best has, and so on, because many replicas of few stages have the most to reduce. No more
+rounds once the formula alone takes longer than the best simulated time. Then come the layouts of
+other strategies that the search could have found, and last other shapes of the LLM near the best
+one's.
 
-All finalists run the same global batches: one each first, and the best few of them all `predict.batches`. Every rank
-has a device of its own, also where a CPU stands in for a cluster: shared cores would make all layouts alike.
+All finalists run the same global batches: one each first, and the best few of them all
+`predict.batches`. Every rank has a device of its own, also where a CPU stands in for a cluster:
+shared cores would make all layouts alike.
 """
 
 from __future__ import annotations
@@ -52,28 +54,39 @@ class Limits:
     without: frozenset[tuple[int, int]] = frozenset()  # (TP, DP) of the LLM's unit
 
 
-def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tuple[list[Unit], Found]],
-           layout_of: Callable[[list[Unit], Candidate], Layout], wanted: int, pool: int, near: int,
-           others: Sequence[Layout] = ()) -> list[Ranked]:
+def rounds(
+    profile: Profile,
+    cluster: Cluster,
+    find: Callable[[Limits, int], tuple[list[Unit], Found]],
+    layout_of: Callable[[list[Unit], Candidate], Layout],
+    wanted: int,
+    pool: int,
+    near: int,
+    others: Sequence[Layout] = (),
+) -> list[Ranked]:
     """Finalists with their times over one global batch.
 
     Args:
-        find: units and so many of the formula's best layouts within limits.
-        wanted: finalists of the first round, `EACH` at least.
-        pool: of the formula's best, from which the different ones of a round are taken.
-        near: finalists after the last round with another TP or other replicas, up to twice or half as many, than
+        find: units and so many of the formula's best layouts within limits. wanted: finalists of
+        the first round, `EACH` at least. pool: of the formula's best, from which the different ones
+        of a round are taken. near: finalists after the last round with another TP or other
+        replicas, up to twice or half as many, than
             those before.
         others: finalists whatever the formula says.
     """
     finalists: list[Ranked] = []
 
     def add(limits: Limits, count: int, pool: int) -> int:
-        """Replicas of the LLM's unit in the formula's best layout within the limits; 0 where it is too slow."""
+        """Replicas of the LLM's unit in the formula's best layout within the limits; 0 where it is
+        too slow."""
         units, found = find(limits, pool)
         if not found.best or found.best[0].total_ms >= limits.within_ms:
             return 0
         holder = holder_of(units)
-        kinds = {candidate: (candidate.slot_sequences, candidate.shapes[holder]) for candidate in found.best}
+        kinds = {
+            candidate: (candidate.slot_sequences, candidate.shapes[holder])
+            for candidate in found.best
+        }
         for candidate in diverse(found.best, kinds.__getitem__, count):
             layout = layout_of(units, candidate)
             finalists.append(Ranked(layout, one_batch_s(profile, layout, cluster)))
@@ -81,7 +94,9 @@ def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tup
 
     most: int | None = None
     for number in range(ROUNDS):
-        replicas = add(Limits(_best_ms(finalists), most), EACH if number else max(EACH, wanted), pool)
+        replicas = add(
+            Limits(_best_ms(finalists), most), EACH if number else max(EACH, wanted), pool
+        )
         most = replicas // 2
         if not most:
             break
@@ -91,7 +106,12 @@ def rounds(profile: Profile, cluster: Cluster, find: Callable[[Limits, int], tup
     for _ in range(near if finalists else 0):
         llms = [one.layout.unit_of(profile.inputs.llm) for one in finalists]
         best = min(zip(finalists, llms, strict=True), key=lambda pair: pair[0].iteration_s)[1]
-        limits = Limits(_best_ms(finalists), 2 * best.dp, -(-best.dp // 2), frozenset((llm.tp, llm.dp) for llm in llms))
+        limits = Limits(
+            _best_ms(finalists),
+            2 * best.dp,
+            -(-best.dp // 2),
+            frozenset((llm.tp, llm.dp) for llm in llms),
+        )
         if not add(limits, 1, 1):
             break
     return finalists
@@ -107,7 +127,8 @@ def one_batch_s(profile: Profile, layout: Layout, cluster: Cluster) -> float:
 
 
 def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> list[T]:
-    """At most `count` items, best first as they are given; one of another kind before another one of the same."""
+    """At most `count` items, best first as they are given; one of another kind before another one
+    of the same."""
     seen: Counter[Hashable] = Counter()
     order: list[tuple[int, int]] = []
     for place, item in enumerate(items):
@@ -116,15 +137,18 @@ def diverse(items: Sequence[T], kind: Callable[[T], Hashable], count: int) -> li
     return [items[place] for place in sorted(place for _, place in sorted(order)[:count])]
 
 
-def rank(profile: Profile, cluster: Cluster, finalists: list[Ranked], wanted: int = SURE) -> list[Ranked]:
+def rank(
+    profile: Profile, cluster: Cluster, finalists: list[Ranked], wanted: int = SURE
+) -> list[Ranked]:
     """The best `wanted` finalists (`SURE` at least) by their times over all batches, best first.
 
-    Those with other slots or another shape of the LLM's unit come before more of the same; equal times go to the
-    simpler layout.
+    Those with other slots or another shape of the LLM's unit come before more of the same; equal
+    times go to the simpler layout.
 
     Args:
         finalists: with their times over one global batch.
     """
+
     def kind(one: Ranked) -> Hashable:
         llm = one.layout.unit_of(profile.inputs.llm)
         return one.layout.microbatches, llm.tp, llm.dp, llm.pp
@@ -132,26 +156,45 @@ def rank(profile: Profile, cluster: Cluster, finalists: list[Ranked], wanted: in
     best = diverse(sorted(finalists, key=_order), kind, max(wanted, SURE))
     numbers = batches(cluster)
     others = [simulated_s(profile, one.layout, cluster, numbers[1:], shared=False) for one in best]
-    return sorted((Ranked(one.layout, (one.iteration_s + (len(numbers) - 1) * other_s) / len(numbers))
-                   for one, other_s in zip(best, others, strict=True)), key=_order)
+    return sorted(
+        (
+            Ranked(one.layout, (one.iteration_s + (len(numbers) - 1) * other_s) / len(numbers))
+            for one, other_s in zip(best, others, strict=True)
+        ),
+        key=_order,
+    )
 
 
 def _order(one: Ranked) -> tuple[object, ...]:
     """Time to nine digits, then fewer GPUs, fewer stages, less TP, smaller microbatches."""
     units = one.layout.units
-    return (float(f"{one.iteration_s:.9g}"), one.layout.gpus_used, sum(unit.pp for unit in units),
-            sum(unit.tp for unit in units), one.layout.microbatch_size, one.layout.describe())
+    return (
+        float(f"{one.iteration_s:.9g}"),
+        one.layout.gpus_used,
+        sum(unit.pp for unit in units),
+        sum(unit.tp for unit in units),
+        one.layout.microbatch_size,
+        one.layout.describe(),
+    )
 
 
 def faster_zero(profile: Profile, cluster: Cluster, layout: Layout) -> Layout:
-    """The layout with the ZeRO stage whose step ends sooner, of those that fit; ties keep the layout's own.
+    """The layout with the ZeRO stage whose step ends sooner, of those that fit; ties keep the
+    layout's own.
 
     Only the optimizer's part of a step depends on it. Training in bf16 needs ZeRO-1.
     """
     other = layout.model_copy(update={"zero_stage": 1 - layout.zero_stage})
-    if profile.precision == "bf16" or any(stage.peak_gib > stage.limit_gib
-                                          for stage in layout_memory(profile, other, cluster.memory_gib)):
+    if profile.precision == "bf16" or any(
+        stage.peak_gib > stage.limit_gib
+        for stage in layout_memory(profile, other, cluster.memory_gib)
+    ):
         return layout
-    mine, theirs = (max(optimizer_s(profile, choice, stage, cluster.gpus_per_node)
-                        for stage in stages_of(profile, choice)) for choice in (layout, other))
+    mine, theirs = (
+        max(
+            optimizer_s(profile, choice, stage, cluster.gpus_per_node)
+            for stage in stages_of(profile, choice)
+        )
+        for choice in (layout, other)
+    )
     return other if theirs < mine else layout

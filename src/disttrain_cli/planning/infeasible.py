@@ -1,8 +1,9 @@
 """Why no layout fits, and the smallest change that would make one fit.
 
-Whether *something* fits needs no times: of every unit, from the last, only the fewest stages of its shapes count
-(`partition.fewest_stages`), and what matters to the units before is the GPUs and stages used so far. Large DP
-degrees are tried in steps of about a tenth, so what is said to help does help, and is the least to within that.
+Whether *something* fits needs no times: of every unit, from the last, only the fewest stages of its
+shapes count (`partition.fewest_stages`), and what matters to the units before is the GPUs and
+stages used so far. Large DP degrees are tried in steps of about a tenth, so what is said to help
+does help, and is the least to within that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ FACTOR, MOST_GIB, MOST_GPUS = 4.0, 4.0**12, 64  # steps of memory; how much more
 
 
 class Fit(NamedTuple):
-    """Shapes (tp, dp, pp, checkpointing) of the last units of a pipeline that fit, first unit first."""
+    """Shapes (tp, dp, pp, checkpointing) of the last units of a pipeline that fit, first unit
+    first."""
 
     gpus: int
     stages: int  # after the unit before them
@@ -41,26 +43,36 @@ def infeasible(profile: Profile, cluster: Cluster, strategy: Strategy) -> Infeas
     """The stage that needs most in the least demanding layout, and what would help."""
     limit = _least_memory(profile, cluster, strategy)
     if limit is None:
-        return InfeasibleError(f"No {strategy} layout exists on {cluster.gpus} GPUs",
-                               f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
-                               "Use another strategy: disttrain plan --strategy disaggregated")
+        return InfeasibleError(
+            f"No {strategy} layout exists on {cluster.gpus} GPUs",
+            f"a global batch of {cluster.batch} sequences, nodes of {cluster.gpus_per_node} GPUs",
+            "Use another strategy: disttrain plan --strategy disaggregated",
+        )
     memory_gib, binding = limit
     helps = [f"Devices with {memory_gib:.3g} GiB (cluster.memory_gib)"]
     gpus = _fewest_gpus(profile, cluster, strategy)
     if gpus is not None:
         helps.append(f"{gpus} GPUs of {cluster.memory_gib:.3g} GiB")
     recomputing = replace(cluster, checkpointing="auto")
-    if (cluster.checkpointing == "none" and profile.device.kind != "cpu"
-            and layout_that_fits(profile, recomputing, strategy) is not None):
+    if (
+        cluster.checkpointing == "none"
+        and profile.device.kind != "cpu"
+        and layout_that_fits(profile, recomputing, strategy) is not None
+    ):
         helps.append("activations recomputed (train.activation_checkpointing: auto)")
     return InfeasibleError(
         f"No {strategy} layout fits into the memory of {cluster.gpus} GPUs",
-        f"memory is short: stage {binding.stage} of unit {binding.unit} needs {binding.peak_gib:.3g} GiB at least, "
-        f"a device has {cluster.memory_gib:.3g} GiB", f"{', or '.join(helps)} would do.")
+        f"memory is short: stage {binding.stage} of unit {binding.unit} needs"
+        f" {binding.peak_gib:.3g} GiB at least, a device has {cluster.memory_gib:.3g} GiB",
+        f"{', or '.join(helps)} would do.",
+    )
 
 
-def _least_memory(profile: Profile, cluster: Cluster, strategy: Strategy) -> tuple[float, StageMemory] | None:
-    """The smallest memory in GiB with which something fits, and the fullest stage then; None where nothing does."""
+def _least_memory(
+    profile: Profile, cluster: Cluster, strategy: Strategy
+) -> tuple[float, StageMemory] | None:
+    """The smallest memory in GiB with which something fits, and the fullest stage then; None where
+    nothing does."""
     low = high = cluster.memory_gib
     best = None
     while best is None:
@@ -98,15 +110,21 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
         units, found = candidates(profile, cluster, strategy, 1)
         if not found.best:
             return None
-        shapes = tuple((*shape, recomputes)
-                       for shape, recomputes in zip(found.best[0].shapes, found.best[0].checkpointing, strict=True))
+        shapes = tuple(
+            (*shape, recomputes)
+            for shape, recomputes in zip(
+                found.best[0].shapes, found.best[0].checkpointing, strict=True
+            )
+        )
         return _layout(units, found.best[0].slot_sequences, shapes)
     units = group(profile, cluster, strategy)
     fits: list[tuple[int, int, Fit]] = []
     for size in divisors(cluster.batch):
         partial, llm = [Fit(0, 0, ())], holder_of(units)
         for number in reversed(range(len(units))):
-            partial = _before(units[number], partial, size, cluster.gpus - number, beside=number < llm)
+            partial = _before(
+                units[number], partial, size, cluster.gpus - number, beside=number < llm
+            )
         fits += [(fit.gpus, size, fit) for fit in partial]
     if not fits:
         return None
@@ -117,8 +135,8 @@ def layout_that_fits(profile: Profile, cluster: Cluster, strategy: Strategy) -> 
 def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) -> list[Fit]:
     """The partial layouts with a shape of the unit before them, on at most so many GPUs.
 
-    Of two, the one with fewer GPUs and no more stages is enough. The stages of encoders, which stand side by side, are
-    behind no other unit's.
+    Of two, the one with fewer GPUs and no more stages is enough. The stages of encoders, which
+    stand side by side, are behind no other unit's.
     """
     kinds, slots = unit.kinds, unit.cluster.batch // size
     dps = np.array(divisors(size)) if unit.holds_llm else _spaced(gpus)
@@ -133,7 +151,12 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
         pp = fewest_stages(untimed, *memory, slots, after.stages, np.zeros(len(dp)), unit.allowed)
         used = kinds.tp[variant] * dp * pp + after.gpus
         for row in np.flatnonzero((used <= gpus) & (pp <= unit.layers)):
-            shape = (int(kinds.tp[variant[row]]), int(dp[row]), int(pp[row]), bool(kinds.checkpointing[variant[row]]))
+            shape = (
+                int(kinds.tp[variant[row]]),
+                int(dp[row]),
+                int(pp[row]),
+                bool(kinds.checkpointing[variant[row]]),
+            )
             stages = after.stages if beside else after.stages + int(pp[row])
             found.append(Fit(int(used[row]), stages, (shape, *after.shapes)))
     best: list[Fit] = []
@@ -145,8 +168,14 @@ def _before(unit: Unit, partial: list[Fit], size: int, gpus: int, beside: bool) 
 
 def _spaced(most: int) -> Ints:
     """DP degrees: every small one, larger ones in steps of about a tenth."""
-    return np.unique(np.concatenate([np.arange(1, min(most, 16) + 1),
-                                     np.geomspace(1, most, 1 + int(np.log(most) / np.log(1.1))).astype(np.int64)]))
+    return np.unique(
+        np.concatenate(
+            [
+                np.arange(1, min(most, 16) + 1),
+                np.geomspace(1, most, 1 + int(np.log(most) / np.log(1.1))).astype(np.int64),
+            ]
+        )
+    )
 
 
 def _layout(units: list[Unit], size: int, shapes: tuple[tuple[int, int, int, bool], ...]) -> Layout:
@@ -157,8 +186,24 @@ def _layout(units: list[Unit], size: int, shapes: tuple[tuple[int, int, int, boo
     for unit, (tp, dp, pp, recomputes), left in zip(units, shapes, stages, strict=True):
         layers = layers_per_stage(unit, tp, dp, pp, size, slots, left - pp, recomputes)
         assert layers is not None, "a shape that fits has a split"
-        plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
-                              layers_per_stage=layers, checkpointing=recomputes))
-    return Layout(global_batch_size=cluster.batch, microbatch_size=size // plans[llm].dp, microbatches=slots,
-                  gpus_used=sum(plan.gpus for plan in plans), zero_stage=cluster.zero_stage,
-                  trained=list(cluster.trained) if cluster.trained is not None else None, units=plans)
+        plans.append(
+            UnitPlan(
+                name=unit.name,
+                modules=list(unit.modules),
+                tp=tp,
+                dp=dp,
+                pp=pp,
+                gpus=tp * dp * pp,
+                layers_per_stage=layers,
+                checkpointing=recomputes,
+            )
+        )
+    return Layout(
+        global_batch_size=cluster.batch,
+        microbatch_size=size // plans[llm].dp,
+        microbatches=slots,
+        gpus_used=sum(plan.gpus for plan in plans),
+        zero_stage=cluster.zero_stage,
+        trained=list(cluster.trained) if cluster.trained is not None else None,
+        units=plans,
+    )

@@ -1,14 +1,16 @@
-"""The objective: how long a step takes, as DistTrain's paper models it (section on model orchestration).
+"""The objective: how long a step takes, as DistTrain's paper models it (section on model
+orchestration).
 
-    T = T_warmup + T_steady
-    T_warmup = time of the first slot through the whole pipeline, forward and backward: of encoders side by side the
-               slowest, the LLM and the generators one after the other (the simulator, which ranks what the search
-               finds, has these side by side)
+    T = T_warmup + T_steady T_warmup = time of the first slot through the whole pipeline, forward
+    and backward: of encoders side by side the
+               slowest, the LLM and the generators one after the other (the simulator, which ranks
+               what the search finds, has these side by side)
     T_steady = time of one slot on the slowest stage × (n - 1)
 
-The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base + slope ·
-sequences, because a kernel launch or a small GEMM does not shrink with its work; with base 0 and evenly
-divisible layers the formula is the paper's. Transfers between units count on the stages at both ends.
+The paper takes C(TP) per sample, so a unit's time per slot is C · S/DP. Here a layer's time is base
++ slope · sequences, because a kernel launch or a small GEMM does not shrink with its work; with
+base 0 and evenly divisible layers the formula is the paper's. Transfers between units count on the
+stages at both ends.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ from disttrain_cli.spec.stage_graph import in_line
 Floats = NDArray[np.float64]
 
 
-def busiest_load(holds_llm: bool, slot_sequences: int, items_per_sequence: float, dp: Floats) -> Floats:
+def busiest_load(
+    holds_llm: bool, slot_sequences: int, items_per_sequence: float, dp: Floats
+) -> Floats:
     """Sequences' worth of work of a unit's busiest replica in a slot, for every DP.
 
-    LLM replicas have exactly S/DP sequences. Encoders and generators share T = S · items images over their
-    replicas, and an image cannot be cut: of T images one replica has ceil(T/DP). T varies from slot to slot;
-    if its remainder by DP is uniform the mean of that ceiling is T/DP + (DP-1)/(2·DP). A replica that has any
-    has one, and none has more than all: hence min(T, max(1, that)).
+    LLM replicas have exactly S/DP sequences. Encoders and generators share T = S · items images
+    over their replicas, and an image cannot be cut: of T images one replica has ceil(T/DP). T
+    varies from slot to slot; if its remainder by DP is uniform the mean of that ceiling is T/DP +
+    (DP-1)/(2·DP). A replica that has any has one, and none has more than all: hence min(T, max(1,
+    that)).
     """
     if holds_llm:
         return slot_sequences / dp
@@ -54,24 +59,42 @@ class Time(NamedTuple):
 
 
 def combine(unit_ms: list[float], stage_ms: list[float], slots: int, llm: int) -> Time:
-    """From every unit's whole time and slowest stage per slot; `llm` is the number of the unit that holds the LLM."""
+    """From every unit's whole time and slowest stage per slot; `llm` is the number of the unit that
+    holds the LLM."""
     return Time(max(in_line(unit_ms, llm)), max(stage_ms) * (slots - 1))
 
 
-def unit_stages_ms(unit: Unit, tp: int, dp: int, layers_per_stage: list[int], slot_sequences: int,
-                   checkpointing: bool = False) -> list[float]:
+def unit_stages_ms(
+    unit: Unit,
+    tp: int,
+    dp: int,
+    layers_per_stage: list[int],
+    slot_sequences: int,
+    checkpointing: bool = False,
+) -> list[float]:
     """Time of every stage of a unit for one slot, forward + backward + transfers."""
     base, slope = unit.layer_ms(tp, checkpointing)
-    load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)]))[0]
+    load = busiest_load(
+        unit.holds_llm, slot_sequences, unit.items_per_sequence, np.array([float(dp)])
+    )[0]
     layers = np.maximum(0.0, base + slope * load)
     ends = np.cumsum(layers_per_stage)
-    return [float(layers[stop - count:stop].sum()) for count, stop in zip(layers_per_stage, ends, strict=True)]
+    return [
+        float(layers[stop - count : stop].sum())
+        for count, stop in zip(layers_per_stage, ends, strict=True)
+    ]
 
 
 def layout_time(units: list[Unit], layout: Layout) -> Time:
     """The formula for a whole layout."""
     slot = layout.global_batch_size // layout.microbatches
-    stages = [unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot, plan.checkpointing)
-              for unit, plan in zip(units, layout.units, strict=True)]
-    return combine([sum(times) for times in stages], [max(times) for times in stages], layout.microbatches,
-                   holder_of(units))
+    stages = [
+        unit_stages_ms(unit, plan.tp, plan.dp, plan.layers_per_stage, slot, plan.checkpointing)
+        for unit, plan in zip(units, layout.units, strict=True)
+    ]
+    return combine(
+        [sum(times) for times in stages],
+        [max(times) for times in stages],
+        layout.microbatches,
+        holder_of(units),
+    )

@@ -1,7 +1,7 @@
 """The shapes that one unit may have for a given slot, as columns of numbers.
 
-`Rows` leave PP open: whole-unit time exact, slowest stage bounded from below. `price` makes the slowest stage
-exact, under memory, for those options (a row with a PP) that the search still wants.
+`Rows` leave PP open: whole-unit time exact, slowest stage bounded from below. `price` makes the
+slowest stage exact, under memory, for those options (a row with a PP) that the search still wants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.costs.memory import GIB, message_bytes, reserved_bytes, share_of_states, worst_mix
+from disttrain_cli.costs.memory import (
+    GIB,
+    message_bytes,
+    reserved_bytes,
+    share_of_states,
+    worst_mix,
+)
 from disttrain_cli.planning.objective import busiest_load
 from disttrain_cli.planning.partition import fewest_stages, most_of_a_slot, slowest_stage, split
 from disttrain_cli.planning.units import Unit
@@ -83,23 +89,30 @@ class Rows:
     def slowest_ms(self, pp: Ints) -> Floats:
         """Lower bound of the slowest stage at `pp`, which broadcasts against the rows.
 
-        No split beats the even one, nor the longest layer; of equal layers some stage has at least count / PP,
-        rounded up.
+        No split beats the even one, nor the longest layer; of equal layers some stage has at least
+        count / PP, rounded up.
         """
         free = np.maximum(pp - self.fixed_stages, 1)
-        bound = np.maximum(np.maximum(self.free_ms / free, self.layer_ms), -(-self.bulk // free) * self.bulk_ms)
+        bound = np.maximum(
+            np.maximum(self.free_ms / free, self.layer_ms), -(-self.bulk // free) * self.bulk_ms
+        )
         return np.maximum(bound, self.fixed_ms) * SAFE
 
     def stages(self, slowest_ms: Floats) -> Ints:
-        """Lower bound of PP for a slowest stage [T, 1], as [T, B]; `NEVER` where no split is so fast."""
+        """Lower bound of PP for a slowest stage [T, 1], as [T, B]; `NEVER` where no split is so
+        fast."""
         within = slowest_ms / SAFE
         even = np.ceil(self.free_ms / np.maximum(within, 1e-300) * SAFE)
         with np.errstate(divide="ignore", invalid="ignore"):
-            each = np.minimum(np.floor(np.where(self.bulk_ms > 0, within / self.bulk_ms, self.bulk)), self.bulk)
+            each = np.minimum(
+                np.floor(np.where(self.bulk_ms > 0, within / self.bulk_ms, self.bulk)), self.bulk
+            )
             full = np.ceil(self.bulk / each)
         possible = (self.layer_ms <= within) & (self.fixed_ms <= within) & (each >= 1)
         count = self.fixed_stages + np.maximum(np.maximum(even, full), 1.0)
-        return np.maximum(np.where(possible, np.minimum(count, NEVER), NEVER), self.least_stages).astype(np.int64)
+        return np.maximum(
+            np.where(possible, np.minimum(count, NEVER), NEVER), self.least_stages
+        ).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -123,53 +136,97 @@ class Options:
 def options_of(rows: Rows, row: Ints, pp: Ints) -> Options:
     """Options from row numbers and their PP."""
     chosen = take(rows, row)
-    return Options(chosen.tp, chosen.dp, pp, chosen.checkpointing, chosen.stage_gpus * pp, chosen.unit_ms,
-                   chosen.slowest_ms(pp), np.zeros_like(pp), np.full_like(pp, EVERY_AFTER))
+    return Options(
+        chosen.tp,
+        chosen.dp,
+        pp,
+        chosen.checkpointing,
+        chosen.stage_gpus * pp,
+        chosen.unit_ms,
+        chosen.slowest_ms(pp),
+        np.zeros_like(pp),
+        np.full_like(pp, EVERY_AFTER),
+    )
 
 
-def list_rows(unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int) -> Rows:
-    """Every (TP, DP, checkpointing) of at most `most_gpus` GPUs: DP divides the slot where the unit holds the LLM.
+def list_rows(
+    unit: Unit, slot_sequences: int, slots: int, most_gpus: int, later_units: int
+) -> Rows:
+    """Every (TP, DP, checkpointing) of at most `most_gpus` GPUs: DP divides the slot where the unit
+    holds the LLM.
 
-    `later_units` follow, of at least one stage each. Rows whose memory cannot fit at any PP are left out.
+    `later_units` follow, of at least one stage each. Rows whose memory cannot fit at any PP are
+    left out.
     """
     kinds = unit.kinds
     divides = np.arange(1, most_gpus + 1)
     if unit.holds_llm:
         divides = divides[slot_sequences % divides == 0]
-    choices = [divides[:np.searchsorted(divides, most_gpus // tp, side="right")] for tp in kinds.tp]
-    variant, dp = np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]), np.concatenate(choices)
+    choices = [
+        divides[: np.searchsorted(divides, most_gpus // tp, side="right")] for tp in kinds.tp
+    ]
+    variant, dp = (
+        np.repeat(np.arange(len(choices)), [len(choice) for choice in choices]),
+        np.concatenate(choices),
+    )
     times = kind_ms(unit, variant, dp, slot_sequences)
     states, activations, working = kind_gib(unit, variant, dp, slot_sequences)
-    rooms = [room_gib(unit, variant, dp, slot_sequences, *ends) for ends in product((True, False), repeat=2)]
+    rooms = [
+        room_gib(unit, variant, dp, slot_sequences, *ends)
+        for ends in product((True, False), repeat=2)
+    ]
     room, most_room = np.minimum.reduce(rooms), np.maximum.reduce(rooms)
     flight = min(slots, later_units + 1)
     fixed_ms, free = np.zeros(len(dp)), np.ones(unit.layers, dtype=bool)
     for fence in unit.fences:
-        fixed_ms = np.maximum(fixed_ms, times @ np.bincount(kinds.of[fence], minlength=len(kinds.count)))
+        fixed_ms = np.maximum(
+            fixed_ms, times @ np.bincount(kinds.of[fence], minlength=len(kinds.count))
+        )
         free[fence] = False
     count, fixed = np.bincount(kinds.of[free], minlength=len(kinds.count)), len(unit.fences)
     bulk, bulk_ms = _bulk(times, count)
     tp, none = kinds.tp[variant], np.zeros_like(dp)
-    rows = Rows(tp, dp, kinds.checkpointing[variant], tp * dp, times @ kinds.count,
-                none + max(1, fixed + bool(free.any())), states @ kinds.count, activations @ kinds.count,
-                most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]), most_room, room,
-                fixed_ms, none + fixed, times @ count, times[:, count > 0].max(axis=1, initial=0.0), bulk_ms,
-                none + bulk, none + unit.layers)
-    fits = ((states + activations * (flight - 1) + working).max(axis=1) * SAFE <= most_room) & (most_room > 0)
+    rows = Rows(
+        tp,
+        dp,
+        kinds.checkpointing[variant],
+        tp * dp,
+        times @ kinds.count,
+        none + max(1, fixed + bool(free.any())),
+        states @ kinds.count,
+        activations @ kinds.count,
+        most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]),
+        most_room,
+        room,
+        fixed_ms,
+        none + fixed,
+        times @ count,
+        times[:, count > 0].max(axis=1, initial=0.0),
+        bulk_ms,
+        none + bulk,
+        none + unit.layers,
+    )
+    fits = ((states + activations * (flight - 1) + working).max(axis=1) * SAFE <= most_room) & (
+        most_room > 0
+    )
     rows = (rows if fits.all() else take(rows, fits)).behind(flight)
     fits = rows.stage_gpus * rows.least_stages <= most_gpus
     return rows if fits.all() else take(rows, fits)
 
 
 def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: int) -> Rows:
-    """The rows of a unit without the LLM, but for those that only add replicas without an image to so many others.
+    """The rows of a unit without the LLM, but for those that only add replicas without an image to
+    so many others.
 
-    More replicas help neither the time, where the busiest has the least work there is, nor the memory, where all
-    layers fit on one stage: `top` rows like that of each kind are enough for the best `top` layouts.
+    More replicas help neither the time, where the busiest has the least work there is, nor the
+    memory, where all layers fit on one stage: `top` rows like that of each kind are enough for the
+    best `top` layouts.
     """
     load = busiest_load(False, slot_sequences, unit.items_per_sequence, rows.dp.astype(float))
     least = busiest_load(False, slot_sequences, unit.items_per_sequence, np.full(1, 1e18))
-    enough = (load == least) & (rows.state_gib + rows.active_gib * (slots - 1) + rows.slot_gib <= rows.room_gib * SAFE)
+    enough = (load == least) & (
+        rows.state_gib + rows.active_gib * (slots - 1) + rows.slot_gib <= rows.room_gib * SAFE
+    )
     place = np.flatnonzero(enough)
     variant, behind = _variants(unit, take(rows, place)), np.zeros(len(rows), dtype=bool)
     for number in np.unique(variant):
@@ -177,16 +234,22 @@ def without_idle(unit: Unit, rows: Rows, slot_sequences: int, slots: int, top: i
     return take(rows, ~behind) if behind.any() else rows
 
 
-def fitting(unit: Unit, rows: Rows, slot_sequences: int, slots: int, after: int, slowest_ms: Floats) -> Rows:
-    """The rows that fit with no stage slower than `slowest_ms` [1], at least so many stages after the unit."""
+def fitting(
+    unit: Unit, rows: Rows, slot_sequences: int, slots: int, after: int, slowest_ms: Floats
+) -> Rows:
+    """The rows that fit with no stage slower than `slowest_ms` [1], at least so many stages after
+    the unit."""
     layers = _layers(unit, _variants(unit, rows), rows.dp, slot_sequences)
-    needed = fewest_stages(*layers, slots, after, np.broadcast_to(slowest_ms / SAFE, len(rows)), unit.allowed)
+    needed = fewest_stages(
+        *layers, slots, after, np.broadcast_to(slowest_ms / SAFE, len(rows)), unit.allowed
+    )
     fits = needed <= rows.layers
     return take(replace(rows, least_stages=np.maximum(rows.least_stages, needed)), fits)
 
 
 def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:
-    """A number of layers, and the time [B] that each of them takes at least: the kind with most time in all."""
+    """A number of layers, and the time [B] that each of them takes at least: the kind with most
+    time in all."""
     if not len(times) or not count.any():
         return 1, np.zeros(len(times))
     kind = int((times[-1] * count).argmax())
@@ -197,59 +260,91 @@ def _bulk(times: Floats, count: Ints) -> tuple[int, Floats]:
 def kind_ms(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> Floats:
     """[B, K] time of every kind of layer for one slot on the busiest replica, by variant and DP."""
     load = busiest_load(unit.holds_llm, slot_sequences, unit.items_per_sequence, dp.astype(float))
-    return np.maximum(0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None])
+    return np.maximum(
+        0.0, unit.kinds.base_ms[variant] + unit.kinds.slope_ms[variant] * load[:, None]
+    )
 
 
-def kind_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats]:
-    """Of every kind of layer [B, K] static memory, that per slot in flight, and the most of one slot while it runs."""
+def kind_gib(
+    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
+) -> tuple[Floats, Floats, Floats]:
+    """Of every kind of layer [B, K] static memory, that per slot in flight, and the most of one
+    slot while it runs."""
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
-    mix = np.stack([np.ones_like(replicas), *worst_mix(unit.holds_llm, slot_sequences, replicas)], axis=1)
-    states = kinds.kept_gib[variant] + kinds.shared_gib[variant] * share_of_states(profile.precision, replicas)[:, None]
+    mix = np.stack(
+        [np.ones_like(replicas), *worst_mix(unit.holds_llm, slot_sequences, replicas)], axis=1
+    )
+    states = (
+        kinds.kept_gib[variant]
+        + kinds.shared_gib[variant] * share_of_states(profile.precision, replicas)[:, None]
+    )
     moving = 1.0 + profile.device.fragmentation
-    activations, working = (np.asarray(moving * sum(mix[:, [term]] * terms[variant, term] for term in range(4)))
-                            for terms in (kinds.activation_gib, kinds.working_gib))
+    activations, working = (
+        np.asarray(moving * sum(mix[:, [term]] * terms[variant, term] for term in range(4)))
+        for terms in (kinds.activation_gib, kinds.working_gib)
+    )
     return states, activations, np.maximum(activations, working)
 
 
-def room_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int, first: bool, last: bool) -> Floats:
-    """[B] what a device has for that on a stage with the unit's first and last layer, or without."""
+def room_gib(
+    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int, first: bool, last: bool
+) -> Floats:
+    """[B] what a device has for that on a stage with the unit's first and last layer, or
+    without."""
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     moving = 1.0 + profile.device.fragmentation
     room = np.full(len(dp), unit.cluster.memory_gib)
     for tp in unit.tps:
         own = kinds.tp[variant] == tp
         sent = message_bytes(profile, unit.modules, tp, replicas[own], slot_sequences)
-        room[own] -= (reserved_bytes(profile, unit.modules, tp, replicas[own])
-                      + moving * sent.of_stage(first, last)) / GIB
+        room[own] -= (
+            reserved_bytes(profile, unit.modules, tp, replicas[own])
+            + moving * sent.of_stage(first, last)
+        ) / GIB
     return room
 
 
-def layer_gib(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """`kind_gib` of every layer [B, L], and [B] what a device has for them on a stage in the middle of the unit.
+def layer_gib(
+    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """`kind_gib` of every layer [B, L], and [B] what a device has for them on a stage in the middle
+    of the unit.
 
-    What its first and last stage have less, or more, is added to the static memory of its first and last layer.
+    What its first and last stage have less, or more, is added to the static memory of its first and
+    last layer.
     """
-    states, activations, working = (part[:, unit.kinds.of] for part in kind_gib(unit, variant, dp, slot_sequences))
-    room, first, last = (room_gib(unit, variant, dp, slot_sequences, *ends)
-                         for ends in ((False, False), (True, False), (False, True)))
+    states, activations, working = (
+        part[:, unit.kinds.of] for part in kind_gib(unit, variant, dp, slot_sequences)
+    )
+    room, first, last = (
+        room_gib(unit, variant, dp, slot_sequences, *ends)
+        for ends in ((False, False), (True, False), (False, True))
+    )
     states[:, 0] += room - first
     states[:, -1] += room - last
     return states, activations, working, room
 
 
-def price(unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats) -> Options:
-    """Exact slowest stage of every option under memory, for each number of later stages in `afters` (sorted).
+def price(
+    unit: Unit, options: Options, slot_sequences: int, slots: int, afters: Ints, within_ms: Floats
+) -> Options:
+    """Exact slowest stage of every option under memory, for each number of later stages in `afters`
+    (sorted).
 
-    Later stages add slots in flight, so an option may need a slower split, or fail, behind a longer pipeline;
-    such an option becomes several rows. Options that fit nowhere, and some of those that have a stage slower than
-    `within_ms` or whose stages could be fewer, are dropped.
+    Later stages add slots in flight, so an option may need a slower split, or fail, behind a longer
+    pipeline; such an option becomes several rows. Options that fit nowhere, and some of those that
+    have a stage slower than `within_ms` or whose stages could be fewer, are dropped.
     """
     alone = options.pp == 1
     parts = [_price_whole(unit, take(options, alone), slot_sequences, slots)]
-    for number, (tp, checkpointing) in enumerate(zip(unit.kinds.tp, unit.kinds.checkpointing, strict=True)):
+    for number, (tp, checkpointing) in enumerate(
+        zip(unit.kinds.tp, unit.kinds.checkpointing, strict=True)
+    ):
         mine = ~alone & (options.tp == tp) & (options.checkpointing == checkpointing)
         if mine.any():
-            parts += _price_split(unit, number, take(options, mine), slot_sequences, slots, afters, within_ms[mine])
+            parts += _price_split(
+                unit, number, take(options, mine), slot_sequences, slots, afters, within_ms[mine]
+            )
     return join(parts)
 
 
@@ -260,19 +355,35 @@ def _price_whole(unit: Unit, options: Options, slot_sequences: int, slots: int) 
     kinds = unit.kinds
     known = unit, _variants(unit, options), options.dp, slot_sequences
     states, activations, working = kind_gib(*known)
-    left = (room_gib(*known, first=True, last=True) - states @ kinds.count
-            - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of]))
+    left = (
+        room_gib(*known, first=True, last=True)
+        - states @ kinds.count
+        - most_of_a_slot(activations[:, kinds.of], working[:, kinds.of])
+    )
     flight = 1 + np.floor(left / np.maximum(activations @ kinds.count, 1e-300) + 1e-12)
     until = np.where(flight >= slots, EVERY_AFTER, np.clip(flight, 0, EVERY_AFTER)).astype(np.int64)
     priced = replace(options, stage_ms=options.unit_ms, after_to=until)
     return take(priced, (left >= 0) & (flight >= 1))
 
 
-def _price_split(unit: Unit, variant: int, options: Options, slot_sequences: int, slots: int, afters: Ints,
-                 within_ms: Floats) -> list[Options]:
-    """Options of several stages, all of one variant: the best split for every number of slots in flight."""
-    needed = fewest_stages(*_layers(unit, np.full(len(options), variant), options.dp, slot_sequences), slots,
-                           int(afters[0]), within_ms / SAFE, unit.allowed)
+def _price_split(
+    unit: Unit,
+    variant: int,
+    options: Options,
+    slot_sequences: int,
+    slots: int,
+    afters: Ints,
+    within_ms: Floats,
+) -> list[Options]:
+    """Options of several stages, all of one variant: the best split for every number of slots in
+    flight."""
+    needed = fewest_stages(
+        *_layers(unit, np.full(len(options), variant), options.dp, slot_sequences),
+        slots,
+        int(afters[0]),
+        within_ms / SAFE,
+        unit.allowed,
+    )
     options = take(options, needed <= options.pp)
     if not len(options):
         return []
@@ -283,19 +394,23 @@ def _price_split(unit: Unit, variant: int, options: Options, slot_sequences: int
     def slowest(after: int) -> Floats:
         table = slowest_stage(*layers, slots, after, int(options.pp.max()), unit.allowed)
         return table[row, options.pp]
+
     least, most = slowest(int(flights[0])), slowest(int(flights[-1]))
     steady = least == most  # memory only grows with what comes after
     parts = [_held(options, steady, least, 0, EVERY_AFTER)]
     if steady.all():
         return parts
     for flight, following in pairwise([*flights.tolist(), EVERY_AFTER]):
-        exact = least if flight == flights[0] else most if following == EVERY_AFTER else slowest(flight)
+        exact = (
+            least if flight == flights[0] else most if following == EVERY_AFTER else slowest(flight)
+        )
         parts.append(_held(options, ~steady, exact, flight, following))
     return parts
 
 
 def _held(options: Options, rows: Flags, stage_ms: Floats, since: int, until: int) -> Options:
-    """Those of the rows that fit, with their slowest stage and the stages after them for which it holds."""
+    """Those of the rows that fit, with their slowest stage and the stages after them for which it
+    holds."""
     fits = rows & np.isfinite(stage_ms)
     kept = take(options, fits)
     none = np.zeros_like(kept.pp)
@@ -309,22 +424,59 @@ def _variants(unit: Unit, table: Rows | Options) -> Ints:
     return same.argmax(axis=1)
 
 
-def _layers(unit: Unit, variant: Ints, dp: Ints, slot_sequences: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """[B, L] time, static memory, memory per slot in flight and while it runs of every layer; [B] what there is."""
-    return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], *layer_gib(unit, variant, dp, slot_sequences)
+def _layers(
+    unit: Unit, variant: Ints, dp: Ints, slot_sequences: int
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """[B, L] time, static memory, memory per slot in flight and while it runs of every layer; [B]
+    what there is."""
+    return kind_ms(unit, variant, dp, slot_sequences)[:, unit.kinds.of], *layer_gib(
+        unit, variant, dp, slot_sequences
+    )
 
 
-def slowest_by_stages(unit: Unit, tp: int, dp: int, checkpointing: bool, slot_sequences: int, slots: int,
-                      after: int, most_gpus: int) -> Floats:
-    """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf where none fits."""
-    variant, most = np.array([unit.kinds.variant(tp, checkpointing)]), min(unit.layers, most_gpus // (tp * dp))
+def slowest_by_stages(
+    unit: Unit,
+    tp: int,
+    dp: int,
+    checkpointing: bool,
+    slot_sequences: int,
+    slots: int,
+    after: int,
+    most_gpus: int,
+) -> Floats:
+    """[PP] slowest stage of one row by PP (as far as the GPUs go), with so many stages after; inf
+    where none fits."""
+    variant, most = (
+        np.array([unit.kinds.variant(tp, checkpointing)]),
+        min(unit.layers, most_gpus // (tp * dp)),
+    )
     layers = _layers(unit, variant, np.array([dp]), slot_sequences)
     return slowest_stage(*layers, slots, after, most, unit.allowed)[0]
 
 
-def layers_per_stage(unit: Unit, tp: int, dp: int, pp: int, slot_sequences: int, slots: int,
-                     after: int, checkpointing: bool = False) -> list[int] | None:
+def layers_per_stage(
+    unit: Unit,
+    tp: int,
+    dp: int,
+    pp: int,
+    slot_sequences: int,
+    slots: int,
+    after: int,
+    checkpointing: bool = False,
+) -> list[int] | None:
     """The split behind a priced option; None where none fits."""
     variant = np.array([unit.kinds.variant(tp, checkpointing)])
-    times, states, activations, working, room = _layers(unit, variant, np.array([dp]), slot_sequences)
-    return split(times[0], states[0], activations[0], working[0], float(room[0]), slots, after, pp, unit.allowed)
+    times, states, activations, working, room = _layers(
+        unit, variant, np.array([dp]), slot_sequences
+    )
+    return split(
+        times[0],
+        states[0],
+        activations[0],
+        working[0],
+        float(room[0]),
+        slots,
+        after,
+        pp,
+        unit.allowed,
+    )

@@ -1,9 +1,11 @@
-"""Splits of a unit's layers into contiguous stages so that the slowest stage is as fast as possible. Exact.
+"""Splits of a unit's layers into contiguous stages so that the slowest stage is as fast as
+possible. Exact.
 
-Dynamic programme from the last layer: g[r][i] = the slowest stage's time when layers i.. are split into r
-stages = min over j of max(time of i..j-1, g[r-1][j]). One run gives every number of stages at once, and since
-r counts stages to the end of the unit, the slots in flight on a stage (r + stages after the unit) are known
-inside the recurrence, so memory is a constraint on ranges and the result stays exact. Vectorised over options.
+Dynamic programme from the last layer: g[r][i] = the slowest stage's time when layers i.. are split
+into r stages = min over j of max(time of i..j-1, g[r-1][j]). One run gives every number of stages
+at once, and since r counts stages to the end of the unit, the slots in flight on a stage (r +
+stages after the unit) are known inside the recurrence, so memory is a constraint on ranges and the
+result stays exact. Vectorised over options.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ def _ranges(values: Floats) -> Floats:
 
 
 def _slot_ranges(activations: Floats, working: Floats) -> Floats:
-    """[B, L+1, L+1] `most_of_a_slot` of a stage of layers i..j-1; no number below 0 where there is no such stage."""
+    """[B, L+1, L+1] `most_of_a_slot` of a stage of layers i..j-1; no number below 0 where there is
+    no such stage."""
     options, layers = activations.shape
     before = np.cumsum(activations, axis=1) - activations
-    inside = np.where(np.triu(np.ones((layers, layers), dtype=bool)), (before + working)[:, None, :], 0.0)
+    inside = np.where(
+        np.triu(np.ones((layers, layers), dtype=bool)), (before + working)[:, None, :], 0.0
+    )
     result = np.zeros((options, layers + 1, layers + 1))
     result[:, :-1, 1:] = np.maximum.accumulate(inside, axis=2) - before[:, :, None]
     return np.maximum(result, 0.0)
@@ -40,70 +45,120 @@ def most_of_a_slot(activations: Floats, working: Floats) -> Floats:
     return (np.cumsum(activations, axis=1) - activations + working).max(axis=1)
 
 
-def slowest_stage(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats, slots: int,
-                  after: int, most: int, allowed: NDArray[np.bool_] | None = None) -> Floats:
-    """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where nothing fits.
+def slowest_stage(
+    times: Floats,
+    states: Floats,
+    activations: Floats,
+    working: Floats,
+    limit: Floats,
+    slots: int,
+    after: int,
+    most: int,
+    allowed: NDArray[np.bool_] | None = None,
+) -> Floats:
+    """[B, most+1] time of the slowest stage by number of stages (column 0 unused); inf where
+    nothing fits.
 
     Args:
-        times, states, activations: [B, L] per layer: time, static memory (of the first and the last layer it may be
+        times, states, activations: [B, L] per layer: time, static memory (of the first and the last
+        layer it may be
             below 0: what their stages are spared), memory per slot in flight,
-        working: [B, L] and the most that it holds of a slot while it runs, no less than what it keeps.
-        limit: [B] memory that a device has for them, in the unit of the two others.
-        slots: slots per step, which bounds the slots in flight.
-        after: stages of the units after this one.
-        most: largest number of stages wanted.
-        allowed: [L+1, L+1] layer ranges that may form a stage; None = any.
+        working: [B, L] and the most that it holds of a slot while it runs, no less than what it
+        keeps. limit: [B] memory that a device has for them, in the unit of the two others. slots:
+        slots per step, which bounds the slots in flight. after: stages of the units after this one.
+        most: largest number of stages wanted. allowed: [L+1, L+1] layer ranges that may form a
+        stage; None = any.
     """
     options, layers = times.shape
     result = np.full((options, most + 1), np.inf)
     chunk = max(1, CHUNK_BYTES // (8 * (layers + 1) ** 2))
     for first in range(0, options, chunk):
         part = slice(first, first + chunk)
-        result[part] = _slowest(times[part], states[part], activations[part], working[part], limit[part], slots, after,
-                                most, allowed)
+        result[part] = _slowest(
+            times[part],
+            states[part],
+            activations[part],
+            working[part],
+            limit[part],
+            slots,
+            after,
+            most,
+            allowed,
+        )
     return result
 
 
-def _slowest(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats, slots: int,
-             after: int, most: int, allowed: NDArray[np.bool_] | None) -> Floats:
+def _slowest(
+    times: Floats,
+    states: Floats,
+    activations: Floats,
+    working: Floats,
+    limit: Floats,
+    slots: int,
+    after: int,
+    most: int,
+    allowed: NDArray[np.bool_] | None,
+) -> Floats:
     options, layers = times.shape
     shape = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), k=1)
     if allowed is not None:
         shape &= allowed
     span = np.where(shape, _ranges(times), np.inf)
     room = limit[:, None, None]
-    whole = (np.maximum(states, 0.0).sum(axis=1) + activations.sum(axis=1) * (slots - 1)
-             + most_of_a_slot(activations, working))
+    whole = (
+        np.maximum(states, 0.0).sum(axis=1)
+        + activations.sum(axis=1) * (slots - 1)
+        + most_of_a_slot(activations, working)
+    )
     fits_always = bool((whole <= limit).all())
-    static, dynamic = (span, span) if fits_always else (
-        _ranges(states) + _slot_ranges(activations, working), _ranges(activations))
+    static, dynamic = (
+        (span, span)
+        if fits_always
+        else (_ranges(states) + _slot_ranges(activations, working), _ranges(activations))
+    )
     result = np.full((options, most + 1), np.inf)
     best = np.full((options, layers + 1), np.inf)
     best[:, layers] = 0.0
     for stages in range(1, most + 1):
         cost = span
         if not fits_always:
-            cost = np.where(static + dynamic * (min(slots, stages + after) - 1) <= room, span, np.inf)
+            cost = np.where(
+                static + dynamic * (min(slots, stages + after) - 1) <= room, span, np.inf
+            )
         best = np.maximum(cost, best[:, None, :]).min(axis=2)
         result[:, stages] = best[:, 0]
     return result
 
 
-def fewest_stages(times: Floats, states: Floats, activations: Floats, working: Floats, limit: Floats,
-                  slots: int | Ints, after: int | Ints, within: Floats,
-                  allowed: NDArray[np.bool_] | None = None) -> Ints:
-    """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where there is none.
+def fewest_stages(
+    times: Floats,
+    states: Floats,
+    activations: Floats,
+    working: Floats,
+    limit: Floats,
+    slots: int | Ints,
+    after: int | Ints,
+    within: Floats,
+    allowed: NDArray[np.bool_] | None = None,
+) -> Ints:
+    """[B] least number of stages of which none takes longer than `within` [B]; layers + 1 where
+    there is none.
 
-    Other arguments as in `slowest_stage`; `slots` and `after` may differ by row. Every stage, from the last, takes as
-    many layers as fit: taking fewer never helps the stages before it.
+    Other arguments as in `slowest_stage`; `slots` and `after` may differ by row. Every stage, from
+    the last, takes as many layers as fit: taking fewer never helps the stages before it.
     """
     options, layers = times.shape
-    sums = [np.concatenate([np.zeros((options, 1)), np.cumsum(values, axis=1)], axis=1)
-            for values in (times, states, activations)]
+    sums = [
+        np.concatenate([np.zeros((options, 1)), np.cumsum(values, axis=1)], axis=1)
+        for values in (times, states, activations)
+    ]
     held = sums[2][:, :-1] + working  # while a layer runs, from the first layer on
     slots_, after_ = np.broadcast_to(slots, options), np.broadcast_to(after, options)
     result = np.full(options, layers + 1)
-    open_, end = np.arange(options), np.full(options, layers)  # rows not yet done; end of their next stage
+    open_, end = (
+        np.arange(options),
+        np.full(options, layers),
+    )  # rows not yet done; end of their next stage
     for stages in range(1, layers + 1):
         here = np.arange(len(open_))
         time, static, dynamic = (values[here, end][:, None] - values[:, :-1] for values in sums)
@@ -121,12 +176,27 @@ def fewest_stages(times: Floats, states: Floats, activations: Floats, working: F
         if not more.any():
             break
         open_, end, sums = open_[more], begin[more], [values[more] for values in sums]
-        slots_, after_, within, limit, held = slots_[more], after_[more], within[more], limit[more], held[more]
+        slots_, after_, within, limit, held = (
+            slots_[more],
+            after_[more],
+            within[more],
+            limit[more],
+            held[more],
+        )
     return result
 
 
-def split(times: Floats, states: Floats, activations: Floats, working: Floats, limit: float, slots: int,
-          after: int, stages: int, allowed: NDArray[np.bool_] | None = None) -> list[int] | None:
+def split(
+    times: Floats,
+    states: Floats,
+    activations: Floats,
+    working: Floats,
+    limit: float,
+    slots: int,
+    after: int,
+    stages: int,
+    allowed: NDArray[np.bool_] | None = None,
+) -> list[int] | None:
     """Layers of each stage of the best split of one unit; of equally fast ones, the most even.
 
     Arguments as in `slowest_stage`, for one unit: [L] per layer. None where nothing fits.

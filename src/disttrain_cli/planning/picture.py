@@ -1,7 +1,7 @@
 """Pictures of a predicted step: an SVG for a browser, and a few lines of letters for a terminal.
 
-Rows are stages in pipeline order, each shown by its busiest replica; what is not computing is a gap. A step of many
-slots is drawn as its first, a middle and its last stretch, all on one scale.
+Rows are stages in pipeline order, each shown by its busiest replica; what is not computing is a
+gap. A step of many slots is drawn as its first, a middle and its last stretch, all on one scale.
 """
 
 from __future__ import annotations
@@ -20,11 +20,19 @@ Floats = NDArray[np.float64]
 MOST_ROWS = 24
 MOST_BARS = 4800  # operations drawn; more are left out by drawing stretches of the step
 WIDTH, ROW, GAP, TOP, LEFT = 1200, 18, 8, 62, 190  # px
-KINDS = (("f", "forward"), ("b", "backward"), ("r", "gradient reduction"), ("o", "optimizer"), ("w", "waiting"))
+KINDS = (
+    ("f", "forward"),
+    ("b", "backward"),
+    ("r", "gradient reduction"),
+    ("o", "optimizer"),
+    ("w", "waiting"),
+)
 STYLE = """<style>
-text{font:12px system-ui,sans-serif;fill:#24292f}.page{fill:#fff}.w{fill:#e4e8ec}.f{fill:#2f81d8}.b{fill:#e0882e}
+text{font:12px system-ui,sans-serif;fill:#24292f}.page{fill:#fff}
+.w{fill:#e4e8ec}.f{fill:#2f81d8}.b{fill:#e0882e}
 .r{fill:#8250df}.o{fill:#1a7f5a}.line{stroke:#8c959f;stroke-width:1}.dim{fill:#57606a}.head{font-weight:600}
-@media (prefers-color-scheme:dark){text{fill:#e6edf3}.page{fill:#0d1117}.w{fill:#262c34}.f{fill:#58a6ff}
+@media (prefers-color-scheme:dark){text{fill:#e6edf3}
+.page{fill:#0d1117}.w{fill:#262c34}.f{fill:#58a6ff}
 .b{fill:#f0a04b}.r{fill:#a98cf0}.o{fill:#3fb98a}.dim{fill:#9198a1}}
 </style>"""
 
@@ -42,11 +50,19 @@ class Row:
 
     def bars(self) -> list[tuple[str, Floats]]:
         """(kind, [k, 2] starts and ends) of everything the stage does."""
-        return [("f", self.forward), ("b", self.backward), ("r", self.reduction), ("o", self.optimizer)]
+        return [
+            ("f", self.forward),
+            ("b", self.backward),
+            ("r", self.reduction),
+            ("o", self.optimizer),
+        ]
 
 
-def rows_of(pipeline: Pipeline, timeline: Timeline, layout: Layout, most: int = MOST_ROWS) -> list[Row]:
-    """At most `most` stages (never fewer than one per unit): every unit's first and last, the others evenly."""
+def rows_of(
+    pipeline: Pipeline, timeline: Timeline, layout: Layout, most: int = MOST_ROWS
+) -> list[Row]:
+    """At most `most` stages (never fewer than one per unit): every unit's first and last, the
+    others evenly."""
     shown = _shares([unit.pp for unit in layout.units], most)
     busy = np.nan_to_num(timeline.busy_s, nan=-1.0)
     step_s = np.broadcast_to(pipeline.step_s, (len(pipeline.replicas),))
@@ -62,23 +78,31 @@ def rows_of(pipeline: Pipeline, timeline: Timeline, layout: Layout, most: int = 
             own = (slice(None), stage, replica)
             backward = np.stack([timeline.backward_start[own], timeline.backward_end[own]], axis=1)
             done = float(backward[:, 1].max())
-            rows.append(Row(f"{unit.name}{place}{copies}", unit.name,
-                            np.stack([timeline.forward_start[own], timeline.forward_end[own]], axis=1), backward,
-                            np.array([[done, done + float(pipeline.reduce_s[stage])]]),
-                            np.array([[updates_at, updates_at + float(step_s[stage])]])))
+            rows.append(
+                Row(
+                    f"{unit.name}{place}{copies}",
+                    unit.name,
+                    np.stack([timeline.forward_start[own], timeline.forward_end[own]], axis=1),
+                    backward,
+                    np.array([[done, done + float(pipeline.reduce_s[stage])]]),
+                    np.array([[updates_at, updates_at + float(step_s[stage])]]),
+                )
+            )
         first += unit.pp
     return rows
 
 
 def _shares(stages: list[int], most: int) -> list[int]:
-    """Rows of every unit: all its stages if they fit, else in proportion, two at least where there are two."""
+    """Rows of every unit: all its stages if they fit, else in proportion, two at least where there
+    are two."""
     if sum(stages) <= most:
         return stages
     return [min(count, max(2, most * count // sum(stages))) for count in stages]
 
 
 def stretches(rows: Sequence[Row], iteration_s: float, most_bars: int) -> list[tuple[float, float]]:
-    """What of the step is drawn, as (start, end) in s: all of it, or its first, middle and last part."""
+    """What of the step is drawn, as (start, end) in s: all of it, or its first, middle and last
+    part."""
     count = sum(len(row.forward) + len(row.backward) for row in rows)
     if count <= most_bars:
         return [(0.0, iteration_s)]
@@ -96,11 +120,18 @@ def svg(pipeline: Pipeline, timeline: Timeline, layout: Layout) -> str:
     scale = width / max(1e-12, panels[0][1] - panels[0][0])  # px per s
     tops = _tops(rows)
     height = tops[-1] + ROW + 46
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-             f'aria-label="Predicted timeline of one step">{STYLE}<rect class="page" width="{WIDTH}" '
-             f'height="{height}"/>', *_heading(layout, timeline)]
+    parts = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+            f' aria-label="Predicted timeline of one step">{STYLE}<rect class="page"'
+            f' width="{WIDTH}" height="{height}"/>'
+        ),
+        *_heading(layout, timeline),
+    ]
     for row, top in zip(rows, tops, strict=True):
-        parts.append(f'<text x="{LEFT - 10}" y="{top + 13}" text-anchor="end">{escape(row.label)}</text>')
+        parts.append(
+            f'<text x="{LEFT - 10}" y="{top + 13}" text-anchor="end">{escape(row.label)}</text>'
+        )
     for number, (start, end) in enumerate(panels):
         x = LEFT + number * (width + space)
         for row, top in zip(rows, tops, strict=True):
@@ -109,8 +140,10 @@ def svg(pipeline: Pipeline, timeline: Timeline, layout: Layout) -> str:
         parts += _axis(start, end, x, scale, tops[-1] + ROW + 4)
     if len(panels) > 1:
         share = sum(end - start for start, end in panels) / timeline.iteration_s
-        parts.append(f'<text class="dim" x="{LEFT}" y="{height - 8}">Drawn: the beginning, the middle and the end, '
-                     f'{100 * share:.2g} % of the step.</text>')
+        parts.append(
+            f'<text class="dim" x="{LEFT}" y="{height - 8}">Drawn: the beginning, the middle and'
+            f" the end, {100 * share:.2g} % of the step.</text>"
+        )
     return "".join(part for part in parts if part) + "</svg>\n"
 
 
@@ -126,16 +159,23 @@ def _tops(rows: Sequence[Row]) -> list[int]:
 
 
 def _heading(layout: Layout, timeline: Timeline) -> list[str]:
-    words = f"Predicted step: {seconds(timeline.iteration_s)}, {layout.microbatches:,} slots, {layout.gpus_used:,} GPUs"
+    words = (
+        f"Predicted step: {seconds(timeline.iteration_s)}, {layout.microbatches:,} slots,"
+        f" {layout.gpus_used:,} GPUs"
+    )
     parts = [f'<text class="head" x="{LEFT}" y="20">{escape(words)}</text>']
     x = LEFT
     for kind, name in KINDS:
-        parts.append(f'<path class="{kind}" d="M{x} 32h12v12h-12z"/><text x="{x + 17}" y="42">{name}</text>')
+        parts.append(
+            f'<path class="{kind}" d="M{x} 32h12v12h-12z"/><text x="{x + 17}" y="42">{name}</text>'
+        )
         x += 40 + 7 * len(name)
     return parts
 
 
-def _path(kind: str, spans: Floats, start: float, end: float, x: float, top: int, scale: float) -> str:
+def _path(
+    kind: str, spans: Floats, start: float, end: float, x: float, top: int, scale: float
+) -> str:
     """All bars of one kind in one row as one path; empty where there is none."""
     within = spans[(spans[:, 1] > start) & (spans[:, 0] < end) & (spans[:, 1] > spans[:, 0])]
     bars = []
@@ -151,29 +191,42 @@ def _axis(start: float, end: float, x: float, scale: float, y: int) -> list[str]
     for place in range(int(np.ceil(start / step - 1e-9)), int(np.floor(end / step + 1e-9)) + 1):
         tick = place * step
         at = x + (tick - start) * scale
-        parts.append(f'<path class="line" d="M{at:.1f} {y}v4"/>'
-                     f'<text class="dim" x="{at:.1f}" y="{y + 17}" text-anchor="middle">{seconds(tick, step)}</text>')
+        parts.append(
+            f'<path class="line" d="M{at:.1f} {y}v4"/><text class="dim" x="{at:.1f}" y="{y + 17}"'
+            f' text-anchor="middle">{seconds(tick, step)}</text>'
+        )
     return parts
 
 
 def _round_step(least: float) -> float:
     """The smallest of 1, 2, 5 × 10^k that is no less."""
     power = 10.0 ** np.floor(np.log10(max(least, 1e-9)))
-    return float(next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9)))
+    return float(
+        next(power * digit for digit in (1, 2, 5, 10) if power * digit >= least * (1 - 1e-9))
+    )
 
 
 def seconds(value: float, step: float | None = None) -> str:
-    """A time with its unit: ms below a second. With `step`, as many digits as tell neighbouring ticks apart."""
+    """A time with its unit: ms below a second. With `step`, as many digits as tell neighbouring
+    ticks apart."""
     unit, factor = ("s", 1.0) if (step or value) >= (0.1 if step else 1.0) else ("ms", 1e3)
     if step is None:
-        return f"{value * factor:.3g} {unit}" if value * factor < 1000 else f"{value * factor:.0f} {unit}"
+        return (
+            f"{value * factor:.3g} {unit}"
+            if value * factor < 1000
+            else f"{value * factor:.0f} {unit}"
+        )
     return f"{value * factor:.{max(0, -int(np.floor(np.log10(step * factor) + 1e-9)))}f} {unit}"
 
 
-def gantt(pipeline: Pipeline, timeline: Timeline, layout: Layout, columns: int, most_rows: int = 8) -> list[str]:
-    """Lines of letters for a terminal: F forward, B backward, R reduction and optimizer, dots where a stage waits.
+def gantt(
+    pipeline: Pipeline, timeline: Timeline, layout: Layout, columns: int, most_rows: int = 8
+) -> list[str]:
+    """Lines of letters for a terminal: F forward, B backward, R reduction and optimizer, dots where
+    a stage waits.
 
-    Each letter is what the stage does for most of its time. A step of too many slots is its beginning and its end.
+    Each letter is what the stage does for most of its time. A step of too many slots is its
+    beginning and its end.
     """
     rows = rows_of(pipeline, timeline, layout, most_rows)
     name = max(len(row.label) for row in rows)
@@ -181,10 +234,18 @@ def gantt(pipeline: Pipeline, timeline: Timeline, layout: Layout, columns: int, 
     whole = timeline.iteration_s
     half = (room - 5) // 2
     warmup = float(np.nanmax(timeline.backward_end[0]))
-    part = max(1.5 * warmup, whole * half / (6 * layout.microbatches))  # about three letters per operation
-    panels = [(0.0, whole, room)] if part >= whole / 2 else [(0.0, part, half), (whole - part, whole, half)]
-    return [f"{row.label:<{name}}  " + " ... ".join(_letters(row, *panel) for panel in panels) for row in rows] + [
-        " " * (name + 2) + " ... ".join(_scale_line(*panel) for panel in panels)]
+    part = max(
+        1.5 * warmup, whole * half / (6 * layout.microbatches)
+    )  # about three letters per operation
+    panels = (
+        [(0.0, whole, room)]
+        if part >= whole / 2
+        else [(0.0, part, half), (whole - part, whole, half)]
+    )
+    return [
+        f"{row.label:<{name}}  " + " ... ".join(_letters(row, *panel) for panel in panels)
+        for row in rows
+    ] + [" " * (name + 2) + " ... ".join(_scale_line(*panel) for panel in panels)]
 
 
 def _letters(row: Row, start: float, end: float, cells: int) -> str:

@@ -1,7 +1,7 @@
 """What a layout will do: simulated steps over sampled global batches, memory, MFU, traffic.
 
-Every batch is drawn from the sizes that the profile keeps and ordered as training would order it, so that layouts are
-judged on the data's own skew; the same batches for all layouts.
+Every batch is drawn from the sizes that the profile keeps and ordered as training would order it,
+so that layouts are judged on the data's own skew; the same batches for all layouts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from disttrain_cli.spec.plan import Layout, Prediction, StageMemory, StageTime, 
 from disttrain_cli.spec.profile import DeviceProfile, Profile
 
 Floats = NDArray[np.float64]
-BATCHES, SEQUENCES = 3, 256  # global batches whose simulated times are averaged, and sequences in all, at least
+BATCHES, SEQUENCES = (
+    3,
+    256,
+)  # global batches whose simulated times are averaged, and sequences in all, at least
 
 
 @dataclass(frozen=True)
@@ -44,64 +47,99 @@ class Step:
 
 def policy_of(profile: Profile, layout: Layout, cluster: Cluster) -> Policy:
     """How training will order the global batches of a layout."""
-    return Policy(cluster.ordering, layout, profile.inputs, profile, cluster.gpus_per_node, cluster.memory_gib)
+    return Policy(
+        cluster.ordering, layout, profile.inputs, profile, cluster.gpus_per_node, cluster.memory_gib
+    )
 
 
-def simulated_step(profile: Profile, layout: Layout, cluster: Cluster, number: int = 0, shared: bool = True,
-                   policy: Policy | None = None) -> Step:
+def simulated_step(
+    profile: Profile,
+    layout: Layout,
+    cluster: Cluster,
+    number: int = 0,
+    shared: bool = True,
+    policy: Policy | None = None,
+) -> Step:
     """The step over the `number`-th global batch drawn from the data.
 
     Args:
-        policy: of several steps; None = made for this one.
-        shared: ranks of a CPU share its cores; if not, every rank has a device of its own, as on a cluster.
+        policy: of several steps; None = made for this one. shared: ranks of a CPU share its cores;
+        if not, every rank has a device of its own, as on a cluster.
     """
     stages = stages_of(profile, layout)
     loads = loads_of(profile, layout, policy or policy_of(profile, layout, cluster), number)
     pipeline = pipeline_of(profile, layout, stages, loads, cluster.gpus_per_node)
     device = profile.device
     if device.kind == "cpu" and shared:
-        return Step(stages, loads, pipeline, simulate_shared(pipeline, device.cores, device.shared_by))
+        return Step(
+            stages, loads, pipeline, simulate_shared(pipeline, device.cores, device.shared_by)
+        )
     return Step(stages, loads, pipeline, simulate(pipeline))
 
 
 def loads_of(profile: Profile, layout: Layout, policy: Policy, number: int) -> dict[str, Floats]:
-    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn from the data."""
+    """By module [n slots, DP, 3]: the work of every replica in the `number`-th global batch drawn
+    from the data."""
     batch = sampled_batch(sizes_of_sample(profile.data.sample), layout.global_batch_size, number)
     return replica_loads(batch, profile.inputs, layout, policy(batch))
 
 
 def batches(cluster: Cluster) -> range:
-    """Numbers of the global batches that are drawn: few large ones, or more of small ones, whose sizes vary more.
+    """Numbers of the global batches that are drawn: few large ones, or more of small ones, whose
+    sizes vary more.
 
     The policy `best` takes longer, and its steps vary less.
     """
     return range(max(1 if cluster.ordering == "best" else BATCHES, -(-SEQUENCES // cluster.batch)))
 
 
-def simulated_s(profile: Profile, layout: Layout, cluster: Cluster, numbers: Iterable[int] | None = None,
-                shared: bool = True) -> float:
+def simulated_s(
+    profile: Profile,
+    layout: Layout,
+    cluster: Cluster,
+    numbers: Iterable[int] | None = None,
+    shared: bool = True,
+) -> float:
     """Mean time of the steps over these of the global batches that are drawn, or over all."""
     policy = policy_of(profile, layout, cluster)
-    return float(np.mean([simulated_step(profile, layout, cluster, number, shared, policy).timeline.iteration_s
-                          for number in (batches(cluster) if numbers is None else numbers)]))
+    return float(
+        np.mean(
+            [
+                simulated_step(
+                    profile, layout, cluster, number, shared, policy
+                ).timeline.iteration_s
+                for number in (batches(cluster) if numbers is None else numbers)
+            ]
+        )
+    )
 
 
 def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     """Time, MFU, memory and traffic of a layout.
 
-    Times come from the simulator, `warmup_s` and `steady_s` from the formula, which takes every rank to have a
-    device of its own and all sequences to be alike. FLOPs are those of the batches that were simulated.
+    Times come from the simulator, `warmup_s` and `steady_s` from the formula, which takes every
+    rank to have a device of its own and all sequences to be alike. FLOPs are those of the batches
+    that were simulated.
 
     Raises:
         SpecError: the predicted MFU exceeds 100 %, so the profile's peak is wrong.
     """
     profile = units[0].profile
     policy = policy_of(profile, layout, cluster)
-    steps = [simulated_step(profile, layout, cluster, number, policy=policy) for number in batches(cluster)]
+    steps = [
+        simulated_step(profile, layout, cluster, number, policy=policy)
+        for number in batches(cluster)
+    ]
     stages = steps[0].stages
     iteration_s = float(np.mean([step.timeline.iteration_s for step in steps]))
-    work = {module: np.mean([_total(step.loads[module]) for step in steps], axis=0) for module in steps[0].loads}
-    flops = [{cost.module: float(cost.flops @ work[cost.module]) for cost in stage.costs} for stage in stages]
+    work = {
+        module: np.mean([_total(step.loads[module]) for step in steps], axis=0)
+        for module in steps[0].loads
+    }
+    flops = [
+        {cost.module: float(cost.flops @ work[cost.module]) for cost in stage.costs}
+        for stage in stages
+    ]
     formula = layout_time(units, layout)
     memory = layout_memory(profile, layout, cluster.memory_gib)
     computing = _rank_seconds(steps)
@@ -110,17 +148,27 @@ def predict(units: list[Unit], layout: Layout, cluster: Cluster) -> Prediction:
     done = sum(sum(own.values()) for own in flops)
     mfu_used = mfu(done, iteration_s, profile.device, layout.gpus_used)
     return Prediction(
-        ordering=cluster.ordering, iteration_s=iteration_s,
+        ordering=cluster.ordering,
+        iteration_s=iteration_s,
         sequences_per_s=layout.global_batch_size / iteration_s,
-        mfu=mfu(done, iteration_s, profile.device, max(cluster.gpus, layout.gpus_used)), mfu_used=mfu_used,
-        warmup_s=formula.warmup_ms / 1e3, steady_s=formula.steady_ms / 1e3, bubble_fraction=_bubble(steps, layout),
-        memory=memory, memory_binds=_fullest(memory),
-        units=_unit_times(profile, steps, layout, flops, iteration_s), stages=stage_times,
+        mfu=mfu(done, iteration_s, profile.device, max(cluster.gpus, layout.gpus_used)),
+        mfu_used=mfu_used,
+        warmup_s=formula.warmup_ms / 1e3,
+        steady_s=formula.steady_ms / 1e3,
+        bubble_fraction=_bubble(steps, layout),
+        memory=memory,
+        memory_binds=_fullest(memory),
+        units=_unit_times(profile, steps, layout, flops, iteration_s),
+        stages=stage_times,
         reduce_s=max(reduce_s(profile, stage, cluster.gpus_per_node) for stage in stages),
-        optimizer_s=steps[0].pipeline.step_s, kernel_mfu=_kernel_mfu(profile.device, flops, computing),
+        optimizer_s=steps[0].pipeline.step_s,
+        kernel_mfu=_kernel_mfu(profile.device, flops, computing),
         orchestration_efficiency=orchestration,
         traffic=traffic_of(profile, layout, stages, cluster.gpus_per_node),
-        preprocess=preprocess_need(profile, layout.global_batch_size / iteration_s, cluster.cpu_node_cores))
+        preprocess=preprocess_need(
+            profile, layout.global_batch_size / iteration_s, cluster.cpu_node_cores
+        ),
+    )
 
 
 def _total(loads: Floats) -> Floats:
@@ -129,30 +177,62 @@ def _total(loads: Floats) -> Floats:
 
 
 def _rank_seconds(steps: list[Step]) -> dict[tuple[int, str], float]:
-    """By (stage, module): seconds that all ranks together compute it in a step, as on devices of their own."""
-    return {(number, cost.module): float(np.mean([
-        (amount(cost.forward_ms, step.loads[cost.module]) + amount(cost.backward_ms, step.loads[cost.module])).sum()
-        for step in steps])) * stage.unit.tp / 1e3
-        for number, stage in enumerate(steps[0].stages) for cost in stage.costs}
+    """By (stage, module): seconds that all ranks together compute it in a step, as on devices of
+    their own."""
+    return {
+        (number, cost.module): float(
+            np.mean(
+                [
+                    (
+                        amount(cost.forward_ms, step.loads[cost.module])
+                        + amount(cost.backward_ms, step.loads[cost.module])
+                    ).sum()
+                    for step in steps
+                ]
+            )
+        )
+        * stage.unit.tp
+        / 1e3
+        for number, stage in enumerate(steps[0].stages)
+        for cost in stage.costs
+    }
 
 
 def _rank_flops(device: DeviceProfile) -> float:
     """Peak FLOP/s of what one rank had while it was measured: on a CPU its share of the cores."""
-    return peak_tflops(device, 1) * 1e12 / (max(device.cores, device.shared_by) if device.kind == "cpu" else 1)
+    return (
+        peak_tflops(device, 1)
+        * 1e12
+        / (max(device.cores, device.shared_by) if device.kind == "cpu" else 1)
+    )
 
 
-def _kernel_mfu(device: DeviceProfile, flops: list[dict[str, float]],
-                computing: dict[tuple[int, str], float]) -> dict[str, float]:
-    """By module, its FLOPs over the peak of its ranks while they compute it; 0 where it has no work."""
+def _kernel_mfu(
+    device: DeviceProfile, flops: list[dict[str, float]], computing: dict[tuple[int, str], float]
+) -> dict[str, float]:
+    """By module, its FLOPs over the peak of its ranks while they compute it; 0 where it has no
+    work."""
     names = dict.fromkeys(module for own in flops for module in own)
-    seconds = {name: sum(value for (_, module), value in computing.items() if module == name) for name in names}
-    return {name: sum(own.get(name, 0.0) for own in flops) / (seconds[name] * _rank_flops(device))
-            if seconds[name] else 0.0 for name in names}
+    seconds = {
+        name: sum(value for (_, module), value in computing.items() if module == name)
+        for name in names
+    }
+    return {
+        name: sum(own.get(name, 0.0) for own in flops) / (seconds[name] * _rank_flops(device))
+        if seconds[name]
+        else 0.0
+        for name in names
+    }
 
 
-def _orchestration(device: DeviceProfile, layout: Layout, computing: dict[tuple[int, str], float],
-                   iteration_s: float) -> float:
-    """MFU ÷ (ΣFLOPs / Σ(FLOPs / kernel MFU)), where FLOPs / kernel MFU is a module's computing time at the peak."""
+def _orchestration(
+    device: DeviceProfile,
+    layout: Layout,
+    computing: dict[tuple[int, str], float],
+    iteration_s: float,
+) -> float:
+    """MFU ÷ (ΣFLOPs / Σ(FLOPs / kernel MFU)), where FLOPs / kernel MFU is a module's computing time
+    at the peak."""
     peak = peak_tflops(device, layout.gpus_used) * 1e12
     return sum(computing.values()) * _rank_flops(device) / (iteration_s * peak)
 
@@ -169,40 +249,72 @@ def _fullest(memory: list[StageMemory]) -> str:
     return f"{fullest.unit} stage {fullest.stage}"
 
 
-def _mfu(device: DeviceProfile, layout: Layout, flops: list[dict[str, float]], ranks: int, iteration_s: float) -> float:
+def _mfu(
+    device: DeviceProfile,
+    layout: Layout,
+    flops: list[dict[str, float]],
+    ranks: int,
+    iteration_s: float,
+) -> float:
     """MFU of some of a layout's ranks, for the FLOPs of their stages."""
     peak = peak_tflops(device, layout.gpus_used) * 1e12 * ranks / layout.gpus_used
     return sum(sum(own.values()) for own in flops) / (peak * iteration_s)
 
 
-def _unit_times(profile: Profile, steps: list[Step], layout: Layout, flops: list[dict[str, float]],
-                iteration_s: float) -> list[UnitTime]:
+def _unit_times(
+    profile: Profile,
+    steps: list[Step],
+    layout: Layout,
+    flops: list[dict[str, float]],
+    iteration_s: float,
+) -> list[UnitTime]:
     rows, first = [], 0
     for unit in layout.units:
         own = slice(first, first + unit.pp)
         times = [_own(step.pipeline, own, unit.dp) for step in steps]
-        forward, backward = np.mean([[part.sum(axis=1).mean() for part in pair] for pair in times], axis=0)
+        forward, backward = np.mean(
+            [[part.sum(axis=1).mean() for part in pair] for pair in times], axis=0
+        )
         slowest = np.mean([np.add(*pair).max(axis=2).mean(axis=0) for pair in times], axis=0).max()
         alone = sum(float(np.add(*pair).sum()) for pair in times)
-        busy = sum(float(step.timeline.busy_s[own, :unit.dp].sum()) for step in steps)
-        rows.append(UnitTime(
-            unit=unit.name, forward_ms=1e3 * float(forward), backward_ms=1e3 * float(backward),
-            stage_ms=1e3 * float(slowest), sharing=busy / alone if alone else 1.0,
-            mfu=_mfu(profile.device, layout, flops[own], unit.gpus, iteration_s)))
+        busy = sum(float(step.timeline.busy_s[own, : unit.dp].sum()) for step in steps)
+        rows.append(
+            UnitTime(
+                unit=unit.name,
+                forward_ms=1e3 * float(forward),
+                backward_ms=1e3 * float(backward),
+                stage_ms=1e3 * float(slowest),
+                sharing=busy / alone if alone else 1.0,
+                mfu=_mfu(profile.device, layout, flops[own], unit.gpus, iteration_s),
+            )
+        )
         first += unit.pp
     return rows
 
 
-def _stage_times(profile: Profile, steps: list[Step], layout: Layout, flops: list[dict[str, float]],
-                 iteration_s: float) -> list[StageTime]:
+def _stage_times(
+    profile: Profile,
+    steps: list[Step],
+    layout: Layout,
+    flops: list[dict[str, float]],
+    iteration_s: float,
+) -> list[StageTime]:
     rows = []
     for number, stage in enumerate(steps[0].stages):
         own = slice(number, number + 1)
-        forward, backward = np.mean([[part.mean() for part in _own(step.pipeline, own, stage.unit.dp)]
-                                     for step in steps], axis=0)
-        rows.append(StageTime(unit=stage.unit.name, stage=stage.index, forward_ms=1e3 * float(forward),
-                              backward_ms=1e3 * float(backward),
-                              mfu=_mfu(profile.device, layout, flops[own], len(stage.ranks), iteration_s)))
+        forward, backward = np.mean(
+            [[part.mean() for part in _own(step.pipeline, own, stage.unit.dp)] for step in steps],
+            axis=0,
+        )
+        rows.append(
+            StageTime(
+                unit=stage.unit.name,
+                stage=stage.index,
+                forward_ms=1e3 * float(forward),
+                backward_ms=1e3 * float(backward),
+                mfu=_mfu(profile.device, layout, flops[own], len(stage.ranks), iteration_s),
+            )
+        )
     return rows
 
 

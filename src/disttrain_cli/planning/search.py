@@ -1,11 +1,12 @@
-"""Exact search over microbatch and the shape of every unit: best first over slot sizes, branch and bound in each.
+"""Exact search over microbatch and the shape of every unit: best first over slot sizes, branch and
+bound in each.
 
-For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit with Σ GPUs ≤ N.
-The slot size with the least lower bound is looked at next: once roughly, then with a limit that rises until enough
-layouts are found. Within a limit `bounds` leaves only shapes that may be part of a layout; these are priced exactly
-(`options.price`) and joined, so every layout within the limit is found, but for those behind at least `top` others
-(`dominance`): of ties, however many there are, only the simplest stay. Done when no bound is below the last layout
-wanted.
+For every slot size S (a divisor of the batch; n = batch / S) a layout is one shape of each unit
+with Σ GPUs ≤ N. The slot size with the least lower bound is looked at next: once roughly, then with
+a limit that rises until enough layouts are found. Within a limit `bounds` leaves only shapes that
+may be part of a layout; these are priced exactly (`options.price`) and joined, so every layout
+within the limit is found, but for those behind at least `top` others (`dominance`): of ties,
+however many there are, only the simplest stay. Done when no bound is below the last layout wanted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ PRICED = 4096  # options that are priced before the others are compared with the
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A layout, ordered by time, then GPUs, then simplicity (fewer stages, less TP, smaller microbatch)."""
+    """A layout, ordered by time, then GPUs, then simplicity (fewer stages, less TP, smaller
+    microbatch)."""
 
     total_ms: float
     gpus: int
@@ -46,7 +48,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, best first, and how many combinations of unit shapes they were the best of."""
+    """The best layouts, best first, and how many combinations of unit shapes they were the best
+    of."""
 
     best: list[Candidate]
     combinations: int
@@ -64,17 +67,32 @@ class Shape(NamedTuple):
 
 
 def candidate_of(shapes: Sequence[Shape], size: int, slots: int, llm: int) -> Candidate:
-    """The layout of these shapes, in pipeline order, for slots of `size` sequences; the unit `llm` holds the LLM."""
-    total_ms = combine([shape.unit_ms for shape in shapes], [shape.stage_ms for shape in shapes], slots, llm).total_ms
+    """The layout of these shapes, in pipeline order, for slots of `size` sequences; the unit `llm`
+    holds the LLM."""
+    total_ms = combine(
+        [shape.unit_ms for shape in shapes], [shape.stage_ms for shape in shapes], slots, llm
+    ).total_ms
     return Candidate(
         float(f"{total_ms:.12g}"),  # sums in another order are the same time
-        sum(shape.tp * shape.dp * shape.pp for shape in shapes), sum(shape.pp for shape in shapes),
-        sum(shape.tp for shape in shapes), size // shapes[llm].dp, size, tuple((s.tp, s.dp, s.pp) for s in shapes),
-        tuple(shape.checkpointing for shape in shapes))
+        sum(shape.tp * shape.dp * shape.pp for shape in shapes),
+        sum(shape.pp for shape in shapes),
+        sum(shape.tp for shape in shapes),
+        size // shapes[llm].dp,
+        size,
+        tuple((s.tp, s.dp, s.pp) for s in shapes),
+        tuple(shape.checkpointing for shape in shapes),
+    )
 
 
-def search(units: list[Unit], cluster: Cluster, top: int = 1, keep: Keep | None = None,
-           slots_of: list[int] | None = None, shares: list[int] | None = None, within_ms: float = np.inf) -> Found:
+def search(
+    units: list[Unit],
+    cluster: Cluster,
+    top: int = 1,
+    keep: Keep | None = None,
+    slots_of: list[int] | None = None,
+    shares: list[int] | None = None,
+    within_ms: float = np.inf,
+) -> Found:
     """The `top` fastest layouts under the formula of `objective`, exact; none where nothing fits.
 
     Args:
@@ -88,7 +106,10 @@ def search(units: list[Unit], cluster: Cluster, top: int = 1, keep: Keep | None 
     queue = [(rough_floor(units, size, cluster), size) for size in sizes]
     heapq.heapify(queue)
     spaces: dict[int, Space] = {}
-    tries, growth = dict.fromkeys(sizes, 0), GROWTH if len(sizes) > 1 else GROWTH[GROWTH.index(1.1):]
+    tries, growth = (
+        dict.fromkeys(sizes, 0),
+        GROWTH if len(sizes) > 1 else GROWTH[GROWTH.index(1.1) :],
+    )
     best: list[Candidate] = []
     while queue:
         bound, size = heapq.heappop(queue)
@@ -109,7 +130,8 @@ def search(units: list[Unit], cluster: Cluster, top: int = 1, keep: Keep | None 
 
 
 def _slowest_within(tables: list[Options], gpus: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Least slowest stage of several units on so many GPUs together: one shape each, all at least that fast."""
+    """Least slowest stage of several units on so many GPUs together: one shape each, all at least
+    that fast."""
     if not tables:
         return np.zeros(len(gpus))
     times = np.unique(np.concatenate([table.stage_ms for table in tables]))
@@ -150,22 +172,35 @@ class _Rest(NamedTuple):
 def _rest(before: list[Options], llm: int) -> _Rest:
     """Of the first units of the pipeline; unit `llm` holds the LLM."""
     least_ms = [float(other.unit_ms.min()) for other in before]
-    return _Rest(sum(int(other.gpus.min()) for other in before), sum(least_ms[llm:]), max(least_ms[:llm], default=0.0))
+    return _Rest(
+        sum(int(other.gpus.min()) for other in before),
+        sum(least_ms[llm:]),
+        max(least_ms[:llm], default=0.0),
+    )
 
 
-def _layouts(units: list[Unit], wanted: list[Options], size: int, cluster: Cluster, limit: float,
-             top: int) -> list[Candidate]:
-    """The layouts of one slot size within the limit, the `top` best of them. Units are joined last to first."""
+def _layouts(
+    units: list[Unit], wanted: list[Options], size: int, cluster: Cluster, limit: float, top: int
+) -> list[Candidate]:
+    """The layouts of one slot size within the limit, the `top` best of them. Units are joined last
+    to first."""
     slots, llm = cluster.batch // size, holder_of(units)
     within = limit * (1 + 1e-9)
     none = np.zeros(1, np.int64)
-    partial = _Partial(none, np.zeros(1), np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0), np.int64))
+    partial = _Partial(
+        none, np.zeros(1), np.zeros(1), np.zeros(1), none, none, none, np.zeros((1, 0), np.int64)
+    )
     priced: list[Options] = []
     for number in reversed(range(len(units))):
         before, beside = wanted[:number], number < llm
         rest = _rest(before, llm)
-        table = take(wanted[number], _may_join(wanted[number], partial, rest, beside, slots, cluster.gpus, within))
-        least = _warmup_ms(partial.line_ms.min(), _whole_ms(partial, rest).min(), table.unit_ms, rest, beside)
+        table = take(
+            wanted[number],
+            _may_join(wanted[number], partial, rest, beside, slots, cluster.gpus, within),
+        )
+        least = _warmup_ms(
+            partial.line_ms.min(), _whole_ms(partial, rest).min(), table.unit_ms, rest, beside
+        )
         most = (within - least) / (slots - 1) if slots > 1 else np.full(len(table), np.inf)
         exact = _priced(units[number], table, size, slots, np.unique(partial.stages), most, top)
         exact = take(exact, _may_join(exact, partial, rest, beside, slots, cluster.gpus, within))
@@ -175,16 +210,32 @@ def _layouts(units: list[Unit], wanted: list[Options], size: int, cluster: Clust
             return []
     found = []
     for rows in partial.rows:
-        shapes = [Shape(int(t.tp[i]), int(t.dp[i]), int(t.pp[i]), bool(t.checkpointing[i]), float(t.unit_ms[i]),
-                        float(t.stage_ms[i]))
-                  for t, i in zip(priced, rows, strict=True)][::-1]
+        shapes = [
+            Shape(
+                int(t.tp[i]),
+                int(t.dp[i]),
+                int(t.pp[i]),
+                bool(t.checkpointing[i]),
+                float(t.unit_ms[i]),
+                float(t.stage_ms[i]),
+            )
+            for t, i in zip(priced, rows, strict=True)
+        ][::-1]
         found.append(candidate_of(shapes, size, slots, llm))
     return sorted(found)[:top]
 
 
-def _priced(unit: Unit, table: Options, size: int, slots: int, afters: NDArray[np.int64],
-            most: NDArray[np.float64], top: int) -> Options:
-    """The options exactly (`price`), without those that cannot be part of the `top` best layouts."""
+def _priced(
+    unit: Unit,
+    table: Options,
+    size: int,
+    slots: int,
+    afters: NDArray[np.int64],
+    most: NDArray[np.float64],
+    top: int,
+) -> Options:
+    """The options exactly (`price`), without those that cannot be part of the `top` best
+    layouts."""
     left = np.lexsort((table.tp, table.pp, table.gpus))
     exact = take(table, left[:0])
     while True:
@@ -198,12 +249,22 @@ def _priced(unit: Unit, table: Options, size: int, slots: int, afters: NDArray[n
 
 def _dearness(options: Options) -> Dearness:
     """How options compare: what they cost a layout, and which is the simpler one."""
-    return ((options.gpus, options.unit_ms, options.stage_ms, options.pp, options.after_from, -options.after_to),
-            (options.gpus, options.pp, options.tp))
+    return (
+        (
+            options.gpus,
+            options.unit_ms,
+            options.stage_ms,
+            options.pp,
+            options.after_from,
+            -options.after_to,
+        ),
+        (options.gpus, options.pp, options.tp),
+    )
 
 
 def _steady_ms(stage_ms: NDArray[np.float64], slots: int) -> NDArray[np.float64]:
-    """Time of all slots but the first; none for one slot, however slow (even infinite) its stages."""
+    """Time of all slots but the first; none for one slot, however slow (even infinite) its
+    stages."""
     return (slots - 1) * stage_ms if slots > 1 else np.zeros_like(stage_ms)
 
 
@@ -212,36 +273,71 @@ def _whole_ms(partial: _Partial, rest: _Rest) -> NDArray[np.float64]:
     return partial.line_ms + np.maximum(partial.beside_ms, rest.beside_ms)
 
 
-def _warmup_ms(line_ms: NDArray[np.float64], whole_ms: NDArray[np.float64], unit_ms: NDArray[np.float64], rest: _Rest,
-               beside: bool) -> NDArray[np.float64]:
+def _warmup_ms(
+    line_ms: NDArray[np.float64],
+    whole_ms: NDArray[np.float64],
+    unit_ms: NDArray[np.float64],
+    rest: _Rest,
+    beside: bool,
+) -> NDArray[np.float64]:
     """Lower bound of the warm-up where a unit joins partial layouts of at least these times."""
-    return rest.line_ms + (np.maximum(line_ms + unit_ms, whole_ms) if beside else whole_ms + unit_ms)
+    return rest.line_ms + (
+        np.maximum(line_ms + unit_ms, whole_ms) if beside else whole_ms + unit_ms
+    )
 
 
-def _may_join(table: Options, partial: _Partial, rest: _Rest, beside: bool, slots: int, gpus: int,
-              limit: float) -> NDArray[np.bool_]:
-    """Which rows fit some partial layout within the limit, as far as the best of each of its numbers tells."""
+def _may_join(
+    table: Options,
+    partial: _Partial,
+    rest: _Rest,
+    beside: bool,
+    slots: int,
+    gpus: int,
+    limit: float,
+) -> NDArray[np.bool_]:
+    """Which rows fit some partial layout within the limit, as far as the best of each of its
+    numbers tells."""
     order = np.argsort(partial.gpus)
     place = np.searchsorted(partial.gpus[order], gpus - rest.gpus - table.gpus, side="right")
-    stage_ms, line_ms, whole_ms = (np.concatenate([[np.inf], np.minimum.accumulate(values[order])])[place]
-                                   for values in (partial.stage_ms, partial.line_ms, _whole_ms(partial, rest)))
+    stage_ms, line_ms, whole_ms = (
+        np.concatenate([[np.inf], np.minimum.accumulate(values[order])])[place]
+        for values in (partial.stage_ms, partial.line_ms, _whole_ms(partial, rest))
+    )
     warmup_ms = _warmup_ms(line_ms, whole_ms, table.unit_ms, rest, beside)
     return warmup_ms + _steady_ms(np.maximum(table.stage_ms, stage_ms), slots) <= limit
 
 
-def _join(partial: _Partial, table: Options, before: list[Options], llm: int, slots: int, total_gpus: int,
-          limit: float, top: int) -> _Partial:
-    """Pairs of a partial layout and a shape of the unit before it that may end among the `top` within the limit."""
+def _join(
+    partial: _Partial,
+    table: Options,
+    before: list[Options],
+    llm: int,
+    slots: int,
+    total_gpus: int,
+    limit: float,
+    top: int,
+) -> _Partial:
+    """Pairs of a partial layout and a shape of the unit before it that may end among the `top`
+    within the limit."""
     rest, beside = _rest(before, llm), len(before) < llm
-    joined = replace(take(partial, np.zeros(0, np.int64)), rows=np.zeros((0, partial.rows.shape[1] + 1), np.int64))
+    joined = replace(
+        take(partial, np.zeros(0, np.int64)),
+        rows=np.zeros((0, partial.rows.shape[1] + 1), np.int64),
+    )
     step = max(1, CHUNK // max(1, len(table)))
     for first in range(0, len(partial), step):
         part = take(partial, np.arange(first, min(first + step, len(partial))))
         gpus = part.gpus[:, None] + table.gpus
         stage_ms = np.maximum(part.stage_ms[:, None], table.stage_ms)
         after = part.stages[:, None]
-        warmup_ms = _warmup_ms(part.line_ms[:, None], _whole_ms(part, rest)[:, None], table.unit_ms, rest, beside)
-        fits = (gpus + rest.gpus <= total_gpus) & (after >= table.after_from) & (after < table.after_to)
+        warmup_ms = _warmup_ms(
+            part.line_ms[:, None], _whole_ms(part, rest)[:, None], table.unit_ms, rest, beside
+        )
+        fits = (
+            (gpus + rest.gpus <= total_gpus)
+            & (after >= table.after_from)
+            & (after < table.after_to)
+        )
         fits &= warmup_ms + _steady_ms(stage_ms, slots) <= limit
         a, b = np.nonzero(fits)
         line_ms, beside_ms, stages = part.line_ms[a], part.beside_ms[a], part.stages[a]
@@ -249,11 +345,21 @@ def _join(partial: _Partial, table: Options, before: list[Options], llm: int, sl
             beside_ms = np.maximum(beside_ms, table.unit_ms[b])
         else:
             line_ms, stages = line_ms + table.unit_ms[b], stages + table.pp[b]
-        pairs = _Partial(gpus[a, b], line_ms, beside_ms, stage_ms[a, b], stages, part.pp[a] + table.pp[b],
-                         part.tp[a] + table.tp[b], np.concatenate([part.rows[a], b[:, None]], axis=1))
+        pairs = _Partial(
+            gpus[a, b],
+            line_ms,
+            beside_ms,
+            stage_ms[a, b],
+            stages,
+            part.pp[a] + table.pp[b],
+            part.tp[a] + table.tp[b],
+            np.concatenate([part.rows[a], b[:, None]], axis=1),
+        )
         if before:
             slowest = np.maximum(pairs.stage_ms, _slowest_within(before, total_gpus - pairs.gpus))
-            pairs = take(pairs, _whole_ms(pairs, rest) + rest.line_ms + _steady_ms(slowest, slots) <= limit)
+            pairs = take(
+                pairs, _whole_ms(pairs, rest) + rest.line_ms + _steady_ms(slowest, slots) <= limit
+            )
         joined = join([joined, pairs])
         if len(joined) > CHUNK or first + step >= len(partial):
             joined = _best_of(joined, slots, top, bool(before))
@@ -261,8 +367,15 @@ def _join(partial: _Partial, table: Options, before: list[Options], llm: int, sl
 
 
 def _best_of(joined: _Partial, slots: int, top: int, more: bool) -> _Partial:
-    """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be joined."""
-    worse: list[Floats | Ints] = [joined.gpus, joined.line_ms, joined.beside_ms, joined.stage_ms, joined.stages]
+    """Those that may be part of the `top` best layouts, ties and all; `more` units are still to be
+    joined."""
+    worse: list[Floats | Ints] = [
+        joined.gpus,
+        joined.line_ms,
+        joined.beside_ms,
+        joined.stage_ms,
+        joined.stages,
+    ]
     if not more:
         total_ms = joined.line_ms + joined.beside_ms + _steady_ms(joined.stage_ms, slots)
         last = np.partition(total_ms, top - 1)[top - 1] if len(joined) > top else np.inf

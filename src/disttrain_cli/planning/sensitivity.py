@@ -1,10 +1,11 @@
-"""How the best plan moves when GPUs, images or the batch change: the same exact search again, by the formula.
+"""How the best plan moves when GPUs, images or the batch change: the same exact search again, by
+the formula.
 
-Every answer compares the formula's best layout with the formula's best for what was changed, so that differences come
-from the change and not from the simulator. The formula knows no reduction of gradients: where the simulator chose fewer
-replicas of the LLM than the formula's best has, no answer has more of them (in proportion to the batch). Images are
-scaled in the profile: sequences stay as full as they are, and each brings so many times the images, to read and to
-generate.
+Every answer compares the formula's best layout with the formula's best for what was changed, so
+that differences come from the change and not from the simulator. The formula knows no reduction of
+gradients: where the simulator chose fewer replicas of the LLM than the formula's best has, no
+answer has more of them (in proportion to the batch). Images are scaled in the profile: sequences
+stay as full as they are, and each brings so many times the images, to read and to generate.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress
 
 SAME = 1e-9  # relative difference of two times that are one
-EXACT: tuple[Strategy, ...] = ("disaggregated", "megatron")  # whose best time never gets worse with more GPUs
+EXACT: tuple[Strategy, ...] = (
+    "disaggregated",
+    "megatron",
+)  # whose best time never gets worse with more GPUs
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class UnitMove:
 
 @dataclass(frozen=True)
 class Change:
-    """The best layout after a change, beside the one before it; `units` is empty where nothing fits."""
+    """The best layout after a change, beside the one before it; `units` is empty where nothing
+    fits."""
 
     what: str
     gpus: int  # given
@@ -55,7 +60,9 @@ class Sensitivity:
     now: Change
     one_more_gpu: Change
     one_more_node: Change
-    gpus_until_faster: int | None  # more GPUs that the next faster layout takes; None: not within twice as many
+    gpus_until_faster: (
+        int | None
+    )  # more GPUs that the next faster layout takes; None: not within twice as many
     changes: list[Change]
 
 
@@ -68,9 +75,12 @@ class _Best:
     recomputes: bool  # whether any unit does
 
 
-def sensitivity(profile: Profile, cluster: Cluster, layout: Layout, progress: Progress) -> Sensitivity | None:
-    """Solve again for one GPU and one node more, for other amounts of images, for other batches, and without TP or
-    recomputed activations where the best layout has them (on a CPU, where plans never do, with them).
+def sensitivity(
+    profile: Profile, cluster: Cluster, layout: Layout, progress: Progress
+) -> Sensitivity | None:
+    """Solve again for one GPU and one node more, for other amounts of images, for other batches,
+    and without TP or recomputed activations where the best layout has them (on a CPU, where plans
+    never do, with them).
 
     Args:
         cluster: what the plan had to fit into.
@@ -81,14 +91,20 @@ def sensitivity(profile: Profile, cluster: Cluster, layout: Layout, progress: Pr
     """
     strategy = layout.strategy
     before, most = _best(profile, cluster, strategy, None), None
-    if before is not None and strategy in EXACT and layout.unit_of(profile.inputs.llm).dp < before.llm_replicas:
+    if (
+        before is not None
+        and strategy in EXACT
+        and layout.unit_of(profile.inputs.llm).dp < before.llm_replicas
+    ):
         most = layout.unit_of(profile.inputs.llm).dp
         before = _best(profile, cluster, strategy, most)
     if before is None:
         return None
 
     def best(data: Profile, machines: Cluster) -> _Best | None:
-        return _best(data, machines, strategy, most and max(1, most * machines.batch // cluster.batch))
+        return _best(
+            data, machines, strategy, most and max(1, most * machines.batch // cluster.batch)
+        )
 
     asked = _questions(profile, cluster, before)
     total = len(asked) + 2
@@ -100,37 +116,63 @@ def sensitivity(profile: Profile, cluster: Cluster, layout: Layout, progress: Pr
         else:
             changes.append(_change(name, before, cluster, best(data, machines), machines))
     progress("what-if searches", total - 2, total)
-    bigger = {more: replace(cluster, gpus=cluster.gpus + more) for more in (1, cluster.gpus_per_node)}
+    bigger = {
+        more: replace(cluster, gpus=cluster.gpus + more) for more in (1, cluster.gpus_per_node)
+    }
     found = {more: best(profile, machines) for more, machines in bigger.items()}
     until = None
     if strategy in EXACT:
-        until = 1 if _faster(found[1], before) else _until_faster(
-            cluster, lambda more: _faster(best(profile, replace(cluster, gpus=cluster.gpus + more)), before))
+        until = (
+            1
+            if _faster(found[1], before)
+            else _until_faster(
+                cluster,
+                lambda more: _faster(
+                    best(profile, replace(cluster, gpus=cluster.gpus + more)), before
+                ),
+            )
+        )
     progress("what-if searches", total, total)
-    one, node = (_change(f"one more {name}", before, cluster, found[more], bigger[more])
-                 for name, more in (("device", 1), ("node", cluster.gpus_per_node)))
+    one, node = (
+        _change(f"one more {name}", before, cluster, found[more], bigger[more])
+        for name, more in (("device", 1), ("node", cluster.gpus_per_node))
+    )
     now = _change("now, by the formula", before, cluster, before, cluster)
     return Sensitivity(most, now, one, node, until, changes)
 
 
-def _questions(profile: Profile, cluster: Cluster, before: _Best) -> list[tuple[str, Profile, Cluster]]:
+def _questions(
+    profile: Profile, cluster: Cluster, before: _Best
+) -> list[tuple[str, Profile, Cluster]]:
     """Other data, batches and means, as (name, profile, cluster)."""
     images = {"images doubled": 2.0, "images halved": 0.5, "text only": 0.0}
     batches = {"batch doubled": 2 * cluster.batch, "batch halved": cluster.batch // 2}
-    asked = [(name, scale_images(profile, factor), cluster) for name, factor in images.items() if _has_images(profile)]
-    asked += [(name, profile, replace(cluster, batch=batch)) for name, batch in batches.items()
-              if batch and (batch > cluster.batch or cluster.batch % 2 == 0)]
+    asked = [
+        (name, scale_images(profile, factor), cluster)
+        for name, factor in images.items()
+        if _has_images(profile)
+    ]
+    asked += [
+        (name, profile, replace(cluster, batch=batch))
+        for name, batch in batches.items()
+        if batch and (batch > cluster.batch or cluster.batch % 2 == 0)
+    ]
     if any(tp > 1 for tp, _, _ in before.shapes):
         asked.append(("TP 1 everywhere", profile, replace(cluster, most_tp=1)))
     if before.recomputes:
         asked.append(("nothing recomputed", profile, replace(cluster, checkpointing="none")))
-    if profile.device.kind == "cpu" and any(len(tp_degrees(profile, [name])) > 1 for name in profile.modules):
-        asked.append(("with TP, recomputing", profile, replace(cluster, most_tp=None, checkpointing="auto")))
+    if profile.device.kind == "cpu" and any(
+        len(tp_degrees(profile, [name])) > 1 for name in profile.modules
+    ):
+        asked.append(
+            ("with TP, recomputing", profile, replace(cluster, most_tp=None, checkpointing="auto"))
+        )
     return asked
 
 
 def scale_images(profile: Profile, factor: float) -> Profile:
-    """The profile of data with `factor` times the images in every sequence, whose tokens stay as many.
+    """The profile of data with `factor` times the images in every sequence, whose tokens stay as
+    many.
 
     Sound stays as it is.
     """
@@ -138,24 +180,34 @@ def scale_images(profile: Profile, factor: float) -> Profile:
     for name, module in profile.modules.items():
         cuts = module.cut_bytes_per_sequence
         if module.kind == "llm":  # only what it hands to a generator grows with images
-            modules[name] = module.model_copy(update={"cut_bytes_per_sequence": [*cuts[:-1], cuts[-1] * factor]})
+            modules[name] = module.model_copy(
+                update={"cut_bytes_per_sequence": [*cuts[:-1], cuts[-1] * factor]}
+            )
         elif profile.inputs.item(name) != "audio":
-            modules[name] = module.model_copy(update={
-                "work_per_sequence": module.work_per_sequence.scaled(factor),
-                "max_work_per_sequence": module.max_work_per_sequence.scaled(factor),
-                "cut_bytes_per_sequence": [size * factor for size in cuts]})
+            modules[name] = module.model_copy(
+                update={
+                    "work_per_sequence": module.work_per_sequence.scaled(factor),
+                    "max_work_per_sequence": module.max_work_per_sequence.scaled(factor),
+                    "cut_bytes_per_sequence": [size * factor for size in cuts],
+                }
+            )
     return profile.model_copy(update={"modules": modules})
 
 
 def _has_images(profile: Profile) -> bool:
-    return any(profile.inputs.item(name) in ("image", "target") and module.work_per_sequence.items > 0
-               for name, module in profile.modules.items())
+    return any(
+        profile.inputs.item(name) in ("image", "target") and module.work_per_sequence.items > 0
+        for name, module in profile.modules.items()
+    )
 
 
 def _more_than_fits(profile: Profile, factor: float) -> bool:
     audio = profile.inputs.audio
     heard = profile.data.clips * audio.tokens if audio is not None else 0
-    return factor * profile.data.image_tokens + heard > profile.data.sequences * profile.inputs.sequence_length
+    return (
+        factor * profile.data.image_tokens + heard
+        > profile.data.sequences * profile.inputs.sequence_length
+    )
 
 
 def _best(profile: Profile, cluster: Cluster, strategy: Strategy, most: int | None) -> _Best | None:
@@ -169,7 +221,13 @@ def _best(profile: Profile, cluster: Cluster, strategy: Strategy, most: int | No
         return None
     best = found.best[0]
     replicas = best.shapes[holder_of(units)][1]
-    return _Best(best.total_ms, tuple(unit.name for unit in units), best.shapes, replicas, any(best.checkpointing))
+    return _Best(
+        best.total_ms,
+        tuple(unit.name for unit in units),
+        best.shapes,
+        replicas,
+        any(best.checkpointing),
+    )
 
 
 def _faster(best: _Best | None, before: _Best) -> bool:
@@ -177,9 +235,11 @@ def _faster(best: _Best | None, before: _Best) -> bool:
 
 
 def _until_faster(cluster: Cluster, faster: Callable[[int], bool]) -> int | None:
-    """Fewest GPUs more (two at least) with which a faster layout exists: doubled until one does, then halved.
+    """Fewest GPUs more (two at least) with which a faster layout exists: doubled until one does,
+    then halved.
 
-    The best time of an exact search never grows with the GPUs it may use, so halving finds the fewest.
+    The best time of an exact search never grows with the GPUs it may use, so halving finds the
+    fewest.
     """
     few, enough = 1, min(cluster.gpus_per_node, cluster.gpus)
     while not faster(enough):
@@ -192,18 +252,29 @@ def _until_faster(cluster: Cluster, faster: Callable[[int], bool]) -> int | None
     return enough
 
 
-def _change(what: str, before: _Best, cluster: Cluster, then: _Best | None, machines: Cluster) -> Change:
+def _change(
+    what: str, before: _Best, cluster: Cluster, then: _Best | None, machines: Cluster
+) -> Change:
     if then is None:
         return Change(what, machines.gpus, note="no layout fits")
     moves, note = [], ""
     if before.units != then.units:
         note = f"units: {', '.join(then.units)}"
     else:
-        moves = [UnitMove(name, _gpus(old), _gpus(new), new)
-                 for name, old, new in zip(then.units, before.shapes, then.shapes, strict=True)]
+        moves = [
+            UnitMove(name, _gpus(old), _gpus(new), new)
+            for name, old, new in zip(then.units, before.shapes, then.shapes, strict=True)
+        ]
     rate = machines.batch / (then.total_ms / 1e3)
-    return Change(what, machines.gpus, then.total_ms / 1e3, rate,
-                  rate / (cluster.batch / (before.total_ms / 1e3)), moves, note)
+    return Change(
+        what,
+        machines.gpus,
+        then.total_ms / 1e3,
+        rate,
+        rate / (cluster.batch / (before.total_ms / 1e3)),
+        moves,
+        note,
+    )
 
 
 def _gpus(shape: tuple[int, int, int]) -> int:

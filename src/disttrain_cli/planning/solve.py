@@ -22,7 +22,16 @@ from disttrain_cli.planning.predict import predict, simulated_s
 from disttrain_cli.planning.search import Candidate, Found, search
 from disttrain_cli.planning.units import Cluster, Unit, group, holder_of, units_of
 from disttrain_cli.spec.files import fingerprint
-from disttrain_cli.spec.plan import Alternative, Baseline, Layout, Plan, Prediction, Search, Strategy, UnitPlan
+from disttrain_cli.spec.plan import (
+    Alternative,
+    Baseline,
+    Layout,
+    Plan,
+    Prediction,
+    Search,
+    Strategy,
+    UnitPlan,
+)
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 from disttrain_cli.spec.stage_graph import in_line
@@ -35,93 +44,143 @@ NEAR = 2  # finalists with another shape of the LLM near the best one's
 def cluster_of(run: RunFile, profile: Profile, gpus: int | None = None) -> Cluster:
     """What the layout must fit into: the profile's devices, or `gpus` of them.
 
-    Ranks that share the cores of a CPU do not split layers, and recompute only where the run file says so: they would
-    gain nothing from it.
+    Ranks that share the cores of a CPU do not split layers, and recompute only where the run file
+    says so: they would gain nothing from it.
     """
     count = profile.device.count if gpus is None else gpus
     if count < 1:
         raise SpecError("A plan needs at least one GPU", f"--gpus: {count}")
     cpu, recompute = profile.device.kind == "cpu", run.train.activation_checkpointing
-    return Cluster(gpus=count, gpus_per_node=min(run.cluster.gpus_per_node, count),
-                   memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
-                   zero_stage=0 if run.train.zero_stage == 0 else 1, batch=run.train.global_batch_size,
-                   trained=None if run.model.trained is None else tuple(run.model.trained),
-                   checkpointing="none" if cpu and recompute == "auto" else recompute, most_tp=1 if cpu else None,
-                   ordering=run.train.ordering, cpu_node_cores=run.cluster.cpu_node_cores)
+    return Cluster(
+        gpus=count,
+        gpus_per_node=min(run.cluster.gpus_per_node, count),
+        memory_gib=run.cluster.memory_gib or profile.device.memory_gib,
+        zero_stage=0 if run.train.zero_stage == 0 else 1,
+        batch=run.train.global_batch_size,
+        trained=None if run.model.trained is None else tuple(run.model.trained),
+        checkpointing="none" if cpu and recompute == "auto" else recompute,
+        most_tp=1 if cpu else None,
+        ordering=run.train.ordering,
+        cpu_node_cores=run.cluster.cpu_node_cores,
+    )
 
 
 def check_profile(run: RunFile, profile: Profile) -> None:
-    """Refuse a profile that was made for another model or cluster, or computed by other rules than today's.
+    """Refuse a profile that was made for another model or cluster, or computed by other rules than
+    today's.
 
     Raises:
         MismatchError: both fingerprints are named.
     """
-    for what, mine, theirs in (("model", run.model_fingerprint(), profile.fingerprints.model),
-                               ("cluster", run.cluster_fingerprint(), profile.fingerprints.cluster)):
+    for what, mine, theirs in (
+        ("model", run.model_fingerprint(), profile.fingerprints.model),
+        ("cluster", run.cluster_fingerprint(), profile.fingerprints.cluster),
+    ):
         if mine != theirs:
-            raise MismatchError(f"The profile was made for another {what}",
-                                f"{what} of the run file: {mine}; of the profile: {theirs}",
-                                "Profile again: disttrain profile")
+            raise MismatchError(
+                f"The profile was made for another {what}",
+                f"{what} of the run file: {mine}; of the profile: {theirs}",
+                "Profile again: disttrain profile",
+            )
     if profile.device.kind == "analytic" and profile.provenance.get("rules") != RULES:
-        raise MismatchError("The profile was computed by another version's rules",
-                            f"now: {RULES}; then: {profile.provenance.get('rules', 'not said')}",
-                            "Profile again: disttrain profile")
+        raise MismatchError(
+            "The profile was computed by another version's rules",
+            f"now: {RULES}; then: {profile.provenance.get('rules', 'not said')}",
+            "Profile again: disttrain profile",
+        )
 
 
-def solve(run: RunFile, profile: Profile, *, gpus: int | None = None, strategy: Strategy = "disaggregated",
-          top: int = 5) -> Plan:
+def solve(
+    run: RunFile,
+    profile: Profile,
+    *,
+    gpus: int | None = None,
+    strategy: Strategy = "disaggregated",
+    top: int = 5,
+) -> Plan:
     """The best plan of a strategy, its prediction, the baselines, and the `top` next best layouts.
 
-    The formula's best layouts are simulated, and for `disaggregated` the other strategies' own choices with them, as
-    far as its units may have their shapes (`apart`): a plan is never slower than a baseline that it could have chosen.
+    The formula's best layouts are simulated, and for `disaggregated` the other strategies' own
+    choices with them, as far as its units may have their shapes (`apart`): a plan is never slower
+    than a baseline that it could have chosen.
 
     Raises:
-        MismatchError: the profile belongs to another model or cluster.
-        InfeasibleError: no layout fits; names the stage that does not fit and the smallest change that helps.
+        MismatchError: the profile belongs to another model or cluster. InfeasibleError: no layout
+        fits; names the stage that does not fit and the smallest change that helps.
     """
     check_profile(run, profile)
     cluster = cluster_of(run, profile, gpus)
     started = time.perf_counter()
     either_zero = run.train.zero_stage == "auto"
-    baselines = {name: baseline(profile, cluster, name, either_zero) for name in BASELINES if name != strategy}
+    baselines = {
+        name: baseline(profile, cluster, name, either_zero)
+        for name in BASELINES
+        if name != strategy
+    }
     rivals = _rivals(profile, cluster, baselines) if strategy == "disaggregated" else []
-    ranked, combinations, simulated = ranking(profile, cluster, strategy, top, either_zero,
-                                              [layout for layout, _ in rivals])
+    ranked, combinations, simulated = ranking(
+        profile, cluster, strategy, top, either_zero, [layout for layout, _ in rivals]
+    )
     if not ranked:
         raise infeasible(profile, cluster, strategy)
     predicted = _predicted(profile, cluster, ranked[0].layout)
-    for layout, shown in rivals:  # where training differs from what ranks layouts: shared cores, another ordering
+    for (
+        layout,
+        shown,
+    ) in rivals:  # where training differs from what ranks layouts: shared cores, another ordering
         if shown.iteration_s < predicted.iteration_s:
             own = _predicted(profile, cluster, layout)
             if own.iteration_s < predicted.iteration_s:
                 predicted = own
-                ranked = [Ranked(layout, simulated_s(profile, layout, ranked_as(cluster), shared=False)),
-                          *(one for one in ranked if one.layout != layout)]
+                ranked = [
+                    Ranked(layout, simulated_s(profile, layout, ranked_as(cluster), shared=False)),
+                    *(one for one in ranked if one.layout != layout),
+                ]
     best = ranked[0]
     solve_s = time.perf_counter() - started
     if strategy in BASELINES:
         baselines[strategy] = _baseline(best.layout, predicted)
-    # Ranked by another policy than they would be trained with, runners-up are shown as many times slower as that said.
-    scale = predicted.iteration_s / _shown_s(profile, cluster, best) if ranked_as(cluster) != cluster else 1.0
+    # Ranked by another policy than they would be trained with, runners-up are shown as many times
+    # slower as that said.
+    scale = (
+        predicted.iteration_s / _shown_s(profile, cluster, best)
+        if ranked_as(cluster) != cluster
+        else 1.0
+    )
     return Plan(
         fingerprints=profile.fingerprints.model_copy(update={"profile": fingerprint(profile)}),
-        provenance=profile.provenance, plan=best.layout, predicted=predicted,
+        provenance=profile.provenance,
+        plan=best.layout,
+        predicted=predicted,
         baselines={name: baselines[name] for name in BASELINES},
         alternatives=[
-            Alternative(layout=_described(other.layout), gpus_used=other.layout.gpus_used,
-                        iteration_s=_shown_s(profile, cluster, other) * scale, plan=other.layout,
-                        slower_pct=100 * (other.iteration_s / best.iteration_s - 1))
-            for other in ranked[1:top + 1]],
-        search=Search(solve_s=solve_s, candidates=combinations, exact=strategy != "paper",
-                      simulated=simulated))
+            Alternative(
+                layout=_described(other.layout),
+                gpus_used=other.layout.gpus_used,
+                iteration_s=_shown_s(profile, cluster, other) * scale,
+                plan=other.layout,
+                slower_pct=100 * (other.iteration_s / best.iteration_s - 1),
+            )
+            for other in ranked[1 : top + 1]
+        ],
+        search=Search(
+            solve_s=solve_s, candidates=combinations, exact=strategy != "paper", simulated=simulated
+        ),
+    )
 
 
-def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0,
-            either_zero: bool = False, others: Sequence[Layout] = ()) -> tuple[list[Ranked], int, int]:
+def ranking(
+    profile: Profile,
+    cluster: Cluster,
+    strategy: Strategy,
+    top: int = 0,
+    either_zero: bool = False,
+    others: Sequence[Layout] = (),
+) -> tuple[list[Ranked], int, int]:
     """Layouts of a strategy, best first, and how many were candidates and simulated.
 
-    `distmm` and `paper` keep the order of their own rules. Where training orders by the policy `best`, layouts are
-    ranked by `paper`, which takes milliseconds for each.
+    `distmm` and `paper` keep the order of their own rules. Where training orders by the policy
+    `best`, layouts are ranked by `paper`, which takes milliseconds for each.
 
     Args:
         top: runners-up wanted beside the best layout.
@@ -144,25 +203,48 @@ def ranking(profile: Profile, cluster: Cluster, strategy: Strategy, top: int = 0
     if strategy in ("distmm", "paper"):
         units, found = candidates(profile, cluster, strategy, top + 1)
         layouts = [as_layout(units, candidate) for candidate in found.best]
-        ranked = [Ranked(layout, simulated_s(profile, layout, cluster, shared=False)) for layout in layouts]
+        ranked = [
+            Ranked(layout, simulated_s(profile, layout, cluster, shared=False))
+            for layout in layouts
+        ]
         return ranked, found.combinations, len(ranked)
     ours = strategy == "disaggregated"
-    finalists = rounds(profile, cluster, find, as_layout, top + 1, POOL if ours else max(EACH, top + 1),
-                       NEAR if ours else 0, others)
+    finalists = rounds(
+        profile,
+        cluster,
+        find,
+        as_layout,
+        top + 1,
+        POOL if ours else max(EACH, top + 1),
+        NEAR if ours else 0,
+        others,
+    )
     return rank(profile, cluster, finalists, top + 1), combinations, len(finalists)
 
 
-def _rivals(profile: Profile, cluster: Cluster,
-            baselines: dict[Strategy, Baseline | None]) -> list[tuple[Layout, Baseline]]:
-    """The baselines' layouts as units of the strategy `disaggregated`, where it has such, and the baselines."""
+def _rivals(
+    profile: Profile, cluster: Cluster, baselines: dict[Strategy, Baseline | None]
+) -> list[tuple[Layout, Baseline]]:
+    """The baselines' layouts as units of the strategy `disaggregated`, where it has such, and the
+    baselines."""
     units = group(profile, cluster, "disaggregated")
-    found = [(apart(other.plan, units), other) for other in baselines.values() if other and other.plan]
-    return [(layout, other) for layout, other in found if layout is not None and all(
-        stage.peak_gib <= stage.limit_gib for stage in layout_memory(profile, layout, cluster.memory_gib))]
+    found = [
+        (apart(other.plan, units), other) for other in baselines.values() if other and other.plan
+    ]
+    return [
+        (layout, other)
+        for layout, other in found
+        if layout is not None
+        and all(
+            stage.peak_gib <= stage.limit_gib
+            for stage in layout_memory(profile, layout, cluster.memory_gib)
+        )
+    ]
 
 
 def apart(layout: Layout, units: list[Unit]) -> Layout | None:
-    """The layout with its stages shared out to these units, in pipeline order; None where a stage holds several."""
+    """The layout with its stages shared out to these units, in pipeline order; None where a stage
+    holds several."""
     left = [(plan, layers) for plan in layout.units for layers in plan.layers_per_stage]
     plans: list[UnitPlan] = []
     for unit in units:
@@ -173,9 +255,18 @@ def apart(layout: Layout, units: list[Unit]) -> Layout | None:
         if missing or any(plan is not stages[0][0] for plan, _ in stages):
             return None
         plan = stages[0][0]
-        plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=plan.tp, dp=plan.dp, pp=len(stages),
-                              gpus=plan.tp * plan.dp * len(stages), layers_per_stage=[layers for _, layers in stages],
-                              checkpointing=plan.checkpointing))
+        plans.append(
+            UnitPlan(
+                name=unit.name,
+                modules=list(unit.modules),
+                tp=plan.tp,
+                dp=plan.dp,
+                pp=len(stages),
+                gpus=plan.tp * plan.dp * len(stages),
+                layers_per_stage=[layers for _, layers in stages],
+                checkpointing=plan.checkpointing,
+            )
+        )
     return layout.model_copy(update={"strategy": "disaggregated", "units": plans})
 
 
@@ -188,19 +279,24 @@ def ranked_as(cluster: Cluster) -> Cluster:
     return replace(cluster, ordering="paper") if cluster.ordering == "best" else cluster
 
 
-def best_by_formula(profile: Profile, cluster: Cluster, strategy: Strategy, top: int,
-                    limits: Limits) -> tuple[list[Unit], Found]:
-    """Units and the formula's best layouts of an exact strategy; of `megatron`, only `limits.most` is kept to."""
+def best_by_formula(
+    profile: Profile, cluster: Cluster, strategy: Strategy, top: int, limits: Limits
+) -> tuple[list[Unit], Found]:
+    """Units and the formula's best layouts of an exact strategy; of `megatron`, only `limits.most`
+    is kept to."""
     if limits.most is None:
         return candidates(profile, cluster, strategy, top)
     if strategy == "megatron":
         return megatron(profile, cluster, top, most_dp=limits.most)
     units = group(profile, cluster, strategy)
-    return units, search(units, cluster, top, keep=keep_within(units, limits), within_ms=limits.within_ms)
+    return units, search(
+        units, cluster, top, keep=keep_within(units, limits), within_ms=limits.within_ms
+    )
 
 
 def keep_within(units: list[Unit], limits: Limits) -> Keep:
     """Restricts a search to some replicas and TP degrees of the LLM's unit."""
+
     def keep(number: int, _: int, rows: Rows) -> NDArray[np.bool_]:
         if not units[number].holds_llm:
             return np.ones(len(rows), dtype=bool)
@@ -208,6 +304,7 @@ def keep_within(units: list[Unit], limits: Limits) -> Keep:
         for tp, dp in limits.without:
             kept &= (rows.tp != tp) | (rows.dp != dp)
         return kept
+
     return keep
 
 
@@ -216,20 +313,42 @@ def fewer_replicas(units: list[Unit], most: int) -> Keep:
     return keep_within(units, Limits(math.inf, most))
 
 
-def layout_of(units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy) -> Layout:
+def layout_of(
+    units: list[Unit], cluster: Cluster, candidate: Candidate, strategy: Strategy
+) -> Layout:
     """The layout of a candidate, with the layers of every stage."""
     slots = cluster.batch // candidate.slot_sequences
     plans: list[UnitPlan] = []
     stages = in_line([pp for _, _, pp in candidate.shapes], holder_of(units))
-    for unit, (tp, dp, pp), recomputes, left in zip(units, candidate.shapes, candidate.checkpointing, stages,
-                                                    strict=True):
-        layers = layers_per_stage(unit, tp, dp, pp, candidate.slot_sequences, slots, left - pp, recomputes)
+    for unit, (tp, dp, pp), recomputes, left in zip(
+        units, candidate.shapes, candidate.checkpointing, stages, strict=True
+    ):
+        layers = layers_per_stage(
+            unit, tp, dp, pp, candidate.slot_sequences, slots, left - pp, recomputes
+        )
         assert layers is not None, "the search kept a shape that does not fit"
-        plans.append(UnitPlan(name=unit.name, modules=list(unit.modules), tp=tp, dp=dp, pp=pp, gpus=tp * dp * pp,
-                              layers_per_stage=layers, checkpointing=recomputes))
-    return Layout(strategy=strategy, global_batch_size=cluster.batch, microbatch_size=candidate.microbatch,
-                  microbatches=slots, gpus_used=candidate.gpus, zero_stage=cluster.zero_stage,
-                  trained=None if cluster.trained is None else list(cluster.trained), units=plans)
+        plans.append(
+            UnitPlan(
+                name=unit.name,
+                modules=list(unit.modules),
+                tp=tp,
+                dp=dp,
+                pp=pp,
+                gpus=tp * dp * pp,
+                layers_per_stage=layers,
+                checkpointing=recomputes,
+            )
+        )
+    return Layout(
+        strategy=strategy,
+        global_batch_size=cluster.batch,
+        microbatch_size=candidate.microbatch,
+        microbatches=slots,
+        gpus_used=candidate.gpus,
+        zero_stage=cluster.zero_stage,
+        trained=None if cluster.trained is None else list(cluster.trained),
+        units=plans,
+    )
 
 
 def _described(layout: Layout) -> str:
@@ -243,7 +362,9 @@ def _shown_s(profile: Profile, cluster: Cluster, other: Ranked) -> float:
     return simulated_s(profile, other.layout, ranked_as(cluster))
 
 
-def baseline(profile: Profile, cluster: Cluster, strategy: Strategy, either_zero: bool = False) -> Baseline | None:
+def baseline(
+    profile: Profile, cluster: Cluster, strategy: Strategy, either_zero: bool = False
+) -> Baseline | None:
     """The layout of another strategy in the same simulator; None where none fits."""
     ranked, _, _ = ranking(profile, cluster, strategy, 0, either_zero)
     if not ranked:
@@ -252,5 +373,11 @@ def baseline(profile: Profile, cluster: Cluster, strategy: Strategy, either_zero
 
 
 def _baseline(layout: Layout, predicted: Prediction) -> Baseline:
-    return Baseline(iteration_s=predicted.iteration_s, sequences_per_s=predicted.sequences_per_s,
-                    mfu=predicted.mfu, gpus_used=layout.gpus_used, layout=_described(layout), plan=layout)
+    return Baseline(
+        iteration_s=predicted.iteration_s,
+        sequences_per_s=predicted.sequences_per_s,
+        mfu=predicted.mfu,
+        gpus_used=layout.gpus_used,
+        layout=_described(layout),
+        plan=layout,
+    )

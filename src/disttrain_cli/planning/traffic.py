@@ -14,16 +14,23 @@ from disttrain_cli.spec.profile import Pass, Profile
 from disttrain_cli.spec.work import Work
 
 
-def traffic_of(profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int) -> list[Traffic]:
+def traffic_of(
+    profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int
+) -> list[Traffic]:
     """Messages of one step by kind and unit; kinds that send nothing are left out."""
     rows = _crossings(profile, layout, stages, gpus_per_node)
     for unit in layout.units:
         own = [stage for stage in stages if stage.unit is unit]
-        rows += [*_over_replicas(profile, layout, own, gpus_per_node), *_tensor_parallel(profile, layout, unit)]
+        rows += [
+            *_over_replicas(profile, layout, own, gpus_per_node),
+            *_tensor_parallel(profile, layout, unit),
+        ]
     return [row for row in rows if row.job_gib > 0]
 
 
-def _crossings(profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int) -> list[Traffic]:
+def _crossings(
+    profile: Profile, layout: Layout, stages: list[CostedStage], gpus_per_node: int
+) -> list[Traffic]:
     """Activations and gradients over the cuts between stages, those inside a unit added up."""
     rows: dict[tuple[str, str | None, bool], Traffic] = {}
     for before, after in crossings(stages):
@@ -31,21 +38,29 @@ def _crossings(profile: Profile, layout: Layout, stages: list[CostedStage], gpus
         sent = before.cut_bytes * layout.global_batch_size * (2 if before.gradients_back else 1)
         rank_bytes = sent / min(len(before.ranks), len(after.ranks))
         row = Traffic(
-            kind="between_units" if after.index == 0 else "between_stages", unit=before.unit.name,
-            to=after.unit.name if after.index == 0 else None, inside_a_node=inside, job_gib=sent / GIB,
+            kind="between_units" if after.index == 0 else "between_stages",
+            unit=before.unit.name,
+            to=after.unit.name if after.index == 0 else None,
+            inside_a_node=inside,
+            job_gib=sent / GIB,
             rank_gib=rank_bytes / GIB,
-            rank_s=rank_bytes / (profile.links.of(inside).p2p_gbps * GIGABIT_BYTES))
+            rank_s=rank_bytes / (profile.links.of(inside).p2p_gbps * GIGABIT_BYTES),
+        )
         key = (row.unit, row.to, inside)
         if key in rows:  # of the cuts inside a unit the busiest rank counts
             other = rows[key]
             row = (row if row.rank_gib > other.rank_gib else other).model_copy(
-                update={"job_gib": row.job_gib + other.job_gib})
+                update={"job_gib": row.job_gib + other.job_gib}
+            )
         rows[key] = row
     return list(rows.values())
 
 
-def _over_replicas(profile: Profile, layout: Layout, own: list[CostedStage], gpus_per_node: int) -> list[Traffic]:
-    """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a unit's stages."""
+def _over_replicas(
+    profile: Profile, layout: Layout, own: list[CostedStage], gpus_per_node: int
+) -> list[Traffic]:
+    """Reduction of gradients, and under ZeRO-1 gathering of weights, over the replicas of each of a
+    unit's stages."""
     unit = own[0].unit
     inside = in_one_node(len(own[0].ranks), gpus_per_node)
     link = profile.links.of(inside)
@@ -54,11 +69,19 @@ def _over_replicas(profile: Profile, layout: Layout, own: list[CostedStage], gpu
     kinds = [("gradients", 2 * GRADIENT_BYTES, link.all_reduce_gbps)]
     if layout.zero_stage == 1:
         kinds.append(("weights", WEIGHT_BYTES[profile.precision], link.all_gather_gbps))
-    return [Traffic.model_validate({
-        "kind": kind, "unit": unit.name, "inside_a_node": inside,
-        "job_gib": ring * size * total * len(own[0].ranks) / GIB, "rank_gib": ring * size * most / GIB,
-        "rank_s": ring * size * most / (gbps * GIGABIT_BYTES)})
-        for kind, size, gbps in kinds]
+    return [
+        Traffic.model_validate(
+            {
+                "kind": kind,
+                "unit": unit.name,
+                "inside_a_node": inside,
+                "job_gib": ring * size * total * len(own[0].ranks) / GIB,
+                "rank_gib": ring * size * most / GIB,
+                "rank_s": ring * size * most / (gbps * GIGABIT_BYTES),
+            }
+        )
+        for kind, size, gbps in kinds
+    ]
 
 
 def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[Traffic]:
@@ -66,31 +89,55 @@ def _tensor_parallel(profile: Profile, layout: Layout, unit: UnitPlan) -> list[T
     if unit.tp == 1:
         return []
     does = backwards(profile, layout.trained)
-    per_layer = [_sent_bytes(profile, layout, unit, name, place, does[name][place])
-                 for name in unit.modules for place in range(len(profile.modules[name].layers))]
-    ends = [sum(unit.layers_per_stage[:index + 1]) for index in range(unit.pp)]
-    most = max(sum(per_layer[end - count:end]) for end, count in zip(ends, unit.layers_per_stage, strict=True))
+    per_layer = [
+        _sent_bytes(profile, layout, unit, name, place, does[name][place])
+        for name in unit.modules
+        for place in range(len(profile.modules[name].layers))
+    ]
+    ends = [sum(unit.layers_per_stage[: index + 1]) for index in range(unit.pp)]
+    most = max(
+        sum(per_layer[end - count : end])
+        for end, count in zip(ends, unit.layers_per_stage, strict=True)
+    )
     rank_bytes = most / unit.dp
-    return [Traffic(kind="tensor_parallel", unit=unit.name, inside_a_node=True,
-                    job_gib=unit.tp * sum(per_layer) / GIB, rank_gib=rank_bytes / GIB,
-                    rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES))]
+    return [
+        Traffic(
+            kind="tensor_parallel",
+            unit=unit.name,
+            inside_a_node=True,
+            job_gib=unit.tp * sum(per_layer) / GIB,
+            rank_gib=rank_bytes / GIB,
+            rank_s=rank_bytes / (profile.links.all_reduce_gbps * GIGABIT_BYTES),
+        )
+    ]
 
 
-def _sent_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, place: int, does: Backward) -> float:
-    """Bytes that a layer's TP groups move over the link of one rank each for a global batch, all replicas' together."""
+def _sent_bytes(
+    profile: Profile, layout: Layout, unit: UnitPlan, name: str, place: int, does: Backward
+) -> float:
+    """Bytes that a layer's TP groups move over the link of one rank each for a global batch, all
+    replicas' together."""
     module = profile.modules[name]
     if module.work_per_sequence == Work():
         return 0.0
     sent = module.costs[module.layers[place]].tp[str(unit.tp)].sent_bytes
     passes: dict[Backward, list[Pass]] = {
-        "still": ["forward"], "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],
-        "passes": ["forward", "forward", "backward_input"] if unit.checkpointing else ["forward", "backward_input"]}
+        "still": ["forward"],
+        "trained": ["forward", "recomputing" if unit.checkpointing else "backward"],
+        "passes": ["forward", "forward", "backward_input"]
+        if unit.checkpointing
+        else ["forward", "backward_input"],
+    }
     return layout.global_batch_size * sum(
-        sent[one](module.work_per_sequence) for one in passes[does] if one in sent)
+        sent[one](module.work_per_sequence) for one in passes[does] if one in sent
+    )
 
 
-def preprocess_need(profile: Profile, sequences_per_s: float, cores_per_host: int) -> PreprocessNeed | None:
-    """Cores and hosts that prepare so many sequences per second; None where the profile has no rate.
+def preprocess_need(
+    profile: Profile, sequences_per_s: float, cores_per_host: int
+) -> PreprocessNeed | None:
+    """Cores and hosts that prepare so many sequences per second; None where the profile has no
+    rate.
 
     The measured time of a sequence includes its images.
     """
@@ -100,8 +147,17 @@ def preprocess_need(profile: Profile, sequences_per_s: float, cores_per_host: in
     sample = profile.data.sample
     images = sum(len(images) for images in sample.images) + sum(sample.targets)
     # Further generators and encoders have their images decoded once more.
-    again_s = sum(item_s(profile, name) * profile.modules[name].work_per_sequence.items
-                  for name in (*profile.inputs.generators[1:], *(head.module for head in profile.inputs.images[1:])))
+    again_s = sum(
+        item_s(profile, name) * profile.modules[name].work_per_sequence.items
+        for name in (
+            *profile.inputs.generators[1:],
+            *(head.module for head in profile.inputs.images[1:]),
+        )
+    )
     cores = math.ceil(sequences_per_s * (1.0 / rate + again_s))
-    return PreprocessNeed(sequences_per_s=sequences_per_s, images_per_s=sequences_per_s * images / len(sample.tokens),
-                          cores=cores, hosts=math.ceil(cores / cores_per_host))
+    return PreprocessNeed(
+        sequences_per_s=sequences_per_s,
+        images_per_s=sequences_per_s * images / len(sample.tokens),
+        cores=cores,
+        hosts=math.ceil(cores / cores_per_host),
+    )

@@ -31,15 +31,20 @@ class Cluster:
     zero_stage: Literal[0, 1]
     batch: int  # packed sequences per step
     trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
-    ordering: Literal["none", "paper", "best"] = "paper"  # policy under which global batches are simulated
+    ordering: Literal["none", "paper", "best"] = (
+        "paper"  # policy under which global batches are simulated
+    )
     cpu_node_cores: int = 64  # of one preprocessing node
-    checkpointing: Literal["none", "full", "auto"] = "none"  # of activations; auto = for each unit what is faster
+    checkpointing: Literal["none", "full", "auto"] = (
+        "none"  # of activations; auto = for each unit what is faster
+    )
     most_tp: int | None = None  # largest TP degree; None = what fits a node
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """The distinct layers of a unit: L layers, K kinds, V variants (a TP degree, with or without checkpointing)."""
+    """The distinct layers of a unit: L layers, K kinds, V variants (a TP degree, with or without
+    checkpointing)."""
 
     of: Ints  # [L] kind of each layer
     count: Ints  # [K]
@@ -47,10 +52,12 @@ class Kinds:
     checkpointing: NDArray[np.bool_]  # [V]
     base_ms: Floats  # [V, K] forward + backward + transfers: base + slope · sequences
     slope_ms: Floats
-    kept_gib: Floats  # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
+    # [V, K] weights, gradients, optimizer on one rank: kept by each replica, shared by all
+    kept_gib: Floats
     shared_gib: Floats
     activation_gib: Floats  # [V, 4, K] of one slot on one rank, terms of `costs.memory.worst_mix`
-    working_gib: Floats  # [V, 4, K] the most of one slot that a layer holds while it runs, what it keeps among it
+    # [V, 4, K] the most of one slot that a layer holds while it runs, what it keeps among it
+    working_gib: Floats
 
     def variant(self, tp: int, checkpointing: bool) -> int:
         """Number of a variant."""
@@ -84,15 +91,18 @@ class Unit:
     def tps(self) -> list[int]:
         """TP degrees that were profiled, are allowed, and fit evenly into a node."""
         most = self.cluster.most_tp or self.cluster.gpus_per_node
-        return [tp for tp in tp_degrees(self.profile, self.modules)
-                if self.cluster.gpus_per_node % tp == 0 and tp <= most]
+        return [
+            tp
+            for tp in tp_degrees(self.profile, self.modules)
+            if self.cluster.gpus_per_node % tp == 0 and tp <= most
+        ]
 
     @cached_property
     def ends_ms(self) -> tuple[Floats, Floats]:
         """Transfers at the unit's two ends, forward and gradient, as (base, slope) per layer [L].
 
-        A transfer holds up the rank at either end for latency + bytes / bandwidth; it is counted with the
-        first layer (from every unit before) and the last one (to the unit after).
+        A transfer holds up the rank at either end for latency + bytes / bandwidth; it is counted
+        with the first layer (from every unit before) and the last one (to the unit after).
         """
         base, slope = np.zeros(self.layers), np.zeros(self.layers)
         names = list(self.profile.modules)
@@ -110,8 +120,10 @@ class Unit:
         if (tp, checkpointing) not in self._layer_ms:
             times = unit_times(self.profile, self.modules, tp, self.cluster.trained, checkpointing)
             base, slope = self.ends_ms
-            self._layer_ms[tp, checkpointing] = (times.forward_base + times.backward_base + base,
-                                                 times.forward_slope + times.backward_slope + slope)
+            self._layer_ms[tp, checkpointing] = (
+                times.forward_base + times.backward_base + base,
+                times.forward_slope + times.backward_slope + slope,
+            )
         return self._layer_ms[tp, checkpointing]
 
     @cached_property
@@ -121,7 +133,9 @@ class Unit:
     @cached_property
     def kinds(self) -> Kinds:
         """Time and memory of the unit's layers at every TP degree, equal ones counted once."""
-        choices = {"none": [False], "full": [True], "auto": [False, True]}[self.cluster.checkpointing]
+        choices = {"none": [False], "full": [True], "auto": [False, True]}[
+            self.cluster.checkpointing
+        ]
         variants = [(tp, checkpointing) for tp in self.tps for checkpointing in choices]
         rows = []
         for tp, checkpointing in variants:
@@ -129,15 +143,39 @@ class Unit:
             kept, shared = state_bytes(*known, self.cluster.zero_stage, trained)
             terms = activation_terms(*known, trained, checkpointing)
             working = working_terms(*known, trained, checkpointing)
-            rows.append(np.vstack([*self.layer_ms(tp, checkpointing), kept / GIB, shared / GIB, terms / GIB,
-                                   working / GIB]))
+            rows.append(
+                np.vstack(
+                    [
+                        *self.layer_ms(tp, checkpointing),
+                        kept / GIB,
+                        shared / GIB,
+                        terms / GIB,
+                        working / GIB,
+                    ]
+                )
+            )
         columns = np.stack(rows)  # [V, 12, L]
         places: dict[bytes, int] = {}
-        of = np.array([places.setdefault(columns[:, :, layer].tobytes(), len(places)) for layer in range(self.layers)])
+        of = np.array(
+            [
+                places.setdefault(columns[:, :, layer].tobytes(), len(places))
+                for layer in range(self.layers)
+            ]
+        )
         one = columns[:, :, [int(np.argmax(of == kind)) for kind in range(len(places))]]
         tps, recomputing = (np.array(column) for column in zip(*variants, strict=True))
-        return Kinds(of, np.bincount(of), tps, recomputing, one[:, 0], one[:, 1], one[:, 2], one[:, 3], one[:, 4:8],
-                     one[:, 8:])
+        return Kinds(
+            of,
+            np.bincount(of),
+            tps,
+            recomputing,
+            one[:, 0],
+            one[:, 1],
+            one[:, 2],
+            one[:, 3],
+            one[:, 4:8],
+            one[:, 8:],
+        )
 
     @cached_property
     def fences(self) -> list[slice]:
@@ -145,8 +183,11 @@ class Unit:
         if not self.fenced:
             return []
         ends = np.cumsum([len(self.profile.modules[name].layers) for name in self.modules])
-        return [slice(int(end) - len(self.profile.modules[name].layers), int(end))
-                for name, end in zip(self.modules, ends, strict=True) if name != self.profile.inputs.llm]
+        return [
+            slice(int(end) - len(self.profile.modules[name].layers), int(end))
+            for name, end in zip(self.modules, ends, strict=True)
+            if name != self.profile.inputs.llm
+        ]
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_] | None:
@@ -155,9 +196,9 @@ class Unit:
             return None
         mask = np.ones((self.layers + 1, self.layers + 1), dtype=bool)
         for fence in self.fences:
-            mask[:, fence.start + 1:fence.stop] = False
-            mask[fence.start + 1:fence.stop, :] = False
-            mask[:fence.start + 1, fence.stop:] = False
+            mask[:, fence.start + 1 : fence.stop] = False
+            mask[fence.start + 1 : fence.stop, :] = False
+            mask[: fence.start + 1, fence.stop :] = False
             mask[fence.start, fence.stop] = True
         return mask
 
@@ -165,9 +206,9 @@ class Unit:
 def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
     """Units of a strategy in pipeline order.
 
-    `megatron` puts every module into one unit, as `disaggregated` must where there are fewer GPUs than modules.
-    In a Megatron pipeline encoder and generator are one stage each; with fewer GPUs than that takes, stages may
-    hold several modules.
+    `megatron` puts every module into one unit, as `disaggregated` must where there are fewer GPUs
+    than modules. In a Megatron pipeline encoder and generator are one stage each; with fewer GPUs
+    than that takes, stages may hold several modules.
 
     Raises:
         InfeasibleError: a unit has no TP degree that fits a node.
@@ -175,20 +216,31 @@ def group(profile: Profile, cluster: Cluster, strategy: str) -> list[Unit]:
     names = list(profile.modules)
     few = cluster.gpus < len(names)
     if strategy == "megatron" or few:
-        units = [Unit(MONOLITH if len(names) > 1 else names[0], tuple(names), profile, cluster, fenced=not few)]
+        units = [
+            Unit(
+                MONOLITH if len(names) > 1 else names[0],
+                tuple(names),
+                profile,
+                cluster,
+                fenced=not few,
+            )
+        ]
     else:
         units = [Unit(name, (name,), profile, cluster) for name in names]
     for unit in units:
         if not unit.tps:
             raise InfeasibleError(
                 f"No TP degree of unit {unit.name} fits a node",
-                f"profiled: TP {tp_degrees(profile, unit.modules)}; cluster.gpus_per_node: {cluster.gpus_per_node}",
-                "Profile again: disttrain profile")
+                f"profiled: TP {tp_degrees(profile, unit.modules)}; cluster.gpus_per_node:"
+                f" {cluster.gpus_per_node}",
+                "Profile again: disttrain profile",
+            )
     return units
 
 
 def holder_of(units: list[Unit]) -> int:
-    """Number of the unit that holds the LLM; those before it hold encoders and stand side by side."""
+    """Number of the unit that holds the LLM; those before it hold encoders and stand side by
+    side."""
     return next(number for number, unit in enumerate(units) if unit.holds_llm)
 
 

@@ -1,9 +1,11 @@
-"""A profile without measuring: the operators of every layer, timed by the hardware catalogue's curves.
+"""A profile without measuring: the operators of every layer, timed by the hardware catalogue's
+curves.
 
-For machines that nobody has here, in seconds and without a GPU, also for a model that would fit on none. Which
-kernels run says `models.operators`, how long they take `costs.hardware`. Both are linear in work, so times and bytes
-are exact polynomials of it and a few probes on the meta device decide them. A shard is counted as the first rank of its
-TP group, which computes what it would with the others' messages.
+For machines that nobody has here, in seconds and without a GPU, also for a model that would fit on
+none. Which kernels run says `models.operators`, how long they take `costs.hardware`. Both are
+linear in work, so times and bytes are exact polynomials of it and a few probes on the meta device
+decide them. A shard is counted as the first rank of its TP group, which computes what it would with
+the others' messages.
 """
 
 from __future__ import annotations
@@ -44,18 +46,20 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import ClusterSpec, Run
 from disttrain_cli.spec.work import Work
 
-#: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient; bf16 weight.
+# : Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
+# bf16 weight.
 OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
 
 
 def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profile:
-    """The profile of a run on a device of the catalogue, or on one whose figures the run file gives.
+    """The profile of a run on a device of the catalogue, or on one whose figures the run file
+    gives.
 
     Preprocessing is measured here, on this machine's cores.
 
     Raises:
-        SpecError: the device is unknown, or the model's configuration is wrong.
-        DataError: the dataset is missing, empty or too damaged, or has nothing for one of the modules.
+        SpecError: the device is unknown, or the model's configuration is wrong. DataError: the
+        dataset is missing, empty or too damaged, or has nothing for one of the modules.
     """
     file = run.file
     precision = file.train.precision
@@ -65,9 +69,17 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
     progress("count FLOPs", 0, 0)
     flops = count_flops(run)
     links = link_profile(device, file.cluster)
-    setting = Setting(table, inputs, data, links.of(True), value_bytes=2 if precision == "bf16" else 4,
-                      grouped=True)
-    degrees = {module: tp_degrees(run, module, file.cluster.gpus_per_node) for module in file.model.order}
+    setting = Setting(
+        table,
+        inputs,
+        data,
+        links.of(True),
+        value_bytes=2 if precision == "bf16" else 4,
+        grouped=True,
+    )
+    degrees = {
+        module: tp_degrees(run, module, file.cluster.gpus_per_node) for module in file.model.order
+    }
     modules = {}
     for module, tps in degrees.items():
         progress(f"record what {module} holds and sends", 0, 0)
@@ -80,90 +92,163 @@ def analytic_profile(run: Run, name: str, progress: Progress = silent) -> Profil
                 for layer in layers.values():
                     layer.requires_grad_(not frozen and not layer.frozen)
                 found[tp] = _series(inputs, table, module, layers, tp, device, precision)
-        kinds = {tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()}
+        kinds = {
+            tp: {layer.kind: layer for layer in layers.values()} for tp, layers in shards.items()
+        }
         known = known_parts(kinds, flops[module], running(run, module, tps))
         modules[module] = module_profile(module, kind, setting, known, series[False], series[True])
     return Profile(
         precision=precision,
-        fingerprints=Fingerprints(model=file.model_fingerprint(), data=data.profile.fingerprint,
-                                  cluster=file.cluster_fingerprint()),
+        fingerprints=Fingerprints(
+            model=file.model_fingerprint(),
+            data=data.profile.fingerprint,
+            cluster=file.cluster_fingerprint(),
+        ),
         provenance=_provenance(device, file.cluster) | data.provenance,
         device=_described(device, precision, file.cluster),
-        inputs=inputs, modules=modules, links=links, data=data.profile, preprocess=data.preprocess)
+        inputs=inputs,
+        modules=modules,
+        links=links,
+        data=data.profile,
+        preprocess=data.preprocess,
+    )
 
 
 def _shards(run: Run, table: list[LayerInfo], module: str, tp: int) -> dict[int, PipelineLayer]:
-    """The first rank's part of the first layer of every kind of a module, by its place in the model."""
+    """The first rank's part of the first layer of every kind of a module, by its place in the
+    model."""
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
-    layers = {place: layer for start, stop in first_of_kinds(table, module, 1)
-              for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)}
+    layers = {
+        place: layer
+        for start, stop in first_of_kinds(table, module, 1)
+        for place, layer in enumerate(build_layers(run, start, stop, "meta", dtype, tp), start)
+    }
     for layer in layers.values():
         join(layer, None if tp == 1 else Group(None, tp, 0))
     return layers
 
 
-def _series(inputs: ModelInputs, table: list[LayerInfo], module: str, shards: Mapping[int, PipelineLayer], tp: int,
-            device: Device, precision: Precision) -> Series:
+def _series(
+    inputs: ModelInputs,
+    table: list[LayerInfo],
+    module: str,
+    shards: Mapping[int, PipelineLayer],
+    tp: int,
+    device: Device,
+    precision: Precision,
+) -> Series:
     """Times and kept bytes of every layer of a module at a few sizes, messages not included."""
     item = inputs.item(module)
     works: list[Work] = []
-    found: dict[str, list[tuple[float, float, float]]] = {layer.kind: [] for layer in shards.values()}
+    found: dict[str, list[tuple[float, float, float]]] = {
+        layer.kind: [] for layer in shards.values()
+    }
     for size in _sizes(inputs, item, tp):
         batch = probe_batch(inputs, device="meta", **size)
         own = {name: value for name, value in size.items() if name != "length"}
         works.append(probe_work(inputs, module, windows=False, **own))
         for place, layer in shards.items():
             dtype = next(layer.parameters()).dtype
-            done = layer_operators(layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch)
-            found[layer.kind].append((kernels_ms(device, precision, done.forward),
-                                      kernels_ms(device, precision, done.backward), float(done.saved_bytes)))
+            done = layer_operators(
+                layer, state_at(table, place, inputs, batch, "meta", dtype, tp=tp), batch
+            )
+            found[layer.kind].append(
+                (
+                    kernels_ms(device, precision, done.forward),
+                    kernels_ms(device, precision, done.backward),
+                    float(done.saved_bytes),
+                )
+            )
     values = {part: np.array(rows).T for part, rows in found.items()}
     if item == "sequence":
         works, values = _padded(inputs.sequence_length, works, values)
-    return Series(works, {part: rows[:2] for part, rows in values.items()}, works,
-                  {part: rows[2] for part, rows in values.items()})
+    return Series(
+        works,
+        {part: rows[:2] for part, rows in values.items()},
+        works,
+        {part: rows[2] for part, rows in values.items()},
+    )
 
 
 def _sizes(inputs: ModelInputs, item: Item, tp: int) -> list[dict[str, Any]]:
-    """As many probe sizes as there are amounts that costs depend on, whose rows a TP group divides evenly."""
+    """As many probe sizes as there are amounts that costs depend on, whose rows a TP group divides
+    evenly."""
     if item == "image":  # none square, so that all have positions of their own
         m = inputs.probe_step
-        return [{"grids": [(rows * m, columns * m)] * images * tp}
-                for images, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))]
+        return [
+            {"grids": [(rows * m, columns * m)] * images * tp}
+            for images, rows, columns in ((1, 6, 4), (1, 8, 6), (2, 6, 4), (3, 8, 10))
+        ]
     if item == "sequence":  # whole ones: the loss takes as many rows at a time as it does in a step
         length = inputs.sequence_length
-        return [{"documents": [lengths] * sequences * tp, "length": length}
-                for sequences, lengths in ((1, [length]), (1, [length - length // 2, length // 2]), (2, [length]))]
+        return [
+            {"documents": [lengths] * sequences * tp, "length": length}
+            for sequences, lengths in (
+                (1, [length]),
+                (1, [length - length // 2, length // 2]),
+                (2, [length]),
+            )
+        ]
     return [{"clips": count * tp} if item == "audio" else {"targets": count} for count in (2, 5)]
 
 
-def _padded(length: int, works: list[Work], values: dict[str, Floats]) -> tuple[list[Work], dict[str, Floats]]:
-    """The same costs at sequences of the model's length: their rows are computed whether they hold tokens or padding.
+def _padded(
+    length: int, works: list[Work], values: dict[str, Floats]
+) -> tuple[list[Work], dict[str, Floats]]:
+    """The same costs at sequences of the model's length: their rows are computed whether they hold
+    tokens or padding.
 
-    Probes have sequences without padding. A cost is base + per_row · rows + per_length_sq · Σ length².
+    Probes have sequences without padding. A cost is base + per_row · rows + per_length_sq · Σ
+    length².
     """
     scale = np.array([1.0, length, length**2])
     amounts = np.array([(1.0, work.tokens, work.sum_length_sq) for work in works]) / scale
-    full = [Work(1, length, length**2), Work(1, length / 2, length**2 / 8), Work(2, length, length**2 / 2),
-            Work(4, 3 * length, length**2)]
+    full = [
+        Work(1, length, length**2),
+        Work(1, length / 2, length**2 / 8),
+        Work(2, length, length**2 / 2),
+        Work(4, 3 * length, length**2),
+    ]
     wanted = np.array([(1.0, work.items * length, work.sum_length_sq) for work in full]) / scale
-    return full, {part: np.maximum(0.0, wanted @ np.linalg.solve(amounts, rows.T)).T for part, rows in values.items()}
+    return full, {
+        part: np.maximum(0.0, wanted @ np.linalg.solve(amounts, rows.T)).T
+        for part, rows in values.items()
+    }
 
 
 def _described(device: Device, precision: Precision, cluster: ClusterSpec) -> DeviceProfile:
-    return DeviceProfile(name=device.name, kind="analytic", count=cluster.gpus, memory_gib=device.memory_gib,
-                         peak_tflops=device.peak_of(precision), **catalogue().memory.reserves,
-                         optimizer_ns_per_parameter=1e9 * memory_s(device, OPTIMIZER_BYTES[precision]))
+    return DeviceProfile(
+        name=device.name,
+        kind="analytic",
+        count=cluster.gpus,
+        memory_gib=device.memory_gib,
+        peak_tflops=device.peak_of(precision),
+        **catalogue().memory.reserves,
+        optimizer_ns_per_parameter=1e9 * memory_s(device, OPTIMIZER_BYTES[precision]),
+    )
 
 
 def _provenance(device: Device, cluster: ClusterSpec) -> dict[str, str]:
     known = catalogue()
-    given = [f"{name} {value:g}" for name, value in (
-        ("peak_tflops", cluster.peak_tflops), ("memory_gib", cluster.memory_gib),
-        ("links.intra_node_gbps", cluster.links.intra_node_gbps)) if value is not None]
+    given = [
+        f"{name} {value:g}"
+        for name, value in (
+            ("peak_tflops", cluster.peak_tflops),
+            ("memory_gib", cluster.memory_gib),
+            ("links.intra_node_gbps", cluster.links.intra_node_gbps),
+        )
+        if value is not None
+    ]
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device.source,
-        "kernels": f"curve {device.curve}: {known.curves[device.curve].source}", "rules": RULES,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device.source,
+        "kernels": f"curve {device.curve}: {known.curves[device.curve].source}",
+        "rules": RULES,
         "links": known.links.source,
-        "network": f"{cluster.links.inter_node_gbps:g} Gbit/s per device (run file; typical {device.network_gbps:g})",
-        **({"run_file": ", ".join(given)} if given else {}), **library_versions()}
+        "network": (
+            f"{cluster.links.inter_node_gbps:g} Gbit/s per device (run file; typical"
+            f" {device.network_gbps:g})"
+        ),
+        **({"run_file": ", ".join(given)} if given else {}),
+        **library_versions(),
+    }

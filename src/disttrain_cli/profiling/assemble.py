@@ -1,4 +1,5 @@
-"""From the measurements of a module to its part of the profile: fits per kind of layer, means over the data."""
+"""From the measurements of a module to its part of the profile: fits per kind of layer, means over
+the data."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from disttrain_cli.profiling.fitting import Floats, combine, fit, held_out_error
 from disttrain_cli.profiling.footprints import Messages, Running
 from disttrain_cli.profiling.rows import batch_bytes, cut_bytes, input_bytes
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.profile import LayerCost, LayerShard, LinkTimes, ModuleProfile, ModuleTime, Pass, Polynomial
+from disttrain_cli.spec.profile import (
+    LayerCost,
+    LayerShard,
+    LinkTimes,
+    ModuleProfile,
+    ModuleTime,
+    Pass,
+    Polynomial,
+)
 from disttrain_cli.spec.runfile import Kind
 from disttrain_cli.spec.work import Work
 
@@ -50,25 +59,43 @@ class Setting:
     data: Dataset
     links: LinkTimes
     value_bytes: int  # of one number of the tensors between layers
-    grouped: bool = False  # whether kept bytes are those of a rank in its TP group, not of its part alone
+    grouped: bool = (
+        False  # whether kept bytes are those of a rank in its TP group, not of its part alone
+    )
 
 
-def known_parts(shards: Mapping[int, Mapping[str, PipelineLayer]], flops: Mapping[str, LayerFlops],
-                running: Mapping[int, Mapping[str, Running]]) -> dict[str, Part]:
+def known_parts(
+    shards: Mapping[int, Mapping[str, PipelineLayer]],
+    flops: Mapping[str, LayerFlops],
+    running: Mapping[int, Mapping[str, Running]],
+) -> dict[str, Part]:
     """What counts say of every kind of layer of a module.
 
     Args:
         shards: by TP size (1 among them) and kind, one rank's part of a layer.
         running: by TP size and kind, what a rank holds and sends (`footprints.running`).
     """
-    return {kind: Part(
-        flops[kind], {tp: sum(weight.numel() for weight in layers[kind].parameters()) for tp, layers in shards.items()},
-        {tp: kinds[kind] for tp, kinds in running.items()})
-        for kind in shards[1]}
+    return {
+        kind: Part(
+            flops[kind],
+            {
+                tp: sum(weight.numel() for weight in layers[kind].parameters())
+                for tp, layers in shards.items()
+            },
+            {tp: kinds[kind] for tp, kinds in running.items()},
+        )
+        for kind in shards[1]
+    }
 
 
-def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, Part],
-                   trained: Mapping[int, Series], frozen: Mapping[int, Series]) -> ModuleProfile:
+def module_profile(
+    name: str,
+    kind: Kind,
+    setting: Setting,
+    known: Mapping[str, Part],
+    trained: Mapping[int, Series],
+    frozen: Mapping[int, Series],
+) -> ModuleProfile:
     """Fit everything known of a module.
 
     Args:
@@ -81,22 +108,46 @@ def module_profile(name: str, kind: Kind, setting: Setting, known: Mapping[str, 
     costs = {
         part: LayerCost(
             parameters=counts.flops.parameters,
-            tp={str(tp): _shard(part, counts, tp, trained, frozen, setting.links, input_bytes(
-                first[part], setting.table, setting.inputs, data.mean, value_bytes, tp), batch_bytes(
-                first[part], setting.table, setting.inputs, value_bytes),
-                kind != "generator" and not setting.grouped) for tp in trained},
-            forward_flops=counts.flops.forward, backward_flops=counts.flops.backward,
-            backward_input_flops=counts.flops.backward_input)
-        for part, counts in known.items()}
+            tp={
+                str(tp): _shard(
+                    part,
+                    counts,
+                    tp,
+                    trained,
+                    frozen,
+                    setting.links,
+                    input_bytes(
+                        first[part], setting.table, setting.inputs, data.mean, value_bytes, tp
+                    ),
+                    batch_bytes(first[part], setting.table, setting.inputs, value_bytes),
+                    kind != "generator" and not setting.grouped,
+                )
+                for tp in trained
+            },
+            forward_flops=counts.flops.forward,
+            backward_flops=counts.flops.backward,
+            backward_input_flops=counts.flops.backward_input,
+        )
+        for part, counts in known.items()
+    }
     kinds = [layer.kind for layer in layers]
     return ModuleProfile(
-        kind=kind, parameters=sum(layer.parameters for layer in layers), layers=kinds, costs=costs,
-        tp={str(tp): _module_time(kinds, costs, tp, series, data.mean[name], data.idle[name])
-            for tp, series in trained.items()},
-        work_per_sequence=data.mean[name], max_work_per_sequence=data.most[name],
-        cut_bytes_per_sequence=cut_bytes(name, setting.table, setting.inputs, data.mean, value_bytes),
+        kind=kind,
+        parameters=sum(layer.parameters for layer in layers),
+        layers=kinds,
+        costs=costs,
+        tp={
+            str(tp): _module_time(kinds, costs, tp, series, data.mean[name], data.idle[name])
+            for tp, series in trained.items()
+        },
+        work_per_sequence=data.mean[name],
+        max_work_per_sequence=data.most[name],
+        cut_bytes_per_sequence=cut_bytes(
+            name, setting.table, setting.inputs, data.mean, value_bytes
+        ),
         projector=[place for place, layer in enumerate(layers) if layer.kind == "projector"],
-        frozen=[place for place, layer in enumerate(layers) if layer.frozen])
+        frozen=[place for place, layer in enumerate(layers) if layer.frozen],
+    )
 
 
 def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:
@@ -105,30 +156,47 @@ def message_ms(links: LinkTimes, messages: Messages, tp: int) -> Polynomial:
     for operation, count in messages.counts.items():
         latency_s = COLLECTIVES[operation](links, 0.0, tp)
         byte_s = COLLECTIVES[operation](links, 1.0, tp) - latency_s
-        terms += [(1e3 * byte_s, messages.bytes[operation]), (1e3 * latency_s * count, Polynomial(base=1.0))]
+        terms += [
+            (1e3 * byte_s, messages.bytes[operation]),
+            (1e3 * latency_s * count, Polynomial(base=1.0)),
+        ]
     return combine(*terms)
 
 
 def sent_bytes(messages: Messages, tp: int) -> Polynomial:
     """Bytes of a layer's collectives in one pass over the link of one rank, in rings."""
-    return combine(*((ring_bytes(operation, 1.0, tp), size) for operation, size in messages.bytes.items()))
+    return combine(
+        *((ring_bytes(operation, 1.0, tp), size) for operation, size in messages.bytes.items())
+    )
 
 
-def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], frozen: Mapping[int, Series],
-           links: LinkTimes, input_size: Polynomial, batch_size: Polynomial, divides: bool) -> LayerShard:
+def _shard(
+    part: str,
+    known: Part,
+    tp: int,
+    trained: Mapping[int, Series],
+    frozen: Mapping[int, Series],
+    links: LinkTimes,
+    input_size: Polynomial,
+    batch_size: Polynomial,
+    divides: bool,
+) -> LayerShard:
     """One rank's part of a kind of layer.
 
     Args:
-        input_size: bytes of the rank's input.
-        batch_size: bytes that it reads of a slot's inputs.
-        divides: take it that a TP group divides all that the whole layer keeps: inside attention and MLP by heads and
-            width, between them by rows (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). A part measured
-            alone keeps whole rows.
+        input_size: bytes of the rank's input. batch_size: bytes that it reads of a slot's inputs.
+        divides: take it that a TP group divides all that the whole layer keeps: inside attention
+        and MLP by heads and
+            width, between them by rows (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2). A
+            part measured alone keeps whole rows.
     """
     running = known.running[tp]
     passes: dict[Pass, Messages] = {
-        "forward": running.forward, "backward": running.backward, "backward_input": running.backward_input,
-        "recomputing": running.recomputing}
+        "forward": running.forward,
+        "backward": running.backward,
+        "backward_input": running.backward_input,
+        "recomputing": running.recomputing,
+    }
     messages = {name: message_ms(links, own, tp) for name, own in passes.items()}
     forward_ms, backward_ms = trained[tp].times[part]
     _, input_ms = frozen[tp].times[part]
@@ -140,15 +208,21 @@ def _shard(part: str, known: Part, tp: int, trained: Mapping[int, Series], froze
         forward_ms=_time(works, forward_ms, messages["forward"]),
         backward_ms=_time(works, backward_ms, messages["backward"]),
         backward_input_ms=_time(input_works, input_ms, messages["backward_input"]),
-        recomputing_ms=combine((1.0, messages["recomputing"]), (-1.0, messages["forward"]),
-                               (-1.0, messages["backward"])),
+        recomputing_ms=combine(
+            (1.0, messages["recomputing"]),
+            (-1.0, messages["forward"]),
+            (-1.0, messages["backward"]),
+        ),
         sent_bytes={name: sent_bytes(own, tp) for name, own in passes.items() if own.counts},
-        transient_bytes=running.transient_bytes, recomputing_bytes=running.recomputing_bytes,
+        transient_bytes=running.transient_bytes,
+        recomputing_bytes=running.recomputing_bytes,
         activation_bytes=combine((share, _kept(trained[measured], part))),
         frozen_activation_bytes=combine((share, _kept(frozen[measured], part))),
-        input_bytes=input_size, batch_bytes=batch_size,
+        input_bytes=input_size,
+        batch_bytes=batch_size,
         fit_error_pct=held_out_error_pct(works, [forward_ms, backward_ms]),
-        frozen_fit_error_pct=held_out_error_pct(input_works, [input_ms]))
+        frozen_fit_error_pct=held_out_error_pct(input_works, [input_ms]),
+    )
 
 
 def _kept(series: Series, part: str) -> Polynomial:
@@ -161,14 +235,25 @@ def _time(works: Sequence[Work], times_ms: Floats, messages: Polynomial) -> Poly
     return compute if compute == NOTHING else combine((1.0, compute), (1.0, messages))
 
 
-def _module_time(kinds: list[str], costs: Mapping[str, LayerCost], tp: int, series: Series, mean: Work,
-                 idle: float) -> ModuleTime:
+def _module_time(
+    kinds: list[str],
+    costs: Mapping[str, LayerCost],
+    tp: int,
+    series: Series,
+    mean: Work,
+    idle: float,
+) -> ModuleTime:
     """Mean over the sequences, each run alone; one without work takes no time, not the base."""
+
     def mean_ms(times: list[Polynomial]) -> float:
         return sum(time(mean) - idle * time.base for time in times)
 
     shards = [costs[kind].tp[str(tp)] for kind in kinds]
-    whole = [count * values for kind, count in Counter(kinds).items() for values in series.times[kind]]
-    return ModuleTime(forward_ms=mean_ms([shard.forward_ms for shard in shards]),
-                      backward_ms=mean_ms([shard.backward_ms for shard in shards]),
-                      fit_error_pct=held_out_error_pct(series.works, whole))
+    whole = [
+        count * values for kind, count in Counter(kinds).items() for values in series.times[kind]
+    ]
+    return ModuleTime(
+        forward_ms=mean_ms([shard.forward_ms for shard in shards]),
+        backward_ms=mean_ms([shard.backward_ms for shard in shards]),
+        fit_error_pct=held_out_error_pct(series.works, whole),
+    )

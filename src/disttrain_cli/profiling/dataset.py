@@ -1,4 +1,5 @@
-"""The data of a profile: index → packing → numbers; the same for a measured device and for one of the catalogue."""
+"""The data of a profile: index → packing → numbers; the same for a measured device and for one of
+the catalogue."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ class Dataset:
 def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> Dataset:
     """Take the sample index that is there, or build it, and describe one epoch of packed sequences.
 
-    Preprocessing rates are measured on this machine, on the data's own files; for a named distribution, which has
-    none, on synthetic JPEG files of its mean image size.
+    Preprocessing rates are measured on this machine, on the data's own files; for a named
+    distribution, which has none, on synthetic JPEG files of its mean image size.
 
     Raises:
         DataError: the dataset is missing, empty or too damaged, or brings a module no work at all.
@@ -54,27 +55,52 @@ def read_dataset(run: Run, inputs: ModelInputs, progress: Progress = silent) -> 
     known = epoch if len(epoch) >= SEQUENCES else drawn
     work = mean_and_max_work(known)
     return Dataset(
-        epoch=epoch, drawn=drawn, mean={name: mean for name, (mean, _) in work.items()},
+        epoch=epoch,
+        drawn=drawn,
+        mean={name: mean for name, (mean, _) in work.items()},
         most={name: most for name, (_, most) in work.items()},
-        idle={name: 1.0 - float(np.mean(np.any(rows > 0, axis=1))) for name, rows in sequence_work(known).items()},
-        profile=describe_data(epoch), preprocess=rates,
-        provenance={"preprocess": SYNTHETIC} if run.file.data.distribution else {})
+        idle={
+            name: 1.0 - float(np.mean(np.any(rows > 0, axis=1)))
+            for name, rows in sequence_work(known).items()
+        },
+        profile=describe_data(epoch),
+        preprocess=rates,
+        provenance={"preprocess": SYNTHETIC} if run.file.data.distribution else {},
+    )
 
 
 def _check_work(run: Run, inputs: ModelInputs, epoch: Packing) -> None:
-    """Refuse data that leaves a module without any work: there would be nothing to measure and nothing to plan."""
+    """Refuse data that leaves a module without any work: there would be nothing to measure and
+    nothing to plan."""
     if inputs.audio and not epoch.clips.any():
-        source = ("raise data.distribution.clips_per_sequence" if run.file.data.distribution
-                  else "add a source with clips to data.sources")
-        raise DataError(f"The data has no audio clip for {inputs.audio.module}",
-                        f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with a clip",
-                        f"Remove model.modules.{inputs.audio.module}, or {source}.")
-    heads = [(head.module, len(epoch.image_segment), "read", "images_per_sequence") for head in inputs.images]
-    heads += [(name, len(epoch.target_segment), "generate", "generated_per_sequence") for name in inputs.generators]
+        source = (
+            "raise data.distribution.clips_per_sequence"
+            if run.file.data.distribution
+            else "add a source with clips to data.sources"
+        )
+        raise DataError(
+            f"The data has no audio clip for {inputs.audio.module}",
+            f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with a clip",
+            f"Remove model.modules.{inputs.audio.module}, or {source}.",
+        )
+    heads = [
+        (head.module, len(epoch.image_segment), "read", "images_per_sequence")
+        for head in inputs.images
+    ]
+    heads += [
+        (name, len(epoch.target_segment), "generate", "generated_per_sequence")
+        for name in inputs.generators
+    ]
     for module, count, purpose, field in heads:
         if not count:
-            source = (f"raise data.distribution.{field}" if run.file.data.distribution
-                      else f"add a source with images to {purpose} to data.sources")
-            raise DataError(f"The data has no image for {module} to {purpose}",
-                            f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with an image "
-                            f"to {purpose}", f"Remove model.modules.{module}, or {source}.")
+            source = (
+                f"raise data.distribution.{field}"
+                if run.file.data.distribution
+                else f"add a source with images to {purpose} to data.sources"
+            )
+            raise DataError(
+                f"The data has no image for {module} to {purpose}",
+                f"{len(epoch.index):,} samples in {len(epoch):,} packed sequences, none with an"
+                f" image to {purpose}",
+                f"Remove model.modules.{module}, or {source}.",
+            )

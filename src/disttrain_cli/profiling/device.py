@@ -1,8 +1,9 @@
-"""Which device this machine offers, how many, how much memory each has, and how fast it can be at best.
+"""Which device this machine offers, how many, how much memory each has, and how fast it can be at
+best.
 
-The peak of a GPU is its vendor's dense bf16 figure (the hardware catalogue) or what the run file states; it is
-never guessed. The peak of a CPU is the best matrix-product rate of the whole machine, measured here, and counted once
-however many processes share it.
+The peak of a GPU is its vendor's dense bf16 figure (the hardware catalogue) or what the run file
+states; it is never guessed. The peak of a CPU is the best matrix-product rate of the whole machine,
+measured here, and counted once however many processes share it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GEMM_SECONDS = 1.0
 
 
 def choose_kind(wanted: str) -> str:
-    """"cpu" or "cuda" for "auto", "cpu" or "cuda".
+    """ "cpu" or "cuda" for "auto", "cpu" or "cuda".
 
     Raises:
         DisttrainError: CUDA was asked for and torch sees no CUDA device.
@@ -34,14 +35,20 @@ def choose_kind(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cuda" and not torch.cuda.is_available():
-        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-        raise DisttrainError("No CUDA device was found", f"torch {torch.__version__} ({build}) sees 0 devices",
-                             "Measure on the CPU with: disttrain profile --device cpu")
+        build = (
+            f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        )
+        raise DisttrainError(
+            "No CUDA device was found",
+            f"torch {torch.__version__} ({build}) sees 0 devices",
+            "Measure on the CPU with: disttrain profile --device cpu",
+        )
     return wanted
 
 
 def local_processes(cluster: ClusterSpec, kind: str) -> int:
-    """Processes that a run starts on this machine, one per device: those stated, of GPUs no more than there are."""
+    """Processes that a run starts on this machine, one per device: those stated, of GPUs no more
+    than there are."""
     if kind == "cpu":
         return cluster.gpus_per_node
     return min(cluster.gpus_per_node, torch.cuda.device_count())
@@ -57,23 +64,35 @@ def describe_device(cluster: ClusterSpec, kind: str, precision: Precision) -> De
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
         return DeviceProfile(
-            name=properties.name, kind="cuda", count=cluster.nodes * processes,
+            name=properties.name,
+            kind="cuda",
+            count=cluster.nodes * processes,
             memory_gib=cluster.memory_gib or properties.total_memory / GIB,
             peak_tflops=cluster.peak_tflops or lookup(properties.name).peak_of(precision),
-            shared_by=1, cores=machine_cores(), **catalogue().memory.reserves)
+            shared_by=1,
+            cores=machine_cores(),
+            **catalogue().memory.reserves,
+        )
     return DeviceProfile(
-        name=cpu_name(), kind="cpu", count=cluster.gpus,
+        name=cpu_name(),
+        kind="cpu",
+        count=cluster.gpus,
         memory_gib=cluster.memory_gib or machine_memory_gib() / processes,
         peak_tflops=cluster.peak_tflops or gemm_peak_tflops(precision),
-        shared_by=processes, cores=machine_cores())
+        shared_by=processes,
+        cores=machine_cores(),
+    )
 
 
-def gemm_peak_tflops(precision: str, cores: int | None = None, seconds: float = GEMM_SECONDS) -> float:
+def gemm_peak_tflops(
+    precision: str, cores: int | None = None, seconds: float = GEMM_SECONDS
+) -> float:
     """Best rate of matrix products with every core busy, in TFLOP/s; takes about `seconds`.
 
-    One thread per core, each timed by its own CPU time, so that other programs on the machine do not lower the
-    result; their best rates are summed. Every operand layout is tried, because a CPU without bf16 units runs some
-    of them many times slower; with bf16 the fp32 rate counts too: such a CPU's peak is what it could do.
+    One thread per core, each timed by its own CPU time, so that other programs on the machine do
+    not lower the result; their best rates are summed. Every operand layout is tried, because a CPU
+    without bf16 units runs some of them many times slower; with bf16 the fp32 rate counts too: such
+    a CPU's peak is what it could do.
     """
     dtypes = [torch.float32, torch.bfloat16] if precision == "bf16" else [torch.float32]
     count = cores or machine_cores()
@@ -91,7 +110,10 @@ def _core_rate(dtypes: list[torch.dtype], seconds: float) -> float:
         deadline, side, taken_s = time.perf_counter() + seconds / len(tries), GEMM_SIDES[0], 0.0
         while time.perf_counter() < deadline:
             left, right = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
-            left, right = (left.t() if layout == "tn" else left), (right.t() if layout == "nt" else right)
+            left, right = (
+                (left.t() if layout == "tn" else left),
+                (right.t() if layout == "nt" else right),
+            )
             begin_ns = time.thread_time_ns()
             left @ right
             taken_s = (time.thread_time_ns() - begin_ns) * 1e-9
@@ -103,7 +125,9 @@ def _core_rate(dtypes: list[torch.dtype], seconds: float) -> float:
 
 def machine_cores() -> int:
     """Cores this process may use: its affinity, and the container's share where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, max(1, round(int(quota) / int(period))))

@@ -1,9 +1,10 @@
-"""Correcting a sum of known terms: a factor ≥ 0 for each, from measurements that hold noise, stalls and slow ranks.
+"""Correcting a sum of known terms: a factor ≥ 0 for each, from measurements that hold noise, stalls
+and slow ranks.
 
-measured = known + Σ factor · term. The common factor of all terms is the median ratio. Deviations from it are fitted
-by reweighted least squares of the relative error (Cauchy's weights: an outlier far away counts for nothing), with a
-ridge towards the common factor as weak as a prior of `SPREAD`: what the measurements cannot tell apart keeps the
-proportions it had.
+measured = known + Σ factor · term. The common factor of all terms is the median ratio. Deviations
+from it are fitted by reweighted least squares of the relative error (Cauchy's weights: an outlier
+far away counts for nothing), with a ridge towards the common factor as weak as a prior of `SPREAD`:
+what the measurements cannot tell apart keeps the proportions it had.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ Floats = NDArray[np.float64]
 
 #: Standard deviation expected of a factor around the common one.
 SPREAD = 0.3
-#: Measurements that count: more of them are of the same few stages, whose errors are not independent.
+# : Measurements that count: more of them are of the same few stages, whose errors are not
+# independent.
 ENOUGH = 50
 #: Relative noise of a measurement, at least.
 LEAST_NOISE = 1e-3
@@ -47,21 +49,32 @@ def fit_factors(terms: Floats, measured: Floats, known: Floats | None = None) ->
         residual = rows @ share - target
         noise = max(LEAST_NOISE, 1.4826 * float(np.median(np.abs(residual))))
         far = 1.0 + (residual / (CAUCHY * noise)) ** 2
-        weight = far ** (-0.5 if turn < GENTLE_ROUNDS else -1.0) * min(1.0, ENOUGH / len(rows)) / noise**2
+        weight = (
+            far ** (-0.5 if turn < GENTLE_ROUNDS else -1.0)
+            * min(1.0, ENOUGH / len(rows))
+            / noise**2
+        )
         root = np.sqrt(weight)[:, None]
         small = np.linalg.qr(np.hstack([rows, target[:, None]]) * root).R
-        before, (share, _) = share, nnls(np.vstack([small[:, :count], np.eye(count) / SPREAD]),
-                                         np.concatenate([small[:, count], np.full(count, 1.0 / SPREAD)]))
+        before, (share, _) = (
+            share,
+            nnls(
+                np.vstack([small[:, :count], np.eye(count) / SPREAD]),
+                np.concatenate([small[:, count], np.full(count, 1.0 / SPREAD)]),
+            ),
+        )
         if turn > GENTLE_ROUNDS and np.abs(share - before).max() < CLOSE:
             break
     return common * share
 
 
 def error_pct(predicted: Floats, measured: Floats) -> float:
-    """Mean absolute error in percent of the mean measurement: many alike, whose noise goes both ways."""
+    """Mean absolute error in percent of the mean measurement: many alike, whose noise goes both
+    ways."""
     return float(100.0 * np.abs(predicted - measured).sum() / measured.sum())
 
 
 def each_error_pct(predicted: Floats, measured: Floats) -> float:
-    """Mean of the absolute errors in percent of each measurement: few and different, whose noise only adds."""
+    """Mean of the absolute errors in percent of each measurement: few and different, whose noise
+    only adds."""
     return float(100.0 * np.mean(np.abs(predicted - measured) / measured))

@@ -1,8 +1,9 @@
 """From measurements to polynomials in work: non-negative least squares of the relative error.
 
-time = base + per_item·items + per_token·tokens + per_length_sq·Σ length², every coefficient ≥ 0. A negative
-cost has no meaning and would let a planner find work that pays for itself; with coefficients that cannot be
-negative, features that move together (an LLM's sequences of one length) share the cost instead of cancelling.
+time = base + per_item·items + per_token·tokens + per_length_sq·Σ length², every coefficient ≥ 0. A
+negative cost has no meaning and would let a planner find work that pays for itself; with
+coefficients that cannot be negative, features that move together (an LLM's sequences of one length)
+share the cost instead of cancelling.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ Floats = NDArray[np.float64]
 
 #: Every HELD_OUT-th measurement judges a fit made from the others.
 HELD_OUT = 3
-#: Values below this share of the mean weigh no more than that share would (a relative error of nothing is no guide).
+# : Values below this share of the mean weigh no more than that share would (a relative error of
+# nothing is no guide).
 WEIGHT_FLOOR = 1e-3
 #: Terms that add less than this to every value, relative to it, are rounding errors.
 NOTHING = 1e-9
@@ -32,7 +34,8 @@ def features(works: Sequence[Work]) -> Floats:
 
 
 def fit(works: Sequence[Work], values: Sequence[float] | Floats) -> Polynomial:
-    """The polynomial with coefficients ≥ 0 that has the least squared relative error at (works, values ≥ 0)."""
+    """The polynomial with coefficients ≥ 0 that has the least squared relative error at (works,
+    values ≥ 0)."""
     from scipy.optimize import nnls
 
     measured = np.asarray(values, dtype=np.float64)
@@ -46,13 +49,17 @@ def fit(works: Sequence[Work], values: Sequence[float] | Floats) -> Polynomial:
     coefficients, _ = nnls(rows / scale, target)
     coefficients[coefficients < NOTHING] = 0.0
     base, per_item, per_token, per_length_sq = (coefficients / scale).tolist()
-    return Polynomial(base=base, per_item=per_item, per_token=per_token, per_length_sq=per_length_sq)
+    return Polynomial(
+        base=base, per_item=per_item, per_token=per_token, per_length_sq=per_length_sq
+    )
 
 
 def combine(*terms: tuple[float, Polynomial]) -> Polynomial:
     """Σ factor · polynomial."""
     names = Polynomial.model_fields
-    return Polynomial(**{name: sum(factor * getattr(term, name) for factor, term in terms) for name in names})
+    return Polynomial(
+        **{name: sum(factor * getattr(term, name) for factor, term in terms) for name in names}
+    )
 
 
 def predict(polynomial: Polynomial, works: Sequence[Work]) -> Floats:
@@ -61,10 +68,11 @@ def predict(polynomial: Polynomial, works: Sequence[Work]) -> Floats:
 
 
 def held_out_error_pct(works: Sequence[Work], series: Sequence[Sequence[float] | Floats]) -> float:
-    """Mean absolute error in percent of the sum of `series`, each fitted without the third that is judged.
+    """Mean absolute error in percent of the sum of `series`, each fitted without the third that is
+    judged.
 
-    The third is taken evenly over the order of tokens, so that it spans the sizes. With fewer than six
-    measurements the fit is judged on what it was made from.
+    The third is taken evenly over the order of tokens, so that it spans the sizes. With fewer than
+    six measurements the fit is judged on what it was made from.
     """
     order = np.argsort([work.tokens for work in works], kind="stable")
     judged = order[1::HELD_OUT] if len(order) >= 2 * HELD_OUT else order

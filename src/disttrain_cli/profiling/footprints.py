@@ -1,7 +1,7 @@
 """What one rank of a TP group holds and sends in every kind of layer, as polynomials of the work.
 
-Recorded on the meta device at the sizes that training has: a loss by chunks and a VAE by groups of images hold no more
-for more of them, which small probes would not show.
+Recorded on the meta device at the sizes that training has: a loss by chunks and a VAE by groups of
+images hold no more for more of them, which small probes would not show.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ LARGE_IMAGE = 1 << 18
 
 @dataclass(frozen=True)
 class Messages:
-    """Collectives of a TP group in one pass of a layer: how many of each operation, and their bytes together."""
+    """Collectives of a TP group in one pass of a layer: how many of each operation, and their bytes
+    together."""
 
     counts: Mapping[Operation, int] = field(default_factory=dict)
     bytes: Mapping[Operation, Polynomial] = field(default_factory=dict)
@@ -45,12 +46,18 @@ class Messages:
 class Running:
     """One rank's part of a kind of layer, as it runs."""
 
-    transient_bytes: Polynomial = field(default_factory=Polynomial)  # the most beyond what it keeps, in either pass
-    recomputing_bytes: Polynomial = field(default_factory=Polynomial)  # the same beyond that, where it recomputes
+    transient_bytes: Polynomial = field(
+        default_factory=Polynomial
+    )  # the most beyond what it keeps, in either pass
+    recomputing_bytes: Polynomial = field(
+        default_factory=Polynomial
+    )  # the same beyond that, where it recomputes
     forward: Messages = field(default_factory=Messages)
     backward: Messages = field(default_factory=Messages)
     backward_input: Messages = field(default_factory=Messages)  # the weights are frozen
-    recomputing: Messages = field(default_factory=Messages)  # a backward that runs the forward again first
+    recomputing: Messages = field(
+        default_factory=Messages
+    )  # a backward that runs the forward again first
 
 
 @dataclass(frozen=True)
@@ -72,26 +79,37 @@ def running(run: Run, module: str, tps: Sequence[int]) -> dict[int, dict[str, Ru
     table, inputs = layer_table(run), describe(run)
     dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
     sizes = _sizes(inputs, module, math.lcm(8, *tps))
-    probes = _Probes(table, inputs, [probe_batch(inputs, device="meta", **size) for size in sizes],
-                     [_rows_alone(inputs, module, size) for size in sizes])
+    probes = _Probes(
+        table,
+        inputs,
+        [probe_batch(inputs, device="meta", **size) for size in sizes],
+        [_rows_alone(inputs, module, size) for size in sizes],
+    )
     found: dict[int, dict[str, Running]] = {tp: {} for tp in sorted(tps)}
-    places = [place for start, stop in first_of_kinds(table, module, 1) for place in range(start, stop)]
+    places = [
+        place for start, stop in first_of_kinds(table, module, 1) for place in range(start, stop)
+    ]
     for place in places:
         whole = build_layers(run, place, place + 1, "meta", dtype)[0]
         found[1][whole.kind] = _running(whole, place, probes, 1)
         for tp in list(found)[1:]:
             layer = build_layers(run, place, place + 1, "meta", dtype, tp)[0]
             join(layer, Noted(size=tp))
-            found[tp][whole.kind] = (_running(layer, place, probes, tp) if pieces(whole) or layer.by_rows
-                                     else found[1][whole.kind])
+            found[tp][whole.kind] = (
+                _running(layer, place, probes, tp)
+                if pieces(whole) or layer.by_rows
+                else found[1][whole.kind]
+            )
     return found
 
 
 def _running(layer: PipelineLayer, place: int, probes: _Probes, tp: int) -> Running:
     def runs(frozen: bool = False, recompute: bool = False) -> list[Footprint]:
         layer.requires_grad_(not frozen and not layer.frozen)
-        return [footprint(layer, _own_state(layer, place, probes, batch, tp), batch, recompute)
-                for batch in probes.batches]
+        return [
+            footprint(layer, _own_state(layer, place, probes, batch, tp), batch, recompute)
+            for batch in probes.batches
+        ]
 
     trained = runs()
     transient = fit(probes.works, [float(one.transient_bytes) for one in trained])
@@ -103,21 +121,37 @@ def _running(layer: PipelineLayer, place: int, probes: _Probes, tp: int) -> Runn
         both = _messages(probes.works, [one.forward + one.backward for one in trained])
         return Running(transient, Polynomial(), forward, backward, backward, both)
     frozen, again = runs(frozen=True), runs(recompute=True)
-    more = [max(0.0, float(two.kept_bytes + two.transient_bytes - one.kept_bytes - one.transient_bytes))
-            for one, two in zip(trained, again, strict=True)]
-    return Running(transient, fit(probes.works, more), forward, backward, *(
-        _messages(probes.works, [one.backward for one in made]) for made in (frozen, again)))
+    more = [
+        max(0.0, float(two.kept_bytes + two.transient_bytes - one.kept_bytes - one.transient_bytes))
+        for one, two in zip(trained, again, strict=True)
+    ]
+    return Running(
+        transient,
+        fit(probes.works, more),
+        forward,
+        backward,
+        *(_messages(probes.works, [one.backward for one in made]) for made in (frozen, again)),
+    )
 
 
 def _messages(works: Sequence[Work], sent: Sequence[Sequence[Message]]) -> Messages:
     """What was sent at each of these works."""
     counts = Counter(message.operation for message in sent[-1])
-    return Messages(dict(counts), {
-        operation: fit(works, [float(sum(m.bytes for m in own if m.operation == operation)) for own in sent])
-        for operation in counts})
+    return Messages(
+        dict(counts),
+        {
+            operation: fit(
+                works,
+                [float(sum(m.bytes for m in own if m.operation == operation)) for own in sent],
+            )
+            for operation in counts
+        },
+    )
 
 
-def _own_state(layer: PipelineLayer, place: int, probes: _Probes, batch: Batch, tp: int) -> dict[str, Tensor]:
+def _own_state(
+    layer: PipelineLayer, place: int, probes: _Probes, batch: Batch, tp: int
+) -> dict[str, Tensor]:
     """What the group's first rank has of what a layer reads."""
     dtype = next((weight.dtype for weight in layer.parameters()), torch.float32)
     state = state_at(probes.table, place, probes.inputs, batch, "meta", dtype, tp=tp)
@@ -125,19 +159,26 @@ def _own_state(layer: PipelineLayer, place: int, probes: _Probes, batch: Batch, 
 
 
 def _sizes(inputs: ModelInputs, module: str, items: int) -> list[Sizes]:
-    """As many sizes as there are amounts that a layer's rows depend on; `items` of whatever divide evenly."""
+    """As many sizes as there are amounts that a layer's rows depend on; `items` of whatever divide
+    evenly."""
     item = inputs.item(module)
     if item == "image":
         assert inputs.image is not None
         side, patch = inputs.probe_step, inputs.image.patch_px
-        most = max(side, math.isqrt(min(inputs.image.max_pixels, LARGE_IMAGE)) // patch // side * side)
-        return [{"grids": [(rows, most)] * count} for rows, count in ((most, items), (side, items), (most, 2 * items))]
+        most = max(
+            side, math.isqrt(min(inputs.image.max_pixels, LARGE_IMAGE)) // patch // side * side
+        )
+        return [
+            {"grids": [(rows, most)] * count}
+            for rows, count in ((most, items), (side, items), (most, 2 * items))
+        ]
     if item == "sequence":
         return [{"documents": [[inputs.sequence_length]] * sequences} for sequences in (1, 2)]
     return [{"clips" if item == "audio" else "targets": count} for count in (items, 2 * items)]
 
 
 def _rows_alone(inputs: ModelInputs, module: str, size: Sizes) -> Work:
-    """The work of a size that rows depend on: a sequence's padding is rows too, and lengths make none."""
+    """The work of a size that rows depend on: a sequence's padding is rows too, and lengths make
+    none."""
     work = probe_work(inputs, module, **size)
     return Work(work.items, work.tokens) if inputs.item(module) == "image" else Work(work.items)

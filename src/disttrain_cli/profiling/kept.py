@@ -1,7 +1,9 @@
-"""Measurements that outlive an interrupted profile: one file beside the profile, written whole while it is made.
+"""Measurements that outlive an interrupted profile: one file beside the profile, written whole
+while it is made.
 
-A record is one draw of one variant (module, TP size, frozen or not). The file's key is a fingerprint of everything
-that decides the records; with another key the file is of no use and is passed over.
+A record is one draw of one variant (module, TP size, frozen or not). The file's key is a
+fingerprint of everything that decides the records; with another key the file is of no use and is
+passed over.
 """
 
 from __future__ import annotations

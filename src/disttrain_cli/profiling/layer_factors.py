@@ -1,8 +1,8 @@
 """Times of layers corrected by the rows of a trace: factors on the terms that the profile has.
 
-A row is a module on one stage in one slot, forward or backward. Its time is linear in the profile's coefficients, so
-a column of the equations is what `costs.layout.stages_of` makes of a profile whose other times are all 0: what is
-frozen, recomputed or divided over a TP group needs no rules here.
+A row is a module on one stage in one slot, forward or backward. Its time is linear in the profile's
+coefficients, so a column of the equations is what `costs.layout.stages_of` makes of a profile whose
+other times are all 0: what is frozen, recomputed or divided over a TP group needs no rules here.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from disttrain_cli.spec.trace import COMPUTE, Job
 
 #: Rows of one module and direction that are read, spread over steps, ranks and slots.
 MOST_ROWS = 20_000
-#: A rank is slow, and left out, where it takes more than so many times what a middling replica of its stage takes.
+# : A rank is slow, and left out, where it takes more than so many times what a middling replica of
+# its stage takes.
 SLOW = 1.1
 TERMS = tuple(Polynomial.model_fields)
 TIMES = {"forward_ms": "forward", "backward_ms": "backward", "backward_input_ms": "backward"}
 NOTHING = Polynomial()
-Change = Callable[[str, str, str, str, Polynomial], Polynomial]  # module, kind, TP, time, polynomial → polynomial
+Change = Callable[
+    [str, str, str, str, Polynomial], Polynomial
+]  # module, kind, TP, time, polynomial → polynomial
 ROWS = """
-SELECT unit, stage, rank, CASE WHEN $llm THEN sequences ELSE images END AS items, tokens, sum_length_sq, duration_ns
+SELECT unit, stage, rank, CASE WHEN $llm THEN sequences ELSE images END AS items, tokens,
+  sum_length_sq, duration_ns
 FROM operations
 WHERE measured AND module = $module AND operation = $operation AND duration_ns > 0
-  AND hash(step, rank, slot) % greatest(1, (SELECT count(*) FROM operations WHERE measured AND module = $module
+  AND hash(step, rank, slot) % greatest(1, (
+    SELECT count(*) FROM operations WHERE measured AND module = $module
                                             AND operation = $operation) // $most) = 0
 ORDER BY step, rank, slot
 """
@@ -50,7 +55,9 @@ class Corrected:
     error_before_pct: float
     error_after_pct: float
     slow_ranks: list[int]  # left out
-    stages_pct: dict[int, float]  # by number of a stage, how much longer it takes than its layers now explain
+    stages_pct: dict[
+        int, float
+    ]  # by number of a stage, how much longer it takes than its layers now explain
 
 
 @dataclass(frozen=True)
@@ -75,14 +82,17 @@ class _Rows:
         return len(self.stage)
 
     def take(self, chosen: NDArray[np.bool_]) -> _Rows:
-        return _Rows(self.stage[chosen], self.rank[chosen], self.work[chosen], self.measured_ms[chosen])
+        return _Rows(
+            self.stage[chosen], self.rank[chosen], self.work[chosen], self.measured_ms[chosen]
+        )
 
 
 def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Corrected]]:
-    """The job's profile with times of layers as the trace has them, and what changed by module and direction.
+    """The job's profile with times of layers as the trace has them, and what changed by module and
+    direction.
 
-    What the run does not use (other TP sizes, gradients of inputs only) follows the mean factor of its direction, or
-    of the forward where the run has no backward of the module.
+    What the run does not use (other TP sizes, gradients of inputs only) follows the mean factor of
+    its direction, or of the forward where the run has no backward of the module.
     """
     bare = _retimed(job.profile, lambda *place: NOTHING)
     known: dict[tuple[str, ...], Floats] = {}  # (module, kind, TP, time) → factors of the terms
@@ -93,7 +103,9 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
         tp = str(job.layout.unit_of(module).tp)
         own: dict[tuple[str, str], Floats] = {}  # (kind, time) → factors
         for operation in COMPUTE:
-            found = _correct(module, operation, columns, own, _read(database, job, module, operation))
+            found = _correct(
+                module, operation, columns, own, _read(database, job, module, operation)
+            )
             if found is not None:
                 changed.append(found)
                 means[module, operation] = found.after_ms / found.before_ms
@@ -102,35 +114,61 @@ def correct_layers(database: Database, job: Job) -> tuple[Profile, list[Correcte
     def corrected(module: str, kind: str, tp: str, time: str, polynomial: Polynomial) -> Polynomial:
         mean = means.get((module, TIMES[time]), means.get((module, "forward"), 1.0))
         factors = known.get((module, kind, tp, time), np.full(len(TERMS), mean))
-        return Polynomial(**{term: float(factor) * getattr(polynomial, term)
-                             for term, factor in zip(TERMS, factors, strict=True)})
+        return Polynomial(
+            **{
+                term: float(factor) * getattr(polynomial, term)
+                for term, factor in zip(TERMS, factors, strict=True)
+            }
+        )
 
     return _retimed(job.profile, corrected), changed
 
 
-def _correct(module: str, operation: str, columns: list[_Column], factors: dict[tuple[str, str], Floats],
-             rows: _Rows) -> Corrected | None:
-    """Fit one direction and add its factors; those of the forward are known where the backward recomputes it."""
+def _correct(
+    module: str,
+    operation: str,
+    columns: list[_Column],
+    factors: dict[tuple[str, str], Floats],
+    rows: _Rows,
+) -> Corrected | None:
+    """Fit one direction and add its factors; those of the forward are known where the backward
+    recomputes it."""
     own = [column for column in columns if TIMES[column.time] == operation]
-    others = [column for column in columns if TIMES[column.time] != operation and (column.kind, column.time) in factors]
+    others = [
+        column
+        for column in columns
+        if TIMES[column.time] != operation and (column.kind, column.time) in factors
+    ]
     rows = rows.take(_terms(own, operation, rows).sum(axis=1) > 0.0)
     slow = _slow_ranks(rows, _terms([*own, *others], operation, rows).sum(axis=1))
     rows = rows.take(~np.isin(rows.rank, slow))
     if not len(rows):
         return None
     terms, again = _terms(own, operation, rows), _terms(others, operation, rows)
-    repeated = again @ np.concatenate([np.zeros(0), *(factors[column.kind, column.time] for column in others)])
+    repeated = again @ np.concatenate(
+        [np.zeros(0), *(factors[column.kind, column.time] for column in others)]
+    )
     used = terms.sum(axis=0) > 0.0
     found = np.full(len(used), np.nan)
     found[used] = fit_factors(terms[:, used], rows.measured_ms, repeated)
     before, after = again.sum(axis=1) + terms.sum(axis=1), repeated + terms[:, used] @ found[used]
     found[~used] = after.mean() / before.mean()
     for place, column in enumerate(own):
-        factors[column.kind, column.time] = found[len(TERMS) * place:len(TERMS) * (place + 1)]
-    return Corrected(module, operation, float(before.mean()), float(after.mean()), len(rows),
-                     error_pct(before, rows.measured_ms), error_pct(after, rows.measured_ms), slow,
-                     {stage: 100.0 * (float(np.median((rows.measured_ms / after)[rows.stage == stage])) - 1.0)
-                      for stage in np.unique(rows.stage).tolist()})
+        factors[column.kind, column.time] = found[len(TERMS) * place : len(TERMS) * (place + 1)]
+    return Corrected(
+        module,
+        operation,
+        float(before.mean()),
+        float(after.mean()),
+        len(rows),
+        error_pct(before, rows.measured_ms),
+        error_pct(after, rows.measured_ms),
+        slow,
+        {
+            stage: 100.0 * (float(np.median((rows.measured_ms / after)[rows.stage == stage])) - 1.0)
+            for stage in np.unique(rows.stage).tolist()
+        },
+    )
 
 
 def _terms(columns: list[_Column], operation: str, rows: _Rows) -> Floats:
@@ -144,7 +182,9 @@ def _slow_ranks(rows: _Rows, expected_ms: Floats) -> list[int]:
     slow: list[int] = []
     for stage in np.unique(rows.stage):
         ranks = np.unique(rows.rank[rows.stage == stage])
-        ratios = np.array([np.median((rows.measured_ms / expected_ms)[rows.rank == rank]) for rank in ranks])
+        ratios = np.array(
+            [np.median((rows.measured_ms / expected_ms)[rows.rank == rank]) for rank in ranks]
+        )
         slow += ranks[ratios > SLOW * np.sort(ratios)[(len(ratios) - 1) // 2]].tolist()
     return slow
 
@@ -161,7 +201,10 @@ def _columns(job: Job, bare: Profile, module: str) -> list[_Column]:
             for number, stage in enumerate(stages):
                 for there in stage.costs:
                     if there.module == module:
-                        adds["forward"][number], adds["backward"][number] = there.forward_ms, there.backward_ms
+                        adds["forward"][number], adds["backward"][number] = (
+                            there.forward_ms,
+                            there.backward_ms,
+                        )
             columns.append(_Column(kind, time, adds))
     return columns
 
@@ -171,30 +214,49 @@ def _only_at(place: tuple[str, str, str, str], polynomial: Polynomial) -> Change
 
 
 def _retimed(profile: Profile, change: Change) -> Profile:
-    """The profile with each time of a layer replaced: change(module, kind, TP, time, polynomial)."""
+    """The profile with each time of a layer replaced: change(module, kind, TP, time,
+    polynomial)."""
     modules = {}
     for name, module in profile.modules.items():
         costs = {}
         for kind, cost in module.costs.items():
-            shards = {tp: shard.model_copy(update={
-                time: change(name, kind, tp, time, getattr(shard, time)) for time in TIMES})
-                for tp, shard in cost.tp.items()}
+            shards = {
+                tp: shard.model_copy(
+                    update={
+                        time: change(name, kind, tp, time, getattr(shard, time)) for time in TIMES
+                    }
+                )
+                for tp, shard in cost.tp.items()
+            }
             costs[kind] = cost.model_copy(update={"tp": shards})
         modules[name] = module.model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})
 
 
 def _read(database: Database, job: Job, module: str, operation: str) -> _Rows:
-    """Rows of measured steps; on a CPU whose ranks share cores, as if each had a device of its own."""
+    """Rows of measured steps; on a CPU whose ranks share cores, as if each had a device of its
+    own."""
     llm = job.profile.modules[module].kind == "llm"
-    columns = database.connection.execute(ROWS, {"llm": llm, "module": module, "operation": operation,
-                                                 "most": MOST_ROWS}).fetchnumpy()
+    columns = database.connection.execute(
+        ROWS, {"llm": llm, "module": module, "operation": operation, "most": MOST_ROWS}
+    ).fetchnumpy()
     number = {(stage.unit.name, stage.index): place for place, stage in enumerate(database.stages)}
-    place = np.array([number.get(where, -1) for where in zip(columns["unit"], columns["stage"].tolist(), strict=True)],
-                     dtype=np.int64)
-    amounts = np.stack([columns[name].astype(np.float64) for name in ("items", "tokens", "sum_length_sq")], axis=1)
-    rows = _Rows(place, columns["rank"].astype(np.int64), np.hstack([np.ones((len(place), 1)), amounts]),
-                 columns["duration_ns"] / 1e6 / _sharing(job, module))
+    place = np.array(
+        [
+            number.get(where, -1)
+            for where in zip(columns["unit"], columns["stage"].tolist(), strict=True)
+        ],
+        dtype=np.int64,
+    )
+    amounts = np.stack(
+        [columns[name].astype(np.float64) for name in ("items", "tokens", "sum_length_sq")], axis=1
+    )
+    rows = _Rows(
+        place,
+        columns["rank"].astype(np.int64),
+        np.hstack([np.ones((len(place), 1)), amounts]),
+        columns["duration_ns"] / 1e6 / _sharing(job, module),
+    )
     return rows.take((place >= 0) & amounts.any(axis=1))
 
 

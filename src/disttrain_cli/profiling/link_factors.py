@@ -1,8 +1,8 @@
 """Links and optimizer corrected by a trace: transfers without waiting, reductions, optimizer steps.
 
-As with layers, what a run cannot tell apart (latency and bandwidth, where all messages are alike) changes by one
-common factor. A link that the run did not use stays as it was, and so does one whose measured times no figures explain
-better: those of hosts too busy to take part in time.
+As with layers, what a run cannot tell apart (latency and bandwidth, where all messages are alike)
+changes by one common factor. A link that the run did not use stays as it was, and so does one whose
+measured times no figures explain better: those of hosts too busy to take part in time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import numpy as np
 
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.recorded import waited_transfers
-from disttrain_cli.costs.layout import CostedStage, crossings, in_one_node, optimizer_s, reduce_s, transfers_s
+from disttrain_cli.costs.layout import (
+    CostedStage,
+    crossings,
+    in_one_node,
+    optimizer_s,
+    reduce_s,
+    transfers_s,
+)
 from disttrain_cli.profiling.factors import each_error_pct, fit_factors
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.trace import Job
@@ -48,7 +55,10 @@ class _Sample:
 def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profile, list[Measure]]:
     """`profile` with the links of the job's profile as the trace has them, and what changed."""
     changed: list[Measure] = []
-    for name, samples in (("p2p", _transfers(database, job)), ("all_reduce", _reductions(database, job))):
+    for name, samples in (
+        ("p2p", _transfers(database, job)),
+        ("all_reduce", _reductions(database, job)),
+    ):
         for inside in (True, False):
             own = [sample for sample in samples if sample.inside is inside]
             if own:
@@ -57,8 +67,11 @@ def correct_links(database: Database, job: Job, profile: Profile) -> tuple[Profi
     return profile, changed
 
 
-def correct_optimizer(database: Database, job: Job, profile: Profile) -> tuple[Profile, list[Measure]]:
-    """`profile` with the optimizer's time per parameter as the trace has it beside the gathering of weights.
+def correct_optimizer(
+    database: Database, job: Job, profile: Profile
+) -> tuple[Profile, list[Measure]]:
+    """`profile` with the optimizer's time per parameter as the trace has it beside the gathering of
+    weights.
 
     A profile without a time of the optimizer gets one.
     """
@@ -66,8 +79,10 @@ def correct_optimizer(database: Database, job: Job, profile: Profile) -> tuple[P
     samples = []
     for stage, measured_s in _updates(database, "step"):
         if stage.trained:
-            gather_s, with_one_s = (optimizer_s(with_ns, job.layout, stage, job.gpus_per_node)
-                                    for with_ns in (nothing, one))
+            gather_s, with_one_s = (
+                optimizer_s(with_ns, job.layout, stage, job.gpus_per_node)
+                for with_ns in (nothing, one)
+            )
             samples.append((gather_s, with_one_s - gather_s, measured_s))
     if not samples:
         return profile, []
@@ -78,15 +93,19 @@ def correct_optimizer(database: Database, job: Job, profile: Profile) -> tuple[P
     if errors[1] > errors[0]:
         after, errors[1] = before, errors[0]
     return _with_optimizer(profile, after), [
-        Measure("optimizer_ns_per_parameter", "", before, after, len(samples), *errors)]
+        Measure("optimizer_ns_per_parameter", "", before, after, len(samples), *errors)
+    ]
 
 
 def _with_optimizer(profile: Profile, ns: float) -> Profile:
-    return profile.model_copy(update={
-        "device": profile.device.model_copy(update={"optimizer_ns_per_parameter": ns})})
+    return profile.model_copy(
+        update={"device": profile.device.model_copy(update={"optimizer_ns_per_parameter": ns})}
+    )
 
 
-def _correct(profile: Profile, name: str, inside: bool, samples: list[_Sample]) -> tuple[Profile, list[Measure]]:
+def _correct(
+    profile: Profile, name: str, inside: bool, samples: list[_Sample]
+) -> tuple[Profile, list[Measure]]:
     """Latency and bandwidth of one kind of message."""
     terms = np.array([(sample.latency_s, sample.bytes_s) for sample in samples])
     measured_s = np.array([sample.measured_s for sample in samples])
@@ -96,14 +115,19 @@ def _correct(profile: Profile, name: str, inside: bool, samples: list[_Sample]) 
     factors[~used] = factors[used].mean()
     links = profile.links.of(inside)
     latency, bandwidth = f"{name}_us", f"{name}_gbps"
-    errors = [each_error_pct(seconds, measured_s) for seconds in (terms.sum(axis=1), terms @ factors)]
+    errors = [
+        each_error_pct(seconds, measured_s) for seconds in (terms.sum(axis=1), terms @ factors)
+    ]
     if errors[1] > errors[0]:
         factors, errors[1] = np.ones(2), errors[0]
-    changed = {bandwidth: getattr(links, bandwidth) / float(factors[1]),
-               latency: getattr(links, latency) * float(factors[0])}
+    changed = {
+        bandwidth: getattr(links, bandwidth) / float(factors[1]),
+        latency: getattr(links, latency) * float(factors[0]),
+    }
     return _with_link(profile, inside, changed), [
         Measure(what, WHERE[inside], getattr(links, what), after, len(samples), *errors)
-        for what, after in changed.items()]
+        for what, after in changed.items()
+    ]
 
 
 def _with_link(profile: Profile, inside: bool, changed: dict[str, float]) -> Profile:
@@ -129,14 +153,28 @@ def _transfers(database: Database, job: Job) -> list[_Sample]:
     if not cuts:
         return []
     found = waited_transfers(database)
-    whole_s, bytes_s = (transfers_s(profile, job.layout, stages, job.gpus_per_node)
-                        for profile in (job.profile, _without_latency(job.profile, "p2p")))
-    samples, places = [], {(number[before.name], number[after.name]): cut for cut, (before, after) in enumerate(cuts)}
+    whole_s, bytes_s = (
+        transfers_s(profile, job.layout, stages, job.gpus_per_node)
+        for profile in (job.profile, _without_latency(job.profile, "p2p"))
+    )
+    samples, places = (
+        [],
+        {
+            (number[before.name], number[after.name]): cut
+            for cut, (before, after) in enumerate(cuts)
+        },
+    )
     for row in found:
         place = places[row["before"], row["after"]]
         ranks = sum(len(stages[row[side]].ranks) for side in ("before", "after"))
-        samples.append(_Sample(_inside(job, ranks), float(whole_s[place] - bytes_s[place]), float(bytes_s[place]),
-                               row["measured_ms"] / 1e3))
+        samples.append(
+            _Sample(
+                _inside(job, ranks),
+                float(whole_s[place] - bytes_s[place]),
+                float(bytes_s[place]),
+                row["measured_ms"] / 1e3,
+            )
+        )
     return samples
 
 
@@ -145,18 +183,28 @@ def _reductions(database: Database, job: Job) -> list[_Sample]:
     bare = _without_latency(job.profile, "all_reduce")
     samples = []
     for stage, measured_s in _updates(database, "reduce"):
-        whole_s, bytes_s = (reduce_s(profile, stage, job.gpus_per_node) for profile in (job.profile, bare))
+        whole_s, bytes_s = (
+            reduce_s(profile, stage, job.gpus_per_node) for profile in (job.profile, bare)
+        )
         if whole_s:
-            samples.append(_Sample(_inside(job, len(stage.ranks)), whole_s - bytes_s, bytes_s, measured_s))
+            samples.append(
+                _Sample(_inside(job, len(stage.ranks)), whole_s - bytes_s, bytes_s, measured_s)
+            )
     return samples
 
 
 def _updates(database: Database, operation: str) -> list[tuple[CostedStage, float]]:
     """Stages with the seconds of their reduction or optimizer step, without waiting for others."""
-    measured_ms = {(row["unit"], row["stage"]): row["measured_ms"] for row in database.query("updates")
-                   if row["operation"] == operation and row["measured_ms"]}
-    return [(stage, measured_ms[stage.unit.name, stage.index] / 1e3) for stage in database.stages
-            if (stage.unit.name, stage.index) in measured_ms]
+    measured_ms = {
+        (row["unit"], row["stage"]): row["measured_ms"]
+        for row in database.query("updates")
+        if row["operation"] == operation and row["measured_ms"]
+    }
+    return [
+        (stage, measured_ms[stage.unit.name, stage.index] / 1e3)
+        for stage in database.stages
+        if (stage.unit.name, stage.index) in measured_ms
+    ]
 
 
 def _inside(job: Job, ranks: int) -> bool:

@@ -1,10 +1,12 @@
-"""Latency and bandwidth of messages: point to point and collectives, inside a node and between nodes.
+"""Latency and bandwidth of messages: point to point and collectives, inside a node and between
+nodes.
 
-A message that puts b bytes on a link takes latency + b / bandwidth; both come from a fit over message sizes. In a
-ring of N ranks an all-reduce puts 2·b·(N-1)/N bytes on every link, an all-gather and a reduce-scatter b·(N-1)/N
-(`spec.profile.LinkTimes`), so the bandwidths hold for other N. Gloo between processes, NCCL between GPUs. One rank
-alone has no link; what stands in the profile then is a copy inside its device's memory, which is what a "transfer"
-costs where sender and receiver are the same.
+A message that puts b bytes on a link takes latency + b / bandwidth; both come from a fit over
+message sizes. In a ring of N ranks an all-reduce puts 2·b·(N-1)/N bytes on every link, an
+all-gather and a reduce-scatter b·(N-1)/N (`spec.profile.LinkTimes`), so the bandwidths hold for
+other N. Gloo between processes, NCCL between GPUs. One rank alone has no link; what stands in the
+profile then is a copy inside its device's memory, which is what a "transfer" costs where sender and
+receiver are the same.
 """
 
 from __future__ import annotations
@@ -39,15 +41,20 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> tuple[fl
 
 
 def measure_links(device: torch.device) -> LinkProfile:
-    """Measure with all processes of the default group (every rank must call this; all get the same result).
+    """Measure with all processes of the default group (every rank must call this; all get the same
+    result).
 
-    Inside a node with the ranks of rank 0's host, between nodes with one rank of each host, where there are several.
+    Inside a node with the ranks of rank 0's host, between nodes with one rank of each host, where
+    there are several.
     """
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     heads = sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
-    found = [_measure_group(inside, device), _measure_group(heads, device) if len(heads) > 1 else None]
+    found = [
+        _measure_group(inside, device),
+        _measure_group(heads, device) if len(heads) > 1 else None,
+    ]
     dist.broadcast_object_list(found, src=0, device=device)
     assert found[0] is not None
     return LinkProfile(**found[0], inter_node=None if found[1] is None else LinkTimes(**found[1]))
@@ -62,12 +69,17 @@ def _measure_group(ranks: list[int], device: torch.device) -> dict[str, float]:
         mine = operation if dist.get_rank() in ranks else None
         times_s = [time_s / messages for time_s in _medians_s(mine, sizes, count, device)]
         if mine is not None:
-            found[f"{name}_gbps"], found[f"{name}_us"] = fit_link([share * size for size in sizes], times_s)
+            found[f"{name}_gbps"], found[f"{name}_us"] = fit_link(
+                [share * size for size in sizes], times_s
+            )
     return found
 
 
-def _operations(ranks: list[int], group: dist.ProcessGroup) -> dict[str, tuple[Operation, float, int]]:
-    """By name in `LinkTimes`: what is timed, the share of the buffer that it puts on a link, and how many times."""
+def _operations(
+    ranks: list[int], group: dist.ProcessGroup
+) -> dict[str, tuple[Operation, float, int]]:
+    """By name in `LinkTimes`: what is timed, the share of the buffer that it puts on a link, and
+    how many times."""
     if len(ranks) == 1:
         copy: tuple[Operation, float, int] = (lambda buffer, part: buffer.clone(), 1.0, 1)
         return dict.fromkeys(("p2p", "all_reduce", "all_gather", "reduce_scatter"), copy)
@@ -82,19 +94,34 @@ def _operations(ranks: list[int], group: dist.ProcessGroup) -> dict[str, tuple[O
             dist.recv(buffer, ranks[0])
             dist.send(buffer, ranks[0])
 
-    return {"p2p": (exchange, 1.0, 2),
-            "all_reduce": (lambda buffer, part: dist.all_reduce(buffer, group=group), 2.0 * ring, 1),
-            "all_gather": (lambda buffer, part: dist.all_gather_into_tensor(buffer, part, group=group), ring, 1),
-            "reduce_scatter": (lambda buffer, part: dist.reduce_scatter_tensor(part, buffer, group=group), ring, 1)}
+    return {
+        "p2p": (exchange, 1.0, 2),
+        "all_reduce": (lambda buffer, part: dist.all_reduce(buffer, group=group), 2.0 * ring, 1),
+        "all_gather": (
+            lambda buffer, part: dist.all_gather_into_tensor(buffer, part, group=group),
+            ring,
+            1,
+        ),
+        "reduce_scatter": (
+            lambda buffer, part: dist.reduce_scatter_tensor(part, buffer, group=group),
+            ring,
+            1,
+        ),
+    }
 
 
-def _medians_s(operation: Operation | None, sizes_bytes: Sequence[int], ranks: int,
-               device: torch.device) -> list[float]:
+def _medians_s(
+    operation: Operation | None, sizes_bytes: Sequence[int], ranks: int, device: torch.device
+) -> list[float]:
     """Median time of an operation on buffers of about these sizes that `ranks` divide.
 
-    After one round over the sizes that warms up; in rounds, so that a moment when the machine is slow slows all sizes.
+    After one round over the sizes that warms up; in rounds, so that a moment when the machine is
+    slow slows all sizes.
     """
-    parts = [torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device) for size in sizes_bytes]
+    parts = [
+        torch.zeros(max(1, size // 4 // ranks), dtype=torch.float32, device=device)
+        for size in sizes_bytes
+    ]
     buffers = [part.repeat(ranks) for part in parts]
     rounds_s: list[list[float]] = []
     for _ in range(REPEATS + 1):

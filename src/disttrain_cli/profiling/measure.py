@@ -1,7 +1,8 @@
 """`disttrain profile`: from a run file to a profile, in the order data → device → processes → fits.
 
-Times on a CPU are CPU times under the load of the whole run, multiplied by processes / cores: what an operation
-takes while all ranks are busy (`compute.py` says why; `simulation.sharing` starts from the same convention).
+Times on a CPU are CPU times under the load of the whole run, multiplied by processes / cores: what
+an operation takes while all ranks are busy (`compute.py` says why; `simulation.sharing` starts from
+the same convention).
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed")
 def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Profile:
     """Measure everything that the planner needs to know of this machine, this model and this data.
 
-    Builds the sample index, or takes the one that is there if it still describes the data. `device` is "auto",
-    "cpu", "cuda" or "analytic:NAME"; "auto" asks the run file (`cluster.device`), and then takes CUDA where there
-    is one. An analytic device is not measured but computed (`analytic.py`). A profile that was interrupted goes on
-    from what it had measured (`kept.py`).
+    Builds the sample index, or takes the one that is there if it still describes the data. `device`
+    is "auto", "cpu", "cuda" or "analytic:NAME"; "auto" asks the run file (`cluster.device`), and
+    then takes CUDA where there is one. An analytic device is not measured but computed
+    (`analytic.py`). A profile that was interrupted goes on from what it had measured (`kept.py`).
 
     Raises:
-        DisttrainError: no such device, or a module's layers do not fit into its memory.
-        DataError: the dataset is missing, empty or too damaged, or has nothing for one of the modules.
+        DisttrainError: no such device, or a module's layers do not fit into its memory. DataError:
+        the dataset is missing, empty or too damaged, or has nothing for one of the modules.
         SpecError: the model's configuration is wrong, or the peak of this GPU is not known.
         RankFailedError: a measuring process failed (its log is named).
     """
@@ -68,37 +69,62 @@ def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Prof
     request = _request(run, kind, processes, inputs, data, found)
     measured = measure_in_processes(run, request, progress)
     sharing = max(1.0, processes / found.cores) if kind == "cpu" else 1.0
-    setting = Setting(layer_table(run), inputs, data, measured.links.of(True),
-                      value_bytes=2 if file.train.precision == "bf16" else 4)
+    setting = Setting(
+        layer_table(run),
+        inputs,
+        data,
+        measured.links.of(True),
+        value_bytes=2 if file.train.precision == "bf16" else 4,
+    )
     modules = {}
     for name in file.model.order:
         tps = sorted({variant.tp for variant in request.variants if variant.module == name})
-        trained, frozen = ({tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
-                           for still in (False, True))
-        modules[name] = module_profile(name, file.model.modules[name].kind, setting,
-                                       known_parts(_shards(run, name, tps), flops[name], running(run, name, tps)),
-                                       trained, frozen)
+        trained, frozen = (
+            {tp: _series(run, inputs, request, measured, name, tp, still, sharing) for tp in tps}
+            for still in (False, True)
+        )
+        modules[name] = module_profile(
+            name,
+            file.model.modules[name].kind,
+            setting,
+            known_parts(_shards(run, name, tps), flops[name], running(run, name, tps)),
+            trained,
+            frozen,
+        )
     profile = Profile(
         precision=file.train.precision,
-        fingerprints=Fingerprints(model=file.model_fingerprint(), data=data.profile.fingerprint,
-                                  cluster=file.cluster_fingerprint()),
+        fingerprints=Fingerprints(
+            model=file.model_fingerprint(),
+            data=data.profile.fingerprint,
+            cluster=file.cluster_fingerprint(),
+        ),
         provenance=_provenance(measured) | data.provenance,
-        device=found.model_copy(update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}),
-        inputs=inputs, modules=modules, links=measured.links, data=data.profile, preprocess=data.preprocess)
+        device=found.model_copy(
+            update={"optimizer_ns_per_parameter": measured.optimizer_ns * sharing}
+        ),
+        inputs=inputs,
+        modules=modules,
+        links=measured.links,
+        data=data.profile,
+        preprocess=data.preprocess,
+    )
     kept_path(run).unlink(missing_ok=True)
     return profile
 
 
-def _request(run: Run, kind: str, processes: int, inputs: ModelInputs, data: Dataset,
-             device: DeviceProfile) -> Request:
-    """What is to be measured: all draws at TP 1 with trained weights, fewer of them for everything else."""
+def _request(
+    run: Run, kind: str, processes: int, inputs: ModelInputs, data: Dataset, device: DeviceProfile
+) -> Request:
+    """What is to be measured: all draws at TP 1 with trained weights, fewer of them for everything
+    else."""
     file, sizes = run.file, packed_sizes(data.drawn)
     draws = {}
     for name in file.model.order:
         what = inputs.item(name)
         # Where work is rarer than one sequence in hundreds, the drawn ones may have none.
-        draws[name] = (draw_sizes(what, sizes, file.train.seed)
-                       or draw_sizes(what, with_work(what, packed_sizes(data.epoch)), file.train.seed))
+        draws[name] = draw_sizes(what, sizes, file.train.seed) or draw_sizes(
+            what, with_work(what, packed_sizes(data.epoch)), file.train.seed
+        )
     variants = []
     for name, own in draws.items():
         few = fewer([probe_work(inputs, name, **draw) for draw in own])
@@ -106,41 +132,82 @@ def _request(run: Run, kind: str, processes: int, inputs: ModelInputs, data: Dat
             for frozen in (False, True):
                 chosen = few if frozen or tp > 1 else list(range(len(own)))
                 variants.append(Variant(name, tp, frozen, chosen, few[::MEMORY_EVERY]))
-    key = fingerprint({"model": file.model_fingerprint(), "data": data.profile.fingerprint, "seed": file.train.seed,
-                       "cluster": file.cluster_fingerprint(), "device": device.name, "processes": processes,
-                       "versions": library_versions(), "draws": draws,
-                       "variants": [vars(variant) for variant in variants]})
+    key = fingerprint(
+        {
+            "model": file.model_fingerprint(),
+            "data": data.profile.fingerprint,
+            "seed": file.train.seed,
+            "cluster": file.cluster_fingerprint(),
+            "device": device.name,
+            "processes": processes,
+            "versions": library_versions(),
+            "draws": draws,
+            "variants": [vars(variant) for variant in variants],
+        }
+    )
     parameters = sum(layer.parameters for layer in layer_table(run))
     return Request(kind, processes, parameters, draws, variants, key)
 
 
-def _series(run: Run, inputs: ModelInputs, request: Request, measured: Measured, module: str, tp: int, frozen: bool,
-            sharing: float) -> Series:
+def _series(
+    run: Run,
+    inputs: ModelInputs,
+    request: Request,
+    measured: Measured,
+    module: str,
+    tp: int,
+    frozen: bool,
+    sharing: float,
+) -> Series:
     """What was measured of a module's variant, without the draws that did not fit into memory.
 
     Args:
         sharing: processes per core, by which CPU times are multiplied.
     """
-    names = {draw: record_name(module, tp, frozen, draw) for draw in range(len(request.draws[module]))}
-    records = {draw: measured.records[name] for draw, name in names.items() if name in measured.records}
-    counted = {draw: record["kept_bytes"] for draw, record in records.items() if record["kept_bytes"]}
+    names = {
+        draw: record_name(module, tp, frozen, draw) for draw in range(len(request.draws[module]))
+    }
+    records = {
+        draw: measured.records[name] for draw, name in names.items() if name in measured.records
+    }
+    counted = {
+        draw: record["kept_bytes"] for draw, record in records.items() if record["kept_bytes"]
+    }
     if not counted:
-        raise DisttrainError(f"No measured size of {module} at TP {tp} fits into the device's memory",
-                             "microbatches of its own data were tried",
-                             "Lower data.sequence_length or data.max_image_pixels.")
+        raise DisttrainError(
+            f"No measured size of {module} at TP {tp} fits into the device's memory",
+            "microbatches of its own data were tried",
+            "Lower data.sequence_length or data.max_image_pixels.",
+        )
     works = {draw: probe_work(inputs, module, **request.draws[module][draw]) for draw in records}
     kinds = next(iter(counted.values()))
-    times = {kind: sharing * np.array([np.median(record["times"][kind], axis=0) for record in records.values()]).T
-             for kind in kinds}
-    return Series(list(works.values()), times, [works[draw] for draw in counted],
-                  {kind: np.array([kept[kind] for kept in counted.values()]) for kind in kinds})
+    times = {
+        kind: (
+            sharing
+            * np.array([np.median(record["times"][kind], axis=0) for record in records.values()]).T
+        )
+        for kind in kinds
+    }
+    return Series(
+        list(works.values()),
+        times,
+        [works[draw] for draw in counted],
+        {kind: np.array([kept[kind] for kept in counted.values()]) for kind in kinds},
+    )
 
 
 def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, PipelineLayer]]:
-    """By TP size and kind, one rank's part of the first layer of every kind of a module, without memory."""
+    """By TP size and kind, one rank's part of the first layer of every kind of a module, without
+    memory."""
     ranges = first_of_kinds(layer_table(run), module, 1)
-    return {tp: {layer.kind: layer for start, stop in ranges for layer in build_layers(run, start, stop, "meta", tp=tp)}
-            for tp in tps}
+    return {
+        tp: {
+            layer.kind: layer
+            for start, stop in ranges
+            for layer in build_layers(run, start, stop, "meta", tp=tp)
+        }
+        for tp in tps
+    }
 
 
 def library_versions() -> dict[str, str]:
@@ -154,8 +221,14 @@ def library_versions() -> dict[str, str]:
 
 
 def _provenance(measured: Measured) -> dict[str, str]:
-    found = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "host_cpu": cpu_name(),
-             "wall_over_cpu_time": f"{measured.slowdown:.2f}"}
+    found = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host_cpu": cpu_name(),
+        "wall_over_cpu_time": f"{measured.slowdown:.2f}",
+    }
     if measured.continued:
-        found["continued"] = f"{measured.continued} of {len(measured.records)} measurements of an interrupted profile"
+        found["continued"] = (
+            f"{measured.continued} of {len(measured.records)} measurements of an interrupted"
+            " profile"
+        )
     return found | library_versions()

@@ -1,4 +1,5 @@
-"""Time of an AdamW step per parameter, with the optimizer that the runtime uses (`runtime.engine.optimizer`)."""
+"""Time of an AdamW step per parameter, with the optimizer that the runtime uses
+(`runtime.engine.optimizer`)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,15 @@ import torch
 from disttrain_cli.profiling.compute import Stopwatch
 
 STEPS = 7
-FEWEST, MOST = 1 << 16, 1 << 26  # parameters measured: below, overhead hides them; above, nothing changes
+FEWEST, MOST = (
+    1 << 16,
+    1 << 26,
+)  # parameters measured: below, overhead hides them; above, nothing changes
 
 
 def adamw_ns_per_parameter(parameters: int, device: torch.device) -> float:
-    """Median over some steps on about `parameters` numbers, one flat tensor in fp32 as ZeRO-1 keeps its share.
+    """Median over some steps on about `parameters` numbers, one flat tensor in fp32 as ZeRO-1 keeps
+    its share.
 
     On a CPU this is CPU time, as that of layers (`compute.py`).
     """

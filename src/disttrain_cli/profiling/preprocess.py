@@ -1,8 +1,9 @@
-"""How fast one core turns the dataset's own files into model inputs: images and clips decoded, sequences put together.
+"""How fast one core turns the dataset's own files into model inputs: images and clips decoded,
+sequences put together.
 
-These rates decide how many preprocessing cores a run needs. Files are read as training reads them, through the
-index; broken files are passed over, as training does. A named distribution has no files: `decode_like` takes
-synthetic ones of its mean image size, and noise for clips.
+These rates decide how many preprocessing cores a run needs. Files are read as training reads them,
+through the index; broken files are passed over, as training does. A named distribution has no
+files: `decode_like` takes synthetic ones of its mean image size, and noise for clips.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ SECONDS = 0.5
 JPEG_QUALITY = 90
 
 
-def measure_preprocessing(run: Run, packing: Packing, seconds: float = SECONDS) -> PreprocessProfile:
-    """Prepare the sequences of `packing`, one after the other, for about `seconds` (at least one of them).
+def measure_preprocessing(
+    run: Run, packing: Packing, seconds: float = SECONDS
+) -> PreprocessProfile:
+    """Prepare the sequences of `packing`, one after the other, for about `seconds` (at least one of
+    them).
 
-    A sequence's time includes its images and clips. The rate of either is 0 where the sequences have none.
+    A sequence's time includes its images and clips. The rate of either is 0 where the sequences
+    have none.
 
     Raises:
         DataError: a shard is gone or changed.
@@ -59,9 +64,11 @@ def measure_preprocessing(run: Run, packing: Packing, seconds: float = SECONDS) 
     sequence_s = (time.perf_counter() - begin) / sequences
     if not clips:  # none among the first sequences
         clips, clip_s = _clips_alone(packing, reader, seconds / 2)
-    return PreprocessProfile(images_per_s_per_core=images / image_s if images else 0.0,
-                             clips_per_s_per_core=clips / clip_s if clips else 0.0,
-                             sequences_per_s_per_core=1.0 / sequence_s)
+    return PreprocessProfile(
+        images_per_s_per_core=images / image_s if images else 0.0,
+        clips_per_s_per_core=clips / clip_s if clips else 0.0,
+        sequences_per_s_per_core=1.0 / sequence_s,
+    )
 
 
 def _decode_images(packing: Packing, reader: ShardReader, sample: int) -> int:
@@ -70,7 +77,9 @@ def _decode_images(packing: Packing, reader: ShardReader, sample: int) -> int:
     segments = range(int(index.segment_start[sample]), int(index.segment_start[sample + 1]))
     count = 0
     for segment in segments:
-        if index.kinds[segment] in (TEXT, AUDIO) or (index.kinds[segment] == TARGET and _cached(index.inputs)):
+        if index.kinds[segment] in (TEXT, AUDIO) or (
+            index.kinds[segment] == TARGET and _cached(index.inputs)
+        ):
             continue
         count += 1
         data = reader.file(sample, segment)
@@ -102,7 +111,8 @@ def _decode_clips(packing: Packing, reader: ShardReader, sample: int) -> int:
 
 
 def _clips_alone(packing: Packing, reader: ShardReader, seconds: float) -> tuple[int, float]:
-    """Decode the first clips of a packing for about so long: how many (0 where there are none), and the time."""
+    """Decode the first clips of a packing for about so long: how many (0 where there are none), and
+    the time."""
     samples = np.searchsorted(packing.index.segment_start, packing.clip_segment, side="right") - 1
     clips, begin = 0, time.perf_counter()
     for sample in dict.fromkeys(samples.tolist()):
@@ -113,11 +123,12 @@ def _clips_alone(packing: Packing, reader: ShardReader, seconds: float) -> tuple
 
 
 def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile:
-    """The rates on synthetic JPEG files: images as large as the model reads on average, targets as it generates.
+    """The rates on synthetic JPEG files: images as large as the model reads on average, targets as
+    it generates.
 
-    Clips are as long as the model hears, without the decoding of their files. Larger originals take longer, and putting
-    tokens together takes nothing here: an upper bound of the rates. The rate of sequences is 0 where they have neither
-    images nor clips.
+    Clips are as long as the model hears, without the decoding of their files. Larger originals take
+    longer, and putting tokens together takes nothing here: an upper bound of the rates. The rate of
+    sequences is 0 where they have neither images nor clips.
     """
     inputs = packing.index.inputs
     images_s, count = 0.0, 0
@@ -126,12 +137,16 @@ def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile
         blocks = max(1, round(np.sqrt(packing.image_grid.prod(axis=1).mean()) / image.merge))
         grid = (blocks * image.merge, blocks * image.merge)
         data = _jpeg(grid[0] * image.patch_px)
-        images_s += len(packing.image_grid) * _mean_s(lambda: decode_image(data, grid, image), seconds / 2.0)
+        images_s += len(packing.image_grid) * _mean_s(
+            lambda: decode_image(data, grid, image), seconds / 2.0
+        )
         count += len(packing.image_grid)
     if inputs.target is not None and len(packing.target_segment) and not _cached(inputs):
         target = inputs.target
         file = _jpeg(target.size_px)
-        images_s += len(packing.target_segment) * _mean_s(lambda: decode_target(file, target), seconds / 2.0)
+        images_s += len(packing.target_segment) * _mean_s(
+            lambda: decode_target(file, target), seconds / 2.0
+        )
         count += len(packing.target_segment)
     clip_s, clips = 0.0, len(packing.clip_segment)
     if inputs.audio is not None and clips:
@@ -140,9 +155,11 @@ def decode_like(packing: Packing, seconds: float = SECONDS) -> PreprocessProfile
         features = np.empty((audio.mel_bins, audio.frames), np.float32)
         clip_s = _mean_s(lambda: log_mel(noise, audio, features), seconds / 2.0)
     all_s = images_s + clips * clip_s
-    return PreprocessProfile(images_per_s_per_core=count / images_s if count else 0.0,
-                             clips_per_s_per_core=1.0 / clip_s if clip_s else 0.0,
-                             sequences_per_s_per_core=len(packing) / all_s if all_s else 0.0)
+    return PreprocessProfile(
+        images_per_s_per_core=count / images_s if count else 0.0,
+        clips_per_s_per_core=1.0 / clip_s if clip_s else 0.0,
+        sequences_per_s_per_core=len(packing) / all_s if all_s else 0.0,
+    )
 
 
 def _cached(inputs: ModelInputs) -> bool:
@@ -155,7 +172,9 @@ def _jpeg(side_px: int) -> bytes:
     import cv2
 
     random = np.random.default_rng(0)
-    smooth = cv2.resize(random.uniform(0.0, 255.0, (8, 8, 3)), (side_px, side_px), interpolation=cv2.INTER_CUBIC)
+    smooth = cv2.resize(
+        random.uniform(0.0, 255.0, (8, 8, 3)), (side_px, side_px), interpolation=cv2.INTER_CUBIC
+    )
     pixels = np.clip(smooth + random.normal(0.0, 8.0, smooth.shape), 0.0, 255.0).astype(np.uint8)
     return bytes(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY])[1])
 

@@ -78,18 +78,36 @@ def measure_in_processes(run: Run, request: Request, progress: Progress) -> Meas
                 saved_s = time.monotonic()
                 progress(what, len(records), request.records)
 
-        payload = {"run": str(run.path.resolve()), "device": request.kind, "parameters": request.parameters,
-                   "draws": request.draws, "variants": [asdict(variant) for variant in request.variants],
-                   "kept": sorted(records), "passes": PASSES, "budget_s": BUDGET_S, "folder": folder}
+        payload = {
+            "run": str(run.path.resolve()),
+            "device": request.kind,
+            "parameters": request.parameters,
+            "draws": request.draws,
+            "variants": [asdict(variant) for variant in request.variants],
+            "kept": sorted(records),
+            "passes": PASSES,
+            "budget_s": BUDGET_S,
+            "folder": folder,
+        }
         try:
-            launch(request.processes, "disttrain_cli.profiling.worker:main", payload, run.dir.logs / "profile",
-                   timeout_s=TIMEOUT_S, on_poll=report)
+            launch(
+                request.processes,
+                "disttrain_cli.profiling.worker:main",
+                payload,
+                run.dir.logs / "profile",
+                timeout_s=TIMEOUT_S,
+                on_poll=report,
+            )
         finally:
             results = _keep(path, request.key, records, Path(folder))
     progress(what, len(records), request.records)
-    return Measured(LinkProfile.model_validate(results[0]["links"]), records=records, continued=continued,
-                    optimizer_ns=float(np.median([result["optimizer_ns"] for result in results])),
-                    slowdown=float(np.mean([result["slowdown"] for result in results])))
+    return Measured(
+        LinkProfile.model_validate(results[0]["links"]),
+        records=records,
+        continued=continued,
+        optimizer_ns=float(np.median([result["optimizer_ns"] for result in results])),
+        slowdown=float(np.mean([result["slowdown"] for result in results])),
+    )
 
 
 def _keep(path: Path, key: str, records: Records, folder: Path) -> list[dict[str, Any]]:

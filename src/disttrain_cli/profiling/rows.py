@@ -1,5 +1,5 @@
-"""Bytes of the tensors between layers, from their specifications alone: inputs of layers and of slots, and what crosses
-cuts.
+"""Bytes of the tensors between layers, from their specifications alone: inputs of layers and of
+slots, and what crosses cuts.
 """
 
 from __future__ import annotations
@@ -16,26 +16,39 @@ from disttrain_cli.spec.work import Work
 
 
 def rows(spec: TensorSpec, inputs: ModelInputs) -> Polynomial:
-    """Rows of a state tensor in the work of the module that owns its items (`models.layer.TensorSpec`)."""
+    """Rows of a state tensor in the work of the module that owns its items
+    (`models.layer.TensorSpec`)."""
     if spec.item == "sequence":
         return Polynomial(per_item=float(inputs.sequence_length))
     if spec.item == "audio":
         assert inputs.audio is not None
-        return Polynomial(per_item=float(inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions))
+        return Polynomial(
+            per_item=float(inputs.audio.tokens if spec.rows == "tokens" else inputs.audio.positions)
+        )
     if spec.item == "image":
         assert inputs.image is not None
         if spec.rows.startswith("patches"):
-            return Polynomial(per_item=float(inputs.images[number_of(spec.rows)].extra_tokens), per_token=1.0)
+            return Polynomial(
+                per_item=float(inputs.images[number_of(spec.rows)].extra_tokens), per_token=1.0
+            )
         return Polynomial(per_token=1.0 / inputs.image.merge**2)
     assert inputs.target is not None
     return Polynomial(per_item=float(inputs.target.context_tokens if spec.rows == "context" else 1))
 
 
-def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],
-                value_bytes: int, tp: int = 1) -> Polynomial:
-    """Bytes of what one rank of a TP group has of a layer's input, in the work of the layer's module.
+def input_bytes(
+    layer: LayerInfo,
+    table: list[LayerInfo],
+    inputs: ModelInputs,
+    mean: Mapping[str, Work],
+    value_bytes: int,
+    tp: int = 1,
+) -> Polynomial:
+    """Bytes of what one rank of a TP group has of a layer's input, in the work of the layer's
+    module.
 
-    Rows that another module owns (images and clips in the LLM's embedding) come with the data's mean share of tokens.
+    Rows that another module owns (images and clips in the LLM's embedding) come with the data's
+    mean share of tokens.
 
     Args:
         mean: by module name, its mean work per packed sequence.
@@ -52,38 +65,71 @@ def input_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, m
     return combine(*terms)
 
 
-def batch_bytes(layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, value_bytes: int) -> Polynomial:
-    """Bytes of a slot's inputs that a layer reads as the first of its module; positions and seeds are few."""
-    before = table[next(place for place, other in enumerate(table) if other.module == layer.module):table.index(layer)]
+def batch_bytes(
+    layer: LayerInfo, table: list[LayerInfo], inputs: ModelInputs, value_bytes: int
+) -> Polynomial:
+    """Bytes of a slot's inputs that a layer reads as the first of its module; positions and seeds
+    are few."""
+    before = table[
+        next(
+            place for place, other in enumerate(table) if other.module == layer.module
+        ) : table.index(layer)
+    ]
     known = {name for other in before for name in other.needs}
-    return combine(*((1.0, _field_bytes(name, inputs, value_bytes)) for name in layer.needs if name not in known))
+    return combine(
+        *(
+            (1.0, _field_bytes(name, inputs, value_bytes))
+            for name in layer.needs
+            if name not in known
+        )
+    )
 
 
 def _field_bytes(field: str, inputs: ModelInputs, value_bytes: int) -> Polynomial:
-    """Bytes of a group of batch fields (`models.layer.FIELDS`); every rank of a TP group has all of them."""
+    """Bytes of a group of batch fields (`models.layer.FIELDS`); every rank of a TP group has all of
+    them."""
     name = field.partition(".")[0]
     if name == "pixels":
         image = inputs.images[number_of(field)]
         return Polynomial(per_token=float(image.channels * image.patch_px**2 * value_bytes))
     if name == "targets":
-        return Polynomial(per_item=float(math.prod(inputs.targets[number_of(field)].shape) * value_bytes))
+        return Polynomial(
+            per_item=float(math.prod(inputs.targets[number_of(field)].shape) * value_bytes)
+        )
     if name == "audio":
         assert inputs.audio is not None
         return Polynomial(per_item=float(inputs.audio.mel_bins * inputs.audio.frames * value_bytes))
-    return Polynomial(per_item=8.0 * inputs.sequence_length) if name in ("tokens", "labels") else Polynomial()
+    return (
+        Polynomial(per_item=8.0 * inputs.sequence_length)
+        if name in ("tokens", "labels")
+        else Polynomial()
+    )
 
 
-def cut_bytes(module: str, table: list[LayerInfo], inputs: ModelInputs, mean: Mapping[str, Work],
-              value_bytes: int) -> list[float]:
+def cut_bytes(
+    module: str,
+    table: list[LayerInfo],
+    inputs: ModelInputs,
+    mean: Mapping[str, Work],
+    value_bytes: int,
+) -> list[float]:
     """Bytes that one packed sequence sends over the cut after each layer of a module."""
     parallel = parallel_layers(table, inputs.llm, module)
-    return [sum(rows(spec, inputs)(mean[_owner(spec, inputs, module)]) * math.prod(spec.shape) * value_bytes
-                for spec in live_tensors(table, number + 1, parallel))
-            for number, layer in enumerate(table) if layer.module == module]
+    return [
+        sum(
+            rows(spec, inputs)(mean[_owner(spec, inputs, module)])
+            * math.prod(spec.shape)
+            * value_bytes
+            for spec in live_tensors(table, number + 1, parallel)
+        )
+        for number, layer in enumerate(table)
+        if layer.module == module
+    ]
 
 
 def _owner(spec: TensorSpec, inputs: ModelInputs, module: str) -> str:
-    """Name of the module whose work counts the items of a tensor: `module`, where that works on such items too."""
+    """Name of the module whose work counts the items of a tensor: `module`, where that works on
+    such items too."""
     if inputs.item(module) == spec.item:
         return module
     if spec.item == "sequence":

@@ -1,7 +1,7 @@
 """The data as a run has seen them, put into a profile from which they have moved away.
 
-Sizes of a few sequences of every step stand in the trace. Where they differ from the profile's by no more than chance,
-the profile's figures stay: they are of the whole dataset.
+Sizes of a few sequences of every step stand in the trace. Where they differ from the profile's by
+no more than chance, the profile's figures stay: they are of the whole dataset.
 """
 
 from __future__ import annotations
@@ -25,26 +25,39 @@ LAST = "SELECT * FROM sizes WHERE step > (SELECT max(step) FROM sizes) - $steps 
 
 
 def seen_data(database: Database, profile: Profile) -> tuple[SizeSample | None, list[Drift]]:
-    """Sizes of the sequences of the last steps, None where they are too few, and what of them has drifted."""
+    """Sizes of the sequences of the last steps, None where they are too few, and what of them has
+    drifted."""
     rows = database.sql(LAST, {"steps": RECENT_STEPS})
     if len(rows) < LEAST_SEQUENCES:
         return None, []
-    chosen = [rows[place] for place in np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_SEQUENCES)).astype(int)]
+    chosen = [
+        rows[place]
+        for place in np.linspace(0, len(rows) - 1, min(len(rows), SAMPLED_SEQUENCES)).astype(int)
+    ]
     sample = SizeSample(
-        tokens=[row["tokens"] for row in chosen], length_sq=[row["length_sq"] for row in chosen],
-        images=[list(row["images"]) for row in chosen], targets=[row["targets"] for row in chosen],
-        clips=[row["clips"] for row in chosen] if any(row["clips"] for row in chosen) else [])
+        tokens=[row["tokens"] for row in chosen],
+        length_sq=[row["length_sq"] for row in chosen],
+        images=[list(row["images"]) for row in chosen],
+        targets=[row["targets"] for row in chosen],
+        clips=[row["clips"] for row in chosen] if any(row["clips"] for row in chosen) else [],
+    )
     return sample, drift(profile, [_sums(rows), _sums(rows)], sample)
 
 
 def _sums(rows: list[dict[str, Any]]) -> dict[str, int]:
     """All rows as one step of `data.drift`."""
-    return {"step": int(rows[0]["step"]), "sequences": len(rows), "tokens": sum(row["tokens"] for row in rows),
-            "images": sum(len(row["images"]) for row in rows), "targets": sum(row["targets"] for row in rows)}
+    return {
+        "step": int(rows[0]["step"]),
+        "sequences": len(rows),
+        "tokens": sum(row["tokens"] for row in rows),
+        "images": sum(len(row["images"]) for row in rows),
+        "targets": sum(row["targets"] for row in rows),
+    }
 
 
 def with_data(profile: Profile, run: Run, sample: SizeSample) -> Profile:
-    """The profile of data with these sizes; the largest work in a sequence is never less than was known before.
+    """The profile of data with these sizes; the largest work in a sequence is never less than was
+    known before.
 
     The dataset stays the same: its number of sequences, its fingerprint.
     """
@@ -55,17 +68,25 @@ def with_data(profile: Profile, run: Run, sample: SizeSample) -> Profile:
     work = sizes.work(profile.inputs)
     mean = {name: Work(*rows.mean(axis=0).tolist()) for name, rows in work.items()}
     value_bytes = 2 if profile.precision == "bf16" else 4
-    modules = {name: module.model_copy(update={
-        "work_per_sequence": mean[name],
-        "max_work_per_sequence": Work(*np.maximum(module.max_work_per_sequence, work[name].max(axis=0)).tolist()),
-        "cut_bytes_per_sequence": cut_bytes(name, table, profile.inputs, mean, value_bytes)})
-        for name, module in profile.modules.items()}
+    modules = {
+        name: module.model_copy(
+            update={
+                "work_per_sequence": mean[name],
+                "max_work_per_sequence": Work(
+                    *np.maximum(module.max_work_per_sequence, work[name].max(axis=0)).tolist()
+                ),
+                "cut_bytes_per_sequence": cut_bytes(name, table, profile.inputs, mean, value_bytes),
+            }
+        )
+        for name, module in profile.modules.items()
+    }
     data = _described(profile.data, profile.inputs, sizes).model_copy(update={"sample": sample})
     return profile.model_copy(update={"modules": modules, "data": data})
 
 
 def _described(data: DataProfile, inputs: ModelInputs, sizes: Sizes) -> DataProfile:
     """The dataset's numbers if all its sequences are like these."""
+
     def of_all(per_sequence: float) -> int:
         return round(data.sequences * per_sequence)
 
@@ -73,7 +94,14 @@ def _described(data: DataProfile, inputs: ModelInputs, sizes: Sizes) -> DataProf
     image_tokens = sizes.patches.sum() / inputs.image.merge**2 / len(sizes) if inputs.image else 0.0
     audio_tokens = sizes.clips.mean() * inputs.audio.tokens if inputs.audio else 0.0
     tokens = sizes.tokens.mean()
-    return data.model_copy(update={
-        "text_tokens": of_all(max(0.0, tokens - image_tokens - audio_tokens)), "image_tokens": of_all(image_tokens),
-        "images": of_all(images.mean()), "targets": of_all(sizes.targets.mean()), "clips": of_all(sizes.clips.mean()),
-        "fill_fraction": min(1.0, tokens / inputs.sequence_length), "images_per_sequence": distribution(images)})
+    return data.model_copy(
+        update={
+            "text_tokens": of_all(max(0.0, tokens - image_tokens - audio_tokens)),
+            "image_tokens": of_all(image_tokens),
+            "images": of_all(images.mean()),
+            "targets": of_all(sizes.targets.mean()),
+            "clips": of_all(sizes.clips.mean()),
+            "fill_fraction": min(1.0, tokens / inputs.sequence_length),
+            "images_per_sequence": distribution(images),
+        }
+    )

@@ -1,7 +1,9 @@
-"""The layers of one module on a device at one TP size, and what is measured of them: times and kept activations.
+"""The layers of one module on a device at one TP size, and what is measured of them: times and kept
+activations.
 
-A TP shard is measured on one device: its compute alone, with its part of the weights; the group's messages are
-added from the measured links (`assemble.py`). Frozen means that no weight asks for a gradient while inputs do.
+A TP shard is measured on one device: its compute alone, with its part of the weights; the group's
+messages are added from the measured links (`assemble.py`). Frozen means that no weight asks for a
+gradient while inputs do.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.profiling.compute import Stopwatch, run_module
 from disttrain_cli.spec.runfile import Run
 
-#: Layers of one kind that are built: the first, which prepares what a stage needs once per batch, and another one.
+# : Layers of one kind that are built: the first, which prepares what a stage needs once per batch,
+# and another one.
 LAYERS_PER_KIND = 2
 
 Pair = tuple[float, float]  # forward, backward
@@ -29,18 +32,28 @@ Sizes = Mapping[str, Any]  # arguments of `models.probe.probe_batch`
 
 
 class Bench:
-    """One module at one TP size. What does not fit into the device's memory is answered with None."""
+    """One module at one TP size. What does not fit into the device's memory is answered with
+    None."""
 
     def __init__(self, run: Run, module: str, tp: int, device: torch.device) -> None:
-        self._table, self._inputs, self._module, self._device = layer_table(run), describe(run), module, device
+        self._table, self._inputs, self._module, self._device = (
+            layer_table(run),
+            describe(run),
+            module,
+            device,
+        )
         self._dtype = torch.bfloat16 if run.file.train.precision == "bf16" else torch.float32
-        self._layers = [layer for start, stop in first_of_kinds(self._table, module, LAYERS_PER_KIND)
-                        for layer in build_layers(run, start, stop, device, self._dtype, tp)]
+        self._layers = [
+            layer
+            for start, stop in first_of_kinds(self._table, module, LAYERS_PER_KIND)
+            for layer in build_layers(run, start, stop, device, self._dtype, tp)
+        ]
         self._counts = Counter(layer.kind for layer in self._table if layer.module == module)
         self._stopwatch = Stopwatch(device)
 
     def times(self, sizes: Sizes, frozen: bool) -> dict[str, Pair] | None:
-        """By kind of layer (forward, backward) in ms, mean over the module's layers of that kind."""
+        """By kind of layer (forward, backward) in ms, mean over the module's layers of that
+        kind."""
         self._freeze(frozen)
         try:
             state, batch = self._inputs_of(sizes)
@@ -81,14 +94,18 @@ class Bench:
     def _inputs_of(self, sizes: Sizes) -> tuple[dict[str, Tensor], Batch]:
         """State and batch of a draw, on the device; the numbers in them do not matter."""
         batch = probe_batch(self._inputs, device=self._device, **sizes)
-        return entry_state(self._table, self._module, self._inputs, batch, self._device, self._dtype), batch
+        return entry_state(
+            self._table, self._module, self._inputs, batch, self._device, self._dtype
+        ), batch
 
 
 def allocated_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch) -> int:
-    """Bytes that the CUDA allocator holds more after a forward than before it, the output's among them.
+    """Bytes that the CUDA allocator holds more after a forward than before it, the output's among
+    them.
 
-    The layer's input is there before; it counts as the output of the layer that made it. What the allocator holds
-    is what decides whether a stage fits, so it stands in the profile rather than `saved_bytes`.
+    The layer's input is there before; it counts as the output of the layer that made it. What the
+    allocator holds is what decides whether a stage fits, so it stands in the profile rather than
+    `saved_bytes`.
     """
     device = next(iter(state.values())).device if state else next(layer.parameters()).device
     with torch.no_grad():
@@ -116,9 +133,12 @@ def first_of_kinds(table: list[LayerInfo], module: str, most: int) -> list[tuple
 
 
 def mean_layer(pairs: list[Pair], count: int) -> Pair:
-    """Mean over the `count` layers of a kind, of which the first were measured; the rest are like the later ones."""
+    """Mean over the `count` layers of a kind, of which the first were measured; the rest are like
+    the later ones."""
     times = np.array(pairs)
     if len(times) > 1:
-        times = np.vstack([times[:1], np.repeat(times[1:].mean(axis=0, keepdims=True), count - 1, axis=0)])
+        times = np.vstack(
+            [times[:1], np.repeat(times[1:].mean(axis=0, keepdims=True), count - 1, axis=0)]
+        )
     forward, backward = times.mean(axis=0).tolist()
     return forward, backward

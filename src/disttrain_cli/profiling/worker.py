@@ -1,9 +1,10 @@
-"""What each process of `disttrain profile` does: links and the optimizer, then its share of the modules' layers.
+"""What each process of `disttrain profile` does: links and the optimizer, then its share of the
+modules' layers.
 
-There are as many processes as the run will have ranks on this machine, and all are busy until the last one has
-its measurements, because on a CPU they share cores, caches and memory as the ranks will. Modules go round the
-processes, so that different modules are measured beside each other, again as in the run. A process has one module
-at one TP size in memory at a time.
+There are as many processes as the run will have ranks on this machine, and all are busy until the
+last one has its measurements, because on a CPU they share cores, caches and memory as the ranks
+will. Modules go round the processes, so that different modules are measured beside each other,
+again as in the run. A process has one module at one TP size in memory at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ class Variant:
     def share(self, first: int, step: int) -> Variant:
         """Every `step`-th draw from `first` on."""
         own = self.draws[first::step]
-        return Variant(self.module, self.tp, self.frozen, own, [draw for draw in self.memory_draws if draw in own])
+        return Variant(
+            self.module,
+            self.tp,
+            self.frozen,
+            own,
+            [draw for draw in self.memory_draws if draw in own],
+        )
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,11 @@ def shares(modules: list[str], rank: int, processes: int) -> list[Share]:
     """The shares of a process; together the processes measure every draw of every module once."""
     turns = range(max(len(modules), processes))
     takers = Counter(turn % len(modules) for turn in turns)
-    return [Share(modules[turn % len(modules)], turn // len(modules), takers[turn % len(modules)])
-            for turn in turns if turn % processes == rank]
+    return [
+        Share(modules[turn % len(modules)], turn // len(modules), takers[turn % len(modules)])
+        for turn in turns
+        if turn % processes == rank
+    ]
 
 
 def before_fork(payload: dict[str, Any]) -> None:
@@ -80,18 +90,22 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Measure and write `payload["folder"]/RANK.json`: links, optimizer and records, these every second.
+    """Measure and write `payload["folder"]/RANK.json`: links, optimizer and records, these every
+    second.
 
-    payload: run (path of the run file), device ("cpu" or "cuda"), parameters (of the whole model), draws (module →
-    arguments of `probe_batch`), variants (fields of `Variant`), kept (names of records that an interrupted profile
-    left), passes (over the draws, at most), budget_s (for the passes after the first), folder.
+    payload: run (path of the run file), device ("cpu" or "cuda"), parameters (of the whole model),
+    draws (module → arguments of `probe_batch`), variants (fields of `Variant`), kept (names of
+    records that an interrupted profile left), passes (over the draws, at most), budget_s (for the
+    passes after the first), folder.
     """
     rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = rank_device(payload["device"])
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     store = rendezvous(RENDEZVOUS_TIMEOUT)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=processes
+    )
     result: dict[str, Any] = {"links": measure_links(device).model_dump()}
     result["optimizer_ns"] = adamw_ns_per_parameter(int(payload["parameters"]) // processes, device)
     session = Session(payload, rank, result)
@@ -112,7 +126,9 @@ def main(payload: dict[str, Any]) -> None:
 
 def _groups(payload: dict[str, Any], share: Share) -> Iterator[list[Variant]]:
     """A process's part of a module's variants, those of one TP size together."""
-    variants = [Variant(**fields) for fields in payload["variants"] if fields["module"] == share.module]
+    variants = [
+        Variant(**fields) for fields in payload["variants"] if fields["module"] == share.module
+    ]
     for _, group in groupby(variants, key=lambda variant: variant.tp):
         yield [variant.share(share.first, share.step) for variant in group]
 
@@ -121,7 +137,11 @@ class Session:
     """The measurements of one process, reported as they are made."""
 
     def __init__(self, payload: dict[str, Any], rank: int, result: dict[str, Any]) -> None:
-        self._payload, self._result, self._file = payload, result, Path(payload["folder"]) / f"{rank}.json"
+        self._payload, self._result, self._file = (
+            payload,
+            result,
+            Path(payload["folder"]) / f"{rank}.json",
+        )
         self._run = read_run(Path(payload["run"]))
         self._records: Records = {}
         self._reported_s = 0.0
@@ -129,19 +149,26 @@ class Session:
         self._busy: list[tuple[dict[str, Any], bool]] = []
 
     def measure(self, variants: Sequence[Variant], device: torch.device, budget_s: float) -> None:
-        """Measure all draws of a module at one TP size once, and again in passes while the time lasts.
+        """Measure all draws of a module at one TP size once, and again in passes while the time
+        lasts.
 
         Draws that an interrupted profile has measured are not measured again.
         """
         module, kept = variants[0].module, set(self._payload["kept"])
-        work = [(variant, draw) for variant in variants for draw in variant.draws
-                if record_name(module, variant.tp, variant.frozen, draw) not in kept]
+        work = [
+            (variant, draw)
+            for variant in variants
+            for draw in variant.draws
+            if record_name(module, variant.tp, variant.frozen, draw) not in kept
+        ]
         if not work and self._bench is not None:
             return
         self._bench = None  # gives its memory back before the next one takes some
         self._bench = Bench(self._run, module, variants[0].tp, device)
         draws = self._payload["draws"][module]
-        largest = sorted({draw for _, draw in work}, key=lambda draw: _size(draws[draw]))[-WARM_UP_DRAWS:]
+        largest = sorted({draw for _, draw in work}, key=lambda draw: _size(draws[draw]))[
+            -WARM_UP_DRAWS:
+        ]
         self._busy = [(draws[draw], False) for draw in largest or variants[0].draws[:WAITING_DRAWS]]
         self.wait_busily()
         deadline = time.monotonic() + budget_s
@@ -150,7 +177,9 @@ class Session:
                 break
             variant, draw = work[number % len(work)]
             self._measure(variant, draw, draws[draw])
-        self._busy = [(draws[draw], variant.frozen) for variant, draw in work[:WAITING_DRAWS]] or self._busy
+        self._busy = [
+            (draws[draw], variant.frozen) for variant, draw in work[:WAITING_DRAWS]
+        ] or self._busy
 
     def _measure(self, variant: Variant, draw: int, sizes: dict[str, Any]) -> None:
         assert self._bench is not None
@@ -159,7 +188,11 @@ class Session:
         if times is None:
             return
         if name not in self._records:
-            kept = self._bench.kept_bytes(sizes, variant.frozen) if draw in variant.memory_draws else None
+            kept = (
+                self._bench.kept_bytes(sizes, variant.frozen)
+                if draw in variant.memory_draws
+                else None
+            )
             self._records[name] = Record(times={kind: [] for kind in times}, kept_bytes=kept or {})
         for kind, pair in times.items():
             self._records[name]["times"][kind].append(list(pair))

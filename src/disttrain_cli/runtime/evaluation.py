@@ -1,7 +1,8 @@
-"""Losses on held-out data: the forward half of the pipeline over sequences that are never trained on.
+"""Losses on held-out data: the forward half of the pipeline over sequences that are never trained
+on.
 
-The sequences, their noise and their timesteps are the same every time, and whole global batches, so that every layout
-computes the same figures.
+The sequences, their noise and their timesteps are the same every time, and whole global batches, so
+that every layout computes the same figures.
 """
 
 from __future__ import annotations
@@ -32,8 +33,16 @@ class Evaluation:
         fields: what the layers of the rank's stage need of a batch (`Loader`).
     """
 
-    def __init__(self, run: Run, spec: EvaluationSpec, layout: Layout, index: Index, place: RankCoords,
-                 fields: set[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        run: Run,
+        spec: EvaluationSpec,
+        layout: Layout,
+        index: Index,
+        place: RankCoords,
+        fields: set[str],
+        dtype: torch.dtype,
+    ) -> None:
         # As packed: what a policy finds for a layout does not matter here, and searches take time.
         train = run.file.train.model_copy(update={"ordering": "none"})
         self._run = run.model_copy(update={"file": run.file.model_copy(update={"train": train})})
@@ -49,15 +58,24 @@ class Evaluation:
     def losses(self, engine: UnitEngine) -> dict[str, Any]:
         """`evaluation_loss` and so on (`told`): means over tokens and images.
 
-        Every rank calls this. It leaves one `evaluation` row in the trace, and the time of no step longer.
+        Every rank calls this. It leaves one `evaluation` row in the trace, and the time of no step
+        longer.
         """
         tracer, begun = engine.tracer, engine.tracer.mark()
         tracer.begin("evaluation")
         weights = self._run.file.model.loss_weights
-        totals, counts = dict.fromkeys(engine.loss_modules, 0.0), dict.fromkeys(engine.loss_modules, 0)
+        totals, counts = (
+            dict.fromkeys(engine.loss_modules, 0.0),
+            dict.fromkeys(engine.loss_modules, 0),
+        )
         orders = Orders(self._run.file, self._layout, self._index)
-        with Loader(self._run, orders, unit=self._place.unit.name, replica=self._place.replica,
-                    fields=self._fields) as loader:
+        with Loader(
+            self._run,
+            orders,
+            unit=self._place.unit.name,
+            replica=self._place.replica,
+            fields=self._fields,
+        ) as loader:
             fetch_of = fetcher(loader, engine.device, self._dtype)
             for number in range(self._batches):
                 order = loader.order(number)
@@ -66,7 +84,10 @@ class Evaluation:
                     totals[name], counts[name] = totals[name] + loss * count, counts[name] + count
         tracer.record("evaluation", begun)
         means = {name: total / max(1, counts[name]) for name, total in totals.items()}
-        return {f"evaluation_{key}": value for key, value in told(engine.loss_modules, means, weights).items()}
+        return {
+            f"evaluation_{key}": value
+            for key, value in told(engine.loss_modules, means, weights).items()
+        }
 
 
 def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
@@ -75,16 +96,23 @@ def world_losses(engine: UnitEngine, weights: LossWeights) -> dict[str, Any]:
 
 
 def told(modules: dict[str, str], losses: dict[str, float], weights: LossWeights) -> dict[str, Any]:
-    """What is told of weighted losses: their sum `loss`, and unweighted `loss_text` and `loss_image`.
+    """What is told of weighted losses: their sum `loss`, and unweighted `loss_text` and
+    `loss_image`.
 
     With several generators `loss_image` is their mean, and `generator_losses` has each by module.
 
     Args:
         modules: by name of a loss, the module that has it.
     """
-    weight = {name: weights.text if name == TEXT else weights.of(module) for name, module in modules.items()}
+    weight = {
+        name: weights.text if name == TEXT else weights.of(module)
+        for name, module in modules.items()
+    }
     plain = {name: loss / weight[name] if weight[name] else 0.0 for name, loss in losses.items()}
     images = {modules[name]: loss for name, loss in plain.items() if name != TEXT}
-    found = {"loss": sum(losses.values()), "loss_text": plain.get(TEXT, 0.0),
-             "loss_image": sum(images.values()) / max(1, len(images))}
+    found = {
+        "loss": sum(losses.values()),
+        "loss_text": plain.get(TEXT, 0.0),
+        "loss_image": sum(images.values()) / max(1, len(images)),
+    }
     return found if len(images) < 2 else found | {"generator_losses": images}

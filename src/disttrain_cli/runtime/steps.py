@@ -1,4 +1,5 @@
-"""The step loop of a rank: train, report, checkpoint, until the last step or until it is asked to stop."""
+"""The step loop of a rank: train, report, checkpoint, until the last step or until it is asked to
+stop."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ class Task:
     evaluation: Evaluation | None = None
     profiler: StepProfiler | None = None
     say: Callable[[str], None] = print  # what the user should know
-    idle_gib: float | None = None  # what the process held before it had a stage (`peak_gib`); None: not recorded
+    idle_gib: float | None = (
+        None  # what the process held before it had a stage (`peak_gib`); None: not recorded
+    )
 
 
 class Data(Protocol):
@@ -67,22 +70,44 @@ class Data(Protocol):
         ...
 
 
-def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: UnitEngine, data: Data,
-              fetch_of: Callable[[StepOrder], Callable[[int], Batch]]) -> str:
+def run_steps(
+    run: Run,
+    layout: Layout,
+    profile: Profile,
+    task: Task,
+    engine: UnitEngine,
+    data: Data,
+    fetch_of: Callable[[StepOrder], Callable[[int], Batch]],
+) -> str:
     """Train from `task.first` to `task.last`, or until a rank's `task.watch` is asked to stop.
 
-    The last thing done is a checkpoint. Returns which of `watch.REASONS` ended it before the last step, or "".
+    The last thing done is a checkpoint. Returns which of `watch.REASONS` ended it before the last
+    step, or "".
 
     Raises:
         NotFiniteError, OutOfMemoryError: what `UnitEngine.run_step` raises; then nothing is saved.
         DisttrainError: a checkpoint could not be written.
     """
-    every, rank0, tracer = run.file.train.checkpoint.every_steps, engine.place.rank == 0, engine.tracer
+    every, rank0, tracer = (
+        run.file.train.checkpoint.every_steps,
+        engine.place.rank == 0,
+        engine.tracer,
+    )
     writers = steps, sizes, samples = [
-        writer(task.dir.traces, task.name, task.say) for writer in (step_writer, size_writer, sample_writer)]
+        writer(task.dir.traces, task.name, task.say)
+        for writer in (step_writer, size_writer, sample_writer)
+    ]
     step, stopped = task.first, ""
-    with Saver(task.dir.checkpoints, made_from(run.file, profile.fingerprints.data), engine,
-               run.file.train.checkpoint.keep, task.average) as saver, told_at_once():
+    with (
+        Saver(
+            task.dir.checkpoints,
+            made_from(run.file, profile.fingerprints.data),
+            engine,
+            run.file.train.checkpoint.keep,
+            task.average,
+        ) as saver,
+        told_at_once(),
+    ):
         while step < task.last and not stopped:
             tracer.step = step
             tracer.begin("order")
@@ -103,12 +128,21 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
             end_ns = tracer.now()
             if task.profiler is not None:
                 task.profiler.end(step)
-            evaluated = task.evaluation.losses(engine) if task.evaluation and task.evaluation.due(step) else {}
+            evaluated = (
+                task.evaluation.losses(engine)
+                if task.evaluation and task.evaluation.due(step)
+                else {}
+            )
             if rank0:
                 row = _step_row(run, layout, profile, order, losses, (end_ns - start_ns) / 1e9)
-                row |= {"run": task.name, "grad_norm": engine.grad_norm(), "learning_rates": rates(run, step),
-                        "learning_rate": learning_rate(run.file.train, "", step),
-                        "skipped_steps": engine.skipped_steps, **evaluated}
+                row |= {
+                    "run": task.name,
+                    "grad_norm": engine.grad_norm(),
+                    "learning_rates": rates(run, step),
+                    "learning_rate": learning_rate(run.file.train, "", step),
+                    "skipped_steps": engine.skipped_steps,
+                    **evaluated,
+                }
                 steps.rows.append(row | {"end_ns": end_ns})
                 batch, told = data.batch(step), {"run": task.name, "step": step}
                 sizes.rows += [told | own for own in _some_sizes(sizes_of(batch))]
@@ -133,39 +167,65 @@ def run_steps(run: Run, layout: Layout, profile: Profile, task: Task, engine: Un
 
 
 def _told(engine: UnitEngine, watch: Watch | None) -> list[float]:
-    """What a rank tells in a step: how long it waited for data, its memory, what asked it to stop."""
+    """What a rank tells in a step: how long it waited for data, its memory, what asked it to
+    stop."""
     reason = watch.stop_reason() if watch is not None else ""
     return [engine.data_wait_ns / 1e9, peak_gib(engine.device), REASONS.index(reason)]
 
 
 def _agreed(run: Run, engine: UnitEngine) -> tuple[dict[str, Any], str]:
-    """What all ranks say of a step: `world_losses`, the longest data wait, the most memory; what asked one to stop."""
+    """What all ranks say of a step: `world_losses`, the longest data wait, the most memory; what
+    asked one to stop."""
     data_wait_s, memory_gib, reason = engine.largest
     losses = world_losses(engine, run.file.model.loss_weights)
     return losses | {"data_wait_s": data_wait_s, "memory_gib": memory_gib}, REASONS[int(reason)]
 
 
-def _step_row(run: Run, layout: Layout, profile: Profile, order: StepOrder, losses: dict[str, Any],
-              iteration_s: float) -> dict[str, Any]:
-    """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed, and some figures more for the console."""
+def _step_row(
+    run: Run,
+    layout: Layout,
+    profile: Profile,
+    order: StepOrder,
+    losses: dict[str, Any],
+    iteration_s: float,
+) -> dict[str, Any]:
+    """What `spec.trace.STEP_COLUMNS` say of a step's work, losses and speed, and some figures more
+    for the console."""
     flops = step_flops(profile, layout, order)
-    tokens, images = int(sum(slot.sequence_tokens.sum() for slot in order.slots)), \
-        sum(len(slot.image_sequence) for slot in order.slots)
-    return {"step": order.step, **losses, "iteration_s": iteration_s,
-            "sequences_per_s": run.file.train.global_batch_size / iteration_s,
-            "mfu": mfu(sum(flops.values()), iteration_s, profile.device, layout.gpus_used),
-            "tokens": tokens, "images": images, "targets": order.targets, "model_flops": sum(flops.values()),
-            "tokens_per_s": tokens / iteration_s, "images_per_s": (images + order.targets) / iteration_s,
-            "unit_mfu": {unit.name: mfu(flops[unit.name], iteration_s, profile.device, unit.gpus)
-                         for unit in layout.units}}
+    tokens, images = (
+        int(sum(slot.sequence_tokens.sum() for slot in order.slots)),
+        sum(len(slot.image_sequence) for slot in order.slots),
+    )
+    return {
+        "step": order.step,
+        **losses,
+        "iteration_s": iteration_s,
+        "sequences_per_s": run.file.train.global_batch_size / iteration_s,
+        "mfu": mfu(sum(flops.values()), iteration_s, profile.device, layout.gpus_used),
+        "tokens": tokens,
+        "images": images,
+        "targets": order.targets,
+        "model_flops": sum(flops.values()),
+        "tokens_per_s": tokens / iteration_s,
+        "images_per_s": (images + order.targets) / iteration_s,
+        "unit_mfu": {
+            unit.name: mfu(flops[unit.name], iteration_s, profile.device, unit.gpus)
+            for unit in layout.units
+        },
+    }
 
 
 def _some_sizes(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Rows of `spec.trace.SIZE_COLUMNS` of the first sequences."""
     for number in range(min(SIZES_PER_STEP, len(sizes))):
-        images = sizes.patches[sizes.image_start[number]:sizes.image_start[number + 1]]
-        yield {"tokens": int(sizes.tokens[number]), "length_sq": int(sizes.length_sq[number]),
-               "images": images.tolist(), "targets": int(sizes.targets[number]), "clips": int(sizes.clips[number])}
+        images = sizes.patches[sizes.image_start[number] : sizes.image_start[number + 1]]
+        yield {
+            "tokens": int(sizes.tokens[number]),
+            "length_sq": int(sizes.length_sq[number]),
+            "images": images.tolist(),
+            "targets": int(sizes.targets[number]),
+            "clips": int(sizes.clips[number]),
+        }
 
 
 def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> dict[str, float]:
@@ -173,12 +233,15 @@ def step_flops(profile: Profile, layout: Layout, order: StepOrder) -> dict[str, 
     loads = order_loads(order, layout)
     flops = dict.fromkeys([unit.name for unit in layout.units], 0.0)
     for stage in stages_of(profile, layout):
-        flops[stage.unit.name] += sum(float(amount(cost.flops, loads[cost.module]).sum()) for cost in stage.costs)
+        flops[stage.unit.name] += sum(
+            float(amount(cost.flops, loads[cost.module]).sum()) for cost in stage.costs
+        )
     return flops
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory that this rank has held: on its device, or of its process where the device is the CPU."""
+    """Most memory that this rank has held: on its device, or of its process where the device is the
+    CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -186,6 +249,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def publish(path: Path, row: dict[str, Any]) -> None:
-    """Append a step or a note to the file that the launcher reads, in one write; a full disk does not end training."""
+    """Append a step or a note to the file that the launcher reads, in one write; a full disk does
+    not end training."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(json.dumps(row) + "\n")

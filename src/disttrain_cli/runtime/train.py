@@ -1,4 +1,5 @@
-"""The launcher's side of a training job: prepares the run's folder, starts the ranks, and collects what they report."""
+"""The launcher's side of a training job: prepares the run's folder, starts the ranks, and collects
+what they report."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
-from disttrain_cli.runtime.launching.starts import Reports, alone, check_fresh, job_of, run_ranks, step_to_resume
+from disttrain_cli.runtime.launching.starts import (
+    Reports,
+    alone,
+    check_fresh,
+    job_of,
+    run_ranks,
+    step_to_resume,
+)
 from disttrain_cli.runtime.watching.supervise import merged, stop_request, supervised
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
@@ -34,7 +42,9 @@ class TrainResult(BaseModel):
     steps: list[dict[str, Any]]
     skipped_samples: list[dict[str, str]]
     resumed_from_step: int | None
-    started_from: str | None = None  # folder of the checkpoint or export with whose weights it began
+    started_from: str | None = (
+        None  # folder of the checkpoint or export with whose weights it began
+    )
     checkpoint: str | None
     trace: str
     images: list[str]
@@ -48,26 +58,38 @@ class TrainResult(BaseModel):
 TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
 
 
-def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
-          restart: bool = False, profile_steps: range | None = None, origin: Path | None = None,
-          on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> TrainResult:
-    """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample images.
+def train(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    profile_steps: range | None = None,
+    origin: Path | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress = silent,
+) -> TrainResult:
+    """Run the plan to `steps` optimizer steps (the run file's, if not given) and generate sample
+    images.
 
-    SIGTERM and SIGINT end it after the step under way, with a checkpoint; a rank that dies or hangs starts it again,
-    `train.restarts` times.
+    SIGTERM and SIGINT end it after the step under way, with a checkpoint; a rank that dies or hangs
+    starts it again, `train.restarts` times.
 
-    The plan must have been checked against the run and profile (`planning.check`). A fresh start begins with the
-    weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the newest checkpoint; where there is
-    one, `restart` starts at step 0 and moves what is there to `earlier/`. Of the steps in `profile_steps` every rank
-    leaves torch's profile.
+    The plan must have been checked against the run and profile (`planning.check`). A fresh start
+    begins with the weights of `origin`, if given (`checkpoints.origin`). `resume` goes on from the
+    newest checkpoint; where there is one, `restart` starts at step 0 and moves what is there to
+    `earlier/`. Of the steps in `profile_steps` every rank leaves torch's profile.
 
     Raises:
-        SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or there is, and it is
+        SpecError: the plan's ranks belong on several hosts, there is nothing to resume from, or
+        there is, and it is
             not said what to do with it; or a folder of the run cannot be written.
-        DataError: what `samples.judge` needs is not installed.
-        UsageError: the run has none of the steps to profile, or is past them.
-        DisttrainError: another training of this run is under way.
-        MismatchError: the dataset or the checkpoint is not the one of the profile, or no preprocessing worker is of
+        DataError: what `samples.judge` needs is not installed. UsageError: the run has none of the
+        steps to profile, or is past them. DisttrainError: another training of this run is under
+        way. MismatchError: the dataset or the checkpoint is not the one of the profile, or no
+        preprocessing worker is of
             this run.
         RankFailedError: a rank failed.
     """
@@ -92,23 +114,46 @@ def train(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, r
             on_step(step)
 
     def start(resume: bool, watch: Callable[[], None]) -> Reports:
-        return run_ranks(root, job_of(run, plan, profile), TRAIN, plan.plan.gpus_used,
-                         payload_of(run, plan, profile, profile_steps, origin), steps=total, resume=resume,
-                         on_step=take, progress=progress, watch=watch)
+        return run_ranks(
+            root,
+            job_of(run, plan, profile),
+            TRAIN,
+            plan.plan.gpus_used,
+            payload_of(run, plan, profile, profile_steps, origin),
+            steps=total,
+            resume=resume,
+            on_step=take,
+            progress=progress,
+            watch=watch,
+        )
 
     with alone(root):
         with stop_request() as request:
-            _, losses = supervised(run, stage_graph(plan.plan, profile.inputs.llm), resume, request, progress, start)
+            _, losses = supervised(
+                run, stage_graph(plan.plan, profile.inputs.llm), resume, request, progress, start
+            )
         said = stopped_file(root.logs)
         stopped = said.read_text() if said.exists() else None
         newest = latest(root.checkpoints)
         samples = None if stopped or newest is None else _sample(run, profile, newest, progress)
         return TrainResult(
-            run_dir=str(root.root), steps=merged(rows), skipped_samples=_skipped(run, index),
-            resumed_from_step=resumed, started_from=str(origin) if origin else None,
-            checkpoint=str(newest) if newest else None, trace=str(root.traces),
-            images=[str(root.images / newest.name / one.file) for one in samples.drawn] if samples and newest else [],
-            samples=samples, reference_losses=_references(run, index), restarts=losses, stopped_by=stopped)
+            run_dir=str(root.root),
+            steps=merged(rows),
+            skipped_samples=_skipped(run, index),
+            resumed_from_step=resumed,
+            started_from=str(origin) if origin else None,
+            checkpoint=str(newest) if newest else None,
+            trace=str(root.traces),
+            images=(
+                [str(root.images / newest.name / one.file) for one in samples.drawn]
+                if samples and newest
+                else []
+            ),
+            samples=samples,
+            reference_losses=_references(run, index),
+            restarts=losses,
+            stopped_by=stopped,
+        )
 
 
 def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = silent) -> list[str]:
@@ -127,47 +172,89 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
 
     folder = run.dir.preflight
     with alone(folder):
-        run_ranks(folder, job_of(run, plan, profile), PREFLIGHT, plan.plan.gpus_used, payload_of(run, plan, profile),
-                  steps=0, resume=True, on_step=None, progress=hear)
+        run_ranks(
+            folder,
+            job_of(run, plan, profile),
+            PREFLIGHT,
+            plan.plan.gpus_used,
+            payload_of(run, plan, profile),
+            steps=0,
+            resume=True,
+            on_step=None,
+            progress=hear,
+        )
     return told[1:]  # the first is the launcher's own
 
 
-def payload_of(run: Run, plan: Plan, profile: Profile, profile_steps: range | None = None,
-               origin: Path | None = None) -> dict[str, Any]:
+def payload_of(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    profile_steps: range | None = None,
+    origin: Path | None = None,
+) -> dict[str, Any]:
     """What a rank must know, besides its start."""
-    profiled = {} if profile_steps is None else {"profile_steps": [profile_steps.start, profile_steps.stop]}
-    return {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "device": profile.device.kind,
-            "profile": profile.model_dump(mode="json")} | profiled | ({"from": str(origin)} if origin else {})
+    profiled = (
+        {}
+        if profile_steps is None
+        else {"profile_steps": [profile_steps.start, profile_steps.stop]}
+    )
+    return (
+        {
+            "run": str(run.path.resolve()),
+            "plan": plan.model_dump(mode="json"),
+            "device": profile.device.kind,
+            "profile": profile.model_dump(mode="json"),
+        }
+        | profiled
+        | ({"from": str(origin)} if origin else {})
+    )
 
 
 def check_profiled(steps: range, total: int, first: int = 0) -> None:
-    """UsageError where a run of the steps from `first` to before `total` does not reach the steps to profile."""
+    """UsageError where a run of the steps from `first` to before `total` does not reach the steps
+    to profile."""
     if steps.stop > total:
-        raise UsageError(f"--profile-steps {steps.start}:{steps.stop} goes beyond the run's last step",
-                         f"the run has {total} steps, numbered from 0, so the range may end at {total}",
-                         f"Give more steps, or an earlier range, such as --profile-steps {max(0, total - 3)}:{total}")
+        raise UsageError(
+            f"--profile-steps {steps.start}:{steps.stop} goes beyond the run's last step",
+            f"the run has {total} steps, numbered from 0, so the range may end at {total}",
+            "Give more steps, or an earlier range, such as --profile-steps"
+            f" {max(0, total - 3)}:{total}",
+        )
     if steps.stop <= first:
-        raise UsageError(f"--profile-steps {steps.start}:{steps.stop} is past",
-                         f"the run goes on from its checkpoint of step {first}",
-                         f"Profile later steps: --profile-steps {first}:{min(total, first + 3)}")
+        raise UsageError(
+            f"--profile-steps {steps.start}:{steps.stop} is past",
+            f"the run goes on from its checkpoint of step {first}",
+            f"Profile later steps: --profile-steps {first}:{min(total, first + 3)}",
+        )
 
 
 def _check_one_host(run: Run, plan: Plan, profile: Profile) -> None:
-    """SpecError where ranks with devices of their own belong on several hosts: they are not started from here."""
+    """SpecError where ranks with devices of their own belong on several hosts: they are not started
+    from here."""
     cluster = run.file.cluster
-    if profile.device.kind == "cuda" and cluster.nodes > 1 and plan.plan.gpus_used > cluster.gpus_per_node:
-        raise SpecError(f"The plan's {plan.plan.gpus_used} ranks belong on several hosts",
-                        f"cluster.nodes: {cluster.nodes}, cluster.gpus_per_node: {cluster.gpus_per_node}",
-                        "Write scripts that start them there: disttrain train --emit slurm, or --emit torchrun")
+    if (
+        profile.device.kind == "cuda"
+        and cluster.nodes > 1
+        and plan.plan.gpus_used > cluster.gpus_per_node
+    ):
+        raise SpecError(
+            f"The plan's {plan.plan.gpus_used} ranks belong on several hosts",
+            f"cluster.nodes: {cluster.nodes}, cluster.gpus_per_node: {cluster.gpus_per_node}",
+            "Write scripts that start them there: disttrain train --emit slurm, or --emit torchrun",
+        )
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
-    """The data's index; data other than those profiled are refused before anything is moved or started."""
+    """The data's index; data other than those profiled are refused before anything is moved or
+    started."""
     index = read_index(run, profile.inputs)
     if index.fingerprint != profile.fingerprints.data:
-        raise MismatchError("The dataset is not the one that was profiled",
-                            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
-                            "Profile and plan again: disttrain profile && disttrain plan")
+        raise MismatchError(
+            "The dataset is not the one that was profiled",
+            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
+            "Profile and plan again: disttrain profile && disttrain plan",
+        )
     return index
 
 
@@ -182,24 +269,39 @@ def _skipped(run: Run, index: Index) -> list[dict[str, str]]:
 def _sample(run: Run, profile: Profile, checkpoint: Path, progress: Progress) -> Samples | None:
     """What the trained model draws and writes, where it can."""
     asked = run.file.samples
-    if not ((asked.images and profile.inputs.target is not None) or (asked.read and profile.inputs.image is not None)):
+    if not (
+        (asked.images and profile.inputs.target is not None)
+        or (asked.read and profile.inputs.image is not None)
+    ):
         return None
     progress("sampling", 0, 0)
     folder = run.dir.images / checkpoint.name
-    launching.launch(1, "disttrain_cli.runtime.outputs.sampling:main",
-                     {"run": str(run.path.resolve()), "profile": profile.model_dump(mode="json"),
-                      "device": profile.device.kind, "checkpoint": str(checkpoint), "images": str(folder)},
-                     run.dir.logs / "sampling")
+    launching.launch(
+        1,
+        "disttrain_cli.runtime.outputs.sampling:main",
+        {
+            "run": str(run.path.resolve()),
+            "profile": profile.model_dump(mode="json"),
+            "device": profile.device.kind,
+            "checkpoint": str(checkpoint),
+            "images": str(folder),
+        },
+        run.dir.logs / "sampling",
+    )
     return read_samples(folder)
 
 
 def _references(run: Run, index: Index) -> dict[str, float]:
-    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting zero noise.
+    """What a model that has learned nothing reaches: the data's unigram entropy, and predicting
+    zero noise.
 
-    Where a generator predicts more than the noise, zero costs what its images do, which nobody has measured.
+    Where a generator predicts more than the noise, zero costs what its images do, which nobody has
+    measured.
     """
     references = {"text_unigram_entropy": unigram_entropy(run, index)}
-    predicted = {config.noise.prediction for config in read_configs(run).values() if config.noise is not None}
+    predicted = {
+        config.noise.prediction for config in read_configs(run).values() if config.noise is not None
+    }
     if predicted == {"epsilon"}:
         references["image_zero_noise"] = 1.0
     return references

@@ -1,10 +1,11 @@
 """One rank of a training job: builds its stage, joins the others, and runs the steps.
 
-Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes: `run` (path of the
-run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a folder), and of this start `name` (used in
-trace files), `resume` and `steps_file`, or `start_file`, which holds these, and `console`, an open file for what the
-user should know. `profile_steps`: first step that torch's profiler records and the one after the last, if any. `from`:
-folder of the weights that a fresh start begins with, if any.
+Called by `launch`, or by `rank` under torchrun and srun, with the payload that `train.py` writes:
+`run` (path of the run file), `plan`, `profile` (their JSON), `steps` (the last one), `logs` (a
+folder), and of this start `name` (used in trace files), `resume` and `steps_file`, or `start_file`,
+which holds these, and `console`, an open file for what the user should know. `profile_steps`: first
+step that torch's profiler records and the one after the last, if any. `from`: folder of the weights
+that a fresh start begins with, if any.
 """
 
 from __future__ import annotations
@@ -60,11 +61,13 @@ def main(payload: dict[str, Any]) -> None:
         job = join(payload, stack)
         run, place, told = job.run, job.place, job.told
         rank0, reports = place.rank == 0, Path(told["steps_file"])
-        own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
+        own = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
         fields = {field for info in own for field in info.needs}
 
         # Without a launcher of ours nobody reads the reports.
-        narration = Narration(payload["console"], int(payload["steps"])) if "console" in payload else None
+        narration = (
+            Narration(payload["console"], int(payload["steps"])) if "console" in payload else None
+        )
 
         def say(text: str) -> None:
             if narration is not None:
@@ -73,15 +76,28 @@ def main(payload: dict[str, Any]) -> None:
                 print(text, flush=True)
             publish(reports, {"note": text, "done": 0, "total": 0})
 
-        watch = Watch(trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
-                      stop_file(Path(payload["logs"])) if rank0 else None, narration if rank0 else None)
+        watch = Watch(
+            trackers_of(run, told["name"], told["resume"], say) if rank0 else (),
+            stop_file(Path(payload["logs"])) if rank0 else None,
+            narration if rank0 else None,
+        )
         stack.callback(watch.close)
         now = wall_clock()
-        tracer = Tracer(run.dir.traces, told["name"], place, now, say,
-                        DeviceClock(now) if job.device.type == "cuda" else None)
+        tracer = Tracer(
+            run.dir.traces,
+            told["name"],
+            place,
+            now,
+            say,
+            DeviceClock(now) if job.device.type == "cuda" else None,
+        )
         tracer.pulse = job.pulse
         stack.callback(tracer.close)
-        start = None if told["resume"] or "from" not in payload else origin.where(Path(payload["from"]), run.dir.root)
+        start = (
+            None
+            if told["resume"] or "from" not in payload
+            else origin.where(Path(payload["from"]), run.dir.root)
+        )
         for note in origin.starts(run, start, told["resume"]) if rank0 else ():
             print(note)
         idle_gib = peak_gib(job.device)
@@ -90,54 +106,129 @@ def main(payload: dict[str, Any]) -> None:
         check_groups(grid, place, job.device, run.file.train.timeout_s)
         tracer.begin("building")
         engine = build_engine(
-            run, job.plan, job.graph, place, job.device, tracer, origin.given_layers(run, start) if start else (), grid,
-            partial(wait_until_built, job.store, job.graph, place.rank, run.file.train.timeout_s))
+            run,
+            job.plan,
+            job.graph,
+            place,
+            job.device,
+            tracer,
+            origin.given_layers(run, start) if start else (),
+            grid,
+            partial(wait_until_built, job.store, job.graph, place.rank, run.file.train.timeout_s),
+        )
         if start is not None:
             origin.start_from(start, engine, run)
         average = Average(engine, run.file.train.ema) if run.file.train.ema else None
-        first = checkpoint.resume(run.dir.checkpoints, made_from(run.file, job.index.fingerprint), engine, average) \
-            if told["resume"] else 0
-        evaluation = Evaluation(run, run.file.train.evaluation, job.plan.plan, job.index, place, fields,
-                                message_dtype(run.file.train)) if run.file.train.evaluation else None
-        loader = stack.enter_context(open_loader(
-            run, job.plan.plan, job.profile, job.index, place, fields, first, reports))
-        profiler = StepProfiler(range(*payload["profile_steps"]), run.dir.traces, told["name"], tracer, place.rank,
-                                job.device, say) if payload.get("profile_steps") else None
+        first = (
+            checkpoint.resume(
+                run.dir.checkpoints, made_from(run.file, job.index.fingerprint), engine, average
+            )
+            if told["resume"]
+            else 0
+        )
+        evaluation = (
+            Evaluation(
+                run,
+                run.file.train.evaluation,
+                job.plan.plan,
+                job.index,
+                place,
+                fields,
+                message_dtype(run.file.train),
+            )
+            if run.file.train.evaluation
+            else None
+        )
+        loader = stack.enter_context(
+            open_loader(run, job.plan.plan, job.profile, job.index, place, fields, first, reports)
+        )
+        profiler = (
+            StepProfiler(
+                range(*payload["profile_steps"]),
+                run.dir.traces,
+                told["name"],
+                tracer,
+                place.rank,
+                job.device,
+                say,
+            )
+            if payload.get("profile_steps")
+            else None
+        )
         if profiler is not None:
             stack.callback(profiler.close)
-        stopped = run_steps(run, job.plan.plan, job.profile,
-                            Task(run.dir, told["name"], first, int(payload["steps"]), reports, watch, average,
-                                 evaluation, profiler, say, idle_gib),
-                            engine, loader, fetcher(loader, job.device, message_dtype(run.file.train)))
+        stopped = run_steps(
+            run,
+            job.plan.plan,
+            job.profile,
+            Task(
+                run.dir,
+                told["name"],
+                first,
+                int(payload["steps"]),
+                reports,
+                watch,
+                average,
+                evaluation,
+                profiler,
+                say,
+                idle_gib,
+            ),
+            engine,
+            loader,
+            fetcher(loader, job.device, message_dtype(run.file.train)),
+        )
         if stopped and os.environ["LOCAL_RANK"] == "0":  # every host may look for it
             write_whole(stopped_file(Path(payload["logs"])), stopped)
         if loader.skipped:
             Path(payload["logs"], f"skipped-rank-{place.rank:05d}.json").write_text(
-                json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped]))
+                json.dumps([[f"{s.shard}/{s.key}", s.reason] for s in loader.skipped])
+            )
 
 
 def preflight(payload: dict[str, Any]) -> None:
-    """Meet the other ranks, make the process groups, try them out, and end; rank 0 tells how long each took."""
+    """Meet the other ranks, make the process groups, try them out, and end; rank 0 tells how long
+    each took."""
     with ExitStack() as stack, told_at_once():
         job = join(payload, stack)
         job.pulse.begin("preflight")
-        took_s = check_groups(UnitGrid(job.graph, job.place), job.place, job.device,
-                              job.run.file.train.timeout_s)
+        took_s = check_groups(
+            UnitGrid(job.graph, job.place), job.place, job.device, job.run.file.train.timeout_s
+        )
         if job.place.rank == 0:
             took = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in took_s.items())
-            publish(Path(job.told["steps_file"]), {"note": f"rank 0's groups over {dist.get_backend()}: {took}",
-                                                   "done": 0, "total": 0})
+            publish(
+                Path(job.told["steps_file"]),
+                {
+                    "note": f"rank 0's groups over {dist.get_backend()}: {took}",
+                    "done": 0,
+                    "total": 0,
+                },
+            )
         dist.barrier()
 
 
-def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place: RankCoords, fields: set[str],
-                first: int, reports: Path) -> Loader:
+def open_loader(
+    run: Run,
+    layout: Layout,
+    profile: Profile,
+    index: Index,
+    place: RankCoords,
+    fields: set[str],
+    first: int,
+    reports: Path,
+) -> Loader:
     """A rank's loader over the workers that the run file names, or over its own threads.
 
-    A stage that reads no file needs no worker, unless for what takes a search. What workers make a rank wait for is
-    reported.
+    A stage that reads no file needs no worker, unless for what takes a search. What workers make a
+    rank wait for is reported.
     """
-    known: dict[str, Any] = {"unit": place.unit.name, "replica": place.replica, "fields": fields, "first_step": first}
+    known: dict[str, Any] = {
+        "unit": place.unit.name,
+        "replica": place.replica,
+        "fields": fields,
+        "first_step": first,
+    }
     searches = run.file.train.ordering == "best"
     if not run.file.preprocess.addresses or not (searches or reads_files(fields)):
         return Loader(run, Orders(run.file, layout, index, profile), **known)
@@ -148,6 +239,9 @@ def open_loader(run: Run, layout: Layout, profile: Profile, index: Index, place:
         publish(reports, {"note": what, "done": done, "total": total})
 
     workers = Workers(run, layout, index, profile, say)
-    orders = PulledOrders(run.file, layout, index, profile, workers) if searches else \
-        Orders(run.file, layout, index, profile)
+    orders = (
+        PulledOrders(run.file, layout, index, profile, workers)
+        if searches
+        else Orders(run.file, layout, index, profile)
+    )
     return Loader(run, orders, source=workers, **known)

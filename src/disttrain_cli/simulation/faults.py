@@ -1,4 +1,5 @@
-"""Faults of a rehearsal, in the simulator: the same step with something slower than the profile says."""
+"""Faults of a rehearsal, in the simulator: the same step with something slower than the profile
+says."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ from disttrain_cli.spec.runfile import FaultSpec
 EDIT = "Correct it in the run file."
 
 
-def check_faults(stages: Sequence[CostedStage], faults: Sequence[FaultSpec], profile: Profile) -> None:
+def check_faults(
+    stages: Sequence[CostedStage], faults: Sequence[FaultSpec], profile: Profile
+) -> None:
     """Refuse faults that this layout cannot have.
 
     Raises:
-        SpecError: a unit, stage or replica that the layout lacks, a link after the last stage, or a worker where
+        SpecError: a unit, stage or replica that the layout lacks, a link after the last stage, or a
+        worker where
             nothing is prepared; names the field and what is allowed.
     """
     prepared = list(dict.fromkeys(stage.unit.name for stage in stages if _loads(profile, stage)))
@@ -32,12 +36,17 @@ def check_faults(stages: Sequence[CostedStage], faults: Sequence[FaultSpec], pro
 
 def _loads(profile: Profile, stage: CostedStage) -> bool:
     """Whether preparing what a stage loads takes time, as far as the profile knows."""
-    return any(item_s(profile, module) * profile.modules[module].work_per_sequence.items > 0.0
-               for module in stage.begins)
+    return any(
+        item_s(profile, module) * profile.modules[module].work_per_sequence.items > 0.0
+        for module in stage.begins
+    )
 
 
-def inject(pipeline: Pipeline, stages: Sequence[CostedStage], faults: Sequence[FaultSpec]) -> Pipeline:
-    """The pipeline with every fault's factor on the times it concerns; `stages` are those of its layout.
+def inject(
+    pipeline: Pipeline, stages: Sequence[CostedStage], faults: Sequence[FaultSpec]
+) -> Pipeline:
+    """The pipeline with every fault's factor on the times it concerns; `stages` are those of its
+    layout.
 
     Raises:
         SpecError: as `check_faults`; a slow worker where the pipeline is not fed.
@@ -50,7 +59,13 @@ def inject(pipeline: Pipeline, stages: Sequence[CostedStage], faults: Sequence[F
         replicas = slice(None) if fault.replica is None else fault.replica
         if fault.slow == "worker":
             if load_s is None:
-                raise _error(number, "slow", fault.slow, "no data are prepared here", ["rank", "stage", "link", "host"])
+                raise _error(
+                    number,
+                    "slow",
+                    fault.slow,
+                    "no data are prepared here",
+                    ["rank", "stage", "link", "host"],
+                )
             load_s[:, numbers, replicas] *= fault.factor
         elif fault.slow == "link":
             for cut, (sender, _) in enumerate(pipeline.cuts):
@@ -58,38 +73,69 @@ def inject(pipeline: Pipeline, stages: Sequence[CostedStage], faults: Sequence[F
         else:
             for times_s in (forward_s, backward_s):
                 times_s[:, numbers, replicas] *= fault.factor
-    return dataclasses.replace(pipeline, forward_s=forward_s, backward_s=backward_s, transfer_s=transfer_s,
-                               load_s=load_s)
+    return dataclasses.replace(
+        pipeline, forward_s=forward_s, backward_s=backward_s, transfer_s=transfer_s, load_s=load_s
+    )
 
 
-def slowdown(faults: Sequence[FaultSpec], slow: str, unit: str, stage: int, replica: int | None = None) -> float:
-    """Times as long as without faults: of a kind, at one place, as `inject` has it for all places at once."""
-    return math.prod(fault.factor for fault in faults if fault.slow == slow and fault.unit == unit
-                     and (slow == "worker" or fault.stage == stage) and fault.replica in (None, replica))
+def slowdown(
+    faults: Sequence[FaultSpec], slow: str, unit: str, stage: int, replica: int | None = None
+) -> float:
+    """Times as long as without faults: of a kind, at one place, as `inject` has it for all places
+    at once."""
+    return math.prod(
+        fault.factor
+        for fault in faults
+        if fault.slow == slow
+        and fault.unit == unit
+        and (slow == "worker" or fault.stage == stage)
+        and fault.replica in (None, replica)
+    )
 
 
 def _numbers(stages: Sequence[CostedStage], number: int, fault: FaultSpec) -> list[int]:
-    """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such place."""
+    """Numbers of the stages that the fault concerns; raises SpecError where the layout has no such
+    place."""
     own = [place for place, stage in enumerate(stages) if stage.unit.name == fault.unit]
     if not own:
-        raise _error(number, "unit", fault.unit, "the plan has no such unit",
-                     list(dict.fromkeys(stage.unit.name for stage in stages)))
+        raise _error(
+            number,
+            "unit",
+            fault.unit,
+            "the plan has no such unit",
+            list(dict.fromkeys(stage.unit.name for stage in stages)),
+        )
     unit = stages[own[0]].unit
     if fault.replica is not None and fault.replica >= unit.dp:
-        raise _error(number, "replica", fault.replica, f"unit {unit.name} has no such replica", range(unit.dp))
+        raise _error(
+            number,
+            "replica",
+            fault.replica,
+            f"unit {unit.name} has no such replica",
+            range(unit.dp),
+        )
     if fault.slow == "worker":
         return own
     if fault.stage >= unit.pp:
-        raise _error(number, "stage", fault.stage, f"unit {unit.name} has no such stage", range(unit.pp))
+        raise _error(
+            number, "stage", fault.stage, f"unit {unit.name} has no such stage", range(unit.pp)
+        )
     if fault.slow == "link" and not stages[own[fault.stage]].after:
         linked = [stage for stage in stages if stage.after]
         allowed = [stage.index for stage in linked if stage.unit.name == unit.name]
-        raise _error(number, "stage", fault.stage, f"nothing comes after {stages[own[fault.stage]].name}",
-                     allowed or list(dict.fromkeys(f"unit {stage.unit.name}" for stage in linked)))
+        raise _error(
+            number,
+            "stage",
+            fault.stage,
+            f"nothing comes after {stages[own[fault.stage]].name}",
+            allowed or list(dict.fromkeys(f"unit {stage.unit.name}" for stage in linked)),
+        )
     return [own[fault.stage]]
 
 
-def _error(number: int, field: str, given: object, why: str, allowed: Sequence[object]) -> SpecError:
+def _error(
+    number: int, field: str, given: object, why: str, allowed: Sequence[object]
+) -> SpecError:
     where = f"rehearse.faults[{number}].{field}"
     if isinstance(allowed, range) and len(allowed) > 2:
         shown = f"{allowed[0]} to {allowed[-1]}"

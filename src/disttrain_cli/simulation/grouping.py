@@ -1,4 +1,5 @@
-"""Several replicas of a stage in one process, in lockstep: how a rehearsal carries more devices than processes.
+"""Several replicas of a stage in one process, in lockstep: how a rehearsal carries more devices
+than processes.
 
 A process takes for each slot as long as the slowest of its replicas.
 """
@@ -19,7 +20,8 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
     """The pipeline of the processes, which are its replicas.
 
     Args:
-        shares: by stage, the number of consecutive replicas in each of its processes; alike for the stages of a unit.
+        shares: by stage, the number of consecutive replicas in each of its processes; alike for the
+        stages of a unit.
     """
     assert [sum(share) for share in shares] == pipeline.replicas.tolist()
     firsts = [[0, *itertools.accumulate(share)][:-1] for share in shares]
@@ -28,13 +30,17 @@ def grouped(pipeline: Pipeline, shares: Sequence[Sequence[int]]) -> Pipeline:
     def slowest(times_s: Floats) -> Floats:
         joined_s = np.zeros((*times_s.shape[:2], widest))
         for stage, first in enumerate(firsts):
-            of_stage = times_s[:, stage, :pipeline.replicas[stage]]
-            joined_s[:, stage, :len(first)] = np.maximum.reduceat(of_stage, first, axis=1)
+            of_stage = times_s[:, stage, : pipeline.replicas[stage]]
+            joined_s[:, stage, : len(first)] = np.maximum.reduceat(of_stage, first, axis=1)
         return joined_s
 
     return dataclasses.replace(
-        pipeline, replicas=np.array([len(share) for share in shares]), forward_s=slowest(pipeline.forward_s),
-        backward_s=slowest(pipeline.backward_s), load_s=None if pipeline.load_s is None else slowest(pipeline.load_s))
+        pipeline,
+        replicas=np.array([len(share) for share in shares]),
+        forward_s=slowest(pipeline.forward_s),
+        backward_s=slowest(pipeline.backward_s),
+        load_s=None if pipeline.load_s is None else slowest(pipeline.load_s),
+    )
 
 
 def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
@@ -50,7 +56,8 @@ def unit_shares(layout: Layout, gpus_per_process: int) -> list[list[int]]:
 
 
 def finest(layout: Layout, gpus_per_node: int, most: int = 24) -> int:
-    """GPUs per process, as few as make at most `most` processes: a divisor of a node's GPUs, or several nodes.
+    """GPUs per process, as few as make at most `most` processes: a divisor of a node's GPUs, or
+    several nodes.
 
     Where the plan has more stages than that, as few as make one process per stage.
     """
@@ -61,5 +68,7 @@ def finest(layout: Layout, gpus_per_node: int, most: int = 24) -> int:
 
 
 def _processes(layout: Layout, gpus_per_process: int) -> int:
-    return sum(unit.pp * len(share) for unit, share in zip(layout.units, unit_shares(layout, gpus_per_process),
-                                                           strict=True))
+    return sum(
+        unit.pp * len(share)
+        for unit, share in zip(layout.units, unit_shares(layout, gpus_per_process), strict=True)
+    )

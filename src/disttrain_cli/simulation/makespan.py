@@ -1,8 +1,10 @@
-"""Iteration times of many steps at once, nothing else: what a search over orderings asks of the simulator.
+"""Iteration times of many steps at once, nothing else: what a search over orderings asks of the
+simulator.
 
-The steps share stages, transfers and replicas and differ in durations only. The very numbers of `simulate`, which
-keeps when everything happened; here one vectorised update per schedule step serves all K steps, so that one costs
-microseconds. Only additions and maxima: the same on every machine.
+The steps share stages, transfers and replicas and differ in durations only. The very numbers of
+`simulate`, which keeps when everything happened; here one vectorised update per schedule step
+serves all K steps, so that one costs microseconds. Only additions and maxima: the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -51,12 +53,22 @@ def iterations_s(pipeline: Pipeline, forward_s: Floats, backward_s: Floats) -> F
 
 def orders_s(pipeline: Pipeline, orders: NDArray[np.int64]) -> Floats:
     """[K] times of the pipeline with its slots in other orders [K, n]."""
-    return iterations_s(pipeline, *(np.moveaxis(times_s[orders], 0, -1)
-                                    for times_s in (pipeline.forward_s, pipeline.backward_s)))
+    return iterations_s(
+        pipeline,
+        *(
+            np.moveaxis(times_s[orders], 0, -1)
+            for times_s in (pipeline.forward_s, pipeline.backward_s)
+        ),
+    )
 
 
 def of_replica(pipeline: Pipeline, replica: int) -> Pipeline:
     """The pipeline of one replica, where all stages have the same ones and nothing joins them."""
     own = slice(replica, replica + 1)
-    return dataclasses.replace(pipeline, replicas=np.ones_like(pipeline.replicas), load_s=None,
-                               forward_s=pipeline.forward_s[..., own], backward_s=pipeline.backward_s[..., own])
+    return dataclasses.replace(
+        pipeline,
+        replicas=np.ones_like(pipeline.replicas),
+        load_s=None,
+        forward_s=pipeline.forward_s[..., own],
+        backward_s=pipeline.backward_s[..., own],
+    )

@@ -1,15 +1,17 @@
-"""1F1B over units of different DP, every rank with a device of its own: one vectorised update per schedule step.
+"""1F1B over units of different DP, every rank with a device of its own: one vectorised update per
+schedule step.
 
-DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step 2S-1-s+2m, where S is
-the length of the longest line of stages and s a stage's depth: S less the stages from it to the end, so that lines
-side by side end together. The two have different parities, so at every step a stage does one operation at most, and
-it waits for its own last one and for the one that its neighbour did a step before. All replicas of all stages lie in
-one vector; what each of them waits for depends on the step's parity only and is looked up beforehand. Where several
-stages hand over to one, it waits for the others of them too, and one that hands over to several for the backwards of
-all of them (of lines behind it that are not as long the last stage has time to spare between a slot's two passes).
-Sends do not hold up the sender. A slot enters a unit
-when all replicas of the unit before have finished it, because images are split over replicas one by one. Where the
-data of a slot have to be prepared, its forward waits for them too (`feeding`).
+DeepSpeed's TrainSchedule puts forward(slot m, stage s) at step 2m+s and backward(m, s) at step
+2S-1-s+2m, where S is the length of the longest line of stages and s a stage's depth: S less the
+stages from it to the end, so that lines side by side end together. The two have different parities,
+so at every step a stage does one operation at most, and it waits for its own last one and for the
+one that its neighbour did a step before. All replicas of all stages lie in one vector; what each of
+them waits for depends on the step's parity only and is looked up beforehand. Where several stages
+hand over to one, it waits for the others of them too, and one that hands over to several for the
+backwards of all of them (of lines behind it that are not as long the last stage has time to spare
+between a slot's two passes). Sends do not hold up the sender. A slot enters a unit when all
+replicas of the unit before have finished it, because images are split over replicas one by one.
+Where the data of a slot have to be prepared, its forward waits for them too (`feeding`).
 """
 
 from __future__ import annotations
@@ -27,14 +29,17 @@ Ints = NDArray[np.int64]
 
 
 def simulate(pipeline: Pipeline) -> Timeline:
-    """Timeline of one training step, the first of a run. O(steps · replicas of all stages), in memory too."""
+    """Timeline of one training step, the first of a run. O(steps · replicas of all stages), in
+    memory too."""
     return simulate_steps([pipeline])[0]
 
 
 def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
-    """Timelines of consecutive steps, the first of them the run's first; times from the start of each step.
+    """Timelines of consecutive steps, the first of them the run's first; times from the start of
+    each step.
 
-    All ranks begin a step together, when the one before is over; what was prepared ahead of it is ready.
+    All ranks begin a step together, when the one before is over; what was prepared ahead of it is
+    ready.
     """
     feeds, timelines = feeds_of(pipelines), []
     for pipeline in pipelines:
@@ -46,22 +51,28 @@ def simulate_steps(pipelines: Sequence[Pipeline]) -> list[Timeline]:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank does at each step of the schedule; the ranks of all stages lie in one vector."""
+    """What every rank does at each step of the schedule; the ranks of all stages lie in one
+    vector."""
 
     steps: int
     first: Ints  # [S+1] first rank of every stage
     stage_of: Ints  # [ranks]
     depth: Ints  # [S]
     hold_s: Floats  # [steps, S] transfer before a stage's operation; -inf: it does nothing
-    joins: list[tuple[slice, int, Floats]]  # ranks, a stage more that they wait for, transfer by step
+    joins: list[
+        tuple[slice, int, Floats]
+    ]  # ranks, a stage more that they wait for, transfer by step
     sources: list[Ints]  # for even and odd steps, [ranks] entry of the clock that they wait for
 
     def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
-        """Enter durations [n, S, R, ...] of forwards or backwards into `spent` [steps, ranks, ...]."""
+        """Enter durations [n, S, R, ...] of forwards or backwards into `spent` [steps, ranks,
+        ...]."""
         for stage, forward, steps_of in _operations(len(durations), self.depth):
             if forward == is_forward:
                 ranks_of = slice(self.first[stage], self.first[stage + 1])
-                spent[steps_of, ranks_of] = durations[:, stage, :self.first[stage + 1] - self.first[stage]]
+                spent[steps_of, ranks_of] = durations[
+                    :, stage, : self.first[stage + 1] - self.first[stage]
+                ]
 
 
 def program_of(pipeline: Pipeline) -> Program:
@@ -93,10 +104,15 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     spent_s, starts = np.zeros((program.steps, ranks)), np.empty((program.steps, ranks))
     program.table(pipeline.forward_s, True, spent_s)
     program.table(pipeline.backward_s, False, spent_s)
-    clock = np.zeros(ranks + stages + 1)  # end of every rank's last operation, the latest of every stage, and 0
+    clock = np.zeros(
+        ranks + stages + 1
+    )  # end of every rank's last operation, the latest of every stage, and 0
     own, latest = clock[:ranks], clock[ranks:-1]
     held = np.empty(ranks)
-    fed = [(feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1])) for feed in feeds]
+    fed = [
+        (feed, int(depth[feed.stage]), slice(first[feed.stage], first[feed.stage + 1]))
+        for feed in feeds
+    ]
     for feed in feeds:
         feed.begin_step(pipeline)
     for step in range(program.steps):
@@ -115,13 +131,22 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         np.maximum.reduceat(own, first[:-1], out=latest)
     ends = spent_s
     ends += starts
-    forward, backward = (np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2))  # [start or end, n, S, R]
+    forward, backward = (
+        np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2)
+    )  # [start or end, n, S, R]
     for stage, is_forward, steps_of in _operations(slots, depth):
         for table, values in zip(forward if is_forward else backward, (starts, ends), strict=True):
-            table[:, stage, :pipeline.replicas[stage]] = values[steps_of, first[stage]:first[stage + 1]]
-    return Timeline(forward[0], forward[1], backward[0], backward[1],
-                    float((latest + pipeline.reduce_s).max()) + pipeline.step_s,
-                    None if pipeline.load_s is None else load_waits_s(pipeline, feeds))
+            table[:, stage, : pipeline.replicas[stage]] = values[
+                steps_of, first[stage] : first[stage + 1]
+            ]
+    return Timeline(
+        forward[0],
+        forward[1],
+        backward[0],
+        backward[1],
+        float((latest + pipeline.reduce_s).max()) + pipeline.step_s,
+        None if pipeline.load_s is None else load_waits_s(pipeline, feeds),
+    )
 
 
 def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
@@ -134,8 +159,9 @@ def _operations(slots: int, depth: Ints) -> Iterator[tuple[int, bool, slice]]:
 def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> list[Ints]:
     """For even and odd steps, [ranks] the entry of the clock that every rank's operation waits for.
 
-    A forward waits for the stage before, a backward for the one after (the last of several): for the same replica, or
-    at the border of two units for the latest one. Stages with the step's parity do forwards, the others backwards.
+    A forward waits for the stage before, a backward for the one after (the last of several): for
+    the same replica, or at the border of two units for the latest one. Stages with the step's
+    parity do forwards, the others backwards.
     """
     stages, ranks = len(pipeline.replicas), len(stage_of)
     replica = np.arange(ranks) - first[stage_of]
@@ -143,10 +169,15 @@ def _sources(pipeline: Pipeline, first: Ints, stage_of: Ints, depth: Ints) -> li
     for sender, taker in pipeline.cuts:  # in ascending order
         last_before[taker], last_after[sender] = sender, taker
     waits: list[Ints] = []
-    for neighbour, border in ((last_before, pipeline.entry), (last_after, pipeline.entry[last_after])):
+    for neighbour, border in (
+        (last_before, pipeline.entry),
+        (last_after, pipeline.entry[last_after]),
+    ):
         inside = neighbour >= 0
         place = np.maximum(neighbour, 0)
         whole, same = (ranks + place)[stage_of], first[place][stage_of] + replica
-        waits.append(np.where(inside[stage_of], np.where(border[stage_of], whole, same), ranks + stages))
+        waits.append(
+            np.where(inside[stage_of], np.where(border[stage_of], whole, same), ranks + stages)
+        )
     forward, backward = waits
     return [np.where(depth[stage_of] % 2 == parity, forward, backward) for parity in (0, 1)]

@@ -1,4 +1,5 @@
-"""One training step of a layout as the simulator takes it, from the work of every replica in every slot."""
+"""One training step of a layout as the simulator takes it, from the work of every replica in every
+slot."""
 
 from __future__ import annotations
 
@@ -18,28 +19,47 @@ from disttrain_cli.spec.stage_graph import cuts_of
 Floats = NDArray[np.float64]
 
 
-def pipeline_of(profile: Profile, layout: Layout, stages: list[CostedStage], loads: dict[str, Floats],
-                gpus_per_node: int) -> Pipeline:
+def pipeline_of(
+    profile: Profile,
+    layout: Layout,
+    stages: list[CostedStage],
+    loads: dict[str, Floats],
+    gpus_per_node: int,
+) -> Pipeline:
     """The step of a layout as the simulator takes it; `loads` by module [n slots, DP, 3]."""
     shape = (layout.microbatches, len(stages), max(unit.dp for unit in layout.units))
     forward_s, backward_s = np.zeros(shape), np.zeros(shape)
     for number, stage in enumerate(stages):
         for cost in stage.costs:
-            forward_s[:, number, :stage.unit.dp] += amount(cost.forward_ms, loads[cost.module]) / 1e3
-            backward_s[:, number, :stage.unit.dp] += amount(cost.backward_ms, loads[cost.module]) / 1e3
+            forward_s[:, number, : stage.unit.dp] += (
+                amount(cost.forward_ms, loads[cost.module]) / 1e3
+            )
+            backward_s[:, number, : stage.unit.dp] += (
+                amount(cost.backward_ms, loads[cost.module]) / 1e3
+            )
     return Pipeline(
-        replicas=np.array([stage.unit.dp for stage in stages]), entry=np.array([stage.index == 0 for stage in stages]),
+        replicas=np.array([stage.unit.dp for stage in stages]),
+        entry=np.array([stage.index == 0 for stage in stages]),
         cuts=tuple(cuts_of(stages)),
-        forward_s=forward_s, backward_s=backward_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
         transfer_s=transfers_s(profile, layout, stages, gpus_per_node),
         reduce_s=np.array([reduce_s(profile, stage, gpus_per_node) for stage in stages]),
-        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages))
+        step_s=max(optimizer_s(profile, layout, stage, gpus_per_node) for stage in stages),
+    )
 
 
-def fed(pipeline: Pipeline, profile: Profile, stages: Sequence[CostedStage], loads: Mapping[str, Floats], workers: int,
-        prefetch: int) -> Pipeline:
-    """The step with data that `workers` cores prepare for every replica, `prefetch` slots ahead; `loads` as above."""
+def fed(
+    pipeline: Pipeline,
+    profile: Profile,
+    stages: Sequence[CostedStage],
+    loads: Mapping[str, Floats],
+    workers: int,
+    prefetch: int,
+) -> Pipeline:
+    """The step with data that `workers` cores prepare for every replica, `prefetch` slots ahead;
+    `loads` as above."""
     load_s = np.zeros_like(pipeline.forward_s)
     for number, stage in enumerate(stages):
-        load_s[:, number, :stage.unit.dp] = prepare_s(profile, stage, loads, workers)
+        load_s[:, number, : stage.unit.dp] = prepare_s(profile, stage, loads, workers)
     return dataclasses.replace(pipeline, load_s=load_s, prefetch=prefetch)

@@ -1,7 +1,8 @@
-"""What a simulation takes and returns: times per (slot, stage, replica), and when everything happened.
+"""What a simulation takes and returns: times per (slot, stage, replica), and when everything
+happened.
 
-Shape letters: n slots · S stages of the whole pipeline · R replicas of the widest unit. Entries of replicas
-that a stage does not have are NaN in a timeline.
+Shape letters: n slots · S stages of the whole pipeline · R replicas of the widest unit. Entries of
+replicas that a stage does not have are NaN in a timeline.
 """
 
 from __future__ import annotations
@@ -18,21 +19,26 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The work of one step: stages numbered through all units, each before those that take its output.
+    """The work of one step: stages numbered through all units, each before those that take its
+    output.
 
-    Several stages may hand over to one, which then starts a slot when all of them have finished it; one may hand over
-    to several, and starts a slot's backward when all of them have finished it.
+    Several stages may hand over to one, which then starts a slot when all of them have finished it;
+    one may hand over to several, and starts a slot's backward when all of them have finished it.
     """
 
     replicas: NDArray[np.int64]  # [S] replicas of each stage
     entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
-    cuts: tuple[tuple[int, int], ...]  # stages on both sides of every cut, sender first (`spec.stage_graph.stage_cuts`)
+    cuts: tuple[
+        tuple[int, int], ...
+    ]  # stages on both sides of every cut, sender first (`spec.stage_graph.stage_cuts`)
     forward_s: Floats  # [n, S, R]
     backward_s: Floats  # [n, S, R]
     transfer_s: Floats  # [S-1] time of one crossing of each cut, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
-    load_s: Floats | None = None  # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
+    load_s: Floats | None = (
+        None  # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
+    )
     prefetch: int = 1  # slots that are prepared ahead of the one that a replica asks for
 
     @property
@@ -63,7 +69,9 @@ class Timeline:
     backward_start: Floats
     backward_end: Floats
     iteration_s: float
-    load_wait_s: Floats | None = None  # [n, S, R] from asking for a slot's data to having them, where they are prepared
+    load_wait_s: Floats | None = (
+        None  # [n, S, R] from asking for a slot's data to having them, where they are prepared
+    )
 
     @property
     def busy_s(self) -> Floats:
@@ -76,14 +84,16 @@ class Timeline:
         """Share of the ranks' time, over the whole iteration, in which they do not compute."""
         busy = self.busy_s
         ranks = int(np.isfinite(busy).sum())
-        return float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
+        return (
+            float(1.0 - np.nansum(busy) / (ranks * self.iteration_s)) if self.iteration_s else 0.0
+        )
 
 
 def operations(slots: int, to_end: int) -> list[tuple[bool, int]]:
     """Order of a stage's operations as (is forward, slot): DeepSpeed's TrainSchedule (1F1B).
 
-    With `to_end` stages from it to the end, the backward of slot k comes after the forward of slot k + to_end - 1, or
-    of the last slot.
+    With `to_end` stages from it to the end, the backward of slot k comes after the forward of slot
+    k + to_end - 1, or of the last slot.
     """
     ahead = to_end - 1
     order = [(True, slot) for slot in range(min(ahead, slots))]

@@ -1,4 +1,5 @@
-"""One figure of the data that has moved away from what a plan was made for; `data/drift.py` finds them."""
+"""One figure of the data that has moved away from what a plan was made for; `data/drift.py` finds
+them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ class Drift(Struct, frozen=True, kw_only=True):
     what: Annotated[str, Meta(description="Such as 'images read per sequence'.")]
     planned: Annotated[float, Meta(description="Mean of the sizes that the profile keeps.")]
     seen: Annotated[float, Meta(description="Mean of the last steps.")]
-    change_pct: Annotated[float | None, Meta(description="(seen − planned) ÷ planned; null where there were none.")]
+    change_pct: Annotated[
+        float | None, Meta(description="(seen − planned) ÷ planned; null where there were none.")
+    ]
     z: Annotated[float, Meta(description="(seen − planned) ÷ its standard error.")]
-    from_step: Annotated[int | None, Meta(description=
-        "The step from which on it is so; null: from the first on.")] = None
+    from_step: Annotated[
+        int | None, Meta(description="The step from which on it is so; null: from the first on.")
+    ] = None
 
     @property
     def sentence(self) -> str:
@@ -24,4 +28,7 @@ class Drift(Struct, frozen=True, kw_only=True):
         change = "" if self.change_pct is None else f" ({self.change_pct:+.0f} %)"
         since = "" if self.from_step is None else f", from step {self.from_step} on"
         made_for = f"{self.planned:.3g}" if self.planned else "none"
-        return f"The data brings {self.seen:.3g} {self.what} where the plan was made for {made_for}{change}{since}"
+        return (
+            f"The data brings {self.seen:.3g} {self.what} where the plan was made for"
+            f" {made_for}{change}{since}"
+        )

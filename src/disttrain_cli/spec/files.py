@@ -40,7 +40,10 @@ def _read_text(path: Path, what: str, next_step: str, most_mib: int) -> str:
     """The text of a file that a user names, which may be anything; raises SpecError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode) and not select.select([file], [], [], PIPE_WAIT_S)[0]:
+            if (
+                stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+                and not select.select([file], [], [], PIPE_WAIT_S)[0]
+            ):
                 raise TimeoutError(f"nothing was written into this pipe for {PIPE_WAIT_S} s")
             os.set_blocking(file.fileno(), True)
             data = file.read((most_mib << 20) + 1)
@@ -63,7 +66,9 @@ def parse_yaml(path: Path, what: str, next_step: str) -> Any:
     try:
         return load_yaml(text)
     except ValueError as error:
-        raise SpecError(f"The {what} {path} is not valid YAML", str(error), CORRECT.format(path=path)) from None
+        raise SpecError(
+            f"The {what} {path} is not valid YAML", str(error), CORRECT.format(path=path)
+        ) from None
 
 
 def parse_json(path: Path, what: str, next_step: str) -> Any:
@@ -74,36 +79,57 @@ def parse_json(path: Path, what: str, next_step: str) -> Any:
         raise SpecError(f"Cannot read the {what} {path}", str(error), next_step) from None
 
 
-def validate(kind: type[ArtefactT], value: Any, path: Path, what: str, next_step: str = "") -> ArtefactT:
-    """Check plain data against `kind`; wrong fields are named: line and path, what was given and what is allowed."""
+def validate(
+    kind: type[ArtefactT], value: Any, path: Path, what: str, next_step: str = ""
+) -> ArtefactT:
+    """Check plain data against `kind`; wrong fields are named: line and path, what was given and
+    what is allowed."""
     next_step = next_step or CORRECT.format(path=path)
     if not isinstance(value, dict):
-        raise SpecError(f"The {what} {path} must be a mapping", f"given: {type(value).__name__}", next_step)
+        raise SpecError(
+            f"The {what} {path} must be a mapping", f"given: {type(value).__name__}", next_step
+        )
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         problems: list[dict[str, Any]] = [dict(problem) for problem in error.errors()[:8]]
         text = _read_text(path, what, next_step, JSON_MIB) if path.is_file() else ""
-        lines = [(f"  line {line}, " if line else "  ") + _explain(problem, kind) for problem, line in
-                 zip(problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True)]
-        raise SpecError(f"The {what} {path} has {error.error_count()} wrong field(s)", "\n".join(lines),
-                        next_step) from None
+        lines = [
+            (f"  line {line}, " if line else "  ") + _explain(problem, kind)
+            for problem, line in zip(
+                problems, lines_of(text, [problem["loc"] for problem in problems]), strict=True
+            )
+        ]
+        raise SpecError(
+            f"The {what} {path} has {error.error_count()} wrong field(s)",
+            "\n".join(lines),
+            next_step,
+        ) from None
 
 
 def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
-    parts = [str(part) for part in problem["loc"] if not str(part).startswith(("constrained-", "literal["))]
-    where = ".".join(parts) or "(top level)"  # without the choices of a union, which are no places in the file
+    parts = [
+        str(part)
+        for part in problem["loc"]
+        if not str(part).startswith(("constrained-", "literal["))
+    ]
+    where = (
+        ".".join(parts) or "(top level)"
+    )  # without the choices of a union, which are no places in the file
     if problem["type"] == "extra_forbidden":
         allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
         return f"{where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")
     given = problem.get("input")
-    shown = "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
+    shown = (
+        "" if isinstance(given, dict) or problem["type"] == "missing" else f" (given: {given!r})"
+    )
     message = problem["msg"].removeprefix("Value error, ")
     return f"{where}: {message[0].lower()}{message[1:]}{shown}"
 
 
 def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain model."""
+    """Names of the fields allowed at `location` inside `kind`, or none where that is not a plain
+    model."""
     current: Any = kind
     parts = iter(location)
     for part in parts:
@@ -112,7 +138,10 @@ def _fields_at(kind: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
         annotation = current.model_fields[part].annotation
         if get_origin(annotation) in (list, dict):
             next(parts, None)  # the place in the list, or the name in the mapping
-        current = next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), None)
+        current = next(
+            (kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")),
+            None,
+        )
         if current is None:
             return []
     return sorted(current.model_fields)

@@ -1,4 +1,5 @@
-"""The input specification: what a model asks of its data, in numbers, so that CPU nodes need no torch.
+"""The input specification: what a model asks of its data, in numbers, so that CPU nodes need no
+torch.
 
 Written by `models.describe`, kept in the profile and beside the index; read by `data`.
 """
@@ -22,7 +23,8 @@ Affine = tuple[tuple[float, float], ...]
 
 
 def number_of(name: str) -> int:
-    """Number of the encoder or generator among those of its kind that a name speaks of: 0 of "NAME", N of "NAME.N"."""
+    """Number of the encoder or generator among those of its kind that a name speaks of: 0 of
+    "NAME", N of "NAME.N"."""
     return int(name.partition(".")[2] or 0)
 
 
@@ -34,13 +36,23 @@ class ImageInput(Strict):
     merge: int = Field(1, ge=1, description="Patches per side that one LLM token stands for.")
     channels: int = 3
     mean: tuple[float, ...] = Field(
-        (0.5, 0.5, 0.5), description="Of each channel: subtracted from pixel values scaled to 0..1.")
-    std: tuple[float, ...] = Field((0.5, 0.5, 0.5), description="Of each channel: what the rest is divided by.")
+        (0.5, 0.5, 0.5), description="Of each channel: subtracted from pixel values scaled to 0..1."
+    )
+    std: tuple[float, ...] = Field(
+        (0.5, 0.5, 0.5), description="Of each channel: what the rest is divided by."
+    )
     max_pixels: int = Field(description="Pixel budget of one image.")
-    extra_tokens: int = Field(1, ge=0, description="Rows the encoder adds to every image (a class token).")
+    extra_tokens: int = Field(
+        1, ge=0, description="Rows the encoder adds to every image (a class token)."
+    )
     window: int = Field(
-        1, ge=1, description="Patches per side of the squares that most blocks' attention stays inside, whole merge "
-        "blocks; 1 = none: all attend the whole image.")
+        1,
+        ge=1,
+        description=(
+            "Patches per side of the squares that most blocks' attention stays inside, whole merge "
+            "blocks; 1 = none: all attend the whole image."
+        ),
+    )
 
     @model_validator(mode="after")
     def _values_per_channel(self) -> ImageInput:
@@ -53,15 +65,19 @@ class ImageInput(Strict):
     @property
     def affine(self) -> Affine:
         """By which bytes become what the encoder reads: (x / 255 - mean) / std."""
-        return tuple((1 / (255 * std), mean / std) for mean, std in zip(self.mean, self.std, strict=True))
+        return tuple(
+            (1 / (255 * std), mean / std) for mean, std in zip(self.mean, self.std, strict=True)
+        )
 
     @property
     def probe_step(self) -> int:
-        """Patches per side in which probes of an image's costs grow: whole merge blocks and whole windows."""
+        """Patches per side in which probes of an image's costs grow: whole merge blocks and whole
+        windows."""
         return math.lcm(self.merge, self.window)
 
     def grid(self, width_px: int, height_px: int) -> tuple[int, int]:
-        """Patches (rows, columns) of an image after resizing: whole merge blocks, within the pixel budget.
+        """Patches (rows, columns) of an image after resizing: whole merge blocks, within the pixel
+        budget.
 
         The aspect ratio is kept as far as whole blocks allow; never less than one block per side.
         """
@@ -69,13 +85,17 @@ class ImageInput(Strict):
         return rows, columns
 
     def grids(self, sizes_px: Any) -> Any:
-        """`grid` of many images at once: [N, 2] patches (rows, columns) of [N, 2] widths and heights, int64 arrays."""
+        """`grid` of many images at once: [N, 2] patches (rows, columns) of [N, 2] widths and
+        heights, int64 arrays."""
         import numpy as np
 
         width, height = np.asarray(sizes_px, dtype=np.int64).reshape(-1, 2).T
         block_px = self.patch_px * self.merge
         scale = np.minimum(1.0, np.sqrt(self.max_pixels / (width * height)))
-        rows, columns = (np.maximum(1, np.rint(side * scale / block_px)).astype(np.int64) for side in (height, width))
+        rows, columns = (
+            np.maximum(1, np.rint(side * scale / block_px)).astype(np.int64)
+            for side in (height, width)
+        )
         limit = max(1, self.max_pixels // (block_px * block_px))
         while (over := rows * columns > limit).any():
             shrink_rows = rows >= columns
@@ -93,7 +113,8 @@ class ImageInput(Strict):
 
 
 class AudioInput(Strict):
-    """How an audio clip that the model hears is prepared (encoder); all clips are padded to one length."""
+    """How an audio clip that the model hears is prepared (encoder); all clips are padded to one
+    length."""
 
     module: str
     mel_bins: int = Field(ge=1, description="Rows of the log-mel spectrogram.")
@@ -120,10 +141,14 @@ class TargetInput(Strict):
 
     module: str
     size_px: int = Field(ge=8, description="Side of the square image.")
-    channels: int = Field(3, description="Of the image, or of its latents where they were prepared beforehand.")
+    channels: int = Field(
+        3, description="Of the image, or of its latents where they were prepared beforehand."
+    )
     context_tokens: int = Field(ge=1, description="LLM positions that condition one image.")
     latent_pixels: int = Field(ge=1, description="Height × width of the tensor that is denoised.")
-    cached_latents: bool = Field(False, description="Latents come in the place of the image's pixels.")
+    cached_latents: bool = Field(
+        False, description="Latents come in the place of the image's pixels."
+    )
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -148,21 +173,39 @@ class ModelInputs(Strict):
     vocabulary: int = Field(ge=1)
     sequence_length: int = Field(ge=16)
     windows: list[int] = Field(
-        default_factory=list, description="Of each of the LLM's blocks, how many tokens of a sample one sees back, "
-        "itself among them; empty where all blocks see all of them.")
+        default_factory=list,
+        description=(
+            "Of each of the LLM's blocks, how many tokens of a sample one sees back, "
+            "itself among them; empty where all blocks see all of them."
+        ),
+    )
     image: ImageInput | None = None
     other_images: list[ImageInput] = Field(
-        default_factory=list, description="Of further image encoders: all see every image, cut into the same patches.")
+        default_factory=list,
+        description="Of further image encoders: all see every image, cut into the same patches.",
+    )
     audio: AudioInput | None = None
     target: TargetInput | None = None
     other_targets: list[TargetInput] = Field(
-        default_factory=list, description="Of further generators: all learn to draw the same images, each at its size.")
+        default_factory=list,
+        description="Of further generators: all learn to draw the same images, each at its size.",
+    )
 
     @model_validator(mode="after")
     def _same_patches(self) -> ModelInputs:
-        if len({(head.patch_px, head.merge, head.channels, head.max_pixels) for head in self.images}) > 1:
-            raise ValueError("image encoders must have equal patch_px, merge, channels and max_pixels: their tokens "
-                             "are added one by one")
+        if (
+            len(
+                {
+                    (head.patch_px, head.merge, head.channels, head.max_pixels)
+                    for head in self.images
+                }
+            )
+            > 1
+        ):
+            raise ValueError(
+                "image encoders must have equal patch_px, merge, channels and max_pixels: their"
+                " tokens are added one by one"
+            )
         return self
 
     @property
@@ -193,14 +236,20 @@ class ModelInputs(Strict):
     def item(self, module: str) -> Item:
         """What a module works on."""
         heads: list[tuple[Item, ImageInput | AudioInput | TargetInput | None]] = [
-            *(("image", head) for head in self.images), ("audio", self.audio),
-            *(("target", head) for head in self.targets)]
-        return next((item for item, head in heads if head is not None and head.module == module), "sequence")
+            *(("image", head) for head in self.images),
+            ("audio", self.audio),
+            *(("target", head) for head in self.targets),
+        ]
+        return next(
+            (item for item, head in heads if head is not None and head.module == module), "sequence"
+        )
 
     def length_sq(self, lengths: Any) -> Any:
-        """Pairs of tokens no farther apart than a block of the LLM sees, in samples of these lengths: an int64 array.
+        """Pairs of tokens no farther apart than a block of the LLM sees, in samples of these
+        lengths: an int64 array.
 
-        length² where none has a window; of blocks with different windows the mean. Causal attention computes half.
+        length² where none has a window; of blocks with different windows the mean. Causal attention
+        computes half.
         """
         import numpy as np
 
@@ -216,7 +265,8 @@ class ModelInputs(Strict):
         return next(head for head in self.targets if head.module == generator)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it; further encoders and generators only where there are any: what was made before fits."""
+        """As JSON holds it; further encoders and generators only where there are any: what was made
+        before fits."""
         return {name: value for name, value in self.model_dump(mode="json").items() if value != []}
 
     def fingerprint(self) -> str:

@@ -1,4 +1,5 @@
-"""The plan: which unit runs which modules, with which TP, DP and PP (`plan.yaml`), readable and editable by hand."""
+"""The plan: which unit runs which modules, with which TP, DP and PP (`plan.yaml`), readable and
+editable by hand."""
 
 from __future__ import annotations
 
@@ -25,17 +26,26 @@ class UnitPlan(Strict):
     dp: int = Field(1, ge=1, le=MOST_GPUS)
     pp: int = Field(1, ge=1, le=MOST_GPUS)
     gpus: int = Field(ge=1, le=MOST_GPUS, description="tp × dp × pp.")
-    layers_per_stage: list[int] = Field(description="Layers of each stage; their sum is the layers of the modules.")
+    layers_per_stage: list[int] = Field(
+        description="Layers of each stage; their sum is the layers of the modules."
+    )
     checkpointing: bool = Field(
-        False, description="Activations are recomputed in the backward instead of kept from the forward.")
+        False,
+        description="Activations are recomputed in the backward instead of kept from the forward.",
+    )
 
     @model_validator(mode="after")
     def _products(self) -> UnitPlan:
         if self.gpus != self.tp * self.dp * self.pp:
-            raise ValueError(f"gpus must be tp × dp × pp = {self.tp} × {self.dp} × {self.pp} = "
-                             f"{self.tp * self.dp * self.pp}; given: {self.gpus}")
+            raise ValueError(
+                f"gpus must be tp × dp × pp = {self.tp} × {self.dp} × {self.pp} = "
+                f"{self.tp * self.dp * self.pp}; given: {self.gpus}"
+            )
         if len(self.layers_per_stage) != self.pp:
-            raise ValueError(f"layers_per_stage must list {self.pp} stage(s) (pp); given: {len(self.layers_per_stage)}")
+            raise ValueError(
+                f"layers_per_stage must list {self.pp} stage(s) (pp); given:"
+                f" {len(self.layers_per_stage)}"
+            )
         if min(self.layers_per_stage) < 1:
             raise ValueError("layers_per_stage must give every stage at least one layer")
         return self
@@ -45,12 +55,22 @@ class Layout(Strict):
     """The part of a plan that decides what runs where."""
 
     strategy: Strategy = "disaggregated"
-    global_batch_size: int = Field(ge=1, le=MOST_SEQUENCES, description="Packed sequences per step.")
-    microbatch_size: int = Field(ge=1, le=MOST_SEQUENCES, description="Packed sequences per LLM replica and slot (M).")
-    microbatches: int = Field(ge=1, le=MOST_SEQUENCES, description="Slots per step (n = BS / (DP_lm · M)).")
-    zero_stage: Literal[0, 1] = Field(1, description="1: optimizer states are split over the replicas of a unit.")
+    global_batch_size: int = Field(
+        ge=1, le=MOST_SEQUENCES, description="Packed sequences per step."
+    )
+    microbatch_size: int = Field(
+        ge=1, le=MOST_SEQUENCES, description="Packed sequences per LLM replica and slot (M)."
+    )
+    microbatches: int = Field(
+        ge=1, le=MOST_SEQUENCES, description="Slots per step (n = BS / (DP_lm · M))."
+    )
+    zero_stage: Literal[0, 1] = Field(
+        1, description="1: optimizer states are split over the replicas of a unit."
+    )
     gpus_used: int = Field(ge=1, le=MOST_GPUS)
-    trained: list[str] | None = Field(None, description="Modules trained, and 'projectors'; None = everything.")
+    trained: list[str] | None = Field(
+        None, description="Modules trained, and 'projectors'; None = everything."
+    )
     units: list[UnitPlan] = Field(min_length=1, description="In pipeline order.")
 
     @model_validator(mode="after")
@@ -60,7 +80,9 @@ class Layout(Strict):
             raise ValueError(f"unit names must differ; given: {', '.join(names)}")
         total = sum(unit.gpus for unit in self.units)
         if self.gpus_used != total:
-            raise ValueError(f"gpus_used must be the sum over units = {total}; given: {self.gpus_used}")
+            raise ValueError(
+                f"gpus_used must be the sum over units = {total}; given: {self.gpus_used}"
+            )
         return self
 
     def index_of(self, module: str) -> int:
@@ -76,8 +98,10 @@ class Layout(Strict):
         dp = self.unit_of(llm).dp
         if dp * self.microbatch_size * self.microbatches != self.global_batch_size:
             raise ValueError(
-                f"dp of {llm} × microbatch_size × microbatches = {dp} × {self.microbatch_size} × {self.microbatches} = "
-                f"{dp * self.microbatch_size * self.microbatches} must be global_batch_size = {self.global_batch_size}")
+                f"dp of {llm} × microbatch_size × microbatches = {dp} × {self.microbatch_size} ×"
+                f" {self.microbatches} = {dp * self.microbatch_size * self.microbatches} must be"
+                f" global_batch_size = {self.global_batch_size}"
+            )
 
     def describe(self) -> str:
         """One line: unit names with TP × DP × PP."""
@@ -85,7 +109,16 @@ class Layout(Strict):
 
 
 #: What the peak memory of a stage is made of; "NAME_gib" each.
-PARTS = ("weights", "gradients", "optimizer", "activations", "transient", "messages", "fragmentation", "reserve")
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "transient",
+    "messages",
+    "fragmentation",
+    "reserve",
+)
 
 
 class StageMemory(Strict):
@@ -98,19 +131,29 @@ class StageMemory(Strict):
     weights_gib: float = 0.0
     gradients_gib: float = 0.0
     optimizer_gib: float = 0.0
-    activations_gib: float = Field(0.0, description="Kept of the slots in flight, in the fullest moment.")
-    transient_gib: float = Field(0.0, description="What the layer that runs then holds beyond what it keeps.")
+    activations_gib: float = Field(
+        0.0, description="Kept of the slots in flight, in the fullest moment."
+    )
+    transient_gib: float = Field(
+        0.0, description="What the layer that runs then holds beyond what it keeps."
+    )
     messages_gib: float = Field(0.0, description="Sent rows that have not left yet.")
     fragmentation_gib: float = Field(
-        0.0, description="What the allocator cannot use, a share of the three before it; stated, not measured.")
+        0.0,
+        description=(
+            "What the allocator cannot use, a share of the three before it; stated, not measured."
+        ),
+    )
     reserve_gib: float = Field(
-        0.0, description="The device's context, libraries and communicators; stated, not measured.")
-
+        0.0, description="The device's context, libraries and communicators; stated, not measured."
+    )
 
     @property
     def moving_gib(self) -> float:
         """What grows with the work of a slot."""
-        return self.activations_gib + self.transient_gib + self.messages_gib + self.fragmentation_gib
+        return (
+            self.activations_gib + self.transient_gib + self.messages_gib + self.fragmentation_gib
+        )
 
     @property
     def parts(self) -> dict[str, float]:
@@ -125,7 +168,9 @@ class StageTime(Strict):
     stage: int
     forward_ms: float
     backward_ms: float
-    mfu: float = Field(description="FLOPs of the stage over its devices' peak for the whole iteration.")
+    mfu: float = Field(
+        description="FLOPs of the stage over its devices' peak for the whole iteration."
+    )
 
 
 class UnitTime(Strict):
@@ -134,18 +179,32 @@ class UnitTime(Strict):
     unit: str
     forward_ms: float
     backward_ms: float
-    stage_ms: float = Field(description="Slowest stage, forward + backward: what one more slot costs.")
-    sharing: float = Field(1.0, description="Time expected in the run over these times: 1 on devices of their own; "
-                           "below 1 where ranks share cores and do not all compute at once.")
-    mfu: float = Field(0.0, description="FLOPs of the unit over its devices' peak for the whole iteration.")
+    stage_ms: float = Field(
+        description="Slowest stage, forward + backward: what one more slot costs."
+    )
+    sharing: float = Field(
+        1.0,
+        description=(
+            "Time expected in the run over these times: 1 on devices of their own; "
+            "below 1 where ranks share cores and do not all compute at once."
+        ),
+    )
+    mfu: float = Field(
+        0.0, description="FLOPs of the unit over its devices' peak for the whole iteration."
+    )
 
 
 class Traffic(Strict):
     """Messages of one kind in one step."""
 
-    kind: Literal["between_units", "between_stages", "gradients", "weights", "tensor_parallel"] = Field(
-        description="Activations and their gradients between units or stages; reduction of gradients and gathering of "
-        "updated weights over replicas; reductions of a TP group.")
+    kind: Literal["between_units", "between_stages", "gradients", "weights", "tensor_parallel"] = (
+        Field(
+            description=(
+                "Activations and their gradients between units or stages; reduction of gradients"
+                " and gathering of updated weights over replicas; reductions of a TP group."
+            )
+        )
+    )
     unit: str
     to: str | None = Field(None, description="The other unit, of traffic between units.")
     inside_a_node: bool = Field(description="Over the links inside a node, or those between nodes.")
@@ -164,29 +223,52 @@ class PreprocessNeed(Strict):
 
 
 class Prediction(Strict):
-    """What the cost model expects of a layout: the simulated mean over a few global batches of the data's sizes."""
+    """What the cost model expects of a layout: the simulated mean over a few global batches of the
+    data's sizes."""
 
     ordering: Literal["none", "paper", "best"] | None = Field(
-        None, description="Policy that ordered the simulated steps; None in plans made before it was noted.")
+        None,
+        description=(
+            "Policy that ordered the simulated steps; None in plans made before it was noted."
+        ),
+    )
     iteration_s: float = Field(gt=0)
     sequences_per_s: float = Field(gt=0)
-    mfu: float = Field(description="Over all devices given, those included that the plan leaves idle.")
+    mfu: float = Field(
+        description="Over all devices given, those included that the plan leaves idle."
+    )
     mfu_used: float | None = Field(
-        None, description="Over the devices that the plan uses; None in plans made before it was noted.")
+        None,
+        description="Over the devices that the plan uses; None in plans made before it was noted.",
+    )
     warmup_s: float
     steady_s: float
     bubble_fraction: float
     memory: list[StageMemory]
     units: list[UnitTime] = Field(default_factory=list)
     stages: list[StageTime] = Field(default_factory=list)
-    reduce_s: float = Field(0.0, description="Longest reduction of gradients of a stage, after its last backward.")
-    optimizer_s: float = Field(0.0, description="Optimizer step and gathering of updated weights, after all of them.")
+    reduce_s: float = Field(
+        0.0, description="Longest reduction of gradients of a stage, after its last backward."
+    )
+    optimizer_s: float = Field(
+        0.0, description="Optimizer step and gathering of updated weights, after all of them."
+    )
     kernel_mfu: dict[str, float] = Field(
-        default_factory=dict, description="By module: MFU while a rank computes it, as it runs in this plan (with TP "
-        "messages and recomputing).")
+        default_factory=dict,
+        description=(
+            "By module: MFU while a rank computes it, as it runs in this plan (with TP "
+            "messages and recomputing)."
+        ),
+    )
     orchestration_efficiency: float = Field(
-        0.0, description="MFU over what it would be if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU).")
-    memory_binds: str | None = Field(None, description="Unit and stage whose memory is fullest, as 'unit stage 0'.")
+        0.0,
+        description=(
+            "MFU over what it would be if no device ever waited: ΣFLOPs / Σ(FLOPs / kernel MFU)."
+        ),
+    )
+    memory_binds: str | None = Field(
+        None, description="Unit and stage whose memory is fullest, as 'unit stage 0'."
+    )
     traffic: list[Traffic] = Field(default_factory=list)
     preprocess: PreprocessNeed | None = None
 
@@ -199,7 +281,9 @@ class Baseline(Strict):
     mfu: float = Field(description="Over all devices given, as the plan's.")
     gpus_used: int
     layout: str
-    plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
+    plan: Layout | None = Field(
+        None, description="The layout itself, in the form of the plan's own."
+    )
 
 
 class Alternative(Strict):
@@ -208,9 +292,15 @@ class Alternative(Strict):
     layout: str
     iteration_s: float = Field(gt=0)
     gpus_used: int
-    slower_pct: float = Field(description="Simulated time over the plan's; below 0 where a strategy's own rule "
-                              "chose, or the cores that ranks share.")
-    plan: Layout | None = Field(None, description="The layout itself, in the form of the plan's own.")
+    slower_pct: float = Field(
+        description=(
+            "Simulated time over the plan's; below 0 where a strategy's own rule "
+            "chose, or the cores that ranks share."
+        )
+    )
+    plan: Layout | None = Field(
+        None, description="The layout itself, in the form of the plan's own."
+    )
 
 
 class Search(Strict):
@@ -228,7 +318,9 @@ class Plan(Strict):
     provenance: dict[str, str] = Field(default_factory=dict)
     plan: Layout
     predicted: Prediction
-    baselines: dict[str, Baseline | None] = Field(default_factory=dict, description="None where no such layout fits.")
+    baselines: dict[str, Baseline | None] = Field(
+        default_factory=dict, description="None where no such layout fits."
+    )
     alternatives: list[Alternative] = Field(default_factory=list)
     search: Search
 
@@ -240,8 +332,14 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(path: Path, plan: Plan) -> Path:
-    """Write `plan.yaml`, keys in the order of the specification; what it replaces is kept as `plan.yaml.before`."""
-    header = "# Made by `disttrain plan`. Edit `plan:` by hand if you like; `disttrain train` checks it.\n"
-    body = yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110)
+    """Write `plan.yaml`, keys in the order of the specification; what it replaces is kept as
+    `plan.yaml.before`."""
+    header = (
+        "# Made by `disttrain plan`. Edit `plan:` by hand if you like; `disttrain train` checks"
+        " it.\n"
+    )
+    body = yaml.safe_dump(
+        plan.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=110
+    )
     keep_before(path)
     return write_whole(path, header + body)

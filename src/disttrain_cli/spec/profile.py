@@ -13,7 +13,8 @@ from disttrain_cli.spec.work import Work
 
 
 class Polynomial(Strict):
-    """An amount that depends on work: base + per_item·items + per_token·tokens + per_length_sq·Σ length²."""
+    """An amount that depends on work: base + per_item·items + per_token·tokens + per_length_sq·Σ
+    length²."""
 
     base: float = 0.0
     per_item: float = 0.0
@@ -21,40 +22,72 @@ class Polynomial(Strict):
     per_length_sq: float = 0.0
 
     def __call__(self, work: Work) -> float:
-        return (self.base + self.per_item * work.items + self.per_token * work.tokens
-                + self.per_length_sq * work.sum_length_sq)
+        return (
+            self.base
+            + self.per_item * work.items
+            + self.per_token * work.tokens
+            + self.per_length_sq * work.sum_length_sq
+        )
 
 
 Pass = Literal["forward", "backward", "backward_input", "recomputing"]
 
 
 class LayerShard(Strict):
-    """One rank's part of a layer at one TP size; times include the TP group's messages. No work costs nothing."""
+    """One rank's part of a layer at one TP size; times include the TP group's messages. No work
+    costs nothing."""
 
     parameters: int = Field(description="Parameters that one rank of the TP group holds.")
     forward_ms: Polynomial
     backward_ms: Polynomial = Field(description="Gradients of weights and inputs.")
-    backward_input_ms: Polynomial = Field(description="Gradients of inputs only: the weights are frozen.")
-    activation_bytes: Polynomial = Field(
-        description="Bytes kept from forward to backward.")
-    frozen_activation_bytes: Polynomial = Field(description="The same where the weights are frozen.")
-    input_bytes: Polynomial = Field(description="Bytes of its input: all it keeps under activation checkpointing.")
+    backward_input_ms: Polynomial = Field(
+        description="Gradients of inputs only: the weights are frozen."
+    )
+    activation_bytes: Polynomial = Field(description="Bytes kept from forward to backward.")
+    frozen_activation_bytes: Polynomial = Field(
+        description="The same where the weights are frozen."
+    )
+    input_bytes: Polynomial = Field(
+        description="Bytes of its input: all it keeps under activation checkpointing."
+    )
     batch_bytes: Polynomial = Field(
-        default_factory=Polynomial, description="Bytes that it reads of a slot's inputs (pixels, sound, token ids), "
-        "which stay where activations are recomputed; else they are among the bytes kept.")
+        default_factory=Polynomial,
+        description=(
+            "Bytes that it reads of a slot's inputs (pixels, sound, token ids), "
+            "which stay where activations are recomputed; else they are among the bytes kept."
+        ),
+    )
     transient_bytes: Polynomial = Field(
-        default_factory=Polynomial, description="The most bytes that a pass holds beyond those at a time.")
+        default_factory=Polynomial,
+        description="The most bytes that a pass holds beyond those at a time.",
+    )
     recomputing_bytes: Polynomial = Field(
-        default_factory=Polynomial, description="What it holds beyond that where activations are recomputed: a TP "
-        "group's gathered rows, which are dropped else.")
+        default_factory=Polynomial,
+        description=(
+            "What it holds beyond that where activations are recomputed: a TP "
+            "group's gathered rows, which are dropped else."
+        ),
+    )
     recomputing_ms: Polynomial = Field(
-        default_factory=Polynomial, description="What a backward takes that runs the forward again, beyond the two: "
-        "below zero, as a TP group gathers no rows twice then.")
+        default_factory=Polynomial,
+        description=(
+            "What a backward takes that runs the forward again, beyond the two: "
+            "below zero, as a TP group gathers no rows twice then."
+        ),
+    )
     sent_bytes: dict[Pass, Polynomial] = Field(
-        default_factory=dict, description="Bytes that the TP group's messages move over the link of one rank, by pass; "
-        "'recomputing' is a backward that runs the forward again.")
-    fit_error_pct: float = Field(description="Mean absolute error on held-out sizes, forward plus backward.")
-    frozen_fit_error_pct: float = Field(0.0, description="The same of the gradients of inputs only.")
+        default_factory=dict,
+        description=(
+            "Bytes that the TP group's messages move over the link of one rank, by pass; "
+            "'recomputing' is a backward that runs the forward again."
+        ),
+    )
+    fit_error_pct: float = Field(
+        description="Mean absolute error on held-out sizes, forward plus backward."
+    )
+    frozen_fit_error_pct: float = Field(
+        0.0, description="The same of the gradients of inputs only."
+    )
 
 
 class LayerCost(Strict):
@@ -80,17 +113,28 @@ class ModuleProfile(Strict):
 
     kind: Literal["encoder", "llm", "generator"]
     parameters: int
-    layers: list[str] = Field(min_length=1, description="Kind of each layer in order; keys of `costs`.")
+    layers: list[str] = Field(
+        min_length=1, description="Kind of each layer in order; keys of `costs`."
+    )
     costs: dict[str, LayerCost]
     tp: dict[str, ModuleTime]
-    work_per_sequence: Work = Field(description="Mean work that one packed sequence brings to the module.")
+    work_per_sequence: Work = Field(
+        description="Mean work that one packed sequence brings to the module."
+    )
     max_work_per_sequence: Work = Field(description="Largest work seen in one packed sequence.")
     cut_bytes_per_sequence: list[float] = Field(
-        description="Bytes that one packed sequence sends over the cut after each layer; 0 after the model's last.")
+        description=(
+            "Bytes that one packed sequence sends over the cut after each layer; 0 after the"
+            " model's last."
+        )
+    )
     projector: list[int] = Field(
-        default_factory=list, description="Places of layers that join the module to the LLM.")
+        default_factory=list, description="Places of layers that join the module to the LLM."
+    )
     frozen: list[int] = Field(
-        default_factory=list, description="Places of layers that are never trained (a generator's VAE).")
+        default_factory=list,
+        description="Places of layers that are never trained (a generator's VAE).",
+    )
 
     @property
     def output_bytes_per_sequence(self) -> float:
@@ -103,8 +147,10 @@ class ModuleProfile(Strict):
             if layer not in self.costs or not self.costs[layer].tp:
                 raise ValueError(f"costs must hold every kind of layer; missing: {layer}")
         if len(self.cut_bytes_per_sequence) != len(self.layers):
-            raise ValueError(f"cut_bytes_per_sequence must have one entry per layer ({len(self.layers)}); "
-                             f"given: {len(self.cut_bytes_per_sequence)}")
+            raise ValueError(
+                f"cut_bytes_per_sequence must have one entry per layer ({len(self.layers)}); "
+                f"given: {len(self.cut_bytes_per_sequence)}"
+            )
         return self
 
 
@@ -114,25 +160,43 @@ class DeviceProfile(Strict):
     name: str
     kind: Literal["cpu", "cuda", "analytic"]
     count: int = Field(ge=1, description="Devices (on a CPU: processes) of the cluster.")
-    memory_gib: float = Field(gt=0, description="Memory of one device; on a CPU its share of the machine's.")
-    context_gib: float = Field(0.0, ge=0, description="Of that, the context and libraries; stated, not measured.")
-    workspace_mib: float = Field(0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured.")
-    communicator_mib: float = Field(0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured.")
+    memory_gib: float = Field(
+        gt=0, description="Memory of one device; on a CPU its share of the machine's."
+    )
+    context_gib: float = Field(
+        0.0, ge=0, description="Of that, the context and libraries; stated, not measured."
+    )
+    workspace_mib: float = Field(
+        0.0, ge=0, description="Of that, cuBLAS's workspaces; stated, not measured."
+    )
+    communicator_mib: float = Field(
+        0.0, ge=0, description="Of that, each NCCL communicator; stated, not measured."
+    )
     fragmentation: float = Field(
-        0.0, ge=0, description="Share of the activations that the allocator needs beside them; stated, not measured.")
+        0.0,
+        ge=0,
+        description=(
+            "Share of the activations that the allocator needs beside them; stated, not measured."
+        ),
+    )
     peak_tflops: float = Field(
-        gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate.")
-    shared_by: int = Field(1, ge=1, description="Processes that shared the device while it was measured.")
+        gt=0, description="Dense peak of one device; on a CPU the whole machine's best GEMM rate."
+    )
+    shared_by: int = Field(
+        1, ge=1, description="Processes that shared the device while it was measured."
+    )
     cores: int = Field(1, ge=1, description="CPU: cores of the machine, shared by all processes.")
     optimizer_ns_per_parameter: float = Field(
-        0.0, ge=0, description="Time of an AdamW step per parameter whose states a rank holds.")
+        0.0, ge=0, description="Time of an AdamW step per parameter whose states a rank holds."
+    )
 
 
 class LinkTimes(Strict):
     """Latency in µs and bandwidth in Gbit/s of messages between ranks.
 
-    A collective's bandwidth is its bus bandwidth: what the slowest link carries. In a ring of N ranks an all-reduce
-    of b bytes moves 2·b·(N-1)/N over it, an all-gather and a reduce-scatter of b bytes in all b·(N-1)/N.
+    A collective's bandwidth is its bus bandwidth: what the slowest link carries. In a ring of N
+    ranks an all-reduce of b bytes moves 2·b·(N-1)/N over it, an all-gather and a reduce-scatter of
+    b bytes in all b·(N-1)/N.
     """
 
     p2p_gbps: float = Field(gt=0)
@@ -148,7 +212,9 @@ class LinkTimes(Strict):
 class LinkProfile(LinkTimes):
     """Links inside a node, and between nodes."""
 
-    inter_node: LinkTimes | None = Field(None, description="Between nodes; None where there is one node only.")
+    inter_node: LinkTimes | None = Field(
+        None, description="Between nodes; None where there is one node only."
+    )
 
     def of(self, inside_a_node: bool) -> LinkTimes:
         """The links that a group uses."""
@@ -164,18 +230,23 @@ class Distribution(Strict):
 
 
 class SizeSample(Strict):
-    """Sizes of some packed sequences of the data, for orderings that are simulated; lists of equal length."""
+    """Sizes of some packed sequences of the data, for orderings that are simulated; lists of equal
+    length."""
 
     tokens: list[int] = Field(description="Unpadded tokens of each sequence.")
     length_sq: list[int] = Field(description="Σ length² over the samples of each sequence.")
     images: list[list[int]] = Field(description="Patches of each image read, by sequence.")
     targets: list[int] = Field(description="Images to generate, by sequence.")
-    clips: list[int] = Field(default_factory=list, description="Audio clips, by sequence; empty where there are none.")
+    clips: list[int] = Field(
+        default_factory=list, description="Audio clips, by sequence; empty where there are none."
+    )
 
     @model_validator(mode="after")
     def _equal(self) -> SizeSample:
         if not len(self.tokens) == len(self.length_sq) == len(self.images) == len(self.targets):
-            raise ValueError("tokens, length_sq, images and targets must have one entry per sequence")
+            raise ValueError(
+                "tokens, length_sq, images and targets must have one entry per sequence"
+            )
         if len(self.clips) not in (0, len(self.tokens)):
             raise ValueError("clips must have one entry per sequence, or none at all")
         return self
@@ -192,21 +263,32 @@ class DataProfile(Strict):
     image_tokens: int
     images: int
     scaled_down: int | None = Field(
-        None, description="Images read that have more pixels than data.max_image_pixels; null where sizes were drawn.")
+        None,
+        description=(
+            "Images read that have more pixels than data.max_image_pixels; null where sizes were"
+            " drawn."
+        ),
+    )
     targets: int = Field(description="Images to generate.")
     clips: int = Field(0, description="Audio clips.")
     fill_fraction: float = Field(description="Tokens that are not padding, of all.")
     images_per_sequence: Distribution
     skipped: int = Field(0, description="Samples that could not be read.")
-    skipped_first: list[str] = Field(default_factory=list, description="The first of them, and why.")
+    skipped_first: list[str] = Field(
+        default_factory=list, description="The first of them, and why."
+    )
     unread: dict[str, int] = Field(
-        default_factory=dict, description="Images and clips of the samples that the model has no module for.")
+        default_factory=dict,
+        description="Images and clips of the samples that the model has no module for.",
+    )
     sample: SizeSample
 
 
 class PreprocessProfile(Strict):
     images_per_s_per_core: float
-    clips_per_s_per_core: float = Field(0.0, description="Audio clips made into features; 0 where there are none.")
+    clips_per_s_per_core: float = Field(
+        0.0, description="Audio clips made into features; 0 where there are none."
+    )
     sequences_per_s_per_core: float
 
 

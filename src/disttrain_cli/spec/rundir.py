@@ -40,7 +40,8 @@ class RunDir:
 
     @property
     def images(self) -> Path:
-        """What the model drew and wrote when training ended, by checkpoint: PNG files and `samples.json`."""
+        """What the model drew and wrote when training ended, by checkpoint: PNG files and
+        `samples.json`."""
         return self.root / "images"
 
     @property
@@ -74,12 +75,14 @@ def pulses(logs: Path) -> Path:
 
 
 def stop_file(logs: Path) -> Path:
-    """File whose appearance asks the ranks to stop after their step; it may name the signal that asked for it."""
+    """File whose appearance asks the ranks to stop after their step; it may name the signal that
+    asked for it."""
     return logs / "stop"
 
 
 def stopped_file(logs: Path) -> Path:
-    """File in which the ranks of a start that ended before its last step, with a checkpoint, say what asked for it."""
+    """File in which the ranks of a start that ended before its last step, with a checkpoint, say
+    what asked for it."""
     return logs / "stopped"
 
 

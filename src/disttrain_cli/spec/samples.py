@@ -1,4 +1,5 @@
-"""What a model drew and wrote for given prompts: `samples.json` beside the images, read by the report."""
+"""What a model drew and wrote for given prompts: `samples.json` beside the images, read by the
+report."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ FILE = "samples.json"
 class Drawn(BaseModel):
     """An image that a generator drew after a text."""
 
-    file: str  # its name beside `samples.json`, with the module's folder where there are several generators
+    # its name beside `samples.json`, with the module's folder where there are several generators
+    file: str
     prompt: str
     image: str | None = None  # that was read before
     asked: str | None = None  # what the prompt asks for, where there is a judge
@@ -24,7 +26,9 @@ class Written(BaseModel):
 
     prompt: str
     text: str
-    image: str | None = None  # its path, as given; or beside `samples.json`, where it is of the data
+    image: str | None = (
+        None  # its path, as given; or beside `samples.json`, where it is of the data
+    )
     recorded: str | None = None  # what the data say about it
     names_it: bool | None = None  # whether the text names what is recorded, where there is a judge
 
@@ -47,7 +51,8 @@ class Samples(BaseModel):
 
     @property
     def read(self) -> list[str]:
-        """Images beside `samples.json` that texts were written about; none where they lie elsewhere."""
+        """Images beside `samples.json` that texts were written about; none where they lie
+        elsewhere."""
         return [one.image for one in self.written if one.image and one.recorded is not None]
 
     @property
@@ -62,7 +67,8 @@ class Samples(BaseModel):
 
 
 def read_samples(folder: Path) -> Samples | None:
-    """What is said of the images in a folder; None where nothing readable is, or it names files outside."""
+    """What is said of the images in a folder; None where nothing readable is, or it names files
+    outside."""
     try:
         samples = Samples.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValueError):

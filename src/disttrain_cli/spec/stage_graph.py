@@ -1,11 +1,12 @@
 """The stage graph: every stage of a layout, its ranks, and who is before and after whom.
 
-Units are in pipeline order around the one that holds the LLM. Those before it hold encoders: they are parallel
-branches, and each hands over to the LLM's first stage. Those behind it hold generators: parallel branches too, and
-each takes what the LLM's last stage hands over. Inside a unit, stages follow each other. Modules are arranged in the
-same way.
+Units are in pipeline order around the one that holds the LLM. Those before it hold encoders: they
+are parallel branches, and each hands over to the LLM's first stage. Those behind it hold
+generators: parallel branches too, and each takes what the LLM's last stage hands over. Inside a
+unit, stages follow each other. Modules are arranged in the same way.
 
-Planner, simulator, runtime, analysis and pictures ask this graph; nothing else derives neighbours, depths or cuts.
+Planner, simulator, runtime, analysis and pictures ask this graph; nothing else derives neighbours,
+depths or cuts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Stage:
     before: tuple[int, ...]  # numbers of the stages whose output it takes
     after: tuple[int, ...]  # numbers of the stages that take its output
     depth: int  # stages before it on its line, the longest where lines meet
-    to_end: int  # stages from it to the end of its line, itself included, the longest where the line parts
+    # stages from it to the end of its line, itself included, the longest where the line parts
+    to_end: int
     parallel: frozenset[int]  # layers of parallel branches: their tensors never come here
 
     @property
@@ -51,11 +53,11 @@ class Stage:
 
     def tp_group(self, replica: int) -> list[int]:
         """The ranks that share a replica's layers."""
-        return list(self.ranks[replica * self.tp:(replica + 1) * self.tp])
+        return list(self.ranks[replica * self.tp : (replica + 1) * self.tp])
 
     def dp_group(self, tp_rank: int) -> list[int]:
         """The ranks that hold equal weights, by replica."""
-        return list(self.ranks[tp_rank::self.tp])
+        return list(self.ranks[tp_rank :: self.tp])
 
 
 @dataclass(frozen=True)
@@ -96,30 +98,46 @@ class StageGraph:
 def stage_graph(layout: Layout, llm: str) -> StageGraph:
     """The graph of a layout in which the module `llm` is the LLM.
 
-    Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by replica, inside a replica
-    by TP rank, so that neighbours in a pipeline and the replicas of a stage lie close. Units come in pipeline order,
-    unless their TP sizes differ: those of larger ones are numbered first, so that every TP group starts at a multiple
-    of its size and stays inside a node.
+    Ranks are numbered unit by unit, inside a unit stage by stage, inside a stage replica by
+    replica, inside a replica by TP rank, so that neighbours in a pipeline and the replicas of a
+    stage lie close. Units come in pipeline order, unless their TP sizes differ: those of larger
+    ones are numbered first, so that every TP group starts at a multiple of its size and stays
+    inside a node.
     """
     counts, branch_point = [unit.pp for unit in layout.units], layout.index_of(llm)
     cuts = stage_cuts(counts, branch_point)
     depths, left = depths_of(cuts, sum(counts)), stages_to_end(cuts, sum(counts))
     ends = list(itertools.accumulate(sum(unit.layers_per_stage) for unit in layout.units))
-    spans = [range(end - sum(unit.layers_per_stage), end) for unit, end in zip(layout.units, ends, strict=True)]
+    spans = [
+        range(end - sum(unit.layers_per_stage), end)
+        for unit, end in zip(layout.units, ends, strict=True)
+    ]
     first_ranks = _first_ranks(layout.units)
     stages: list[Stage] = []
     for position, unit in enumerate(layout.units):
-        parallel = frozenset(layer for other in parallel_to(position, len(counts), branch_point)
-                             for layer in spans[other])
+        parallel = frozenset(
+            layer
+            for other in parallel_to(position, len(counts), branch_point)
+            for layer in spans[other]
+        )
         stops = list(itertools.accumulate(unit.layers_per_stage, initial=spans[position].start))
         size = unit.tp * unit.dp
         for index, (start, stop) in enumerate(itertools.pairwise(stops)):
             number, rank = len(stages), first_ranks[unit.name] + index * size
-            stages.append(Stage(
-                number, unit, index, range(start, stop), tuple(range(rank, rank + size)),
-                before=tuple(sender for sender, taker in cuts if taker == number),
-                after=tuple(taker for sender, taker in cuts if sender == number),
-                depth=depths[number], to_end=left[number], parallel=parallel))
+            stages.append(
+                Stage(
+                    number,
+                    unit,
+                    index,
+                    range(start, stop),
+                    tuple(range(rank, rank + size)),
+                    before=tuple(sender for sender, taker in cuts if taker == number),
+                    after=tuple(taker for sender, taker in cuts if sender == number),
+                    depth=depths[number],
+                    to_end=left[number],
+                    parallel=parallel,
+                )
+            )
     return StageGraph(tuple(stages))
 
 
@@ -131,21 +149,32 @@ def _first_ranks(units: Iterable[UnitPlan]) -> dict[str, int]:
 
 
 def neighbours(count: int, llm: int) -> list[tuple[int, int]]:
-    """(Sender, taker) of all cuts between `count` units (or modules) in pipeline order, the LLM's at index `llm`."""
-    return [(index, llm) for index in range(llm)] + [(llm, index) for index in range(llm + 1, count)]
+    """(Sender, taker) of all cuts between `count` units (or modules) in pipeline order, the LLM's
+    at index `llm`."""
+    return [(index, llm) for index in range(llm)] + [
+        (llm, index) for index in range(llm + 1, count)
+    ]
 
 
 def parallel_to(index: int, count: int, llm: int) -> list[int]:
-    """The units (or modules) on parallel branches of the one at `index`, of `count` around the LLM's."""
+    """The units (or modules) on parallel branches of the one at `index`, of `count` around the
+    LLM's."""
     side = range(llm) if index < llm else range(llm + 1, count) if index > llm else range(0)
     return [other for other in side if other != index]
 
 
 def stage_cuts(counts: Sequence[int], llm: int) -> list[Cut]:
-    """All cuts between stages, numbered through all units of so many stages each, in ascending order."""
+    """All cuts between stages, numbered through all units of so many stages each, in ascending
+    order."""
     first = [0, *itertools.accumulate(counts)]
-    inside = [(stage, stage + 1) for start, stop in itertools.pairwise(first) for stage in range(start, stop - 1)]
-    between = [(first[sender + 1] - 1, first[taker]) for sender, taker in neighbours(len(counts), llm)]
+    inside = [
+        (stage, stage + 1)
+        for start, stop in itertools.pairwise(first)
+        for stage in range(start, stop - 1)
+    ]
+    between = [
+        (first[sender + 1] - 1, first[taker]) for sender, taker in neighbours(len(counts), llm)
+    ]
     return sorted([*inside, *between])
 
 
@@ -165,8 +194,8 @@ def depths_of(cuts: Sequence[Cut], count: int) -> list[int]:
 def stages_to_end(cuts: Sequence[Cut], count: int) -> list[int]:
     """By stage, the stages from it to the end of its line, itself included.
 
-    Of lines that begin at one stage the longest counts: a stage of a shorter one is as far from the end as its peers
-    there, so that DeepSpeed's schedule fits all of them.
+    Of lines that begin at one stage the longest counts: a stage of a shorter one is as far from the
+    end as its peers there, so that DeepSpeed's schedule fits all of them.
     """
     left = [1] * count
     for sender, taker in reversed(cuts):
@@ -179,7 +208,8 @@ def stages_to_end(cuts: Sequence[Cut], count: int) -> list[int]:
 def in_line(amounts: Sequence[Number], llm: int) -> list[Number]:
     """By unit, its amount and all those behind it, as if generators followed each other.
 
-    Of stages never fewer than `stages_to_end` of an encoder or the LLM; of a generator those after it only, so that
-    what a search prices in this way is checked again as a whole (`costs.memory.layout_memory`).
+    Of stages never fewer than `stages_to_end` of an encoder or the LLM; of a generator those after
+    it only, so that what a search prices in this way is checked again as a whole
+    (`costs.memory.layout_memory`).
     """
-    return [own + sum(amounts[max(index + 1, llm):]) for index, own in enumerate(amounts)]
+    return [own + sum(amounts[max(index + 1, llm) :]) for index, own in enumerate(amounts)]

@@ -1,15 +1,18 @@
-"""The trace schema: one row per operation of a rank, in Parquet segments that DuckDB reads in place.
+"""The trace schema: one row per operation of a rank, in Parquet segments that DuckDB reads in
+place.
 
 Layout of `runs/NAME/traces/`:
-  job.json                                  `Job`: plan, FLOP models and peak, written when training starts
-  rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
-  rank-00003/segment-00001.arrows           those since, appended after every step (Arrow's stream format); it becomes
+  job.json                                  `Job`: plan, FLOP models and peak, written when training
+  starts rank-00003/segment-00000.parquet          rows of `TRACE_COLUMNS`, written whole
+  rank-00003/segment-00001.arrows           those since, appended after every step (Arrow's stream
+  format); it becomes
                                             segment-00001.parquet, unless its process ends before
   steps/segment-00000.parquet               rows of `STEP_COLUMNS`, written by rank 0
-  sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few sequences of every step
-  samples/segment-00000.parquet             rows of `SAMPLE_COLUMNS`, written by rank 0: what every slot was made of
-  kineto/rank-00003-start-000.json.gz       torch's profile of the steps of `train --profile-steps`
-Segments carry a run number in their name when a run is resumed, so nothing is overwritten.
+  sizes/segment-00000.parquet               rows of `SIZE_COLUMNS`, written by rank 0: a few
+  sequences of every step samples/segment-00000.parquet             rows of `SAMPLE_COLUMNS`,
+  written by rank 0: what every slot was made of kineto/rank-00003-start-000.json.gz       torch's
+  profile of the steps of `train --profile-steps` Segments carry a run number in their name when a
+  run is resumed, so nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -26,54 +29,119 @@ from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import FaultSpec
 
-# Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time until
-# earlier sends have left; `load` is the wait for data; forward and backward have one row per module of a stage. On a
-# GPU, whose host runs ahead, all times are those at which its stream comes to a row's ends (`watching.device_clock`).
+# Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
+# until earlier sends have left; `load` is the wait for data; forward and backward have one row per
+# module of a stage. On a GPU, whose host runs ahead, all times are those at which its stream comes
+# to a row's ends (`watching.device_clock`).
 COMPUTE = ("forward", "backward")
 TRANSFERS = ("send_activation", "receive_activation", "send_gradient", "receive_gradient")
-# `memory` is a moment: bytes are the most that the rank has held on its device for its stage so far (CPU: growth of its
-# process since the stage was built).
-OPERATIONS = ("load", *COMPUTE, *TRANSFERS, "wait", "reduce", "step", "memory", "evaluation", "checkpoint")
+# `memory` is a moment: bytes are the most that the rank has held on its device for its stage so far
+# (CPU: growth of its process since the stage was built).
+OPERATIONS = (
+    "load",
+    *COMPUTE,
+    *TRANSFERS,
+    "wait",
+    "reduce",
+    "step",
+    "memory",
+    "evaluation",
+    "checkpoint",
+)
 
-# Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the unit;
-# tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items for encoder and
-# generator, images read for the LLM); bytes of a transfer; peer is the other rank, -1 for several or none.
+# Column → Arrow type. `slot`, `stage` are -1 where they do not apply; `stage` counts inside the
+# unit; tokens, images, sum_length_sq are the amounts of `Work` of the row's module (images = items
+# for encoder and generator, images read for the LLM); bytes of a transfer; peer is the other rank,
+# -1 for several or none.
 TRACE_COLUMNS: dict[str, str] = {
-    "run": "string", "step": "int32", "slot": "int32", "unit": "string", "module": "string", "stage": "int32",
-    "replica": "int32", "tp_rank": "int32", "rank": "int32", "host": "string", "operation": "string",
-    "start_ns": "int64", "end_ns": "int64", "tokens": "int64", "images": "int64", "sequences": "int64",
-    "sum_length_sq": "int64", "bytes": "int64", "peer": "int32",
+    "run": "string",
+    "step": "int32",
+    "slot": "int32",
+    "unit": "string",
+    "module": "string",
+    "stage": "int32",
+    "replica": "int32",
+    "tp_rank": "int32",
+    "rank": "int32",
+    "host": "string",
+    "operation": "string",
+    "start_ns": "int64",
+    "end_ns": "int64",
+    "tokens": "int64",
+    "images": "int64",
+    "sequences": "int64",
+    "sum_length_sq": "int64",
+    "bytes": "int64",
+    "peer": "int32",
 }
 
 STEP_COLUMNS: dict[str, str] = {
-    "run": "string", "step": "int32", "loss": "float64", "loss_text": "float64", "loss_image": "float64",
-    "grad_norm": "float64", "learning_rate": "float64", "learning_rates": "map<string,float64>",
-    "iteration_s": "float64", "sequences_per_s": "float64", "mfu": "float64", "data_wait_s": "float64",
-    "tokens": "int64", "images": "int64", "targets": "int64", "model_flops": "float64", "end_ns": "int64",
+    "run": "string",
+    "step": "int32",
+    "loss": "float64",
+    "loss_text": "float64",
+    "loss_image": "float64",
+    "grad_norm": "float64",
+    "learning_rate": "float64",
+    "learning_rates": "map<string,float64>",
+    "iteration_s": "float64",
+    "sequences_per_s": "float64",
+    "mfu": "float64",
+    "data_wait_s": "float64",
+    "tokens": "int64",
+    "images": "int64",
+    "targets": "int64",
+    "model_flops": "float64",
+    "end_ns": "int64",
     "skipped_steps": "int32",  # up to this one, since the start
-    "evaluation_loss": "float64", "evaluation_loss_text": "float64", "evaluation_loss_image": "float64",  # or null
+    "evaluation_loss": "float64",
+    "evaluation_loss_text": "float64",
+    "evaluation_loss_image": "float64",  # or null
     "generator_losses": "map<string,float64>",  # where there are several; loss_image is their mean
 }
 
 
-# Sizes of the first `SIZES_PER_STEP` sequences of each global batch in the order of the data, which is shuffled: what
-# a new profile needs to know of the data that the run has really seen. The fields are those of `SizeSample`.
+# Sizes of the first `SIZES_PER_STEP` sequences of each global batch in the order of the data, which
+# is shuffled: what a new profile needs to know of the data that the run has really seen. The fields
+# are those of `SizeSample`.
 SIZE_COLUMNS: dict[str, str] = {
-    "run": "string", "step": "int32", "tokens": "int64", "length_sq": "int64", "images": "list<int64>",
-    "targets": "int64", "clips": "int64",
+    "run": "string",
+    "step": "int32",
+    "tokens": "int64",
+    "length_sq": "int64",
+    "images": "list<int64>",
+    "targets": "int64",
+    "clips": "int64",
 }
 SIZES_PER_STEP = 32
 
-# What the replicas of the LLM's unit worked on: one row per packed sequence of a step. `samples` are rows of the
-# index (`spec.index`), `names` their keys in their shards, in the order in which they stand in the sequence.
+# What the replicas of the LLM's unit worked on: one row per packed sequence of a step. `samples`
+# are rows of the index (`spec.index`), `names` their keys in their shards, in the order in which
+# they stand in the sequence.
 SAMPLE_COLUMNS: dict[str, str] = {
-    "run": "string", "step": "int32", "slot": "int32", "unit": "string", "replica": "int32", "sequence": "int64",
-    "tokens": "int64", "samples": "list<int64>", "names": "list<string>",
+    "run": "string",
+    "step": "int32",
+    "slot": "int32",
+    "unit": "string",
+    "replica": "int32",
+    "sequence": "int64",
+    "tokens": "int64",
+    "samples": "list<int64>",
+    "names": "list<string>",
 }
 
 #: Columns that came after the first traces: null in segments that lack them.
-LATER_COLUMNS = frozenset({"learning_rates", "skipped_steps", "evaluation_loss", "evaluation_loss_text",
-                           "evaluation_loss_image", "generator_losses", "clips"})
+LATER_COLUMNS = frozenset(
+    {
+        "learning_rates",
+        "skipped_steps",
+        "evaluation_loss",
+        "evaluation_loss_text",
+        "evaluation_loss_image",
+        "generator_losses",
+        "clips",
+    }
+)
 
 
 #: Ending of a segment that is being recorded.
@@ -81,23 +149,31 @@ OPEN_SEGMENT = ".arrows"
 
 
 def segments_of(folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
-    """Segments in these folders: those written whole, and the open ones that have not been replaced by such."""
+    """Segments in these folders: those written whole, and the open ones that have not been replaced
+    by such."""
     found = sorted(file for folder in folders for file in folder.glob("segment-*"))
     whole = [file for file in found if file.suffix == ".parquet"]
     replaced = set(whole)
-    return whole, [file for file in found
-                   if file.suffix == OPEN_SEGMENT and file.with_suffix(".parquet") not in replaced]
+    return whole, [
+        file
+        for file in found
+        if file.suffix == OPEN_SEGMENT and file.with_suffix(".parquet") not in replaced
+    ]
 
 
 class Rehearsed(Strict):
     """How a rehearsal stood in for the cluster."""
 
     processes: int
-    time_scale: float = Field(description="Seconds there per second of the trace, whose times are the cluster's.")
+    time_scale: float = Field(
+        description="Seconds there per second of the trace, whose times are the cluster's."
+    )
     messages: Literal["scaled", "real"]
     noise: float
     faults: list[FaultSpec]
-    distribution: str | None = Field(None, description="Sizes of other data than the plan was made for.")
+    distribution: str | None = Field(
+        None, description="Sizes of other data than the plan was made for."
+    )
 
 
 class Job(Strict):
@@ -110,7 +186,9 @@ class Job(Strict):
     predicted: Prediction
     profile: Profile = Field(description="Device peak, FLOP and time models of every module.")
     gpus_per_node: int = Field(8, ge=1)
-    rehearsed: Rehearsed | None = Field(None, description="Given where devices were emulated (train --rehearse).")
+    rehearsed: Rehearsed | None = Field(
+        None, description="Given where devices were emulated (train --rehearse)."
+    )
 
 
 def profile_file(traces: Path, rank: int, start: str) -> Path:

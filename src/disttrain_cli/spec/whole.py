@@ -1,4 +1,5 @@
-"""Files written whole or not at all; what is no file (a device, a pipe) takes the bytes as they come."""
+"""Files written whole or not at all; what is no file (a device, a pipe) takes the bytes as they
+come."""
 
 from __future__ import annotations
 
@@ -24,22 +25,29 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 
 
 def keep_before(path: Path) -> Path | None:
-    """Keep a copy of a file that is about to be replaced, as NAME.before; None where there is no file."""
-    return write_whole(path.with_name(f"{path.name}.before"), path.read_bytes()) if is_own_file(path) else None
+    """Keep a copy of a file that is about to be replaced, as NAME.before; None where there is no
+    file."""
+    return (
+        write_whole(path.with_name(f"{path.name}.before"), path.read_bytes())
+        if is_own_file(path)
+        else None
+    )
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether there is a file that others may be put beside: no device, no pipe, not where stdout happens to go."""
+    """Whether there is a file that others may be put beside: no device, no pipe, not where stdout
+    happens to go."""
     return path.is_file() and _descriptor(path) is None
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write beside `path`, renamed into place at the end; where anything fails, `path` stays as it is.
+    """A file to write beside `path`, renamed into place at the end; where anything fails, `path`
+    stays as it is.
 
-    A link stays and the file that it names is written. A file that is there keeps its mode and owner, a new one gets
-    what the umask leaves. A device or pipe is opened and written directly; a descriptor of this process (/dev/stdout,
-    /dev/fd/3) goes on where it stands.
+    A link stays and the file that it names is written. A file that is there keeps its mode and
+    owner, a new one gets what the umask leaves. A device or pipe is opened and written directly; a
+    descriptor of this process (/dev/stdout, /dev/fd/3) goes on where it stands.
 
     Raises:
         SpecError: it cannot be written (missing permission, disk full).
@@ -68,14 +76,17 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         os.replace(temporary, real)
         temporary = None
     except OSError as error:
-        raise SpecError(f"Cannot write {path}", str(error), "Free space there or choose another folder.") from None
+        raise SpecError(
+            f"Cannot write {path}", str(error), "Free space there or choose another folder."
+        ) from None
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
 
 
 def _descriptor(path: Path) -> int | None:
-    """The open file of this process that `path` stands for, such as 1 for /dev/stdout; None where it is none."""
+    """The open file of this process that `path` stands for, such as 1 for /dev/stdout; None where
+    it is none."""
     for _ in range(MOST_LINKS):
         if os.path.realpath(path.parent) in (f"/proc/{os.getpid()}/fd", "/dev/fd"):
             return int(path.name) if path.name.isdecimal() else None

@@ -1,4 +1,5 @@
-"""YAML as plain data, whoever wrote it: bounded however its aliases multiply; and the lines that values stand in."""
+"""YAML as plain data, whoever wrote it: bounded however its aliases multiply; and the lines that
+values stand in."""
 
 from __future__ import annotations
 
@@ -13,22 +14,28 @@ MOST_VALUES = 200_000  # scalars, lists and mappings, those that aliases stand f
 
 
 class _Loader(yaml.CSafeLoader):
-    """YAML's safe loader; a key given twice is an error, not the last one wins, and every error has its place."""
+    """YAML's safe loader; a key given twice is an error, not the last one wins, and every error has
+    its place."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is given twice",
-                                                        key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except ValueError as error:  # 2026-13-45 looks like a date and is none; a number of 5,000 digits
-            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+        except (
+            ValueError
+        ) as error:  # 2026-13-45 looks like a date and is none; a number of 5,000 digits
+            raise yaml.constructor.ConstructorError(
+                None, None, str(error), node.start_mark
+            ) from None
 
 
 def load_yaml(text: str) -> Any:
@@ -41,7 +48,8 @@ def load_yaml(text: str) -> Any:
 
 
 def lines_of(text: str, places: Sequence[tuple[Any, ...]]) -> list[int | None]:
-    """The line of each place (keys and positions from the top), or of the innermost part of it that is there.
+    """The line of each place (keys and positions from the top), or of the innermost part of it that
+    is there.
 
     None where nothing of the place is there, or the text is no YAML.
     """
@@ -62,21 +70,25 @@ def _line_of(node: yaml.Node | None, place: tuple[Any, ...]) -> int | None:
         elif isinstance(node, yaml.MappingNode):
             found = [(key, value) for key, value in node.value if key.value == str(part)]
             if not found:
-                continue  # a choice of a union, which is no place in the file; or a key that is missing
+                # a choice of a union, which is no place in the file; or a key that is missing
+                continue
             key, node = found[0]
             line = key.start_mark.line + 1
     return line
 
 
 def _check_size(text: str) -> None:
-    """Refuse what would overflow the loader's stack, or grow beyond bounds with every alias written out."""
+    """Refuse what would overflow the loader's stack, or grow beyond bounds with every alias written
+    out."""
     inside: list[_Part] = []  # from the outermost list or mapping to the innermost
     anchored: dict[str, _Part] = {}
     values = 0
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
             part = inside.pop()
-        elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:  # the loader refuses unknown ones
+        elif (
+            isinstance(event, yaml.AliasEvent) and event.anchor in anchored
+        ):  # the loader refuses unknown ones
             part = anchored[event.anchor]
             if part in inside:
                 _refuse(event, f"the alias *{event.anchor} stands inside what it stands for")
@@ -91,7 +103,9 @@ def _check_size(text: str) -> None:
         if isinstance(event, yaml.ScalarEvent) and "\0" in event.value:
             _refuse(event, "a null character, which no name of a file holds")
         if values > MOST_VALUES:
-            _refuse(event, f"more than {MOST_VALUES:,} values, those that aliases stand for included")
+            _refuse(
+                event, f"more than {MOST_VALUES:,} values, those that aliases stand for included"
+            )
         if len(inside) + part.levels > MOST_NESTED:
             _refuse(event, f"nested more than {MOST_NESTED} levels deep")
         if isinstance(event, yaml.CollectionStartEvent):
@@ -101,7 +115,8 @@ def _check_size(text: str) -> None:
 
 
 class _Part:
-    """A value of a document: how many it is with those in it, and in how many levels of lists and mappings."""
+    """A value of a document: how many it is with those in it, and in how many levels of lists and
+    mappings."""
 
     def __init__(self, levels: int) -> None:
         self.values, self.levels = 1, levels
@@ -113,4 +128,6 @@ class _Part:
 
 
 def _refuse(event: yaml.Event, why: str) -> NoReturn:
-    raise ValueError(why + ("" if event.start_mark is None else f", in line {event.start_mark.line + 1}"))
+    raise ValueError(
+        why + ("" if event.start_mark is None else f", in line {event.start_mark.line + 1}")
+    )

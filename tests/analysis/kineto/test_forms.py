@@ -1,4 +1,5 @@
-"""The forms in which such traces are met: gz, bare arrays, truncated, unnamed, mixed; what is wrong is said."""
+"""The forms in which such traces are met: gz, bare arrays, truncated, unnamed, mixed; what is wrong
+is said."""
 
 import gzip
 import json
@@ -31,16 +32,38 @@ def test_every_form_gives_the_same_figures(tmp_path):
             elif form == "texts":
                 for event in document["traceEvents"]:
                     event["pid"] = str(event["pid"])
-                    event["args"] = {name: str(value) for name, value in event.get("args", {}).items()} or None
+                    event["args"] = {
+                        name: str(value) for name, value in event.get("args", {}).items()
+                    } or None
                 path.write_text(json.dumps(document))
             elif form == "broken strings":
-                document["traceEvents"].insert(0, {"ph": "X", "cat": "cpu_op", "name": "BAD", "ts": traces.BASE_US,
-                                                   "pid": 100, "tid": 100, "dur": 1})
+                document["traceEvents"].insert(
+                    0,
+                    {
+                        "ph": "X",
+                        "cat": "cpu_op",
+                        "name": "BAD",
+                        "ts": traces.BASE_US,
+                        "pid": 100,
+                        "tid": 100,
+                        "dur": 1,
+                    },
+                )
                 path.write_bytes(json.dumps(document).encode().replace(b"BAD", b"\xff\\q\x01"))
             else:
-                document["traceEvents"] = [part for event in document["traceEvents"] for part in (
-                    {**event, "ph": "B"}, {"ph": "E", "pid": event["pid"], "tid": event["tid"],
-                                           "ts": event["ts"] + event["dur"]})]
+                document["traceEvents"] = [
+                    part
+                    for event in document["traceEvents"]
+                    for part in (
+                        {**event, "ph": "B"},
+                        {
+                            "ph": "E",
+                            "pid": event["pid"],
+                            "tid": event["tid"],
+                            "ts": event["ts"] + event["dur"],
+                        },
+                    )
+                ]
                 path.write_text(json.dumps(document))
         assert same(analyze([tmp_path / form])) == plain, form
 
@@ -50,7 +73,7 @@ def test_a_truncated_file_is_analysed_as_far_as_it_goes(tmp_path, packed):
     arrivals = [400 + step % 7 for step in range(40)]
     path = traces.write(tmp_path / "rank0.json", traces.document(traces.events(arrivals)))
     text = gzip.compress(path.read_bytes()) if packed else path.read_bytes()
-    path.write_bytes(text[:len(text) * 2 // 3])
+    path.write_bytes(text[: len(text) * 2 // 3])
     found = analyze([path])
     assert 5 < found.job.steps_measured < 39
     assert any("rank0.json ends in the middle: the" in warning for warning in found.warnings)
@@ -81,10 +104,12 @@ def test_two_jobs_in_one_folder_are_told_apart(tmp_path):
     traces.write(tmp_path / "a" / "other.json", traces.document(traces.events([400]), 0, 1))
     sizes = analyze([tmp_path / "a"])
     assert same(sizes) == alone
-    assert any("two jobs or more are mixed here: other.json left out (another world size)" in warning
-               for warning in sizes.warnings)
+    assert any(
+        "two jobs or more are mixed here: other.json left out (another world size)" in warning
+        for warning in sizes.warnings
+    )
     traces.job(tmp_path / "b", one)
-    traces.job(tmp_path / "b" / "earlier", one, ahead=[-10**10, -10**10])
+    traces.job(tmp_path / "b" / "earlier", one, ahead=[-(10**10), -(10**10)])
     times = analyze([tmp_path / "b"])
     assert same(times) == alone
     assert any("left out (another time" in warning for warning in times.warnings)
@@ -94,7 +119,9 @@ def test_a_rank_that_comes_twice_at_once_counts_once(tmp_path):
     first, _ = traces.job(tmp_path, [[400, 400], [400, 450]])
     (tmp_path / "copy.json").write_bytes(first.read_bytes())
     found = analyze([tmp_path])
-    assert len(found.ranks) == 2 and any("rank 0 once more; left out" in warning for warning in found.warnings)
+    assert len(found.ranks) == 2 and any(
+        "rank 0 once more; left out" in warning for warning in found.warnings
+    )
 
 
 def test_steps_that_do_not_match_are_left_out(tmp_path):
@@ -113,7 +140,11 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_others(tmp_path):
     (tmp_path / "half.json.gz").write_bytes(gzip.compress(b"[" + b" " * 99999)[:30])
     found = analyze([tmp_path])
     assert len(found.ranks) == 1
-    for said in ("empty.json is empty", "config.json holds no traceEvents", "words.json is no JSON"):
+    for said in (
+        "empty.json is empty",
+        "config.json holds no traceEvents",
+        "words.json is no JSON",
+    ):
         assert any(said in warning for warning in found.warnings), said
     with pytest.raises(DataError, match="No trace can be read"):
         analyze([tmp_path / "words.json"])
@@ -132,21 +163,28 @@ def test_strange_names_are_data(tmp_path):
 
 
 def test_sql_reads_the_views_and_nothing_else(tmp_path):
-    path, = traces.job(tmp_path, [[400, 400]])
+    (path,) = traces.job(tmp_path, [[400, 400]])
     for name, view in documented_views("kineto").items():
         assert ask([path], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), name
     shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
     assert {row[0] for row in ask([path], shown).rows} == {*documented_views("kineto"), "columns"}
-    for query in (f"SELECT * FROM read_text('{path}')", "SELECT * FROM '/etc/passwd'", "CREATE TABLE x (i INTEGER)",
-                  f"COPY files TO '{tmp_path / 'out.csv'}'", "DROP VIEW events", "SET threads = 3",
-                  "SELECT 1; SELECT 2", "ATTACH 'x.db'"):
+    for query in (
+        f"SELECT * FROM read_text('{path}')",
+        "SELECT * FROM '/etc/passwd'",
+        "CREATE TABLE x (i INTEGER)",
+        f"COPY files TO '{tmp_path / 'out.csv'}'",
+        "DROP VIEW events",
+        "SET threads = 3",
+        "SELECT 1; SELECT 2",
+        "ATTACH 'x.db'",
+    ):
         with pytest.raises(UsageError):
             ask([path], query)
     assert not (tmp_path / "out.csv").exists()
 
 
 def test_what_was_read_is_not_read_again_until_it_changes(tmp_path, own_cache):
-    path, = traces.job(tmp_path, [[400, 400]])
+    (path,) = traces.job(tmp_path, [[400, 400]])
     seen = []
     first = analyze([path], lambda what, done, total: seen.append(what))
     assert "measuring" in seen and len(list(own_cache.glob("*.duckdb"))) == 1
@@ -156,12 +194,14 @@ def test_what_was_read_is_not_read_again_until_it_changes(tmp_path, own_cache):
     os.utime(path, (1, 1))
     assert analyze([path]) != first
     (own_cache.parent / "config" / "disttrain").mkdir(parents=True)
-    (own_cache.parent / "config" / "disttrain" / "kernel_patterns.txt").write_text("communication  sgemm\n")
+    (own_cache.parent / "config" / "disttrain" / "kernel_patterns.txt").write_text(
+        "communication  sgemm\n"
+    )
     assert {row.kind for row in analyze([path]).kernels} == {"communication"}
 
 
 def test_a_damaged_cache_is_read_again(tmp_path, own_cache):
-    path, = traces.job(tmp_path, [[400, 400]])
+    (path,) = traces.job(tmp_path, [[400, 400]])
     first = analyze([path])
     for database in own_cache.glob("*.duckdb"):
         database.write_bytes(b"damaged" * 1000)
@@ -169,35 +209,77 @@ def test_a_damaged_cache_is_read_again(tmp_path, own_cache):
 
 
 def test_steps_in_which_nothing_was_launched_are_no_measure(tmp_path):
-    late = [event | {"ts": event["ts"] + 10**6} if not event["name"].startswith("ProfilerStep") else event
-            for event in traces.events([400, 400, 400])]
+    late = [
+        event | {"ts": event["ts"] + 10**6}
+        if not event["name"].startswith("ProfilerStep")
+        else event
+        for event in traces.events([400, 400, 400])
+    ]
     found = analyze([traces.write(tmp_path / "rank0.json", traces.document(late))])
     assert found.ranks[0].compute_us == 900 and found.job.iteration_s is None
     assert any("nothing was launched in the marked" in warning for warning in found.warnings)
 
 
 def test_a_trace_of_nothing_that_takes_time(tmp_path):
-    path = traces.write(tmp_path / "rank0.json", [{"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": 1, "dur": 1}])
+    path = traces.write(
+        tmp_path / "rank0.json",
+        [{"ph": "X", "cat": "cuda_runtime", "name": "x", "ts": 1, "dur": 1}],
+    )
     with pytest.raises(DataError, match="nothing that takes time"):
         analyze([path])
 
 
 def test_a_rank_that_recorded_no_kernel_is_named(tmp_path):
     traces.job(tmp_path, [[400, 400]], world_size=2)
-    traces.write(tmp_path / "rank1.json", traces.document(
-        [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": traces.BASE_US, "dur": 5}], 1, 2))
+    traces.write(
+        tmp_path / "rank1.json",
+        traces.document(
+            [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": traces.BASE_US, "dur": 5}], 1, 2
+        ),
+    )
     found = analyze([tmp_path])
-    assert len(found.ranks) == 1 and any("rank(s) 1 recorded nothing" in warning for warning in found.warnings)
+    assert len(found.ranks) == 1 and any(
+        "rank(s) 1 recorded nothing" in warning for warning in found.warnings
+    )
 
 
 def test_numbers_and_names_of_any_size(tmp_path):
     huge = 2**64 - 1
-    found = [*traces.events([400]), *traces.kernel("nul \0 name", traces.BASE_US + 500, 10, 7, bytes=huge, **{
-        "External id": huge, "Collective name": "x" * 100_000, "In msg nelems": 10**30})]
-    found += [{"ph": "X", "cat": "cpu_op", "name": "far", "pid": 1, "tid": 1, "ts": 10**25, "dur": -1e300},
-              {"ph": "X", "cat": "cpu_op", "name": "much", "pid": 1, "tid": 1, "ts": traces.BASE_US, "dur": 1e300}]
+    found = [
+        *traces.events([400]),
+        *traces.kernel(
+            "nul \0 name",
+            traces.BASE_US + 500,
+            10,
+            7,
+            bytes=huge,
+            **{"External id": huge, "Collective name": "x" * 100_000, "In msg nelems": 10**30},
+        ),
+    ]
+    found += [
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "far",
+            "pid": 1,
+            "tid": 1,
+            "ts": 10**25,
+            "dur": -1e300,
+        },
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "much",
+            "pid": 1,
+            "tid": 1,
+            "ts": traces.BASE_US,
+            "dur": 1e300,
+        },
+    ]
     path = traces.write(tmp_path / "rank0.json", traces.document(found))
     found = analyze([path])
     assert {row.kind for row in found.kernels} == {"communication", "compute"}
     assert any("2 event(s) of rank0.json are broken" in warning for warning in found.warnings)
-    assert ask([path], "SELECT external_id FROM events WHERE name = 'nul \0 name'").rows == [(2**63 - 1,)]
+    assert ask([path], "SELECT external_id FROM events WHERE name = 'nul \0 name'").rows == [
+        (2**63 - 1,)
+    ]

@@ -8,7 +8,9 @@ import pytest
 from disttrain_cli.analysis.kineto.ingest import _fitting
 from disttrain_cli.analysis.sql import connect
 
-HUNGRY = "CREATE TABLE lists AS SELECT list(n) AS numbers FROM range(1_000_000) of(n)"  # a list must fit whole
+HUNGRY = (  # a list must fit whole
+    "CREATE TABLE lists AS SELECT list(n) AS numbers FROM range(1_000_000) of(n)"
+)
 
 
 def test_what_does_not_fit_is_run_again_with_more(tmp_path):

@@ -3,25 +3,33 @@
 import pytest
 
 from disttrain_cli.analysis.analyze import analyze, ask
-from disttrain_cli.analysis.kineto.kernels import operation, pattern_of, pattern_texts, read_patterns
+from disttrain_cli.analysis.kineto.kernels import (
+    operation,
+    pattern_of,
+    pattern_texts,
+    read_patterns,
+)
 from disttrain_cli.errors import SpecError
 from tests.analysis.kineto import traces
 
 
-@pytest.mark.parametrize(("name", "kind", "does"), [
-    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", "communication", "all_reduce"),
-    ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "communication", "send_recv"),
-    ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication", "reduce_scatter"),
-    ("rcclGenericKernel", "communication", "rcclGenericKernel"),
-    ("void deep_ep::internode::dispatch<…>", "communication", "dispatch"),
-    ("nvshmemi_transfer_kernel", "communication", "nvshmemi_transfer_kernel"),
-    ("void vllm::cross_device_reduce_1stage<float, 2>", "communication", "reduce"),
-    ("ampere_sgemm_128x64_tn", "compute", None),
-    ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SN", "compute", None),
-    ("void at::native::reduce_kernel<512, 1>", "compute", None),
-    ("triton_poi_fused_add_0", "compute", None),
-    ("my_secret_sauce", None, None),
-])
+@pytest.mark.parametrize(
+    ("name", "kind", "does"),
+    [
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*)", "communication", "all_reduce"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "communication", "send_recv"),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication", "reduce_scatter"),
+        ("rcclGenericKernel", "communication", "rcclGenericKernel"),
+        ("void deep_ep::internode::dispatch<…>", "communication", "dispatch"),
+        ("nvshmemi_transfer_kernel", "communication", "nvshmemi_transfer_kernel"),
+        ("void vllm::cross_device_reduce_1stage<float, 2>", "communication", "reduce"),
+        ("ampere_sgemm_128x64_tn", "compute", None),
+        ("Cijk_Ailk_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1_SN", "compute", None),
+        ("void at::native::reduce_kernel<512, 1>", "compute", None),
+        ("triton_poi_fused_add_0", "compute", None),
+        ("my_secret_sauce", None, None),
+    ],
+)
 def test_kinds_of_names(name, kind, does):
     found = pattern_of(name, read_patterns(pattern_texts()))
     assert (found and found.kind) == kind
@@ -32,11 +40,32 @@ def test_evidence_beyond_names(tmp_path):
     """Arguments first, then the name, then what the CPU was doing at the launch."""
     at = traces.BASE_US
     found = [
-        *traces.kernel("mystery_a", at + 100, 10, 1, **{"Collective name": "allreduce", "Process Group Name": "0"}),
-        {"ph": "X", "cat": "cpu_op", "name": "aten::special", "pid": 100, "tid": 100, "ts": at + 190, "dur": 20},
+        *traces.kernel(
+            "mystery_a",
+            at + 100,
+            10,
+            1,
+            **{"Collective name": "allreduce", "Process Group Name": "0"},
+        ),
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::special",
+            "pid": 100,
+            "tid": 100,
+            "ts": at + 190,
+            "dur": 20,
+        },
         *traces.kernel("mystery_b", at + 200, 10, 2),
-        {"ph": "X", "cat": "user_annotation", "name": "nccl:all_gather", "pid": 100, "tid": 100, "ts": at + 290,
-         "dur": 20},
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": "nccl:all_gather",
+            "pid": 100,
+            "tid": 100,
+            "ts": at + 290,
+            "dur": 20,
+        },
         *traces.kernel("mystery_c", at + 300, 10, 3),
         *traces.kernel("mystery_d", at + 400, 10, 4),
         *traces.kernel("Memcpy HtoD (Pinned -> Device)", at + 500, 10, 5, cat="gpu_memcpy"),
@@ -44,9 +73,13 @@ def test_evidence_beyond_names(tmp_path):
     ]
     path = traces.write(tmp_path / "rank0.json", traces.document(found))
     assert ask([path], "SELECT name[:9], kind, evidence FROM kernels ORDER BY start_ns").rows == [
-        ("mystery_a", "communication", "arguments"), ("mystery_b", "compute", "operator"),
-        ("mystery_c", "communication", "annotation"), ("mystery_d", "unclassified", None),
-        ("Memcpy Ht", "memory", "category"), ("ampere_sg", "compute", "name")]
+        ("mystery_a", "communication", "arguments"),
+        ("mystery_b", "compute", "operator"),
+        ("mystery_c", "communication", "annotation"),
+        ("mystery_d", "unclassified", None),
+        ("Memcpy Ht", "memory", "category"),
+        ("ampere_sg", "compute", "name"),
+    ]
     analysis = analyze([path])
     assert analysis.job.unclassified_fraction == pytest.approx(1 / 6)
     assert any("17 % of the kernels' time is neither" in warning for warning in analysis.warnings)
@@ -58,7 +91,10 @@ def test_patterns_of_the_user_come_first_and_are_checked(own_cache):
     file.parent.mkdir(parents=True)
     file.write_text("# ours\n\ncommunication  secret_(sauce|salt)\ncompute nccl\n")
     patterns = read_patterns(pattern_texts())
-    assert [pattern_of(name, patterns).kind for name in ("my_secret_sauce", "ncclX")] == ["communication", "compute"]
+    assert [pattern_of(name, patterns).kind for name in ("my_secret_sauce", "ncclX")] == [
+        "communication",
+        "compute",
+    ]
     for line in ("communication (", "talk nccl", "compute"):
         file.write_text(line)
         with pytest.raises(SpecError, match="line 1, cannot be read"):

@@ -1,4 +1,5 @@
-"""Launches, queues, kinds of collectives and the critical path of made traces, whose figures are known."""
+"""Launches, queues, kinds of collectives and the critical path of made traces, whose figures are
+known."""
 
 from __future__ import annotations
 
@@ -11,25 +12,49 @@ AT = traces.BASE_US
 
 
 def call(name, start, duration, correlation=-1):
-    return {"ph": "X", "cat": "cuda_runtime", "name": name, "pid": 100, "tid": 100, "ts": AT + start, "dur": duration,
-            "args": {"correlation": correlation}}
+    return {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": name,
+        "pid": 100,
+        "tid": 100,
+        "ts": AT + start,
+        "dur": duration,
+        "args": {"correlation": correlation},
+    }
 
 
 def kernel(name, start, duration, correlation, stream=7, **args):
-    return {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": AT + start, "dur": duration,
-            "args": {"device": 0, "stream": stream, "correlation": correlation, **args}}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": 0,
+        "tid": stream,
+        "ts": AT + start,
+        "dur": duration,
+        "args": {"device": 0, "stream": stream, "correlation": correlation, **args},
+    }
 
 
 def launched(name, asked, start, duration, correlation, took=4):
-    return [call("cudaLaunchKernel", asked, took, correlation), kernel(name, start, duration, correlation)]
+    return [
+        call("cudaLaunchKernel", asked, took, correlation),
+        kernel(name, start, duration, correlation),
+    ]
 
 
 @pytest.fixture
 def one(tmp_path):
-    """Three kernels launched ahead, then one that the host launches late, after it has synchronised."""
-    found = [*launched("gemm_a", 0, 10, 100, 1), *launched("gemm_b", 5, 110, 100, 2),
-             *launched("gemm_c", 10, 210, 2, 3, took=6), call("cudaDeviceSynchronize", 20, 200),
-             *launched("gemm_d", 400, 405, 50, 4)]
+    """Three kernels launched ahead, then one that the host launches late, after it has
+    synchronised."""
+    found = [
+        *launched("gemm_a", 0, 10, 100, 1),
+        *launched("gemm_b", 5, 110, 100, 2),
+        *launched("gemm_c", 10, 210, 2, 3, took=6),
+        call("cudaDeviceSynchronize", 20, 200),
+        *launched("gemm_d", 400, 405, 50, 4),
+    ]
     return traces.write(tmp_path / "rank0.json", traces.document(found))
 
 
@@ -42,25 +67,48 @@ def test_launches_and_queues(one):
     (queue,) = found.queues
     assert (queue.stream, queue.kernels, queue.longest) == (7, 4, 2)
     waiting = 10 + 105 + 200 + 5  # each from its launch to its start
-    assert queue.mean == pytest.approx(waiting / 405) and queue.empty_share == pytest.approx(190 / 405)
+    assert queue.mean == pytest.approx(waiting / 405) and queue.empty_share == pytest.approx(
+        190 / 405
+    )
     assert ask([one], f"SELECT (at_ns - {AT}000) // 1000, length FROM queue ORDER BY 1").rows == [
-        (0, 1), (5, 2), (10, 2), (110, 1), (210, 0), (400, 1), (405, 0)]
+        (0, 1),
+        (5, 2),
+        (10, 2),
+        (110, 1),
+        (210, 0),
+        (400, 1),
+        (405, 0),
+    ]
 
 
 def test_the_critical_path_goes_through_kernels_and_the_host_that_was_late(one):
     path = analyze([one]).critical_path
-    assert path.step is None and path.length_us == 455  # all of it: from the first launch to the last end
+    assert (
+        path.step is None and path.length_us == 455
+    )  # all of it: from the first launch to the last end
     assert {part.name: part.us for part in path.parts} == {
-        "gemm_a": 100, "gemm_b": 100, "gemm_c": 2, "gemm_d": 50, "host": 400 - 212, "launch": 10 + 5}
+        "gemm_a": 100,
+        "gemm_b": 100,
+        "gemm_c": 2,
+        "gemm_d": 50,
+        "host": 400 - 212,
+        "launch": 10 + 5,
+    }
     assert sum(path.shares.values()) == pytest.approx(1) and path.ranks == {"0": 1}
 
 
 def test_ends_that_are_rounded_do_not_break_the_critical_path(tmp_path):
-    found = [event for number in range(5) for event in launched(
-        f"gemm_{number}", number, 10 + 100 * number, 100.001 if number % 2 else 100, number)]
+    found = [
+        event
+        for number in range(5)
+        for event in launched(
+            f"gemm_{number}", number, 10 + 100 * number, 100.001 if number % 2 else 100, number
+        )
+    ]
     path = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))]).critical_path
     assert {part.name: round(part.us) for part in path.parts if part.kind == "compute"} == {
-        f"gemm_{number}": 100 for number in range(5)}
+        f"gemm_{number}": 100 for number in range(5)
+    }
     assert path.length_us == pytest.approx(510, abs=0.01)
 
 
@@ -71,21 +119,39 @@ def test_the_critical_path_changes_to_the_rank_that_came_last(tmp_path):
     assert path.step in (1, 2) and found.job.steps_measured == 2
     late = arrivals[1][path.step]
     shares = {(part.kind, part.rank): part.us for part in path.parts}
-    assert [us for (kind, _), us in shares.items() if kind == "communication"] == [20]  # what moves; no waiting
-    assert shares["launch", 1] == 5 and shares["host", 1] == late - 5  # its device was done long before
+    assert [us for (kind, _), us in shares.items() if kind == "communication"] == [
+        20
+    ]  # what moves; no waiting
+    assert (
+        shares["launch", 1] == 5 and shares["host", 1] == late - 5
+    )  # its device was done long before
     assert {rank for kind, rank in shares if kind != "communication"} == {1}
     assert path.length_us == pytest.approx(late + 20)
     (kind,) = found.collective_kinds
     assert (kind.kind, kind.ranks, kind.count, kind.transfer_p50_us) == ("all_reduce", 2, 2, 20)
-    assert (kind.wait_p50_us, kind.wait_max_us, kind.bytes_p50, kind.bus_gbytes_s) == (225, 300, None, None)
+    assert (kind.wait_p50_us, kind.wait_max_us, kind.bytes_p50, kind.bus_gbytes_s) == (
+        225,
+        300,
+        None,
+        None,
+    )
 
 
 def test_bandwidth_is_of_the_bytes_that_arguments_tell(tmp_path):
     def rank(number):
-        args = {"Collective name": "allreduce", "In msg nelems": 10**6, "dtype": "BFloat16",
-                "Process Group Name": "0", "Process Group Ranks": "[0, 1, 2, 3]", "Group size": 4}
+        args = {
+            "Collective name": "allreduce",
+            "In msg nelems": 10**6,
+            "dtype": "BFloat16",
+            "Process Group Name": "0",
+            "Process Group Ranks": "[0, 1, 2, 3]",
+            "Group size": 4,
+        }
         start = 100 + 10 * number
-        found = [call("cudaLaunchKernel", 50, 4, 1), kernel(traces.ALL_REDUCE, start, 330 - start, 1, **args)]
+        found = [
+            call("cudaLaunchKernel", 50, 4, 1),
+            kernel(traces.ALL_REDUCE, start, 330 - start, 1, **args),
+        ]
         return traces.write(tmp_path / f"rank{number}.json", traces.document(found, number, 4))
 
     (kind,) = analyze([rank(number) for number in range(4)]).collective_kinds
@@ -95,8 +161,19 @@ def test_bandwidth_is_of_the_bytes_that_arguments_tell(tmp_path):
 
 
 def test_traces_of_a_cpu_have_operators_and_no_launches(tmp_path):
-    found = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": AT + at, "dur": 10,
-              "args": {"Input Dims": [[2, 3], [3, 5]], "Input type": ["float", "float"]}} for at in (0, 20)]
+    found = [
+        {
+            "ph": "X",
+            "cat": "cpu_op",
+            "name": "aten::mm",
+            "pid": 1,
+            "tid": 1,
+            "ts": AT + at,
+            "dur": 10,
+            "args": {"Input Dims": [[2, 3], [3, 5]], "Input type": ["float", "float"]},
+        }
+        for at in (0, 20)
+    ]
     analysis = analyze([traces.write(tmp_path / "rank0.json", traces.document(found))])
     (row,) = analysis.operators
     assert (row.count, row.total_us, row.tflops) == (2, 20, pytest.approx(120 / 20e-6 / 1e12))

@@ -1,4 +1,5 @@
-"""Ranks and clocks of files: merged traces are split where they tell how, and times that count from elsewhere moved."""
+"""Ranks and clocks of files: merged traces are split where they tell how, and times that count from
+elsewhere moved."""
 
 import json
 
@@ -33,11 +34,13 @@ def rewrite(path, change):
 
 def relative(base_us, known=True):
     """Makes times count from `base_us`, and says so where that is `known`."""
+
     def change(document):
         for event in document["traceEvents"]:
             event["ts"] -= base_us
         if known:
             document["baseTimeNanoseconds"] = 1000 * base_us
+
     return change
 
 
@@ -47,12 +50,19 @@ def merged(path, rank_events, **more):
 
 
 def ranks_of(folder):
-    """The events of every rank of the job, as its own files hold them; ids of kernels and processes repeat."""
+    """The events of every rank of the job, as its own files hold them; ids of kernels and processes
+    repeat."""
     return [json.loads(path.read_text())["traceEvents"] for path in traces.job(folder, ARRIVALS)]
 
 
 def named(event, name):
-    return {"ph": "M", "name": "process_name", "pid": event["pid"], "tid": 0, "args": {"name": name}}
+    return {
+        "ph": "M",
+        "name": "process_name",
+        "pid": event["pid"],
+        "tid": 0,
+        "args": {"name": name},
+    }
 
 
 @pytest.mark.parametrize("tail", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -66,10 +76,20 @@ def test_times_that_count_from_different_moments_are_set_on_one_clock(tmp_path, 
     assert not any("clock" in warning or "left out (" in warning for warning in found.warnings)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3 * 10**18 - 1), st.integers(-(10**18), 10**18)), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3 * 10**18 - 1), st.integers(-(10**18), 10**18)),
+        min_size=2,
+        max_size=6,
+    )
+)
 def test_moments_keep_their_distances_to_the_nanosecond(tmp_path_factory, known):
-    files = [TraceFile(number, tmp_path_factory.getbasetemp(), number, None, base_ns, first_ns, first_ns + 5, 1)
-             for number, (base_ns, first_ns) in enumerate(known)]
+    files = [
+        TraceFile(
+            number, tmp_path_factory.getbasetemp(), number, None, base_ns, first_ns, first_ns + 5, 1
+        )
+        for number, (base_ns, first_ns) in enumerate(known)
+    ]
     assert align(files) == []
     moments = [base_ns + first_ns for base_ns, first_ns in known]
     (zero,) = {moment - file.first_ns for moment, file in zip(moments, files, strict=True)}
@@ -80,9 +100,18 @@ def test_moments_keep_their_distances_to_the_nanosecond(tmp_path_factory, known)
 
 def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
     for rank, base_ns in enumerate((1_700_000_000_000_000_123, 1_600_000_000_000_000_120)):
-        event = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 100_000_000_000_000.5 * (rank == 1),
-                 "dur": 0.25}
-        traces.write(tmp_path / f"rank{rank}.json", {"baseTimeNanoseconds": base_ns, "traceEvents": [event]})
+        event = {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "k",
+            "pid": 0,
+            "tid": 7,
+            "ts": 100_000_000_000_000.5 * (rank == 1),
+            "dur": 0.25,
+        }
+        traces.write(
+            tmp_path / f"rank{rank}.json", {"baseTimeNanoseconds": base_ns, "traceEvents": [event]}
+        )
     rows = ask([tmp_path], "SELECT rank, start_ns, duration_ns FROM events ORDER BY rank").rows
     assert rows == [(0, 1_700_000_000_000_000_123, 250), (1, 1_700_000_000_000_000_620, 250)]
 
@@ -91,9 +120,11 @@ def test_no_nanosecond_is_lost_on_the_way_to_one_clock(tmp_path):
 def test_times_count_from_1970_where_files_tell_from_when_theirs_do(tmp_path, base_ns):
     """Also where all tell the same moment, as ranks of one host do."""
     for path in traces.job(tmp_path, ARRIVALS):
+
         def count(document):
             relative(traces.BASE_US)(document)
             document["baseTimeNanoseconds"] = base_ns
+
         rewrite(path, count)
     found = analyze([tmp_path])
     first = ask([tmp_path], "SELECT min(start_ns) FROM events").rows[0][0]
@@ -106,8 +137,11 @@ def test_files_without_a_base_among_others_count_from_1970(tmp_path, apart):
     rewrite(first, relative(traces.BASE_US))
     found = analyze([tmp_path])
     assert same(found) == apart
-    assert any("rank1.json and 1 more file(s) without baseTimeNanoseconds" in warning and "count from 1970" in warning
-               for warning in found.warnings)
+    assert any(
+        "rank1.json and 1 more file(s) without baseTimeNanoseconds" in warning
+        and "count from 1970" in warning
+        for warning in found.warnings
+    )
 
 
 def test_files_whose_times_count_from_nobody_knows_when_are_not_left_out(tmp_path, apart):
@@ -117,13 +151,22 @@ def test_files_whose_times_count_from_nobody_knows_when_are_not_left_out(tmp_pat
     rewrite(third, relative(traces.BASE_US - 77_000, known=False))
     found = analyze([tmp_path])
     assert len(found.ranks) == 3 and [row.collective_wait_us for row in found.ranks] == [
-        row.collective_wait_us for row in apart[0]]
-    assert any("rank2.json without baseTimeNanoseconds" in warning and "not known" in warning
-               for warning in found.warnings)
+        row.collective_wait_us for row in apart[0]
+    ]
+    assert any(
+        "rank2.json without baseTimeNanoseconds" in warning and "not known" in warning
+        for warning in found.warnings
+    )
 
 
-@pytest.mark.parametrize("form", ["places", "arguments", *(pytest.param(form, marks=pytest.mark.slow)
-                                                          for form in ("ids", "names"))])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "places",
+        "arguments",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("ids", "names")),
+    ],
+)
 def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, form):
     ranks = ranks_of(tmp_path / "apart")
     for rank, events in enumerate(ranks):
@@ -138,10 +181,14 @@ def test_a_merged_file_gives_what_the_files_of_its_ranks_give(tmp_path, apart, f
                 event["args"] = event.get("args", {}) | {"rank": rank}
         if form == "names":
             events += [named(event, f"[rank {rank}] python3") for event in events[:5]]
-    path = merged(tmp_path / "merged" / "all.json", ranks, distributedInfo={"rank": 0, "world_size": 3})
+    path = merged(
+        tmp_path / "merged" / "all.json", ranks, distributedInfo={"rank": 0, "world_size": 3}
+    )
     found = analyze([path])
     assert same(found) == apart
-    said, = (warning for warning in found.warnings if warning.startswith("all.json holds 3 rank(s)"))
+    (said,) = (
+        warning for warning in found.warnings if warning.startswith("all.json holds 3 rank(s)")
+    )
     assert ("numbered in the order" in said) == (form == "places")
     rows = ask([path], "SELECT rank, kept, world_size FROM files ORDER BY rank").rows
     assert rows == [(rank, True, 3) for rank in range(3)]
@@ -153,17 +200,35 @@ def test_what_names_no_rank_in_a_merged_file_is_counted(tmp_path, apart):
         for event in events:
             event["pid"] = f"rank{rank}_{event['pid']}"
     other = traces.kernel("lost", traces.BASE_US, 5, 9)
-    span = {"ph": "X", "cat": "Trace", "name": "PyTorch Profiler (0)", "pid": "Spans", "tid": 1, "ts": 0, "dur": 9}
+    span = {
+        "ph": "X",
+        "cat": "Trace",
+        "name": "PyTorch Profiler (0)",
+        "pid": "Spans",
+        "tid": 1,
+        "ts": 0,
+        "dur": 9,
+    }
     found = analyze([merged(tmp_path / "all.json", [*ranks, other, [span]])])
     assert same(found) == apart
-    assert any("2 kernels, launches and operators of all.json name no rank" in warning for warning in found.warnings)
+    assert any(
+        "2 kernels, launches and operators of all.json name no rank" in warning
+        for warning in found.warnings
+    )
 
 
 def test_ranks_of_which_nothing_but_names_was_recorded_do_not_hide_the_others(tmp_path):
     events = traces.events([400, 400])
     for event in events:
         event["pid"] = f"rank3_{event['pid']}"
-    empty = {"ph": "X", "name": "impossible", "pid": "rank1_100", "tid": 1, "ts": traces.BASE_US, "dur": -5}
+    empty = {
+        "ph": "X",
+        "name": "impossible",
+        "pid": "rank1_100",
+        "tid": 1,
+        "ts": traces.BASE_US,
+        "dur": -5,
+    }
     found = analyze([merged(tmp_path / "all.json", [events, [empty]])])
     assert [row.rank for row in found.ranks] == [3]
 
@@ -171,8 +236,16 @@ def test_ranks_of_which_nothing_but_names_was_recorded_do_not_hide_the_others(tm
 def test_memory_of_merged_ranks_is_kept_apart(tmp_path):
     ranks = ranks_of(tmp_path / "apart")
     for rank, events in enumerate(ranks):
-        events.append({"ph": "i", "name": "[memory]", "pid": 100, "tid": 1, "ts": traces.BASE_US,
-                       "args": {"Total Allocated": 2**30 * (rank + 1), "Device Type": 1, "Device Id": 0}})
+        events.append(
+            {
+                "ph": "i",
+                "name": "[memory]",
+                "pid": 100,
+                "tid": 1,
+                "ts": traces.BASE_US,
+                "args": {"Total Allocated": 2**30 * (rank + 1), "Device Type": 1, "Device Id": 0},
+            }
+        )
         for event in events:
             event["pid"] = f"rank {rank}: {event['pid']}"
     found = analyze([merged(tmp_path / "all.json", ranks)])
@@ -184,15 +257,22 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     for rank, events in enumerate(ranks):
         for event in events:
             event["pid"] += 10 * rank * (event["pid"] == 100)  # the devices' ids are all alike
-        events += [named(events[1] | {"pid": 0}, f"rank {rank}")]  # three names for one process tell nothing
+        events += [
+            named(events[1] | {"pid": 0}, f"rank {rank}")
+        ]  # three names for one process tell nothing
     found = analyze([merged(tmp_path / "all.json", ranks)])
     assert len(found.ranks) == 1
-    assert any("all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings)
+    assert any(
+        "all.json seems to hold several ranks (3 processes" in warning for warning in found.warnings
+    )
     events = traces.events([400, 400])
     for event in events:
         event["args"] = event.get("args", {}) | {"rank": event["ts"] % 2}
     found = analyze([merged(tmp_path / "mixed.json", [events])])
-    assert any("mixed.json seems to hold several ranks (their numbers" in warning for warning in found.warnings)
+    assert any(
+        "mixed.json seems to hold several ranks (their numbers" in warning
+        for warning in found.warnings
+    )
 
 
 def test_one_rank_is_not_taken_for_several(tmp_path):
@@ -201,17 +281,32 @@ def test_one_rank_is_not_taken_for_several(tmp_path):
     path = traces.write(tmp_path / "trace.json", {"traceEvents": events})
     found = analyze([path])
     assert [row.rank for row in found.ranks] == [5]
-    assert not any("several ranks" in warning or "numbered" in warning for warning in found.warnings)
+    assert not any(
+        "several ranks" in warning or "numbered" in warning for warning in found.warnings
+    )
     for event in events[3:9]:  # some events of a rank speak of others
         event["args"] = event.get("args", {}) | {"rank": 1 + (event["ts"] % 2)}
     assert len(analyze([traces.write(path, traces.document(events, 5, 8))]).ranks) == 1
 
 
-@pytest.mark.parametrize(("text", "label"), [
-    ("[rank 3] Spans", 3), ("rank3_4711", 3), ("Rank 12", 12), ("[WR03] 9", 3), ("[TP02] 9", 2), ("[TP-2] 9", 2),
-    ("[TP01-DP00] 9", (("DP", 0), ("TP", 1))), ("python3", None), ("4711", None), ("frank3", None), ("GPU 3", None),
-    ("rank 99999999", None), ("[TP] x", None),
-])
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("[rank 3] Spans", 3),
+        ("rank3_4711", 3),
+        ("Rank 12", 12),
+        ("[WR03] 9", 3),
+        ("[TP02] 9", 2),
+        ("[TP-2] 9", 2),
+        ("[TP01-DP00] 9", (("DP", 0), ("TP", 1))),
+        ("python3", None),
+        ("4711", None),
+        ("frank3", None),
+        ("GPU 3", None),
+        ("rank 99999999", None),
+        ("[TP] x", None),
+    ],
+)
 def test_labels_of_ranks(text, label):
     assert label_in(text) == label
 

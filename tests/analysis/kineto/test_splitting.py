@@ -8,13 +8,21 @@ from hypothesis import strategies as st
 
 from disttrain_cli.analysis.kineto.splitting import Reading, read_chunks, split_events
 
-TEXT = st.text(st.sampled_from('ab"\\{}[],: \n\t/é\u2028😀u') | st.characters(codec="utf-8"), max_size=12)
-VALUES = st.recursive(TEXT | st.integers() | st.none() | st.booleans(),
-                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-                      max_leaves=5)
-EVENTS = st.lists(st.fixed_dictionaries({"ph": st.just("X"), "name": TEXT, "ts": st.integers(0, 2**50)},
-                                        optional={"args": st.dictionaries(TEXT, VALUES, max_size=3), "x": VALUES}),
-                  max_size=12)
+TEXT = st.text(
+    st.sampled_from('ab"\\{}[],: \n\t/é\u2028😀u') | st.characters(codec="utf-8"), max_size=12
+)
+VALUES = st.recursive(
+    TEXT | st.integers() | st.none() | st.booleans(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=5,
+)
+EVENTS = st.lists(
+    st.fixed_dictionaries(
+        {"ph": st.just("X"), "name": TEXT, "ts": st.integers(0, 2**50)},
+        optional={"args": st.dictionaries(TEXT, VALUES, max_size=3), "x": VALUES},
+    ),
+    max_size=12,
+)
 INDENTS = st.sampled_from([None, 1])
 
 
@@ -31,8 +39,15 @@ def told(events):
 @settings(max_examples=60, deadline=None)
 @given(EVENTS, st.integers(1, 300), INDENTS, st.booleans(), st.booleans())
 def test_every_event_is_read_once_and_in_order(events, size, indent, bare, escaped):
-    document = events if bare else {"before": [{"traceEvents": []}, "traceEvents"], "traceEvents": events,
-                                    "behind": [{"ph": "X"}, {"ph": "X"}]}
+    document = (
+        events
+        if bare
+        else {
+            "before": [{"traceEvents": []}, "traceEvents"],
+            "traceEvents": events,
+            "behind": [{"ph": "X"}, {"ph": "X"}],
+        }
+    )
     text = json.dumps(document, indent=indent, ensure_ascii=escaped).encode()
     seen, found = read(text, size)
     assert seen == told(events) and found.events == len(events)
@@ -46,7 +61,7 @@ def test_a_truncated_file_gives_the_events_before_its_end(events, size, indent, 
     text = json.dumps({"traceEvents": events}, indent=indent).encode()
     cut = min(cut, len(text) - 3)  # within the array, or before it
     seen, found = read(text[:cut], size)
-    assert seen == told(events)[:len(seen)] and (found.truncated or found.problem)
+    assert seen == told(events)[: len(seen)] and (found.truncated or found.problem)
     whole = [len(text) - len(rest) for rest in _rests(text, events)]
     assert len(seen) == sum(end <= cut for end in whole)
 
@@ -66,23 +81,39 @@ def _rests(text, events):
 def test_a_broken_event_costs_no_other(events, data):
     at = data.draw(st.integers(0, len(events) - 1))
     texts = [json.dumps(event).encode() for event in events]
-    texts[at] = data.draw(st.sampled_from([b'{"ph": "X", "name": "a"b"c", "ts": 5}', b'{"ph": "X", "ts": 5, "x": 1e}',
-                                           b'{"ph": "X", "ts" 5}']))
-    seen, found = read(b'{"traceEvents": [' + b", ".join(texts) + b"]}", data.draw(st.integers(20, 300)))
-    left = told(events[:at] + events[at + 1:])
+    texts[at] = data.draw(
+        st.sampled_from(
+            [
+                b'{"ph": "X", "name": "a"b"c", "ts": 5}',
+                b'{"ph": "X", "ts": 5, "x": 1e}',
+                b'{"ph": "X", "ts" 5}',
+            ]
+        )
+    )
+    seen, found = read(
+        b'{"traceEvents": [' + b", ".join(texts) + b"]}", data.draw(st.integers(20, 300))
+    )
+    left = told(events[:at] + events[at + 1 :])
     assert seen == left and found.unreadable == 1
 
 
 def test_an_odd_quote_loses_its_event_and_at_most_the_next():
-    events = [{"ph": "X", "name": f"e{number}", "ts": number, "args": {"a": {"b": "c"}}} for number in range(50)]
-    text = json.dumps({"traceEvents": events}, indent=1).encode().replace(b'"e20"', b'"e20 5" disk"')
+    events = [
+        {"ph": "X", "name": f"e{number}", "ts": number, "args": {"a": {"b": "c"}}}
+        for number in range(50)
+    ]
+    text = (
+        json.dumps({"traceEvents": events}, indent=1).encode().replace(b'"e20"', b'"e20 5" disk"')
+    )
     for size in (100, 1000, 100_000):
         seen, found = read(text, size)
         assert seen == told(events[:20] + events[21:]) and found.unreadable == 1, size
 
 
 def test_a_missing_brace_loses_only_its_event():
-    events = [{"ph": "X", "name": f"e{number}", "ts": number, "args": {"a": 1}} for number in range(50)]
+    events = [
+        {"ph": "X", "name": f"e{number}", "ts": number, "args": {"a": 1}} for number in range(50)
+    ]
     text = json.dumps({"traceEvents": events}).encode()
     text = text.replace(b'"ts": 20, "args": {"a": 1}', b'"ts": 20, "args": {"a"')
     seen, found = read(text, 300)
@@ -90,16 +121,33 @@ def test_a_missing_brace_loses_only_its_event():
 
 
 def test_what_is_not_json_is_mended_where_its_meaning_is_certain():
-    text = (rb'[{"ph": "X", "name": "C:\win\x", "ts": 1}, {"ph": "X", "name": "caf' + b"\xe9" + rb'", "ts": 2},'
-            b'{"ph": "X", "name": "a\nb", "ts": 3, "args": {"x": nan, "y": [-inf, 1]}},'
-            rb'{"ph": "X", "name": "half \ud83d", "ts": 4}, {"ph": "X", "name": "nan: \ud83d\ude00", "ts": 5}]')
+    text = (
+        rb'[{"ph": "X", "name": "C:\win\x", "ts": 1}, {"ph": "X", "name": "caf'
+        + b"\xe9"
+        + rb'", "ts": 2},'
+        b'{"ph": "X", "name": "a\nb", "ts": 3, "args": {"x": nan, "y": [-inf, 1]}},'
+        rb'{"ph": "X", "name": "half \ud83d", "ts": 4}, {"ph": "X", "name": "nan: \ud83d\ude00",'
+        rb' "ts": 5}]'
+    )
     seen, found = read(text, 4096)
-    assert seen == [("C:\\win\\x", 1), ("caf\ufffd", 2), ("a\nb", 3), ("half \ufffd", 4), ("nan: 😀", 5)]
+    assert seen == [
+        ("C:\\win\\x", 1),
+        ("caf\ufffd", 2),
+        ("a\nb", 3),
+        ("half \ufffd", 4),
+        ("nan: 😀", 5),
+    ]
     assert found.unreadable == 0
 
 
 def test_files_without_events_say_why():
-    for text, problem in ((b"", "is empty"), (b" \n", "is empty"), (b"\0" * 90, "is empty"), (b"hello", "is no JSON"),
-                          (b'{"a": 1}', "holds no traceEvents"), (b'{"traceEvents": 5}', "holds no traceEvents")):
+    for text, problem in (
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"\0" * 90, "is empty"),
+        (b"hello", "is no JSON"),
+        (b'{"a": 1}', "holds no traceEvents"),
+        (b'{"traceEvents": 5}', "holds no traceEvents"),
+    ):
         seen, found = read(text, 7)
         assert seen == [] and found.problem == problem

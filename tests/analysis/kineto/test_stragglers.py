@@ -10,17 +10,23 @@ from tests.analysis.kineto import traces
 
 LAYERS, STEPS, WORK_US, MOVE_US = 4, 5, 1000.0, 50.0
 WORLD = [[[0, 1, 2, 3, 4, 5, 6, 7]]]
-#: Every layer ends with a collective of each tensor group, the last also with one of each data group.
+# : Every layer ends with a collective of each tensor group, the last also with one of each data
+# group.
 TENSOR_AND_DATA = [[[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
 
 
 def simulate(kinds, slow, ranks):
-    """Compute and collectives (rank, start, end, name, group) one after another, and when all ended."""
+    """Compute and collectives (rank, start, end, name, group) one after another, and when all
+    ended."""
     at, ran = [0.0] * ranks, []
     for step in range(STEPS):
         for layer in range(LAYERS):
             for rank in range(ranks):
-                takes = WORK_US * slow.get((rank, step), slow.get(rank, 1.0)) * (1 + 0.0002 * ((rank * 7 + layer) % 5))
+                takes = (
+                    WORK_US
+                    * slow.get((rank, step), slow.get(rank, 1.0))
+                    * (1 + 0.0002 * ((rank * 7 + layer) % 5))
+                )
                 ran.append((rank, step, at[rank], at[rank] + takes, traces.GEMM, None))
                 at[rank] += takes
             for kind, groups in enumerate(kinds):
@@ -29,31 +35,63 @@ def simulate(kinds, slow, ranks):
                 for number, group in enumerate(groups):
                     ends = max(at[rank] for rank in group) + MOVE_US
                     for rank in group:
-                        ran.append((rank, step, at[rank], ends, traces.ALL_REDUCE, (f"{kind}.{number}", group)))
+                        ran.append(
+                            (
+                                rank,
+                                step,
+                                at[rank],
+                                ends,
+                                traces.ALL_REDUCE,
+                                (f"{kind}.{number}", group),
+                            )
+                        )
                         at[rank] = ends
     return ran, max(at)
 
 
 def job(folder, kinds, slow, ranks=8, named=True, ahead=None):
-    """Files of the simulated job; launches stay ahead of the device. Clocks of ranks are `ahead`, µs."""
+    """Files of the simulated job; launches stay ahead of the device. Clocks of ranks are `ahead`,
+    µs."""
     ran, _ = simulate(kinds, slow, ranks)
     for rank in range(ranks):
         found = []
-        for number, (_, step, start, end, name, group) in enumerate(one for one in ran if one[0] == rank):
-            args = {} if group is None or not named else {
-                "Collective name": "allreduce", "Process Group Name": group[0], "Group size": len(group[1]),
-                "Process Group Ranks": str(group[1])}
-            launch, kernel = traces.kernel(name, traces.BASE_US + start, end - start, number,
-                                           stream=20 if group else 7, **args)
+        for number, (_, step, start, end, name, group) in enumerate(
+            one for one in ran if one[0] == rank
+        ):
+            args = (
+                {}
+                if group is None or not named
+                else {
+                    "Collective name": "allreduce",
+                    "Process Group Name": group[0],
+                    "Group size": len(group[1]),
+                    "Process Group Ranks": str(group[1]),
+                }
+            )
+            launch, kernel = traces.kernel(
+                name, traces.BASE_US + start, end - start, number, stream=20 if group else 7, **args
+            )
             found += [launch | {"ts": traces.BASE_US + step + 1e-3 * number}, kernel]
         for step in range(STEPS):
             begins = min(one[2] for one in ran if one[:2] == (rank, step))
             ends = max(one[3] for one in ran if one[:2] == (rank, step))
             for event in found:
-                if event["cat"] == "cuda_runtime" and traces.BASE_US + step <= event["ts"] < traces.BASE_US + step + 1:
+                if (
+                    event["cat"] == "cuda_runtime"
+                    and traces.BASE_US + step <= event["ts"] < traces.BASE_US + step + 1
+                ):
                     event["ts"] = traces.BASE_US + begins + event["args"]["correlation"] / 1e3
-            found.append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 100, "tid": 100,
-                          "ts": traces.BASE_US + begins, "dur": ends - begins})
+            found.append(
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": f"ProfilerStep#{step}",
+                    "pid": 100,
+                    "tid": 100,
+                    "ts": traces.BASE_US + begins,
+                    "dur": ends - begins,
+                }
+            )
         for event in found:
             event["ts"] += (ahead or {}).get(rank, 0.0)
         traces.write(folder / f"rank{rank}.json", traces.document(found, rank, ranks))
@@ -65,14 +103,29 @@ def gains(kinds, slow, ranks=8):
     return (simulate(kinds, slow, ranks)[1] - simulate(kinds, {}, ranks)[1]) / STEPS / 1e6
 
 
-@pytest.mark.parametrize(("kinds", "slow", "ranks", "said"), [
-    (WORLD, {2: 1.4}, 8, "Rank 2 is the straggler: it is last into 16 of 16"),
-    (TENSOR_AND_DATA, {5: 1.4}, 8, "Rank 5 is the straggler: it is last into 20 of 20"),  # rank 4 only waits for it
-    (WORLD, {2: 1.3, 5: 1.3}, 8, "Ranks 2 and 5 are the stragglers"),  # each hides the other
-    (TENSOR_AND_DATA, {2: 1.4, 5: 1.25}, 8, "Ranks 2 and 5 are the stragglers"),  # rank 5 holds up few
-    ([[[0, 1]]], {1: 1.09}, 2, "Rank 1 is the straggler: it is last into 16 of 16"),
-])
-def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(tmp_path, kinds, slow, ranks, said):
+@pytest.mark.parametrize(
+    ("kinds", "slow", "ranks", "said"),
+    [
+        (WORLD, {2: 1.4}, 8, "Rank 2 is the straggler: it is last into 16 of 16"),
+        (
+            TENSOR_AND_DATA,
+            {5: 1.4},
+            8,
+            "Rank 5 is the straggler: it is last into 20 of 20",
+        ),  # rank 4 only waits for it
+        (WORLD, {2: 1.3, 5: 1.3}, 8, "Ranks 2 and 5 are the stragglers"),  # each hides the other
+        (
+            TENSOR_AND_DATA,
+            {2: 1.4, 5: 1.25},
+            8,
+            "Ranks 2 and 5 are the stragglers",
+        ),  # rank 5 holds up few
+        ([[[0, 1]]], {1: 1.09}, 2, "Rank 1 is the straggler: it is last into 16 of 16"),
+    ],
+)
+def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(
+    tmp_path, kinds, slow, ranks, said
+):
     found = job(tmp_path, kinds, slow, ranks)
     verdict = found.verdict
     assert verdict.cause == "worker" and verdict.place.rank in slow and said in verdict.headline
@@ -84,7 +137,10 @@ def test_what_mending_stragglers_gains_is_what_a_simulation_without_them_does(tm
     assert "ank 4" not in verdict.headline and verdict.confidence > 0.9
     if kinds == TENSOR_AND_DATA and len(slow) == 2:
         alone = gains(kinds, slow, ranks) - gains(kinds, {5: slow[5]}, ranks)
-        assert f"Rank 2 alone gains {seconds(alone)[:2]}" in verdict.headline and "Rank 5 alone" not in verdict.headline
+        assert (
+            f"Rank 2 alone gains {seconds(alone)[:2]}" in verdict.headline
+            and "Rank 5 alone" not in verdict.headline
+        )
 
 
 def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
@@ -94,7 +150,8 @@ def test_ranks_that_are_late_in_one_step_are_named_with_it(tmp_path):
 
 
 def test_where_collectives_name_no_group_little_is_sure_and_clocks_stay(tmp_path):
-    """By order alone nobody knows who joined what: rank 5's groups end later than the others, its clock is right."""
+    """By order alone nobody knows who joined what: rank 5's groups end later than the others, its
+    clock is right."""
     found = job(tmp_path, TENSOR_AND_DATA[:1], {5: 1.4}, named=False)
     assert found.verdict.confidence < 0.9
     assert not any("clocks of" in warning for warning in found.warnings)
@@ -109,34 +166,52 @@ def test_a_clock_that_is_a_little_ahead_makes_no_straggler(tmp_path):
 def test_a_verdict_names_ranks_that_are_missing(tmp_path):
     job(tmp_path, WORLD, {2: 1.4})
     alone = analyze([tmp_path / "rank0.json"]).verdict
-    assert alone.headline.startswith("Communication, or waiting for ranks whose traces are missing, is not hidden")
+    assert alone.headline.startswith(
+        "Communication, or waiting for ranks whose traces are missing, is not hidden"
+    )
     job(tmp_path / "part", TENSOR_AND_DATA, {5: 1.4})
     part = analyze([tmp_path / "part" / f"rank{rank}.json" for rank in (0, 2, 4, 6)]).verdict
     assert part.place.rank == 4 and part.confidence < 0.5 and "may have held it up" in part.advice
 
 
 def test_ranks_whose_compute_goes_on_beside_collectives(tmp_path):
-    """Reductions run beside the backward; the rank before the last one waits only at the end of a step."""
+    """Reductions run beside the backward; the rank before the last one waits only at the end of a
+    step."""
     ranks, buckets, passes = 4, 6, {rank: 1300.0 if rank == 1 else 1000.0 for rank in range(4)}
     begins, files = 0.0, [[] for _ in range(ranks)]
     for step in range(STEPS):
         at, free = dict.fromkeys(range(ranks), begins), dict.fromkeys(range(ranks), begins)
         for bucket in range(buckets):
             for rank in range(ranks):
-                launch, kernel = traces.kernel(traces.GEMM, traces.BASE_US + at[rank], passes[rank],
-                                               100 * step + 2 * bucket)
+                launch, kernel = traces.kernel(
+                    traces.GEMM, traces.BASE_US + at[rank], passes[rank], 100 * step + 2 * bucket
+                )
                 files[rank] += [launch | {"ts": traces.BASE_US + begins + 2 * bucket}, kernel]
                 at[rank] += passes[rank]
             starts = {rank: max(at[rank], free[rank]) for rank in range(ranks)}
             ends = max(starts.values()) + 100
             for rank in range(ranks):
-                launch, kernel = traces.kernel(traces.ALL_REDUCE, traces.BASE_US + starts[rank], ends - starts[rank],
-                                               100 * step + 2 * bucket + 1, stream=20)
+                launch, kernel = traces.kernel(
+                    traces.ALL_REDUCE,
+                    traces.BASE_US + starts[rank],
+                    ends - starts[rank],
+                    100 * step + 2 * bucket + 1,
+                    stream=20,
+                )
                 files[rank] += [launch | {"ts": traces.BASE_US + begins + 2 * bucket + 1}, kernel]
                 free[rank] = ends
         for rank in range(ranks):
-            files[rank].append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 100,
-                                "tid": 100, "ts": traces.BASE_US + begins, "dur": ends - begins})
+            files[rank].append(
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": f"ProfilerStep#{step}",
+                    "pid": 100,
+                    "tid": 100,
+                    "ts": traces.BASE_US + begins,
+                    "dur": ends - begins,
+                }
+            )
         begins = ends
     for rank, found in enumerate(files):
         traces.write(tmp_path / f"rank{rank}.json", traces.document(found, rank, ranks))
@@ -149,36 +224,88 @@ def test_a_straggler_among_cpus_is_named_though_nothing_is_a_device(tmp_path):
         found = []
         for step in range(STEPS):
             at, takes = 10_000 * step, 8000 if rank == 1 else 5000
-            found += [{"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 1, "tid": 1,
-                       "ts": at, "dur": 9900},
-                      {"ph": "X", "cat": "cpu_op", "name": "aten::addmm", "pid": 1, "tid": 1, "ts": at, "dur": takes},
-                      {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1, "tid": 2,
-                       "ts": at + takes, "dur": 8500 - takes}]
+            found += [
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": f"ProfilerStep#{step}",
+                    "pid": 1,
+                    "tid": 1,
+                    "ts": at,
+                    "dur": 9900,
+                },
+                {
+                    "ph": "X",
+                    "cat": "cpu_op",
+                    "name": "aten::addmm",
+                    "pid": 1,
+                    "tid": 1,
+                    "ts": at,
+                    "dur": takes,
+                },
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": "gloo:all_reduce",
+                    "pid": 1,
+                    "tid": 2,
+                    "ts": at + takes,
+                    "dur": 8500 - takes,
+                },
+            ]
         traces.write(tmp_path / f"rank{rank}.json", traces.document(found, rank, 3))
     found = analyze([tmp_path])
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 1)
     assert found.verdict.lost_s == pytest.approx(3000e-6, rel=0.01)
-    assert "nothing is known as work of a device" in found.verdict.advice and found.job.bubble_fraction is None
+    assert (
+        "nothing is known as work of a device" in found.verdict.advice
+        and found.job.bubble_fraction is None
+    )
 
 
-@pytest.mark.parametrize(("lane", "move"), [("Stream #14(Compute)", traces.ALL_REDUCE), ("XLA Ops", "all-reduce.3")])
+@pytest.mark.parametrize(
+    ("lane", "move"), [("Stream #14(Compute)", traces.ALL_REDUCE), ("XLA Ops", "all-reduce.3")]
+)
 def test_streams_of_devices_without_categories_are_understood(tmp_path, lane, move):
-    """As compilers write them: annotations of steps are a row of the device too, the host's marks end early."""
+    """As compilers write them: annotations of steps are a row of the device too, the host's marks
+    end early."""
     for rank in range(3):
-        found = [{"ph": "M", "name": "thread_name", "pid": 3, "tid": tid, "args": {"name": name}}
-                 for tid, name in ((1, lane), (2, "Steps"))]
+        found = [
+            {"ph": "M", "name": "thread_name", "pid": 3, "tid": tid, "args": {"name": name}}
+            for tid, name in ((1, lane), (2, "Steps"))
+        ]
         for step in range(STEPS):
             at, takes = 10_000 * step, 8000 if rank == 1 else 5000
-            found += [{"ph": "X", "name": "train", "pid": 7, "tid": 9, "ts": at, "dur": 90,
-                       "args": {"step_num": str(step)}},
-                      {"ph": "X", "name": str(step), "pid": 3, "tid": 2, "ts": at, "dur": 8500},
-                      {"ph": "X", "name": "fusion.12", "pid": 3, "tid": 1, "ts": at + 100, "dur": takes},
-                      {"ph": "X", "name": move, "pid": 3, "tid": 1, "ts": at + 100 + takes, "dur": 8500 - takes}]
+            found += [
+                {
+                    "ph": "X",
+                    "name": "train",
+                    "pid": 7,
+                    "tid": 9,
+                    "ts": at,
+                    "dur": 90,
+                    "args": {"step_num": str(step)},
+                },
+                {"ph": "X", "name": str(step), "pid": 3, "tid": 2, "ts": at, "dur": 8500},
+                {"ph": "X", "name": "fusion.12", "pid": 3, "tid": 1, "ts": at + 100, "dur": takes},
+                {
+                    "ph": "X",
+                    "name": move,
+                    "pid": 3,
+                    "tid": 1,
+                    "ts": at + 100 + takes,
+                    "dur": 8500 - takes,
+                },
+            ]
         traces.write(tmp_path / f"rank{rank}.json", {"traceEvents": found})
     found = analyze([tmp_path])
     assert (found.verdict.cause, found.verdict.place.rank) == ("worker", 1)
     assert found.verdict.lost_s == pytest.approx(3000e-6, rel=0.01)
-    assert [row.compute_us for row in found.ranks] == [4 * 5000, 4 * 8000, 4 * 5000]  # the last step is whole
+    assert [row.compute_us for row in found.ranks] == [
+        4 * 5000,
+        4 * 8000,
+        4 * 5000,
+    ]  # the last step is whole
 
 
 def test_events_that_are_there_twice_count_once(tmp_path):
@@ -192,6 +319,16 @@ def test_events_that_are_there_twice_count_once(tmp_path):
 
 
 def test_kernels_that_take_no_time_have_no_critical_path(tmp_path):
-    found = analyze([traces.write(tmp_path / "rank0.json", [
-        event for number in range(9) for event in traces.kernel(traces.GEMM, 10 * number, 0, number)])])
+    found = analyze(
+        [
+            traces.write(
+                tmp_path / "rank0.json",
+                [
+                    event
+                    for number in range(9)
+                    for event in traces.kernel(traces.GEMM, 10 * number, 0, number)
+                ],
+            )
+        ]
+    )
     assert found.critical_path is None

@@ -19,7 +19,10 @@ def jittered(late=(), seed=0, base=620, by=3):
     """Arrivals of all ranks a few µs apart; those of `late` ranks (rank, µs) later."""
     chance = random.Random(seed)
     delays = dict(late)
-    return [[base + chance.randrange(by) + delays.get(rank, 0) for _ in range(STEPS)] for rank in range(RANKS)]
+    return [
+        [base + chance.randrange(by) + delays.get(rank, 0) for _ in range(STEPS)]
+        for rank in range(RANKS)
+    ]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -69,9 +72,18 @@ def test_a_device_that_waits_for_launches_is_bound_by_its_host(tmp_path):
 def test_a_device_that_waits_for_the_data_loader(tmp_path):
     for rank, path in enumerate(traces.job(tmp_path, jittered(base=900), compute=[400] * RANKS)):
         steps = traces.events([900] * STEPS, compute=400)
-        loads = [{"ph": "X", "cat": "user_annotation", "pid": 100, "tid": 100, "dur": 430,
-                  "name": "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
-                  "ts": traces.BASE_US + step * traces.STEP_US + 430} for step in range(STEPS)]
+        loads = [
+            {
+                "ph": "X",
+                "cat": "user_annotation",
+                "pid": 100,
+                "tid": 100,
+                "dur": 430,
+                "name": "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__",
+                "ts": traces.BASE_US + step * traces.STEP_US + 430,
+            }
+            for step in range(STEPS)
+        ]
         traces.write(path, traces.document(steps + loads, rank, RANKS))
     found = analyze([tmp_path])
     assert found.verdict.cause == "data" and "DataLoader" in found.verdict.advice
@@ -79,14 +91,24 @@ def test_a_device_that_waits_for_the_data_loader(tmp_path):
 
 def test_communication_that_nothing_hides(tmp_path):
     found = job(tmp_path, jittered(base=320), compute=[310] * RANKS, moves=600)
-    assert found.verdict.cause == "communication" and found.verdict.lost_s == pytest.approx(600e-6, rel=0.05)
+    assert found.verdict.cause == "communication" and found.verdict.lost_s == pytest.approx(
+        600e-6, rel=0.05
+    )
     assert found.job.exposed_communication_fraction == pytest.approx(0.6, abs=0.05)
 
 
 def test_copies_that_nothing_hides_are_communication(tmp_path):
-    copies = [event for step in range(STEPS) for event in traces.kernel(
-        "Memcpy HtoD (Pageable -> Device)", traces.BASE_US + step * traces.STEP_US + 320, 300, 5000 + step,
-        cat="gpu_memcpy")]
+    copies = [
+        event
+        for step in range(STEPS)
+        for event in traces.kernel(
+            "Memcpy HtoD (Pageable -> Device)",
+            traces.BASE_US + step * traces.STEP_US + 320,
+            300,
+            5000 + step,
+            cat="gpu_memcpy",
+        )
+    ]
     for rank, path in enumerate(traces.job(tmp_path, jittered(base=950), compute=[300] * RANKS)):
         traces.write(path, traces.document(traces.events([950] * STEPS) + copies, rank, RANKS))
     found = analyze([tmp_path])
@@ -96,16 +118,38 @@ def test_copies_that_nothing_hides_are_communication(tmp_path):
 
 
 def test_copies_inside_devices_are_not_between_host_and_device(tmp_path):
-    copies = [event for step in range(STEPS) for event in traces.kernel(
-        "Memcpy DtoD (Device -> Device)", traces.BASE_US + step * traces.STEP_US + 320, 500, 5000 + step,
-        cat="gpu_memcpy")]
-    found = analyze([traces.write(tmp_path / "rank0.json", traces.document(traces.events([950] * STEPS) + copies))])
+    copies = [
+        event
+        for step in range(STEPS)
+        for event in traces.kernel(
+            "Memcpy DtoD (Device -> Device)",
+            traces.BASE_US + step * traces.STEP_US + 320,
+            500,
+            5000 + step,
+            cat="gpu_memcpy",
+        )
+    ]
+    found = analyze(
+        [
+            traces.write(
+                tmp_path / "rank0.json", traces.document(traces.events([950] * STEPS) + copies)
+            )
+        ]
+    )
     assert found.verdict.headline.startswith("Copies and fills of device memory are not hidden")
-    assert not any("host and device" in text for text in (found.verdict.headline, found.verdict.advice,
-                                                          *(row.what for row in found.verdict.evidence)))
+    assert not any(
+        "host and device" in text
+        for text in (
+            found.verdict.headline,
+            found.verdict.advice,
+            *(row.what for row in found.verdict.evidence),
+        )
+    )
 
 
-@pytest.mark.parametrize(("times", "said"), [(6, "So is rank 3: last into 5 of 11, "), (8, "Rank 3 costs ")])
+@pytest.mark.parametrize(
+    ("times", "said"), [(6, "So is rank 3: last into 5 of 11, "), (8, "Rank 3 costs ")]
+)
 def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
     """Rank 0 is late in some steps, rank 3 in the others and as much in each."""
     arrivals = [[600] * STEPS for _ in range(16)]
@@ -114,7 +158,10 @@ def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
     found = job(tmp_path, arrivals, compute=[590] * 16)
     verdict = found.verdict
     assert (verdict.cause, verdict.place.rank) == ("worker", 0)
-    assert f"Rank 0 is the straggler: it is last into {times} of 11" in verdict.headline and said in verdict.headline
+    assert (
+        f"Rank 0 is the straggler: it is last into {times} of 11" in verdict.headline
+        and said in verdict.headline
+    )
     assert ("which may be chance" in verdict.headline) == (times == 8)
     gains = {row.what: row.value for row in verdict.evidence if row.what.startswith("mending")}
     assert gains["mending rank 0"] == pytest.approx(times / 11 * 200e-6, rel=0.01)
@@ -123,14 +170,20 @@ def test_every_rank_that_costs_enough_is_named(tmp_path, times, said):
 
 
 def test_every_part_of_a_cause_is_told_with_its_own_seconds(tmp_path):
-    """Transfers are the tile's exposed communication; waiting for one another is said beside them, not in them."""
-    arrivals = [[620 if rank == step % RANKS else 420 for step in range(STEPS)] for rank in range(RANKS)]
+    """Transfers are the tile's exposed communication; waiting for one another is said beside them,
+    not in them."""
+    arrivals = [
+        [620 if rank == step % RANKS else 420 for step in range(STEPS)] for rank in range(RANKS)
+    ]
     found = job(tmp_path, arrivals, compute=[400] * RANKS, moves=500)
     verdict, exposed = found.verdict, found.job.exposed_communication_fraction
     assert verdict.cause == "communication" and verdict.lost_s == pytest.approx(
-        found.stragglers.lost_s["communication"])
+        found.stragglers.lost_s["communication"]
+    )
     transfers, waits = verdict.headline.rstrip(".").split(". ")
-    assert transfers.startswith("Communication is not hidden") and transfers.endswith(f"({100 * exposed:.0f} %)")
+    assert transfers.startswith("Communication is not hidden") and transfers.endswith(
+        f"({100 * exposed:.0f} %)"
+    )
     assert waits.startswith("Ranks wait for one another") and ": 150 µs of the " in waits
 
 
@@ -138,8 +191,18 @@ def test_a_job_that_computes_nothing_has_no_ideal_and_is_shown(tmp_path, capsys)
     from disttrain_cli.commands.analyze_tables import render
     from disttrain_cli.console import Console
 
-    found = analyze([traces.write(tmp_path / "rank0.json", [
-        event for number in range(9) for event in traces.kernel(traces.ALL_REDUCE, 1000 * number, 900, number)])])
+    found = analyze(
+        [
+            traces.write(
+                tmp_path / "rank0.json",
+                [
+                    event
+                    for number in range(9)
+                    for event in traces.kernel(traces.ALL_REDUCE, 1000 * number, 900, number)
+                ],
+            )
+        ]
+    )
     assert found.stragglers.slowdown is None
     render(Console(), found)
     assert "there is no ideal: nothing was computed" in capsys.readouterr().out
@@ -153,11 +216,17 @@ def test_the_keys_of_lost_time_are_those_of_every_analysis(tmp_path):
 
 def test_ranks_without_a_trace_make_a_verdict_less_sure(tmp_path):
     whole = job(tmp_path / "whole", jittered([(1, 150)]), compute=[600] * RANKS)
-    part = job(tmp_path / "part", jittered([(1, 150)]), compute=[600] * RANKS, world_size=10 * RANKS)
+    part = job(
+        tmp_path / "part", jittered([(1, 150)]), compute=[600] * RANKS, world_size=10 * RANKS
+    )
     assert 0 < part.verdict.confidence < whole.verdict.confidence / 5
     for found, missing in ((whole, False), (part, True)):
         assert any("ranks are missing" in warning for warning in found.warnings) == missing
-        shares = [row.value for row in found.verdict.evidence if row.what == "ranks whose traces are there"]
+        shares = [
+            row.value
+            for row in found.verdict.evidence
+            if row.what == "ranks whose traces are there"
+        ]
         assert shares == ([0.1] if missing else [])
 
 

@@ -1,4 +1,5 @@
-"""Small Kineto traces of known content: a compute kernel and a collective per step, at stated times."""
+"""Small Kineto traces of known content: a compute kernel and a collective per step, at stated
+times."""
 
 import json
 from pathlib import Path
@@ -12,15 +13,32 @@ GEMM = "ampere_sgemm_128x64_tn"
 def kernel(name, start, duration, correlation, stream=7, cat="kernel", **args):
     """A kernel and the call that launched it 5 µs earlier."""
     return [
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 100, "tid": 100, "ts": start - 5,
-         "dur": 3, "args": {"correlation": correlation}},
-        {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": start, "dur": duration,
-         "args": {"device": 0, "stream": stream, "correlation": correlation, **args}},
+        {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "name": "cudaLaunchKernel",
+            "pid": 100,
+            "tid": 100,
+            "ts": start - 5,
+            "dur": 3,
+            "args": {"correlation": correlation},
+        },
+        {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "pid": 0,
+            "tid": stream,
+            "ts": start,
+            "dur": duration,
+            "args": {"device": 0, "stream": stream, "correlation": correlation, **args},
+        },
     ]
 
 
 def events(arrivals, compute=300, moves=20, base=BASE_US, last=None, marked=True):
-    """Steps of one rank: a GEMM that starts with the step, an all-reduce that starts at `arrivals[step]`.
+    """Steps of one rank: a GEMM that starts with the step, an all-reduce that starts at
+    `arrivals[step]`.
 
     `last[step]` is when the last rank arrives; the collective ends `moves` later everywhere.
     """
@@ -29,9 +47,28 @@ def events(arrivals, compute=300, moves=20, base=BASE_US, last=None, marked=True
         at = base + step * STEP_US
         end = at + (arrival if last is None else last[step]) + moves
         if marked:
-            found.append({"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 100, "tid": 100,
-                          "ts": at, "dur": STEP_US})
-        found.append({"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 100, "tid": 100, "ts": at + 1, "dur": 10})
+            found.append(
+                {
+                    "ph": "X",
+                    "cat": "user_annotation",
+                    "name": f"ProfilerStep#{step}",
+                    "pid": 100,
+                    "tid": 100,
+                    "ts": at,
+                    "dur": STEP_US,
+                }
+            )
+        found.append(
+            {
+                "ph": "X",
+                "cat": "cpu_op",
+                "name": "aten::mm",
+                "pid": 100,
+                "tid": 100,
+                "ts": at + 1,
+                "dur": 10,
+            }
+        )
         found += kernel(GEMM, at + 10, compute, 1000 + 2 * step)
         found += kernel(ALL_REDUCE, at + arrival, end - at - arrival, 1001 + 2 * step, stream=20)
     return found
@@ -52,7 +89,20 @@ def job(folder: Path, arrivals, compute=None, world_size=None, ahead=None, **mor
     """One file per rank; `arrivals[rank][step]`; `ahead[rank]` is by how much its clock is."""
     ranks = len(arrivals)
     last = [max(own[step] for own in arrivals) for step in range(len(arrivals[0]))]
-    return [write(folder / f"rank{rank}.json",
-                  document(events(own, last=last, base=BASE_US + (ahead or [0] * ranks)[rank],
-                                  compute=(compute or [300] * ranks)[rank], **more), rank, world_size or ranks))
-            for rank, own in enumerate(arrivals)]
+    return [
+        write(
+            folder / f"rank{rank}.json",
+            document(
+                events(
+                    own,
+                    last=last,
+                    base=BASE_US + (ahead or [0] * ranks)[rank],
+                    compute=(compute or [300] * ranks)[rank],
+                    **more,
+                ),
+                rank,
+                world_size or ranks,
+            ),
+        )
+        for rank, own in enumerate(arrivals)
+    ]

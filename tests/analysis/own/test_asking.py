@@ -21,25 +21,40 @@ COUNT = "SELECT count(*) FROM trace"
 def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tmp_path):
     with pytest.raises(UsageError, match="too long"):
         run_sql([clean[0]], "SELECT * FROM range(1000000000)")
-    endless = "WITH RECURSIVE r AS (SELECT 1 AS i UNION ALL SELECT i + 1 FROM r) SELECT count(*) FROM r"
-    code = ("import os, sys, signal, threading\nfrom pathlib import Path\n"
-            "from disttrain_cli.analysis.own.asking import run_sql\n"
-            "run_sql([Path(sys.argv[1])], 'SELECT 1')\n"
-            "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
-            "try:\n    run_sql([Path(sys.argv[1])], sys.argv[2])\n"
-            "except KeyboardInterrupt:\n    print('ended')")
-    done = subprocess.run([sys.executable, "-c", code, str(clean[0]), endless], capture_output=True, text=True,
-                          timeout=60, check=True)
+    endless = (
+        "WITH RECURSIVE r AS (SELECT 1 AS i UNION ALL SELECT i + 1 FROM r) SELECT count(*) FROM r"
+    )
+    code = (
+        "import os, sys, signal, threading\nfrom pathlib import Path\n"
+        "from disttrain_cli.analysis.own.asking import run_sql\n"
+        "run_sql([Path(sys.argv[1])], 'SELECT 1')\n"
+        "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
+        "try:\n    run_sql([Path(sys.argv[1])], sys.argv[2])\n"
+        "except KeyboardInterrupt:\n    print('ended')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(clean[0]), endless],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout == "ended\n"
 
 
 def test_views_answer_and_every_column_is_documented(clean):
     views = documented_views("own")
     shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
-    assert {row[0] for row in run_sql([clean[0]], shown).rows} == {*views, "columns"} - {"losses"}  # made when asked
+    assert {row[0] for row in run_sql([clean[0]], shown).rows} == {*views, "columns"} - {
+        "losses"
+    }  # made when asked
     for name, view in views.items():
-        assert run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), name
-        told = run_sql([clean[0]], f"""SELECT "column", meaning FROM columns WHERE "view" = '{name}'""").rows
+        assert run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), (
+            name
+        )
+        told = run_sql(
+            [clean[0]], f"""SELECT "column", meaning FROM columns WHERE "view" = '{name}'"""
+        ).rows
         assert dict(told) == view.columns and all(view.columns.values()), name
     assert run_sql([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
     assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
@@ -53,11 +68,23 @@ def test_what_is_inside_is_neither_found_nor_suggested(clean):
 
 
 def test_messages_tell_who_sent_and_how_long_was_waited(clean):
-    rows = run_sql([clean[0]], "SELECT direction, sender, receiver, waited_ms, transfer_ms, sent_ns, asked_ns, "
-                               "received_ns FROM messages WHERE step = 3 AND slot = 1").rows
+    rows = run_sql(
+        [clean[0]],
+        "SELECT direction, sender, receiver, waited_ms, transfer_ms, sent_ns, asked_ns, "
+        "received_ns FROM messages WHERE step = 3 AND slot = 1",
+    ).rows
     ends = {(way, sender, receiver) for way, sender, receiver, *_ in rows}
-    forward = {(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 5)}  # encoder, LLM of two stages and replicas, generator
-    assert ends == {("forward", *pair) for pair in forward} | {("backward", other, one) for one, other in forward}
+    forward = {
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (2, 4),
+        (3, 5),
+        (4, 5),
+    }  # encoder, LLM of two stages and replicas, generator
+    assert ends == {("forward", *pair) for pair in forward} | {
+        ("backward", other, one) for one, other in forward
+    }
     for _, _, _, waited, transfer, sent, asked, received in rows:
         assert waited == pytest.approx(max(0, min(received, sent) - asked) / 1e6)
         assert waited + transfer == pytest.approx((received - asked) / 1e6)
@@ -65,12 +92,22 @@ def test_messages_tell_who_sent_and_how_long_was_waited(clean):
 
 def test_losses_by_step_are_those_of_the_analysis(clean):
     found = analyze([clean[0]]).stragglers
-    rows = run_sql([clean[0]], "SELECT cause, avg(lost_s), avg(ideal_s) FROM Losses GROUP BY cause").rows
+    rows = run_sql(
+        [clean[0]], "SELECT cause, avg(lost_s), avg(ideal_s) FROM Losses GROUP BY cause"
+    ).rows
     assert {cause: lost for cause, lost, _ in rows} == pytest.approx(found.lost_s)
-    whole = run_sql([clean[0]], "SELECT step, sum(lost_s) + any_value(ideal_s) - any_value(step_s) FROM losses "
-                                "GROUP BY 1")
-    assert [row[1] for row in whole.rows] == pytest.approx([0.0] * 6) and found.ideal_s == pytest.approx(rows[0][2])
-    assert sorted(row[0] for row in whole.rows) == [one.step for one in found.by_step] == [2, 3, 4, 5, 6, 7]
+    whole = run_sql(
+        [clean[0]],
+        "SELECT step, sum(lost_s) + any_value(ideal_s) - any_value(step_s) FROM losses GROUP BY 1",
+    )
+    assert [row[1] for row in whole.rows] == pytest.approx(
+        [0.0] * 6
+    ) and found.ideal_s == pytest.approx(rows[0][2])
+    assert (
+        sorted(row[0] for row in whole.rows)
+        == [one.step for one in found.by_step]
+        == [2, 3, 4, 5, 6, 7]
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,9 +181,15 @@ def test_the_database_is_prepared_once_whatever_is_asked(run, prepared, monkeypa
     link = run.with_name("link")
     link.symlink_to(run)
     monkeypatch.chdir(run)
-    assert run_sql([run / "traces" / ".."], COUNT).rows == run_sql([link], COUNT).rows == rows and len(prepared) == 1
+    assert (
+        run_sql([run / "traces" / ".."], COUNT).rows == run_sql([link], COUNT).rows == rows
+        and len(prepared) == 1
+    )
     assert run_sql([run], "SELECT max(step) FROM idle").rows == [(2,)] and len(prepared) == 1
-    assert prepared[0].parent.parent == cache.cache_folder() and len(list(cache.cache_folder().glob("*"))) == 1
+    assert (
+        prepared[0].parent.parent == cache.cache_folder()
+        and len(list(cache.cache_folder().glob("*"))) == 1
+    )
 
 
 def test_what_changes_or_is_damaged_is_prepared_again(run, prepared):

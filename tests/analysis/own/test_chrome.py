@@ -1,4 +1,5 @@
-"""Own traces as Chrome JSON: every operation, arrows from sends to receives, counters; whole steps, bounded."""
+"""Own traces as Chrome JSON: every operation, arrows from sends to receives, counters; whole steps,
+bounded."""
 
 from __future__ import annotations
 
@@ -25,13 +26,23 @@ def written(clean, tmp_path_factory):
 def test_every_operation_of_the_measured_steps_is_there(written):
     result, document, truth = written
     events = document["traceEvents"]
-    rows = [row for row in truth.rows if row["step"] in result.steps and row["operation"] != "memory"]
+    rows = [
+        row for row in truth.rows if row["step"] in result.steps and row["operation"] != "memory"
+    ]
     drawn = [event for event in events if event["ph"] == "X" and event["cat"] != "iteration"]
-    assert result.steps == list(range(2, 8)) and len(drawn) == len(rows) and result.events == len(events)
-    assert sum(event["dur"] for event in drawn) == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in rows) / 1e3)
+    assert (
+        result.steps == list(range(2, 8))
+        and len(drawn) == len(rows)
+        and result.events == len(events)
+    )
+    assert sum(event["dur"] for event in drawn) == pytest.approx(
+        sum(r["end_ns"] - r["start_ns"] for r in rows) / 1e3
+    )
     row = next(row for row in rows if row["operation"] == "backward" and row["rank"] == 3)
     ts = (row["start_ns"] - document["baseTimeNanoseconds"]) / 1e3
-    event = next(e for e in drawn if (e["tid"], e["ts"], e["cat"]) == (3, pytest.approx(ts), "backward"))
+    event = next(
+        e for e in drawn if (e["tid"], e["ts"], e["cat"]) == (3, pytest.approx(ts), "backward")
+    )
     assert event["args"]["step"] == row["step"] and event["args"]["tokens"] == row["tokens"]
     tracks = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
     assert tracks == {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
@@ -41,36 +52,58 @@ def test_every_operation_of_the_measured_steps_is_there(written):
 
 def test_events_have_what_the_format_asks(written):
     for event in written[1]["traceEvents"]:
-        assert event["ph"] in "XMCsf" and isinstance(event["name"], str) and event["ts"] >= 0 and "pid" in event
+        assert (
+            event["ph"] in "XMCsf"
+            and isinstance(event["name"], str)
+            and event["ts"] >= 0
+            and "pid" in event
+        )
         assert event["ph"] != "X" or event["dur"] >= 0
         assert event["ph"] != "f" or event["bp"] == "e"
-        assert event["ph"] != "C" or all(isinstance(value, int | float) for value in event["args"].values())
+        assert event["ph"] != "C" or all(
+            isinstance(value, int | float) for value in event["args"].values()
+        )
 
 
 def test_an_arrow_leads_from_the_send_to_the_receive_that_waited_for_it(written):
     events = written[1]["traceEvents"]
-    tails, heads = ({event["id"]: event for event in events if event["ph"] == phase} for phase in "sf")
-    receives = [event for event in events if event["ph"] == "X" and event["cat"].startswith("receive")]
+    tails, heads = (
+        {event["id"]: event for event in events if event["ph"] == phase} for phase in "sf"
+    )
+    receives = [
+        event for event in events if event["ph"] == "X" and event["cat"].startswith("receive")
+    ]
     assert tails.keys() == heads.keys() and len(heads) == len(receives)
     bars = [event for event in events if event["ph"] == "X" and event["cat"] != "iteration"]
 
     def bar(end: dict) -> dict:
         """The bar that a viewer ties an arrow's end to."""
-        return next(b for b in bars if (b["pid"], b["tid"]) == (end["pid"], end["tid"])
-                    and b["ts"] <= end["ts"] < b["ts"] + b["dur"])
+        return next(
+            b
+            for b in bars
+            if (b["pid"], b["tid"]) == (end["pid"], end["tid"])
+            and b["ts"] <= end["ts"] < b["ts"] + b["dur"]
+        )
 
     for number in list(heads)[::37]:
         sent, received = bar(tails[number]), bar(heads[number])
         assert sent["cat"] == received["cat"].replace("receive", "send")
-        assert sent["args"]["slot"] == received["args"]["slot"] and sent["ts"] < received["ts"] + received["dur"]
+        assert (
+            sent["args"]["slot"] == received["args"]["slot"]
+            and sent["ts"] < received["ts"] + received["dur"]
+        )
 
 
 def test_counters_end_where_they_began(written):
-    computing = [event for event in written[1]["traceEvents"] if event["name"] == "ranks that compute"]
+    computing = [
+        event for event in written[1]["traceEvents"] if event["name"] == "ranks that compute"
+    ]
     last = {event["pid"]: event["args"]["ranks"] for event in computing}
     memory = [event for event in written[1]["traceEvents"] if event["name"] == "memory of rank 3"]
     assert len(memory) == 6 and all(event["args"]["GiB"] > 0 for event in memory)
-    assert last == dict.fromkeys(last, 0) and max(event["args"]["ranks"] for event in computing) == 4
+    assert (
+        last == dict.fromkeys(last, 0) and max(event["args"]["ranks"] for event in computing) == 4
+    )
     assert Counter(e["name"] for e in written[1]["traceEvents"] if e["ph"] == "C")["loss"] == 6
 
 
@@ -78,7 +111,10 @@ def test_whole_steps_up_to_a_bound_compressed(clean, tmp_path):
     database = open_database([clean[0]])
     result = write_chrome_trace(database, tmp_path / "trace.json.gz", most_events=1)
     assert (result.steps, result.steps_left_out) == ([2], 7)
-    assert len(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]) == result.events
+    assert (
+        len(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"])
+        == result.events
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
 
 
@@ -97,7 +133,10 @@ def test_what_was_written_reads_back_to_the_same_figures(clean, tmp_path, monkey
     own, again = json.loads(own), json.loads(again.replace(str(out), str(clean[0].parent)))
     assert (own["job"].pop("name"), again["job"].pop("name")) == (clean[0].parent.name,) * 2
     assert again == own
-    question = "SELECT * FROM trace WHERE step > 1 ORDER BY rank, start_ns, end_ns, operation, module, slot"
+    question = (
+        "SELECT * FROM trace WHERE step > 1 ORDER BY rank, start_ns, end_ns, operation, module,"
+        " slot"
+    )
     assert ask([out], question).rows == ask([clean[0]], question).rows
     with pytest.raises(UsageError):
         ask([out], "SELECT * FROM read_text('/etc/hostname')")
@@ -108,10 +147,15 @@ def test_a_damaged_file_of_ours_is_said_to_be_one(clean, tmp_path, monkeypatch):
     out = tmp_path / "trace.json"
     write_chrome_trace(open_database([clean[0]]), out)
     text = out.read_text()
-    for damaged in (text[:len(text) // 2], text[:2000], text.replace('"version": 1', '"version": 7', 1),
-                    text.replace('"ranks": [', '"ranking": [', 1),
-                    text.replace('"window_s"', '"x"', 1), text[:text.index('"traceEvents"')] + '"traceEvents": []}',
-                    text.replace('"dur":', '"dur": "x", "d":', 1)):
+    for damaged in (
+        text[: len(text) // 2],
+        text[:2000],
+        text.replace('"version": 1', '"version": 7', 1),
+        text.replace('"ranks": [', '"ranking": [', 1),
+        text.replace('"window_s"', '"x"', 1),
+        text[: text.index('"traceEvents"')] + '"traceEvents": []}',
+        text.replace('"dur":', '"dur": "x", "d":', 1),
+    ):
         out.write_text(damaged)
         with pytest.raises(DataError, match="cannot be read back"):
             analyze([out])
@@ -126,8 +170,15 @@ def test_strange_names_stay_strings_and_the_kineto_reader_takes_the_file(tmp_pat
     (tmp_path / "traces" / "job.json").unlink()
     written = write_chrome_trace(open_database([tmp_path / "traces"]), tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["args"]["module"] for event in events if event["ph"] == "X" and event["cat"] == "forward"} >= {
-        'a"b\\c\n</script>'}
-    read = open_kineto([tmp_path / "trace.json"]).sql("SELECT count(*) AS n FROM events WHERE category = 'forward'")
-    rows = [row for row in truth.rows if row["step"] in written.steps and row["operation"] == "forward"]
+    assert {
+        event["args"]["module"]
+        for event in events
+        if event["ph"] == "X" and event["cat"] == "forward"
+    } >= {'a"b\\c\n</script>'}
+    read = open_kineto([tmp_path / "trace.json"]).sql(
+        "SELECT count(*) AS n FROM events WHERE category = 'forward'"
+    )
+    rows = [
+        row for row in truth.rows if row["step"] in written.steps and row["operation"] == "forward"
+    ]
     assert read[0]["n"] == len(rows)

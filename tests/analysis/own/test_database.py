@@ -34,7 +34,9 @@ def test_damaged_files_are_named_and_the_rest_analysed(folder):
     whole = (folder / "rank-00002" / "segment-00001.parquet").read_bytes()
     (folder / "rank-00002" / "segment-00001.parquet").write_bytes(whole[: len(whole) // 2])
     (folder / "rank-00003" / ".segment-00009.parquet.tmp").write_bytes(b"open")
-    synthetic.table(folder / "rank-00004" / "segment-00007.parquet", [{"run": "x"}], {"run": "string"})
+    synthetic.table(
+        folder / "rank-00004" / "segment-00007.parquet", [{"run": "x"}], {"run": "string"}
+    )
     found = analyze([folder])
     text = "\n".join(found.warnings)
     assert "rank-00001/segment-00002.parquet is empty or half-written" in text
@@ -47,17 +49,24 @@ def test_damaged_files_are_named_and_the_rest_analysed(folder):
 def test_older_traces_lack_later_columns(folder):
     for file in [*folder.glob("steps/*.parquet"), *folder.glob("sizes/*.parquet")]:
         rows = pq.read_table(file)
-        pq.write_table(rows.drop_columns([name for name in rows.column_names if name in LATER_COLUMNS]), file)
+        pq.write_table(
+            rows.drop_columns([name for name in rows.column_names if name in LATER_COLUMNS]), file
+        )
     found = analyze([folder])
     assert not any("lacks the column" in warning for warning in found.warnings)
-    assert run_sql([folder], "SELECT count(*), count(skipped_steps), count(loss) FROM steps").rows == [(8, 0, 8)]
+    assert run_sql(
+        [folder], "SELECT count(*), count(skipped_steps), count(loss) FROM steps"
+    ).rows == [(8, 0, 8)]
 
 
 def test_missing_ranks_steps_and_job_are_said(folder):
     shutil.rmtree(folder / "rank-00005")
     assert any("5 of 6 ranks" in warning for warning in analyze([folder]).warnings)
     shutil.rmtree(folder / "steps")
-    assert any("6 measured step(s) have no reported loss" in warning for warning in analyze([folder]).warnings)
+    assert any(
+        "6 measured step(s) have no reported loss" in warning
+        for warning in analyze([folder]).warnings
+    )
     (folder / "job.json").write_text("{")
     found = analyze([folder])
     assert found.job.mfu is None and found.predicted_vs_measured == []
@@ -75,7 +84,9 @@ def test_nothing_to_analyse_is_an_error(tmp_path):
         analyze([tmp_path])
     row = synthetic.simulate(synthetic.Synthetic(steps=1)).rows[0]
     synthetic.table(
-        tmp_path / "rank-00000" / "segment-00000.parquet", [row | {"operation": "load"}], TRACE_COLUMNS
+        tmp_path / "rank-00000" / "segment-00000.parquet",
+        [row | {"operation": "load"}],
+        TRACE_COLUMNS,
     )
     with pytest.raises(DataError, match="no whole step"):
         analyze([tmp_path])
@@ -86,7 +97,9 @@ def test_a_folder_of_runs_names_them(tmp_path):
         synthetic.write(tmp_path / name / "traces", synthetic.Synthetic(steps=2))
     with pytest.raises(DataError, match=r"those of 2 run\(s\)") as caught:
         analyze([tmp_path])
-    assert str(tmp_path / "two") in str(caught.value) and f"disttrain analyze {tmp_path / 'one'}" in str(caught.value)
+    assert str(tmp_path / "two") in str(
+        caught.value
+    ) and f"disttrain analyze {tmp_path / 'one'}" in str(caught.value)
 
 
 def test_a_single_step_is_taken_and_said(tmp_path):
@@ -97,7 +110,9 @@ def test_a_single_step_is_taken_and_said(tmp_path):
 
 
 def test_steps_repeated_after_resuming_count_once(tmp_path):
-    first = synthetic.write(tmp_path, synthetic.Synthetic(steps=6, run="start-000"), name="segment-start-000")
+    first = synthetic.write(
+        tmp_path, synthetic.Synthetic(steps=6, run="start-000"), name="segment-start-000"
+    )
     again = synthetic.simulate(synthetic.Synthetic(steps=8, run="start-001", load_ms=5.0))
     later = 10**12
     rows = [
@@ -113,8 +128,12 @@ def test_steps_repeated_after_resuming_count_once(tmp_path):
         )
     database = open_database([tmp_path])
     assert any("2 step(s) were repeated" in warning for warning in database.warnings)
-    kept = {(row["run"], row["step"]) for row in database.sql("SELECT DISTINCT run, step FROM trace")}
-    assert kept == {("start-000", step) for step in range(4)} | {("start-001", step) for step in range(4, 8)}
+    kept = {
+        (row["run"], row["step"]) for row in database.sql("SELECT DISTINCT run, step FROM trace")
+    }
+    assert kept == {("start-000", step) for step in range(4)} | {
+        ("start-001", step) for step in range(4, 8)
+    }
     windows = {row["step"]: row for row in database.sql("SELECT * FROM windows")}
     assert [step for step in windows if windows[step]["measured"]] == [
         1,
@@ -124,20 +143,27 @@ def test_steps_repeated_after_resuming_count_once(tmp_path):
         6,
         7,
     ]  # warm-up at every start
-    assert windows[3]["window_s"] == pytest.approx((first.windows[3][1] - first.windows[3][0]) / 1e9)
-    assert windows[6]["window_s"] == pytest.approx((again.windows[6][1] - again.windows[6][0]) / 1e9)
+    assert windows[3]["window_s"] == pytest.approx(
+        (first.windows[3][1] - first.windows[3][0]) / 1e9
+    )
+    assert windows[6]["window_s"] == pytest.approx(
+        (again.windows[6][1] - again.windows[6][0]) / 1e9
+    )
 
 
 def test_a_step_lasts_until_the_device_is_done_however_early_its_host_reports_it(tmp_path):
-    """As on a GPU: the host reports a step, and begins the next, 1 ms before the optimizer step is done."""
+    """As on a GPU: the host reports a step, and begins the next, 1 ms before the optimizer step is
+    done."""
     truth = synthetic.write(tmp_path, synthetic.Synthetic(steps=5))
     file = tmp_path / "steps" / "segment-00000.parquet"
     early = [row | {"end_ns": row["end_ns"] - 10**6} for row in pq.read_table(file).to_pylist()]
     synthetic.table(file, early, STEP_COLUMNS)
-    windows = [(row["start_ns"], row["end_ns"]) for row in open_database([tmp_path]).sql("SELECT * FROM windows")]
+    windows = [
+        (row["start_ns"], row["end_ns"])
+        for row in open_database([tmp_path]).sql("SELECT * FROM windows")
+    ]
     first, *others = truth.windows
     assert windows == [(first[0] - 10**6, first[1]), *others]
-
 
 
 def test_another_plan_in_the_folder_is_left_out(folder):
@@ -197,7 +223,9 @@ def test_columns_of_steps_are_those_of_the_schema(clean):
 def test_no_progress_bar_is_drawn_into_what_is_printed(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(steps=2))
     connection = open_database([tmp_path]).connection
-    assert connection.execute("SELECT current_setting('enable_progress_bar')").fetchall() == [(False,)]
+    assert connection.execute("SELECT current_setting('enable_progress_bar')").fetchall() == [
+        (False,)
+    ]
 
 
 def test_a_question_asked_ahead_is_answered_once_and_then_again(clean):

@@ -1,4 +1,5 @@
-"""Reordered slots: what the replay predicts beside the same steps, simulated under the policy `paper`."""
+"""Reordered slots: what the replay predicts beside the same steps, simulated under the policy
+`paper`."""
 
 from __future__ import annotations
 
@@ -16,15 +17,33 @@ from tests.planning import synthetic as planning
 
 STEPS = 4
 JOBS = {
-    "tiny": (lambda: planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda"), 12, {
-        "image_encoder": {"layers_per_stage": [4]}, "llm": {"dp": 4, "layers_per_stage": [6]},
-        "image_generator": {"dp": 2, "layers_per_stage": [4]}}),
-    "tiny, stages": (lambda: planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda"), 24, {
-        "image_encoder": {"layers_per_stage": [4]}, "llm": {"dp": 2, "layers_per_stage": [3, 3]},
-        "image_generator": {"layers_per_stage": [4]}}),
-    "9b": (lambda: planning.paper_9b(planning.run_file(batch=48, gpus=8)), 24, {
-        "image_encoder": {"layers_per_stage": [32]}, "llm": {"tp": 8, "dp": 2, "layers_per_stage": [17, 17]},
-        "image_generator": {"layers_per_stage": [11]}}),
+    "tiny": (
+        lambda: planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda"),
+        12,
+        {
+            "image_encoder": {"layers_per_stage": [4]},
+            "llm": {"dp": 4, "layers_per_stage": [6]},
+            "image_generator": {"dp": 2, "layers_per_stage": [4]},
+        },
+    ),
+    "tiny, stages": (
+        lambda: planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda"),
+        24,
+        {
+            "image_encoder": {"layers_per_stage": [4]},
+            "llm": {"dp": 2, "layers_per_stage": [3, 3]},
+            "image_generator": {"layers_per_stage": [4]},
+        },
+    ),
+    "9b": (
+        lambda: planning.paper_9b(planning.run_file(batch=48, gpus=8)),
+        24,
+        {
+            "image_encoder": {"layers_per_stage": [32]},
+            "llm": {"tp": 8, "dp": 2, "layers_per_stage": [17, 17]},
+            "image_generator": {"layers_per_stage": [11]},
+        },
+    ),
 }
 
 
@@ -44,9 +63,11 @@ def test_a_run_that_orders_nothing_is_told_what_ordering_gains(tmp_path, job):
     graph, found = remedies_of(tmp_path)
     (remedy,) = [one for one in found if "train.ordering: paper" in one.change]
     then = [timeline.iteration_s for *_, timeline in simulated.play(profile, layout, STEPS)]
-    now_s = np.mean([timeline.iteration_s for timeline in now][-len(graph.steps):])
-    then_s = np.mean(then[-len(graph.steps):])
-    assert remedy.step_s == pytest.approx(then_s, rel=0.015)  # the policy may also put other sequences side by side
+    now_s = np.mean([timeline.iteration_s for timeline in now][-len(graph.steps) :])
+    then_s = np.mean(then[-len(graph.steps) :])
+    assert remedy.step_s == pytest.approx(
+        then_s, rel=0.015
+    )  # the policy may also put other sequences side by side
     assert remedy.gain_s > 0 and (1 - then_s / now_s) > 0.003
     assert not remedy.at_most
 
@@ -60,7 +81,10 @@ def test_an_ordered_run_is_not_told_to_order(tmp_path):
 
 
 def test_even_slots_gain_nothing_and_no_step_loses(tmp_path):
-    for name, spec in {"even": synthetic.Synthetic(), "uneven": synthetic.Synthetic(slot_skew=0.5, slots=9)}.items():
+    for name, spec in {
+        "even": synthetic.Synthetic(),
+        "uneven": synthetic.Synthetic(slot_skew=0.5, slots=9),
+    }.items():
         synthetic.write(tmp_path / name, spec)
         graph = build_graph(open_database([tmp_path / name]))
         recorded, then = graph.replay(graph.recorded), reordered_s(graph)

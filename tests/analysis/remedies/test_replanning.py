@@ -15,8 +15,11 @@ from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 
 STEPS = 4
-UNITS = {"image_encoder": {"dp": 3, "layers_per_stage": [4]}, "llm": {"dp": 2, "layers_per_stage": [6]},
-         "image_generator": {"dp": 3, "layers_per_stage": [4]}}
+UNITS = {
+    "image_encoder": {"dp": 3, "layers_per_stage": [4]},
+    "llm": {"dp": 2, "layers_per_stage": [6]},
+    "image_generator": {"dp": 3, "layers_per_stage": [4]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,12 @@ def recorded(folder, profile, layout, stretch=None):
 
 
 def played_s(profile, layout, stretch=None):
-    return np.mean([timeline.iteration_s for *_, timeline in simulated.play(profile, layout, STEPS, None, stretch)])
+    return np.mean(
+        [
+            timeline.iteration_s
+            for *_, timeline in simulated.play(profile, layout, STEPS, None, stretch)
+        ]
+    )
 
 
 def test_the_new_plan_gains_what_its_job_would(tmp_path, profile):
@@ -75,7 +83,10 @@ def test_a_slow_rank_is_not_planned_for(tmp_path):
     synthetic.write(tmp_path, synthetic.Synthetic(slow_rank={3: 2.0}))
     database = open_database([tmp_path])
     graph = build_graph(database)
-    record, why = record_of(database, graph), explain(graph, graph.recorded.compute, graph.predicted)
+    record, why = (
+        record_of(database, graph),
+        explain(graph, graph.recorded.compute, graph.predicted),
+    )
     cost = corrected(record, why).modules["llm"].costs["block"]
     assert cost.tp["1"].forward_ms.per_token == pytest.approx(synthetic.RATE_MS["llm"], rel=1e-3)
     assert replan(record, why) is None  # its profile does not say what brings the encoder its work
@@ -85,7 +96,12 @@ def test_the_job_s_own_choices_bind(tmp_path, profile):
     layout = simulated.layout_of(profile, 48, 12, ["llm"], **UNITS)
     record, _ = recorded(tmp_path, profile, layout)
     cluster = cluster_of(record.job)
-    assert (cluster.gpus, cluster.batch, cluster.trained, cluster.checkpointing) == (8, 48, ("llm",), "none")
+    assert (cluster.gpus, cluster.batch, cluster.trained, cluster.checkpointing) == (
+        8,
+        48,
+        ("llm",),
+        "none",
+    )
     mixed = [unit.model_copy(update={"checkpointing": unit.name == "llm"}) for unit in layout.units]
     job = record.job.model_copy(update={"layout": layout.model_copy(update={"units": mixed})})
     assert cluster_of(job).checkpointing == "auto"

@@ -15,9 +15,21 @@ from disttrain_cli.analysis.report.pictures import pictures_of
 from tests.analysis import synthetic
 
 BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
-ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-             "--disable-component-update", "--disable-sync"]
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
+)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 #: A name that would run in a page that does not escape it, in text as in its script's data.
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
 
@@ -26,13 +38,16 @@ def png(path: Path) -> Path:
     """A 4 × 4 grey PNG."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     path.write_bytes(
         b"\x89PNG\r\n\x1a\n"
         + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 0, 0, 0, 0))
         + chunk(b"IDAT", zlib.compress(bytes([0, 90, 120, 150, 180] * 4)))
-        + chunk(b"IEND", b""))
+        + chunk(b"IEND", b"")
+    )
     return path
 
 
@@ -42,7 +57,9 @@ def make(folder: Path, spec: synthetic.Synthetic) -> Path:
     database = open_database([folder / "traces"])
     images = [png(folder / "step-8 <b>&.png"), folder / "missing.png"]
     analysis = analyze_database(database)
-    return write_report(analysis, pictures_of(database, analysis.verdict.place.rank), images, folder / "report.html")
+    return write_report(
+        analysis, pictures_of(database, analysis.verdict.place.rank), images, folder / "report.html"
+    )
 
 
 class Tab:
@@ -50,13 +67,25 @@ class Tab:
 
     def __init__(self, browser: Any, page: Path, scheme: str = "light") -> None:
         self.problems: list[str] = []
-        self.tab = browser.new_context(color_scheme=scheme, viewport={"width": 1240, "height": 900}).new_page()
-        self.tab.on("console", lambda message: self.problems.append(message.text)
-                    if message.type in ("error", "warning") else None)
+        self.tab = browser.new_context(
+            color_scheme=scheme, viewport={"width": 1240, "height": 900}
+        ).new_page()
+        self.tab.on(
+            "console",
+            lambda message: (
+                self.problems.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         self.tab.on("pageerror", lambda error: self.problems.append(str(error)))
         self.tab.on("dialog", lambda dialog: self.problems.append(dialog.message))
-        self.tab.on("request", lambda request: self.problems.append(request.url)
-                    if not request.url.startswith(("file:", "data:")) else None)
+        self.tab.on(
+            "request",
+            lambda request: (
+                self.problems.append(request.url)
+                if not request.url.startswith(("file:", "data:"))
+                else None
+            ),
+        )
         self.tab.goto(page.as_uri())
 
     def view(self) -> tuple[float, float]:
@@ -66,5 +95,7 @@ class Tab:
 
     def picture(self) -> str:
         """The timeline as drawn, once it has been."""
-        self.tab.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.tab.evaluate(
+            "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
         return str(self.tab.locator("#timeline").evaluate("canvas => canvas.toDataURL()"))

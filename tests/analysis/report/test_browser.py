@@ -1,4 +1,5 @@
-"""The report page in a headless browser: alive, zooming, usable by keyboard, printable, and talking to nobody."""
+"""The report page in a headless browser: alive, zooming, usable by keyboard, printable, and talking
+to nobody."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.analysis import synthetic
 from tests.analysis.report.pages import ARGUMENTS, ATTACK, BROWSER, Tab, make
 
 pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no Chromium on this machine: the page was not opened in a browser")
+    BROWSER is None, reason="no Chromium on this machine: the page was not opened in a browser"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("report"), synthetic.Synthetic(slow_rank={3: 1.6}, run=ATTACK))
+    return make(
+        tmp_path_factory.mktemp("report"), synthetic.Synthetic(slow_rank={3: 1.6}, run=ATTACK)
+    )
 
 
 def test_the_verdict_is_seen_first_and_the_timeline_zooms(browser, page):
@@ -39,7 +43,10 @@ def test_the_verdict_is_seen_first_and_the_timeline_zooms(browser, page):
     (start, end), drawn = opened.view(), opened.picture()
     tab.locator("#zoom-in").click()
     inner = opened.view()
-    assert inner[1] - inner[0] == pytest.approx(0.6 * (end - start), rel=1e-3) and opened.picture() != drawn
+    assert (
+        inner[1] - inner[0] == pytest.approx(0.6 * (end - start), rel=1e-3)
+        and opened.picture() != drawn
+    )
     tab.locator("#zoom-all").click()
     assert opened.view() == (start, end) and opened.picture() == drawn
     tab.locator("[data-step]").nth(1).click()
@@ -62,8 +69,9 @@ def test_the_timeline_by_mouse(browser, page, scheme):
     tab.keyboard.up("Control")
     tab.wait_for_function(f"document.getElementById('timeline').dataset.to < {end}")
     left, right = opened.view()
-    assert left == pytest.approx(start + (right - left) * 0.5 / (right - left) * (end - start) - (right - left) / 2,
-                                 rel=0.05)  # around the pointer
+    assert left == pytest.approx(
+        start + (right - left) * 0.5 / (right - left) * (end - start) - (right - left) / 2, rel=0.05
+    )  # around the pointer
     tab.mouse.down()
     tab.mouse.move(middle - 100, y, steps=4)
     tab.mouse.up()
@@ -92,7 +100,9 @@ def test_the_page_by_keyboard(browser, page):
     for _ in range(40):
         tab.keyboard.press("Tab")
         seen.append(tab.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert seen.index("zoom-in") < seen.index("timeline") < seen.index("SUMMARY")  # in the order of the page
+    assert (
+        seen.index("zoom-in") < seen.index("timeline") < seen.index("SUMMARY")
+    )  # in the order of the page
     tab.locator("#timeline").focus()
     whole = opened.view()
     tab.keyboard.press("+")
@@ -108,7 +118,9 @@ def test_the_page_by_keyboard(browser, page):
     assert tab.locator("#said").inner_text() != said
     tab.keyboard.press("Escape")
     assert tab.locator("#tip").is_hidden()
-    assert tab.evaluate("[...document.querySelectorAll('svg')].every(s => s.ariaLabel || s.ariaHidden)")
+    assert tab.evaluate(
+        "[...document.querySelectorAll('svg')].every(s => s.ariaLabel || s.ariaHidden)"
+    )
     assert tab.evaluate("[...document.querySelectorAll('th')].every(h => h.scope)")
     assert opened.problems == []
 
@@ -119,7 +131,11 @@ def test_the_page_prints_whatever_its_colours(browser, page, tmp_path):
     tab = opened.tab
     dark = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     tab.emulate_media(media="print", color_scheme="dark")
-    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)" != dark
+    assert (
+        tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        == "rgb(255, 255, 255)"
+        != dark
+    )
     tab.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert tab.evaluate("[...document.querySelectorAll('details')].every(fold => fold.open)")
     tab.evaluate("dispatchEvent(new Event('afterprint'))")
@@ -133,14 +149,21 @@ def test_the_page_prints_whatever_its_colours(browser, page, tmp_path):
 def test_no_width_needs_scrolling_sideways(browser, page, width):
     opened = Tab(browser, page)
     opened.tab.set_viewport_size({"width": width, "height": 800})
-    assert opened.tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    assert (
+        opened.tab.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        <= 0
+    )
 
 
 @pytest.mark.slow
 def test_64_ranks_are_drawn_without_a_pause(browser, tmp_path):
     opened = Tab(browser, make(tmp_path, synthetic.Synthetic(steps=3, slots=16, dp=31)))
     assert opened.tab.locator(".lane").count() == 64
-    count = opened.tab.evaluate("JSON.parse(document.getElementById('data').textContent).timelines[0].bars.lane.length")
+    count = opened.tab.evaluate(
+        "JSON.parse(document.getElementById('data').textContent).timelines[0].bars.lane.length"
+    )
     assert count > 5000
     drawn = opened.picture()
     for _ in range(5):

@@ -21,21 +21,37 @@ def test_charts_thin_and_survive_odd_input():
 
 
 def test_a_waterfall_begins_each_bar_where_the_last_ended():
-    parts = [("total", "ideal", 1.0), ("lost", "a", 0.5), ("gain", "b", -0.25), ("total", "whole", 1.25)]
+    parts = [
+        ("total", "ideal", 1.0),
+        ("lost", "a", 0.5),
+        ("gain", "b", -0.25),
+        ("total", "whole", 1.25),
+    ]
     drawn = waterfall(parts, "x")
-    bars = [(kind, float(x), float(width)) for kind, x, width in
-            re.findall(r'<rect class="(\w+)" x="([\d.]+)" y="0" width="([\d.]+)"', drawn)]
+    bars = [
+        (kind, float(x), float(width))
+        for kind, x, width in re.findall(
+            r'<rect class="(\w+)" x="([\d.]+)" y="0" width="([\d.]+)"', drawn
+        )
+    ]
     (_, zero, ideal), (_, at, lost), (_, back, gain), (_, start, whole) = bars
     assert at == pytest.approx(zero + ideal, abs=0.2) and start == zero
     assert lost == pytest.approx(ideal / 2, abs=0.2) and gain == pytest.approx(ideal / 4, abs=0.2)
-    assert back == pytest.approx(at + lost - gain, abs=0.2) and whole == pytest.approx(1.25 * ideal, abs=0.3)
+    assert back == pytest.approx(at + lost - gain, abs=0.2) and whole == pytest.approx(
+        1.25 * ideal, abs=0.3
+    )
 
 
 def test_bars_stretch_with_the_page_and_names_are_text():
     """On a phone every bar is seen whole, so that lengths compare."""
-    drawn = stacked_rows([("rank <0>", [("compute", 3.0), ("idle", 1.0)]), ("rank 1", [("compute", 2.0)])], "x")
-    assert "<span>rank &lt;0&gt;</span>" in drawn and "width=\"660\"" not in drawn
-    spans = [(float(x), float(width)) for x, width in re.findall(r' x="([\d.]+)" y="0" width="([\d.]+)"', drawn)]
+    drawn = stacked_rows(
+        [("rank <0>", [("compute", 3.0), ("idle", 1.0)]), ("rank 1", [("compute", 2.0)])], "x"
+    )
+    assert "<span>rank &lt;0&gt;</span>" in drawn and 'width="660"' not in drawn
+    spans = [
+        (float(x), float(width))
+        for x, width in re.findall(r' x="([\d.]+)" y="0" width="([\d.]+)"', drawn)
+    ]
     assert spans == [(0, 750), (750, 250), (0, 500)] and drawn.count('viewBox="0 0 1000 10"') == 2
 
 
@@ -44,20 +60,49 @@ def test_bars_of_nothing_have_no_length():
 
 
 def test_heatmaps_show_the_replicas_furthest_from_the_mean():
-    cells = [{"unit": "llm", "stage": 0, "depth": 1, "replica": replica, "mean_ms": 10.0,
-              "ratio": 2.0 if replica == 700 else 1.0, "normalised": None} for replica in range(900)]
+    cells = [
+        {
+            "unit": "llm",
+            "stage": 0,
+            "depth": 1,
+            "replica": replica,
+            "mean_ms": 10.0,
+            "ratio": 2.0 if replica == 700 else 1.0,
+            "normalised": None,
+        }
+        for replica in range(900)
+    ]
     drawn = heat_maps(cells)
-    assert drawn.count("<title>") == MOST_REPLICAS and "replica 700: 10 ms, 200.0 % of the mean" in drawn
-    assert drawn.count("<svg") == 1 and heat_maps([]) == ""  # without a profile there is no second map
+    assert (
+        drawn.count("<title>") == MOST_REPLICAS
+        and "replica 700: 10 ms, 200.0 % of the mean" in drawn
+    )
+    assert (
+        drawn.count("<svg") == 1 and heat_maps([]) == ""
+    )  # without a profile there is no second map
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0.0, "0"), (1234.5, "1,234"), (999.7, "1,000"), (0.01234, "0.0123"), (None, "–"), (12.0, "12")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1234.5, "1,234"),
+        (999.7, "1,000"),
+        (0.01234, "0.0123"),
+        (None, "–"),
+        (12.0, "12"),
+    ],
+)
 def test_figures(value, text):
     assert figure(value) == text
 
 
 def test_durations_and_prose():
     assert [seconds(value) for value in (0.9999, 999.6e-6, 999.4e-6)] == ["1 s", "1 ms", "999 µs"]
-    assert [seconds(value) for value in (1.5, 0.0015, 1.5e-6, 0.0)] == ["1.5 s", "1.5 ms", "1.5 µs", "0"]
+    assert [seconds(value) for value in (1.5, 0.0015, 1.5e-6, 0.0)] == [
+        "1.5 s",
+        "1.5 ms",
+        "1.5 µs",
+        "0",
+    ]
     assert prose("5 s of <b>") == "5\u00a0s of &lt;b&gt;"

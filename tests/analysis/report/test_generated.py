@@ -1,4 +1,5 @@
-"""The report's images: what they were drawn after, what a judge sees, and texts about held-out images."""
+"""The report's images: what they were drawn after, what a judge sees, and texts about held-out
+images."""
 
 import pytest
 
@@ -21,12 +22,27 @@ def folder(tmp_path):
 
 
 def write(folder, **more):
-    samples = Samples(checkpoint="c", step=20, drawn=[
-        Drawn(file="00.png", prompt=f"Draw a two{ATTACK}.", asked="two", recognised="two"),
-        Drawn(file="01.png", prompt="Draw a six.", asked="six", recognised="eight")], written=[
-        Written(prompt="", text="7, a seven.", image="read/00.png", recorded="7, a seven.", names_it=True),
-        Written(prompt="", text=ATTACK, image="read/01.png", recorded="1, a one.", names_it=False)],
-        judge=Judge(name="SVM", accuracy=0.99))
+    samples = Samples(
+        checkpoint="c",
+        step=20,
+        drawn=[
+            Drawn(file="00.png", prompt=f"Draw a two{ATTACK}.", asked="two", recognised="two"),
+            Drawn(file="01.png", prompt="Draw a six.", asked="six", recognised="eight"),
+        ],
+        written=[
+            Written(
+                prompt="",
+                text="7, a seven.",
+                image="read/00.png",
+                recorded="7, a seven.",
+                names_it=True,
+            ),
+            Written(
+                prompt="", text=ATTACK, image="read/01.png", recorded="1, a one.", names_it=False
+            ),
+        ],
+        judge=Judge(name="SVM", accuracy=0.99),
+    )
     (folder / FILE).write_text(samples.model_copy(update=more).model_dump_json())
 
 
@@ -34,8 +50,16 @@ def test_prompts_texts_and_shares_are_shown_of_the_newest_step(folder, tmp_path)
     write(folder)
     images = _samples(RunDir(tmp_path))
     text = generated(images)
-    assert [path.name for path in images] == ["00.png", "01.png", "00.png", "01.png"] and text.count("<img alt") == 4
-    assert "In 1 of 2 images a judge sees what was asked for (SVM, right about 99.0 % of held-out real ones)" in text
+    assert [path.name for path in images] == [
+        "00.png",
+        "01.png",
+        "00.png",
+        "01.png",
+    ] and text.count("<img alt") == 4
+    assert (
+        "In 1 of 2 images a judge sees what was asked for (SVM, right about 99.0 % of held-out real"
+        " ones)" in text
+    )
     assert "Of 2 images that were held out of training, the text names what 1 show" in text
     assert "Draw a six. ✗ eight" in text and "7, a seven. ✓" in text and "✗ 1, a one." in text
     assert ATTACK not in text and "<script" not in text

@@ -1,4 +1,5 @@
-"""Operation-level traces: the published answers, causes that were put in, and what bad input is told."""
+"""Operation-level traces: the published answers, causes that were put in, and what bad input is
+told."""
 
 from __future__ import annotations
 
@@ -25,25 +26,37 @@ def published():
     if not (PUBLISHED / "trace-ST.parquet").is_file():
         pytest.skip("the published trace is not here")
     trace = PUBLISHED / "trace-ST.parquet"
-    answers = {name: json.loads((PUBLISHED / f"{name}-ST.json").read_text()) for name in ("result", "mw", "ms")}
+    answers = {
+        name: json.loads((PUBLISHED / f"{name}-ST.json").read_text())
+        for name in ("result", "mw", "ms")
+    }
     return trace, replay(graph_of(read_study([trace]))), answers
 
 
 def test_step_times_are_the_published_ones(published):
     _, found, answers = published
-    for times, name in ((found.measured, "base"), (found.undelayed, "nodelay"), (found.ideal, "noblk")):
+    for times, name in (
+        (found.measured, "base"),
+        (found.undelayed, "nodelay"),
+        (found.ideal, "noblk"),
+    ):
         own = answers["result"][f"step_t_{name}"]
         assert times.mean() == pytest.approx(mean(own.values()), abs=1e-6)
         assert len(times) == len(own) == 32
-    assert [round(float(times.mean()), 3) for times in (found.measured, found.undelayed, found.ideal)] == [
-        2.214, 2.173, 1.843]
+    assert [
+        round(float(times.mean()), 3) for times in (found.measured, found.undelayed, found.ideal)
+    ] == [2.214, 2.173, 1.843]
 
 
 def test_slowdowns_are_the_published_ones(published):
     _, found, answers = published
     result, study = answers["result"], found.what_if
     assert study.slowdown == pytest.approx(result["blocking_slowdown"], abs=1e-6)
-    for ours, theirs in ((study.by_stage, "stage"), (study.by_replica, "dp_rank"), (study.by_operation, "optype")):
+    for ours, theirs in (
+        (study.by_stage, "stage"),
+        (study.by_replica, "dp_rank"),
+        (study.by_operation, "optype"),
+    ):
         assert ours == pytest.approx(result[f"blocking_decompose_by_{theirs}"], abs=1e-6)
     assert study.worst_workers_share == pytest.approx(answers["mw"]["Mw"], abs=1e-5)
     assert study.last_stage_share == pytest.approx(answers["ms"]["Ms"], abs=1e-5)
@@ -57,7 +70,9 @@ def test_the_published_trace_has_a_slow_stage(published):
     rows = {row.what: row.value for row in found.verdict.evidence}
     assert rows["stage 3: forward of a microbatch"] == pytest.approx(139.7, abs=0.05)
     assert rows["the other stages: forward of a microbatch"] == pytest.approx(67.1, abs=0.1)
-    assert sum(found.stragglers.lost_s.values()) == pytest.approx(found.job.iteration_s - found.stragglers.ideal_s)
+    assert sum(found.stragglers.lost_s.values()) == pytest.approx(
+        found.job.iteration_s - found.stragglers.ideal_s
+    )
     assert found.verdict.next_command.startswith("disttrain analyze --sql")
     query = found.verdict.next_command.split('"')[1]
     assert len(run_study_sql([published[0]], query).rows) == 8
@@ -66,7 +81,7 @@ def test_the_published_trace_has_a_slow_stage(published):
 def test_a_replay_of_everything_gives_the_record_back(tmp_path):
     job = megatron.Job(slow_rank={1: 1.7}, load={(0, 2): 1.5}, launch_s={0: 0.004})
     graph = graph_of(read_study([megatron.write(tmp_path / "t.parquet", megatron.rows(job))]))
-    measured = (graph.trace.end.max(axis=0) - graph.trace.start.min(axis=0))
+    measured = graph.trace.end.max(axis=0) - graph.trace.start.min(axis=0)
     assert graph.replay(graph.taken, graph.launch) == pytest.approx(measured)
     assert graph.contradictions == 0
 
@@ -76,7 +91,10 @@ FAULTS = {
     "stage": (megatron.Job(slow_stage={2: 1.8}), {"stage": 2}),
     "worker": (megatron.Job(dp=4, slow_rank={5: 1.8}), {"rank": 5, "stage": 1, "replica": 1}),
     "intra_microbatch": (megatron.Job(load={(0, slot): 1.8 for slot in range(4)}), {}),
-    "inter_microbatch": (megatron.Job(slots=6, load={(third, slot): 2.5 for third in range(3) for slot in (0, 1)}), {}),
+    "inter_microbatch": (
+        megatron.Job(slots=6, load={(third, slot): 2.5 for third in range(3) for slot in (0, 1)}),
+        {},
+    ),
     "host": (megatron.Job(launch_s={0: 0.05, 1: 0.05}), {}),
 }
 
@@ -86,7 +104,9 @@ def test_what_was_put_in_is_named(tmp_path, cause):
     job, place = FAULTS[cause]
     found = analyze_study([megatron.write(tmp_path / "t.parquet", megatron.rows(job))])
     assert found.verdict.cause == cause
-    assert {key: value for key, value in asdict(found.verdict.place).items() if key in place} == place
+    assert {
+        key: value for key, value in asdict(found.verdict.place).items() if key in place
+    } == place
     lost = found.stragglers.lost_s
     assert sum(lost.values()) == pytest.approx(found.job.iteration_s - found.stragglers.ideal_s)
     assert abs(lost["unexplained"]) < 1e-6
@@ -100,9 +120,24 @@ def rows():
 
 @pytest.mark.parametrize(("unit", "per_s"), [("ms", 1e3), ("µs", 1e6), ("ns", 1e9)])
 def test_times_that_cannot_be_seconds_are_scaled_and_that_is_said(tmp_path, rows, unit, per_s):
-    found = [analyze_study([megatron.write(tmp_path / f"{factor}.parquet", [
-        row | {"start_ts": row["start_ts"] * factor, "duration": row["duration"] * factor} for row in rows])])
-        for factor in (20.0, 20.0 * per_s)]
+    found = [
+        analyze_study(
+            [
+                megatron.write(
+                    tmp_path / f"{factor}.parquet",
+                    [
+                        row
+                        | {
+                            "start_ts": row["start_ts"] * factor,
+                            "duration": row["duration"] * factor,
+                        }
+                        for row in rows
+                    ],
+                )
+            ]
+        )
+        for factor in (20.0, 20.0 * per_s)
+    ]
     assert found[1].job.iteration_s == pytest.approx(found[0].job.iteration_s)
     assert found[1].verdict.cause == found[0].verdict.cause and not found[0].warnings
     assert [warning for warning in found[1].warnings if f"they are taken for {unit}" in warning]
@@ -116,15 +151,23 @@ def test_a_missing_rank_leaves_its_replica_out(tmp_path, rows):
 
 
 def test_steps_that_do_not_match_are_left_out(tmp_path, rows):
-    lacking = [row for row in rows
-               if not (row["step"] == 4 and row["optype"] == "forward-compute" and row["rank"] == 0)]
+    lacking = [
+        row
+        for row in rows
+        if not (row["step"] == 4 and row["optype"] == "forward-compute" and row["rank"] == 0)
+    ]
     found = analyze_study([megatron.write(tmp_path / "t.parquet", lacking)])
     assert (found.job.steps, found.job.steps_measured) == (6, 5)
-    assert any("1 step(s) lack operations" in warning and "4" in warning for warning in found.warnings)
+    assert any(
+        "1 step(s) lack operations" in warning and "4" in warning for warning in found.warnings
+    )
 
 
 def test_two_jobs_and_damaged_files_are_told_apart(tmp_path, rows):
-    good, other = megatron.write(tmp_path / "a.parquet", rows), megatron.write(tmp_path / "b.parquet", rows)
+    good, other = (
+        megatron.write(tmp_path / "a.parquet", rows),
+        megatron.write(tmp_path / "b.parquet", rows),
+    )
     half = tmp_path / "c'; DROP.parquet"
     half.write_bytes(good.read_bytes()[:500])
     found = analyze_study([good, other, half])
@@ -134,34 +177,51 @@ def test_two_jobs_and_damaged_files_are_told_apart(tmp_path, rows):
 
 
 def test_ranks_may_be_in_files_of_their_own(tmp_path, rows):
-    files = [megatron.write(tmp_path / f"{rank}.parquet", [row for row in rows if row["rank"] == rank])
-             for rank in range(6)]
+    files = [
+        megatron.write(tmp_path / f"{rank}.parquet", [row for row in rows if row["rank"] == rank])
+        for rank in range(6)
+    ]
     assert analyze_study(files).job.ranks == 6
 
 
 def test_missing_columns_and_rows_are_named(tmp_path, rows):
-    short = [{name: value for name, value in row.items() if name not in ("stage", "seq_id")} for row in rows]
+    short = [
+        {name: value for name, value in row.items() if name not in ("stage", "seq_id")}
+        for row in rows
+    ]
     with pytest.raises(DataError) as error:
         analyze_study([megatron.write(tmp_path / "t.parquet", short)])
     assert "stage, seq_id" in error.value.why
     with pytest.raises(DataError) as error:
-        analyze_study([megatron.write(tmp_path / "t.parquet", [row for row in rows if row["rank"] not in (0, 3)])])
+        analyze_study(
+            [
+                megatron.write(
+                    tmp_path / "t.parquet", [row for row in rows if row["rank"] not in (0, 3)]
+                )
+            ]
+        )
     assert "No replica is whole" in error.value.what
     with pytest.raises(DataError) as error:
-        analyze_study([megatron.write(tmp_path / "t.parquet", [row for row in rows if row["stage"] != 1])])
+        analyze_study(
+            [megatron.write(tmp_path / "t.parquet", [row for row in rows if row["stage"] != 1])]
+        )
     assert "stage 1" in error.value.what
 
 
 def test_what_cannot_be_replayed_is_still_measured(tmp_path, rows):
-    interleaved = [row | {"mc": row["mb_id"] % 2} for row in rows]  # without what the last stage sends to the first
+    interleaved = [
+        row | {"mc": row["mb_id"] % 2} for row in rows
+    ]  # without what the last stage sends to the first
     found = analyze_study([megatron.write(tmp_path / "t.parquet", interleaved)])
     assert found.verdict.cause == "unknown" and "need a forward-recv" in found.verdict.headline
     assert found.job.iteration_s > 0 and len(found.ranks) == 6
 
 
 def test_strange_rows_are_left_out_and_told(tmp_path, rows):
-    strange = [rows[0] | {"duration": -1.0, "step": 5},
-               rows[0] | {"optype": "'; DROP TABLE operations; --", "seq_id": 9}]
+    strange = [
+        rows[0] | {"duration": -1.0, "step": 5},
+        rows[0] | {"optype": "'; DROP TABLE operations; --", "seq_id": 9},
+    ]
     found = analyze_study([megatron.write(tmp_path / "t.parquet", rows + strange)])
     assert any("negative duration" in warning for warning in found.warnings)
     assert any("unknown types" in warning and "DROP TABLE" in warning for warning in found.warnings)
@@ -172,6 +232,10 @@ def test_sql_reaches_no_other_file(tmp_path, rows):
     file = megatron.write(tmp_path / "t.parquet", rows)
     other = megatron.write(tmp_path / "secret.parquet", rows)
     assert run_study_sql([file], "SELECT count(*) FROM operations").rows == [(len(rows),)]
-    for query in (f"SELECT * FROM read_parquet('{other}')", "CREATE TABLE t (a INT)", "SELECT 1; SELECT 2"):
+    for query in (
+        f"SELECT * FROM read_parquet('{other}')",
+        "CREATE TABLE t (a INT)",
+        "SELECT 1; SELECT 2",
+    ):
         with pytest.raises(UsageError):
             run_study_sql([file], query)

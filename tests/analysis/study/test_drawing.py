@@ -27,17 +27,34 @@ def test_the_timeline_shows_every_rank_and_the_cells_who_is_slow(tmp_path):
     assert [row["step"] for row in drawn.steps] == list(range(job.steps))
     for item in drawn.timelines:
         assert [text for _, text in item["lanes"]] == [
-            f"stage {rank // 2} · replica {rank % 2} · rank {rank}" for rank in range(6)]
+            f"stage {rank // 2} · replica {rank % 2} · rank {rank}" for rank in range(6)
+        ]
         bars = item["bars"]
-        assert {kind for _, kind in item["names"]} == {"forward", "backward", "receive", "send", "reduce", "step"}
-        sends = [length for length, name in zip(bars["length"], bars["name"], strict=True)
-                 if item["names"][name][1] == "send"]
-        assert sends == pytest.approx([1e6 * megatron.TRANSFER_S] * len(sends))  # however long their receivers wait
-        assert max(map(sum, zip(bars["start"], bars["length"], strict=True))) == pytest.approx(item["length_us"])
+        assert {kind for _, kind in item["names"]} == {
+            "forward",
+            "backward",
+            "receive",
+            "send",
+            "reduce",
+            "step",
+        }
+        sends = [
+            length
+            for length, name in zip(bars["length"], bars["name"], strict=True)
+            if item["names"][name][1] == "send"
+        ]
+        assert sends == pytest.approx(
+            [1e6 * megatron.TRANSFER_S] * len(sends)
+        )  # however long their receivers wait
+        assert max(map(sum, zip(bars["start"], bars["length"], strict=True))) == pytest.approx(
+            item["length_us"]
+        )
         assert set(bars["slot"]) == {-1, *range(job.slots)}
     slow = {(cell["stage"], cell["replica"]): cell for cell in drawn.cells}
     assert len(slow) == 6 and slow[2, 0]["ratio"] == pytest.approx(1.8 / ((1 + 1 + 1.8) / 3))
-    assert slow[0, 1]["mean_ms"] == pytest.approx(1e3 * (megatron.FORWARD_S + megatron.BACKWARD_S) * (1 + 2 / 3 / 4))
+    assert slow[0, 1]["mean_ms"] == pytest.approx(
+        1e3 * (megatron.FORWARD_S + megatron.BACKWARD_S) * (1 + 2 / 3 / 4)
+    )
 
 
 def test_interleaved_parts_are_named_and_many_ranks_thinned(tmp_path):
@@ -45,14 +62,17 @@ def test_interleaved_parts_are_named_and_many_ranks_thinned(tmp_path):
     assert len(drawn.timelines) == 2
     assert set(drawn.timelines[0]["modules"]) == {"part 0", "part 1", None}
     job = megatron.Job(dp=70, pp=2, slots=2, steps=1, slow_rank={93: 1.5})
-    item, = study_pictures([write(tmp_path, job)], rank=93).timelines
+    (item,) = study_pictures([write(tmp_path, job)], rank=93).timelines
     assert 64 < len(item["lanes"]) <= MOST_LANES + 1 and "ranks are not drawn" in item["note"]
     assert any(text.endswith("rank 93") for _, text in item["lanes"])
 
 
 def test_what_cannot_be_replayed_is_drawn(tmp_path):
     rows = [row for row in megatron.rows(megatron.Job()) if row["optype"] != "forward-recv"]
-    assert len(study_pictures([megatron.write(tmp_path / "t.parquet", rows)]).timelines[0]["lanes"]) == 6
+    assert (
+        len(study_pictures([megatron.write(tmp_path / "t.parquet", rows)]).timelines[0]["lanes"])
+        == 6
+    )
 
 
 @pytest.fixture
@@ -70,18 +90,25 @@ def test_the_page_holds_timeline_and_heatmap(page):
     heat = re.search(r'<section id="heat">.*?</section>', text, re.S).group()
     assert heat.count("<svg") == 1 and heat.count('class="hot"') == 2 and "both maps" not in heat
     shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S).group(1))["timelines"]
-    assert shown[0]["lanes"][-1] == ["the job", "stage 2 · replica 1 · rank 5"] and "Step time" in text
+    assert (
+        shown[0]["lanes"][-1] == ["the job", "stage 2 · replica 1 · rank 5"] and "Step time" in text
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the page was not opened in a browser")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium on this machine: the page was not opened in a browser"
+)
 def test_the_page_is_alive_in_a_browser(page):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
         opened = Tab(browser, page)
         tab = opened.tab
-        assert tab.locator(".lane").count() == 6 and "Stage 2" in tab.locator("#verdict h1").inner_text()
+        assert (
+            tab.locator(".lane").count() == 6
+            and "Stage 2" in tab.locator("#verdict h1").inner_text()
+        )
         drawn = opened.picture()
         tab.locator("#zoom-in").click()
         assert opened.picture() != drawn

@@ -12,9 +12,12 @@ from disttrain_cli.analysis.study.reader import read_study
 from disttrain_cli.analysis.study.replays import ideal_of
 from tests.analysis.study import megatron
 
-SHAPES = {"3 stages, 2 parts": {}, "gradients reduced by part": {"overlapped": True},
-          "2 stages, 3 parts": {"pp": 2, "slots": 8, "chunks": 3},
-          "4 stages": {"pp": 4, "slots": 8, "overlapped": True}}
+SHAPES = {
+    "3 stages, 2 parts": {},
+    "gradients reduced by part": {"overlapped": True},
+    "2 stages, 3 parts": {"pp": 2, "slots": 8, "chunks": 3},
+    "4 stages": {"pp": 4, "slots": 8, "overlapped": True},
+}
 
 
 def made(path, **known) -> StudyGraph:
@@ -28,7 +31,12 @@ def seconds(graph: StudyGraph) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_replays_of_interleaved_stages_are_the_truth(tmp_path, shape):
-    faults = {"slow_stage": {1: 1.8}, "slow_rank": {3: 1.3}, "load": {(0, 2): 1.5}, "slow_part": {3: 1.2}}
+    faults = {
+        "slow_stage": {1: 1.8},
+        "slow_rank": {3: 1.3},
+        "load": {(0, 2): 1.5},
+        "slow_part": {3: 1.2},
+    }
     faulty, healthy = made(tmp_path, **SHAPES[shape], **faults), made(tmp_path, **SHAPES[shape])
     assert faulty.replay(faulty.taken, faulty.launch) == pytest.approx(seconds(faulty))
     assert faulty.contradictions == 0
@@ -36,13 +44,20 @@ def test_replays_of_interleaved_stages_are_the_truth(tmp_path, shape):
     repaired = np.where(passes[:, None], healthy.taken, faulty.taken)
     assert faulty.replay(repaired) == pytest.approx(seconds(healthy))
     assert (seconds(faulty) > 1.5 * seconds(healthy)).all()
-    assert sorted(set(faulty.depth[passes])) == list(range(faulty.trace.chunks * (faulty.stage.max() + 1)))
+    assert sorted(set(faulty.depth[passes])) == list(
+        range(faulty.trace.chunks * (faulty.stage.max() + 1))
+    )
 
 
 def test_the_ideal_of_interleaved_stages_is_the_even_job(tmp_path):
-    uneven, even = made(tmp_path, slow_stage={2: 1.9, 0: 0.1}), made(tmp_path, slow_stage=dict.fromkeys(range(3), 1.0))
+    uneven, even = (
+        made(tmp_path, slow_stage={2: 1.9, 0: 0.1}),
+        made(tmp_path, slow_stage=dict.fromkeys(range(3), 1.0)),
+    )
     passes = np.isin(uneven.optype, (FORWARD, BACKWARD))
-    ideal = np.where(passes[:, None], ideal_of(uneven), uneven.taken)  # transfers that move nothing take no time
+    ideal = np.where(
+        passes[:, None], ideal_of(uneven), uneven.taken
+    )  # transfers that move nothing take no time
     assert uneven.replay(ideal) == pytest.approx(seconds(even))
 
 
@@ -62,7 +77,9 @@ def test_what_was_put_in_is_named(tmp_path, cause):
     found = analyze_study([megatron.write(tmp_path / "t.parquet", megatron.rows(job))])
     assert found.verdict.cause == cause
     assert all(getattr(found.verdict.place, key) == value for key, value in place.items())
-    assert sum(found.stragglers.lost_s.values()) == pytest.approx(found.job.iteration_s - found.stragglers.ideal_s)
+    assert sum(found.stragglers.lost_s.values()) == pytest.approx(
+        found.job.iteration_s - found.stragglers.ideal_s
+    )
     assert abs(found.stragglers.lost_s["unexplained"]) < 1e-6
     assert found.job.layout == f"DP {job.dp}, PP 3, 2 parts per stage, 6 microbatches"
 
@@ -73,12 +90,25 @@ def rows(**known):
 
 def test_only_transfers_that_move_something_need_be_there(tmp_path):
     whole = rows(slow_stage={1: 1.5})
-    needed = [row for row in whole if not (row["duration"] == 0.0 and row["optype"].endswith(("-send", "-recv")))]
+    needed = [
+        row
+        for row in whole
+        if not (row["duration"] == 0.0 and row["optype"].endswith(("-send", "-recv")))
+    ]
     assert len(needed) < len(whole)
-    more = [row | {"seq_id": row["seq_id"] + 12, "start_ts": row["start_ts"] + 9.0}  # of no pass, after the last
-            for row in whole if row["optype"] == "backward-recv" and row["stage"] == 1 and row["seq_id"] == 0]
-    first, second, third = (graph_of(read_study([megatron.write(tmp_path / f"{name}.parquet", found)]))
-                            for name, found in (("a", whole), ("b", needed), ("c", whole + more)))
+    more = [
+        row
+        | {
+            "seq_id": row["seq_id"] + 12,
+            "start_ts": row["start_ts"] + 9.0,
+        }  # of no pass, after the last
+        for row in whole
+        if row["optype"] == "backward-recv" and row["stage"] == 1 and row["seq_id"] == 0
+    ]
+    first, second, third = (
+        graph_of(read_study([megatron.write(tmp_path / f"{name}.parquet", found)]))
+        for name, found in (("a", whole), ("b", needed), ("c", whole + more))
+    )
     assert second.replay(second.taken) == pytest.approx(first.replay(first.taken))
     usual = third.taken.copy()
     usual[third.launch.max(axis=1) > 5.0] = 0.0
@@ -86,18 +116,34 @@ def test_only_transfers_that_move_something_need_be_there(tmp_path):
 
 
 def test_transfers_that_do_not_match_are_told(tmp_path):
-    lacking = [row for row in rows() if (row["optype"], row["stage"]) != ("forward-send", 1) or row["seq_id"] < 10]
-    with pytest.raises(NoGraphError, match="stage 1 has 12 forward passes that need a forward-send, but 10"):
+    lacking = [
+        row
+        for row in rows()
+        if (row["optype"], row["stage"]) != ("forward-send", 1) or row["seq_id"] < 10
+    ]
+    with pytest.raises(
+        NoGraphError, match="stage 1 has 12 forward passes that need a forward-send, but 10"
+    ):
         graph_of(read_study([megatron.write(tmp_path / "a.parquet", lacking)]))
-    swapped = [row | {"mc": 1 - row["mc"]} if row["optype"] == "forward-compute" and row["stage"] == 1 else row
-               for row in rows()]
+    swapped = [
+        row | {"mc": 1 - row["mc"]}
+        if row["optype"] == "forward-compute" and row["stage"] == 1
+        else row
+        for row in rows()
+    ]
     with pytest.raises(NoGraphError, match="do not match"):
         graph_of(read_study([megatron.write(tmp_path / "b.parquet", swapped)]))
 
 
 def test_a_step_in_another_order_is_left_out(tmp_path):
     found = rows() + [row | {"step": 2} for row in rows() if row["step"] == 0]
-    other = [row | {"mc": 1 - row["mc"]} if row["step"] == 1 and row["optype"] == "forward-compute" else row
-             for row in found]
+    other = [
+        row | {"mc": 1 - row["mc"]}
+        if row["step"] == 1 and row["optype"] == "forward-compute"
+        else row
+        for row in found
+    ]
     trace = read_study([megatron.write(tmp_path / "t.parquet", other)])
-    assert trace.steps.tolist() == [0, 2] and any("1 step(s) lack operations" in text for text in trace.warnings)
+    assert trace.steps.tolist() == [0, 2] and any(
+        "1 step(s) lack operations" in text for text in trace.warnings
+    )

@@ -1,4 +1,5 @@
-"""Every policy keeps the set of a step's samples, gives each item out once, and levels as promised."""
+"""Every policy keeps the set of a step's samples, gives each item out once, and levels as
+promised."""
 
 from __future__ import annotations
 
@@ -22,23 +23,35 @@ from disttrain_cli.spec.plan import Layout
 from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, PROPERTY, make_layout, unit
 from tests.data.test_packing import make_index
 
-ENCODER_WITH_LLM = make_layout([unit("front", ["encoder", "llm"], 3), unit("generator", ["generator"], 2)])
-GENERATOR_WITH_LLM = make_layout([unit("encoder", ["encoder"], 5), unit("back", ["llm", "generator"], 2)],
-                                 microbatch_size=3)
+ENCODER_WITH_LLM = make_layout(
+    [unit("front", ["encoder", "llm"], 3), unit("generator", ["generator"], 2)]
+)
+GENERATOR_WITH_LLM = make_layout(
+    [unit("encoder", ["encoder"], 5), unit("back", ["llm", "generator"], 2)], microbatch_size=3
+)
 LAYOUTS = [DISAGGREGATED, MONOLITHIC, ENCODER_WITH_LLM, GENERATOR_WITH_LLM]
 
 
 def random_batch(seed: int, count: int = 12) -> Packing:
     """Sequences of samples with skewed numbers of images and targets."""
     random = np.random.default_rng(seed)
-    kinds = [[TEXT, *random.choice([IMAGE, IMAGE, TARGET], size=random.integers(0, 5))] for _ in range(80)]
-    index = make_index(kinds, [[int(random.integers(5, 90)) if k == TEXT else 4 for k in row] for row in kinds])
-    grids = np.where(index.kinds[:, None] == IMAGE, random.integers(1, 6, size=(len(index.kinds), 2)) * 2, 0)
+    kinds = [
+        [TEXT, *random.choice([IMAGE, IMAGE, TARGET], size=random.integers(0, 5))]
+        for _ in range(80)
+    ]
+    index = make_index(
+        kinds, [[int(random.integers(5, 90)) if k == TEXT else 4 for k in row] for row in kinds]
+    )
+    grids = np.where(
+        index.kinds[:, None] == IMAGE, random.integers(1, 6, size=(len(index.kinds), 2)) * 2, 0
+    )
     object.__setattr__(index, "grids", grids)
     return SequenceStream(index, seed).batch(0, count)
 
 
-def order_step(batch: Packing, layout: Layout, step: int, policy: str, costs: Costs | None = None) -> StepOrder:
+def order_step(
+    batch: Packing, layout: Layout, step: int, policy: str, costs: Costs | None = None
+) -> StepOrder:
     """The order of a batch under `none` or `paper`; costs default to counts."""
     costs = count_costs(sizes_of(batch), INPUTS) if costs is None else costs
     return order_assigned(batch, layout, step, assign(costs, layout, "llm", policy))
@@ -54,15 +67,30 @@ def check_step(batch: Packing, layout: Layout, order: StepOrder) -> None:
         assert len(slot.sequences) == llm.dp * layout.microbatch_size
         chosen = slot.sequences - batch.ids[0]
         assert np.array_equal(slot.sequence_tokens, batch.tokens[chosen])
-        for owner, start in ((slot.image_sequence, batch.image_start), (slot.target_sequence, batch.target_start)):
+        for owner, start in (
+            (slot.image_sequence, batch.image_start),
+            (slot.target_sequence, batch.target_start),
+        ):
             assert np.array_equal(np.bincount(owner, minlength=len(chosen)), np.diff(start)[chosen])
-        assert np.array_equal(slot.image_grid, np.concatenate(
-            [batch.image_grid[batch.image_start[q]:batch.image_start[q + 1]] for q in chosen]))
+        assert np.array_equal(
+            slot.image_grid,
+            np.concatenate(
+                [batch.image_grid[batch.image_start[q] : batch.image_start[q + 1]] for q in chosen]
+            ),
+        )
         for name, replicas in slot.replicas.items():
             own = next(u for u in layout.units if u.name == name)
             assert len(replicas) == own.dp
-            works_on = {"images": {"encoder", "llm"}, "targets": {"generator", "llm"}, "sequences": {"llm"}}
-            sizes = {"images": len(slot.image_sequence), "targets": len(slot.target_sequence), "sequences": len(chosen)}
+            works_on = {
+                "images": {"encoder", "llm"},
+                "targets": {"generator", "llm"},
+                "sequences": {"llm"},
+            }
+            sizes = {
+                "images": len(slot.image_sequence),
+                "targets": len(slot.target_sequence),
+                "sequences": len(chosen),
+            }
             for item, modules in works_on.items():
                 given_out = np.concatenate([getattr(replica, item) for replica in replicas])
                 expected = list(range(sizes[item])) if modules & set(own.modules) else []
@@ -73,8 +101,12 @@ def check_step(batch: Packing, layout: Layout, order: StepOrder) -> None:
                 assert by_grid == sorted(by_grid)
                 if "llm" in own.modules:
                     assert len(replica.sequences) == layout.microbatch_size
-                    assert set(slot.image_sequence[replica.images]) <= set(replica.sequences.tolist())
-                    assert set(slot.target_sequence[replica.targets]) <= set(replica.sequences.tolist())
+                    assert set(slot.image_sequence[replica.images]) <= set(
+                        replica.sequences.tolist()
+                    )
+                    assert set(slot.target_sequence[replica.targets]) <= set(
+                        replica.sequences.tolist()
+                    )
 
 
 @given(st.integers(0, 10_000), st.sampled_from(LAYOUTS), st.sampled_from(["none", "paper"]))
@@ -89,9 +121,19 @@ def test_items_are_given_out_once(seed: int, layout: Layout, policy: str) -> Non
 
 
 def flat(order: StepOrder) -> list[list[int]]:
-    return [array.tolist() for slot in order.slots for array in (
-        slot.sequences, *(part for replicas in slot.replicas.values() for r in replicas
-                          for part in (r.sequences, r.images, r.targets)))]
+    return [
+        array.tolist()
+        for slot in order.slots
+        for array in (
+            slot.sequences,
+            *(
+                part
+                for replicas in slot.replicas.values()
+                for r in replicas
+                for part in (r.sequences, r.images, r.targets)
+            ),
+        )
+    ]
 
 
 @pytest.mark.parametrize("policy", ["none", "paper"])
@@ -108,8 +150,10 @@ def test_none_keeps_the_packed_order() -> None:
 
 def llm_loads(order: StepOrder, cost: Ints, first: int) -> Ints:
     """Cost of each LLM replica over the step."""
-    return sum(np.array([cost[slot.sequences[r.sequences] - first].sum() for r in slot.replicas["llm"]])
-               for slot in order.slots)
+    return sum(
+        np.array([cost[slot.sequences[r.sequences] - first].sum() for r in slot.replicas["llm"]])
+        for slot in order.slots
+    )
 
 
 def test_paper_levels_replicas_with_equal_counts() -> None:
@@ -170,7 +214,8 @@ def test_level_with_equal_counts(costs: list[int], replicas: int) -> None:
 
 
 def makespan(costs: Ints, order: Ints) -> int:
-    """End of a 1F1B pipeline, from its dependencies alone: forward a third of each cost, backward the rest."""
+    """End of a 1F1B pipeline, from its dependencies alone: forward a third of each cost, backward
+    the rest."""
     count, stages = costs.shape
     forward = costs[order] // 3
     backward = costs[order] - forward
@@ -192,7 +237,9 @@ def makespan(costs: Ints, order: Ints) -> int:
             ready = done.get(before, 0 if before[2] in (-1, stages) else -1)
             if ready < 0:
                 continue
-            clock[stage] = max(clock[stage], ready) + int((forward if kind == "F" else backward)[i, stage])
+            clock[stage] = max(clock[stage], ready) + int(
+                (forward if kind == "F" else backward)[i, stage]
+            )
             done[kind, i, stage] = clock[stage]
             at[stage] += 1
     return max(clock)
@@ -207,18 +254,23 @@ def test_interval_order_is_a_permutation_with_its_ends(seed: int, count: int, st
     total = costs.sum(axis=1)
     assert total[order[0]] == total.min()
     rear = min(stages - 1, count - 1)
-    assert sorted(total[order[count - rear:]]) == sorted(total)[1:1 + rear]
+    assert sorted(total[order[count - rear :]]) == sorted(total)[1 : 1 + rear]
 
 
 def test_encoders_side_by_side_are_no_longer_pipeline() -> None:
     """A second encoder that takes less time, on fewer stages, changes nothing."""
     random = np.random.default_rng(5)
-    costs = {"encoder": random.integers(50, 99, 24), "ear": random.integers(1, 9, 24),
-             "llm": random.integers(50, 99, 24)}
+    costs = {
+        "encoder": random.integers(50, 99, 24),
+        "ear": random.integers(1, 9, 24),
+        "llm": random.integers(50, 99, 24),
+    }
     encoder, llm = unit("encoder", ["encoder"], 2, 2), unit("llm", ["llm"], 2, 3)
     alone = make_layout([encoder, llm], global_batch_size=24)
     both = make_layout([encoder, unit("ear", ["ear"], 2, 1), llm], global_batch_size=24)
-    assert np.array_equal(assign(costs, alone, "llm", "paper").places, assign(costs, both, "llm", "paper").places)
+    assert np.array_equal(
+        assign(costs, alone, "llm", "paper").places, assign(costs, both, "llm", "paper").places
+    )
 
 
 def test_interval_order_shortens_skewed_pipelines() -> None:

@@ -1,4 +1,5 @@
-"""The policy `best`: nothing lost, never slower than the others in the simulator, the same in every process."""
+"""The policy `best`: nothing lost, never slower than the others in the simulator, the same in every
+process."""
 
 from __future__ import annotations
 
@@ -45,16 +46,33 @@ FEW = settings(PROPERTY, max_examples=15)
 
 def unit(name: str, modules: list[str], dp: int, *layers: int) -> UnitPlan:
     layers = layers or (sum(LAYERS[module] for module in modules),)
-    return UnitPlan(name=name, modules=modules, dp=dp, pp=len(layers), gpus=dp * len(layers),
-                    layers_per_stage=list(layers))
+    return UnitPlan(
+        name=name,
+        modules=modules,
+        dp=dp,
+        pp=len(layers),
+        gpus=dp * len(layers),
+        layers_per_stage=list(layers),
+    )
 
 
 LAYOUTS = [
-    make_layout([unit("encoder", ["encoder"], 3), unit("llm", ["llm"], 2, 2, 2), unit("generator", ["generator"], 5)],
-                global_batch_size=24),
+    make_layout(
+        [
+            unit("encoder", ["encoder"], 3),
+            unit("llm", ["llm"], 2, 2, 2),
+            unit("generator", ["generator"], 5),
+        ],
+        global_batch_size=24,
+    ),
     make_layout([unit("all", ["encoder", "llm", "generator"], 3, 2, 4, 2)], global_batch_size=24),
-    make_layout([unit("front", ["encoder", "llm"], 3), unit("generator", ["generator"], 2)], global_batch_size=24),
-    make_layout([unit("encoder", ["encoder"], 5, 1, 1), unit("back", ["llm", "generator"], 2)], 3, 24),
+    make_layout(
+        [unit("front", ["encoder", "llm"], 3), unit("generator", ["generator"], 2)],
+        global_batch_size=24,
+    ),
+    make_layout(
+        [unit("encoder", ["encoder"], 5, 1, 1), unit("back", ["llm", "generator"], 2)], 3, 24
+    ),
 ]
 
 
@@ -62,13 +80,27 @@ def profile_of(batch: Packing, inputs: ModelInputs = INPUTS) -> Profile:
     """Costs of every module's own work; sizes are the batch's."""
     run = synthetic.run_file()
     tiny = synthetic.tiny(run)
-    rates = {"encoder": Polynomial(base=0.01, per_item=0.02, per_token=0.01),
-             "llm": Polynomial(base=0.02, per_token=0.004, per_length_sq=1e-5),
-             "generator": Polynomial(base=0.01, per_item=1.0)}
-    work = {"encoder": Work(2, 60, 3000), "llm": Work(1, 100, 4000), "generator": Work(1, 256, 256**2)}
-    modules = {name: synthetic.module(kind, ["layer"] * LAYERS[name], {"layer": profiles.cost(rates[name])},
-                                      work[name], work[name].scaled(3), 1000.0)
-               for name, kind in (("encoder", "encoder"), ("llm", "llm"), ("generator", "generator"))}
+    rates = {
+        "encoder": Polynomial(base=0.01, per_item=0.02, per_token=0.01),
+        "llm": Polynomial(base=0.02, per_token=0.004, per_length_sq=1e-5),
+        "generator": Polynomial(base=0.01, per_item=1.0),
+    }
+    work = {
+        "encoder": Work(2, 60, 3000),
+        "llm": Work(1, 100, 4000),
+        "generator": Work(1, 256, 256**2),
+    }
+    modules = {
+        name: synthetic.module(
+            kind,
+            ["layer"] * LAYERS[name],
+            {"layer": profiles.cost(rates[name])},
+            work[name],
+            work[name].scaled(3),
+            1000.0,
+        )
+        for name, kind in (("encoder", "encoder"), ("llm", "llm"), ("generator", "generator"))
+    }
     data = tiny.data.model_copy(update={"sample": size_sample(batch)})
     return tiny.model_copy(update={"modules": modules, "inputs": inputs, "data": data})
 
@@ -85,8 +117,12 @@ def test_every_item_once_and_never_slower_than_none_and_paper(layout: Layout, se
     best, sizes = best_of(batch, layout), sizes_of(batch)
     found = best.order(sizes)
     check_step(batch, layout, order_step(batch, layout, 0, found))
-    others = [assign(count_costs(sizes, INPUTS), layout, "llm", policy) for policy in ("none", "paper")]
-    time_s, *others_s = (simulate(best.pipeline(sizes, one)).iteration_s for one in (found, *others))
+    others = [
+        assign(count_costs(sizes, INPUTS), layout, "llm", policy) for policy in ("none", "paper")
+    ]
+    time_s, *others_s = (
+        simulate(best.pipeline(sizes, one)).iteration_s for one in (found, *others)
+    )
     assert time_s <= min(others_s) + 1e-9
 
 
@@ -97,7 +133,9 @@ def test_it_is_faster_on_skewed_data(layout: Layout) -> None:
         batch = random_batch(seed, 24)
         best, sizes = best_of(batch, layout), sizes_of(batch)
         none = assign(count_costs(sizes, INPUTS), layout, "llm", "none")
-        times_s = [simulate(best.pipeline(sizes, one)).iteration_s for one in (none, best.order(sizes))]
+        times_s = [
+            simulate(best.pipeline(sizes, one)).iteration_s for one in (none, best.order(sizes))
+        ]
         gains.append(times_s[0] / times_s[1])
     assert np.mean(gains) > 1.03
 
@@ -109,11 +147,25 @@ def _digest() -> str:
 
 
 def test_every_process_finds_the_same() -> None:
-    command = [sys.executable, "-c", "from tests.data.ordering.test_best import _digest; print(_digest())"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.data.ordering.test_best import _digest; print(_digest())",
+    ]
     for seed, threads in (("1", "1"), ("2", "2")):
-        settings_ = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
-        told = subprocess.run(command, cwd=Path(__file__).parents[3], env=settings_, capture_output=True, text=True,
-                              check=True)
+        settings_ = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "OMP_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+        }
+        told = subprocess.run(
+            command,
+            cwd=Path(__file__).parents[3],
+            env=settings_,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert told.stdout.strip() == _digest()
 
 
@@ -121,7 +173,10 @@ def test_every_process_finds_the_same() -> None:
 @PROPERTY
 def test_bins_hold_every_sequence_once(seed: int, bins: int, count: int, loads: int) -> None:
     random = np.random.default_rng(seed)
-    members = fit(random.integers(0, 100, size=(bins * count, loads)), random.integers(0, 9, size=(bins, loads)))
+    members = fit(
+        random.integers(0, 100, size=(bins * count, loads)),
+        random.integers(0, 9, size=(bins, loads)),
+    )
     assert members.shape == (bins, count) and sorted(members.ravel()) == list(range(bins * count))
 
 
@@ -167,7 +222,14 @@ def test_moves_are_all_exchanges_and_shifts() -> None:
 
 
 def encoder(lightest: float = 0.0, window: int = 2, most: float = 1.5) -> Shaped:
-    return Shaped(slice(0, 1), np.zeros((2, 1)), np.array([[0.3], [0.6]]), lightest * np.arange(1, 9), window, most)
+    return Shaped(
+        slice(0, 1),
+        np.zeros((2, 1)),
+        np.array([[0.3], [0.6]]),
+        lightest * np.arange(1, 9),
+        window,
+        most,
+    )
 
 
 def line(slots: int = 8) -> Pipeline:
@@ -192,14 +254,23 @@ def test_slots_hold_no_less_than_the_lightest_sequences_and_no_more_than_memory(
 def test_replicas_of_one_unit_have_orders_of_their_own() -> None:
     random = np.random.default_rng(3)
     times_s = random.lognormal(0, 0.7, size=(6, 3, 4))
-    pipeline = Pipeline(np.full(3, 4), np.array([True, False, False]), ((0, 1), (1, 2)), times_s, 2 * times_s,
-                        np.zeros(2), np.zeros(3))
+    pipeline = Pipeline(
+        np.full(3, 4),
+        np.array([True, False, False]),
+        ((0, 1), (1, 2)),
+        times_s,
+        2 * times_s,
+        np.zeros(2),
+        np.zeros(3),
+    )
     places = np.arange(24).reshape(6, 4, 1)
     found = order_apart(pipeline, places)
     assert sorted(found.ravel()) == list(range(24))
     came = np.divmod(found[..., 0], 4)  # slot and replica that a microbatch came from
     after = times_s[came[0], :, came[1]].transpose(0, 2, 1)
-    moved = Pipeline(pipeline.replicas, pipeline.entry, pipeline.cuts, after, 2 * after, np.zeros(2), np.zeros(3))
+    moved = Pipeline(
+        pipeline.replicas, pipeline.entry, pipeline.cuts, after, 2 * after, np.zeros(2), np.zeros(3)
+    )
     assert simulate(moved).iteration_s < 0.9 * simulate(pipeline).iteration_s
 
 
@@ -211,10 +282,15 @@ def test_data_that_are_all_alike_and_data_without_images() -> None:
         assert isinstance(found, Assignment) and sorted(found.places.ravel()) == list(range(24))
 
 
-def test_a_search_over_many_slots_simulates_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_over_many_slots_simulates_no_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulated = []
-    monkeypatch.setattr(sequencing, "orders_s", lambda pipeline, orders: simulated.append(orders.size) or
-                        orders_s(pipeline, orders))
+    monkeypatch.setattr(
+        sequencing,
+        "orders_s",
+        lambda pipeline, orders: simulated.append(orders.size) or orders_s(pipeline, orders),
+    )
     for slots in (256, 1024):
         order, _ = search_order(equal(2, slots, 1.0, 2.0), [np.arange(slots)], 1200)
         assert sorted(order) == list(range(slots))
@@ -223,7 +299,9 @@ def test_a_search_over_many_slots_simulates_no_more_of_them(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
-def test_a_step_of_very_many_slots_is_ordered_without_a_search(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_very_many_slots_is_ordered_without_a_search(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("search_order", "order_apart"):
         monkeypatch.setattr(policy_best, name, lambda *given: pytest.fail("searched"))
     monkeypatch.setattr(policy_best, "MOST_SLOTS", layout.microbatches - 1)

@@ -20,11 +20,17 @@ from tests.data.dataset import INPUTS, PROPERTY
 from tests.data.ordering.test_assigning import LAYOUTS, random_batch
 
 
-def loads_of_slots(batch: Packing, layout: Layout, assignment: Assignment) -> dict[str, list[list[list[float]]]]:
+def loads_of_slots(
+    batch: Packing, layout: Layout, assignment: Assignment
+) -> dict[str, list[list[list[float]]]]:
     slots = order_step(batch, layout, 0, assignment).slots
-    return {module: [[list(slot.work(module, items))
-                      for items in slot.replicas[layout.unit_of(module).name]] for slot in slots]
-            for module in ("encoder", "llm", "generator")}
+    return {
+        module: [
+            [list(slot.work(module, items)) for items in slot.replicas[layout.unit_of(module).name]]
+            for slot in slots
+        ]
+        for module in ("encoder", "llm", "generator")
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
@@ -32,17 +38,23 @@ def loads_of_slots(batch: Packing, layout: Layout, assignment: Assignment) -> di
 @pytest.mark.parametrize("carry", [False, True])
 @given(st.integers(0, 10_000))
 @PROPERTY
-def test_a_size_sample_gives_the_loads_of_training(layout: Layout, policy: str, carry: bool, seed: int) -> None:
+def test_a_size_sample_gives_the_loads_of_training(
+    layout: Layout, policy: str, carry: bool, seed: int
+) -> None:
     batch = random_batch(seed)
     sizes = sizes_of_sample(size_sample(batch))
     assignment = Assignment(assign(count_costs(sizes, INPUTS), layout, "llm", policy).places, carry)
     loads = replica_loads(sizes, INPUTS, layout, assignment)
-    assert {module: load.tolist() for module, load in loads.items()} == loads_of_slots(batch, layout, assignment)
+    assert {module: load.tolist() for module, load in loads.items()} == loads_of_slots(
+        batch, layout, assignment
+    )
 
 
 @given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 6))
 @PROPERTY
-def test_dealt_shares_stay_in_their_slot_and_level_the_step(seed: int, slots: int, replicas: int) -> None:
+def test_dealt_shares_stay_in_their_slot_and_level_the_step(
+    seed: int, slots: int, replicas: int
+) -> None:
     shares = np.random.default_rng(seed).integers(0, 50, size=(slots, replicas))
     dealt = np.empty_like(shares)
     np.put_along_axis(dealt, deal(shares), shares, axis=1)
@@ -55,9 +67,13 @@ def test_dealt_shares_stay_in_their_slot_and_level_the_step(seed: int, slots: in
 @PROPERTY
 def test_owners_are_those_of_level(costs: list[int], replicas: int) -> None:
     array = np.array(costs, dtype=np.int64)
-    groups = [np.flatnonzero(owners(array, replicas) == replica).tolist() for replica in range(replicas)]
+    groups = [
+        np.flatnonzero(owners(array, replicas) == replica).tolist() for replica in range(replicas)
+    ]
     assert groups == [sorted(group) for group in level(array, replicas)]
-    assert even_shares(len(costs), replicas).tolist() == [len(part) for part in np.array_split(array, replicas)]
+    assert even_shares(len(costs), replicas).tolist() == [
+        len(part) for part in np.array_split(array, replicas)
+    ]
 
 
 def test_a_size_sample_has_the_means_of_the_epoch(index: Index) -> None:

@@ -21,9 +21,20 @@ def run(tmp_path: Path) -> Run:
     return make_run(tmp_path)
 
 
-@pytest.mark.parametrize(("host", "own"), [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True),
-                                           ("localhost", True), ("0.0.0.0", False), ("::", False),
-                                           ("10.0.0.1", False), ("node-7", False), ("localhost.example", False)])
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("node-7", False),
+        ("localhost.example", False),
+    ],
+)
 def test_loopback(host: str, own: bool) -> None:
     assert is_loopback(host) is own
 
@@ -35,14 +46,20 @@ def test_what_a_rank_brings(run: Run) -> None:
     assert access_of(pulling(run, "grpc+tls://node-7:8815", token_file="token")).authority is None
 
 
-@pytest.mark.parametrize(("address", "given", "named"), [
-    ("grpc://node-7:8815", {"token_file": "token", "tls_ca": "ca.pem"}, "TLS and a token"),
-    ("grpc+tls://node-7:8815", {"tls_ca": "ca.pem"}, "TLS and a token"),
-    ("127.0.0.1:8815", {}, "not the address"), ("http://127.0.0.1:8815", {}, "not the address"),
-    ("grpc://127.0.0.1", {}, "not the address"), ("grpc://127.0.0.1:99999", {}, "not the address"),
-    ("grpc://127.0.0.1:1", {"token_file": "none"}, "cannot read"),
-    ("grpc://127.0.0.1:1", {"tls_ca": "."}, "cannot read"),
-    ("grpc://127.0.0.1:1", {"token_file": "disttrain.yaml"}, "holds no token")])
+@pytest.mark.parametrize(
+    ("address", "given", "named"),
+    [
+        ("grpc://node-7:8815", {"token_file": "token", "tls_ca": "ca.pem"}, "TLS and a token"),
+        ("grpc+tls://node-7:8815", {"tls_ca": "ca.pem"}, "TLS and a token"),
+        ("127.0.0.1:8815", {}, "not the address"),
+        ("http://127.0.0.1:8815", {}, "not the address"),
+        ("grpc://127.0.0.1", {}, "not the address"),
+        ("grpc://127.0.0.1:99999", {}, "not the address"),
+        ("grpc://127.0.0.1:1", {"token_file": "none"}, "cannot read"),
+        ("grpc://127.0.0.1:1", {"tls_ca": "."}, "cannot read"),
+        ("grpc://127.0.0.1:1", {"token_file": "disttrain.yaml"}, "holds no token"),
+    ],
+)
 def test_what_is_refused(run: Run, address: str, given: dict[str, str], named: str) -> None:
     (run.folder / "disttrain.yaml").write_text("two words")
     with pytest.raises(SpecError, match=named) as caught:

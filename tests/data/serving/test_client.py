@@ -20,10 +20,25 @@ from disttrain_cli.data.serving.identity import identity_of
 from disttrain_cli.data.serving.places import AT_ONCE, MOST_STALLED
 from disttrain_cli.data.serving.worker import Worker
 from disttrain_cli.data.slots import Assignment
-from disttrain_cli.errors import DataError, DisttrainError, MismatchError, RankFailedError, SpecError
+from disttrain_cli.errors import (
+    DataError,
+    DisttrainError,
+    MismatchError,
+    RankFailedError,
+    SpecError,
+)
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.runfile import Run
-from tests.data.dataset import DISAGGREGATED, INPUTS, MONOLITHIC, damaged, encoded, image, interleaved, text
+from tests.data.dataset import (
+    DISAGGREGATED,
+    INPUTS,
+    MONOLITHIC,
+    damaged,
+    encoded,
+    image,
+    interleaved,
+    text,
+)
 from tests.data.serving.services import (
     ALL,
     PLACES,
@@ -54,7 +69,9 @@ class Said:
 
     def wait_for(self, part: str) -> None:
         with self._heard:
-            assert self._heard.wait_for(lambda: any(part in line for line in self.lines), 30), self.lines
+            assert self._heard.wait_for(lambda: any(part in line for line in self.lines), 30), (
+                self.lines
+            )
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +81,45 @@ def expected(run: Run, index: Index) -> list[dict[str, Any]]:
 
 
 def test_every_unit_gets_what_it_would_prepare_itself(run: Run, index: Index) -> None:
-    wanted = {"encoder": {"pixels"}, "llm": {"tokens", "layout", "context", "labels"}, "generator": {"targets"}}
+    wanted = {
+        "encoder": {"pixels"},
+        "llm": {"tokens", "layout", "context", "labels"},
+        "generator": {"targets"},
+    }
     with serving(run, index, DISAGGREGATED) as worker:
         for unit in DISAGGREGATED.units:
             for replica in range(unit.dp):
-                who: dict[str, Any] = {"unit": unit.name, "replica": replica, "layout": DISAGGREGATED,
-                                       "fields": wanted[unit.name]}
-                with local(run, index, **who) as own, remote(pulling(run, address(worker)), index, **who) as pulled:
+                who: dict[str, Any] = {
+                    "unit": unit.name,
+                    "replica": replica,
+                    "layout": DISAGGREGATED,
+                    "fields": wanted[unit.name],
+                }
+                with (
+                    local(run, index, **who) as own,
+                    remote(pulling(run, address(worker)), index, **who) as pulled,
+                ):
                     places = [(0, slot) for slot in range(DISAGGREGATED.microbatches)]
                     assert fetch_all(pulled, places) == fetch_all(own, places)
 
 
-def test_losing_a_worker_in_mid_epoch_changes_no_byte(run: Run, index: Index, expected: list[Any]) -> None:
-    with serving(run, index) as stays, serving(run, index) as goes, \
-            remote(pulling(run, address(stays), address(goes)), index) as loader:
+def test_losing_a_worker_in_mid_epoch_changes_no_byte(
+    run: Run, index: Index, expected: list[Any]
+) -> None:
+    with (
+        serving(run, index) as stays,
+        serving(run, index) as goes,
+        remote(pulling(run, address(stays), address(goes)), index) as loader,
+    ):
         half = len(PLACES) // 2
         got = fetch_all(loader, PLACES[:half])
         goes.shutdown()
         assert got + fetch_all(loader, PLACES[half:]) == expected
 
 
-def test_requests_go_round_the_workers(run: Run, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_go_round_the_workers(
+    run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served: dict[int, list[tuple[int, int]]] = {}
     begin = Preparer.begin
 
@@ -124,17 +159,21 @@ def test_one_worker_finds_the_assignment_of_a_step_for_all_ranks(
             orders = PulledOrders(pulled.file, MONOLITHIC, index, None, workers)
             for step, (order, _) in enumerate(expected):
                 theirs, _ = orders.of(step)
-                assert [slot.sequences.tolist() for slot in theirs.slots] == [s.sequences.tolist() for s in order.slots]
+                assert [slot.sequences.tolist() for slot in theirs.slots] == [
+                    s.sequences.tolist() for s in order.slots
+                ]
             workers.close()
     assert len(found) == len(expected)
 
 
-def test_resuming_in_mid_epoch_gives_the_same_bytes(run: Run, index: Index, expected: list[Any]) -> None:
+def test_resuming_in_mid_epoch_gives_the_same_bytes(
+    run: Run, index: Index, expected: list[Any]
+) -> None:
     with serving(run, index) as worker:
         loader = remote(pulling(run, address(worker)), index, first_step=2)
         with loader:
             places = [place for place in PLACES if place[0] == 2]
-            assert fetch_all(loader, places) == expected[-len(places):]
+            assert fetch_all(loader, places) == expected[-len(places) :]
 
 
 def test_training_waits_without_workers_and_goes_on_with_the_first(
@@ -159,10 +198,16 @@ def test_training_waits_without_workers_and_goes_on_with_the_first(
 def test_waiting_ends_with_exit_code_4(run: Run, index: Index) -> None:
     with serving(run, index) as worker:
         gone = address(worker)
-    with remote(pulling(run, gone, wait_s=0.5), index) as loader, \
-            pytest.raises(RankFailedError, match=r"No preprocessing worker answered for 0\.5 s") as caught:
+    with (
+        remote(pulling(run, gone, wait_s=0.5), index) as loader,
+        pytest.raises(
+            RankFailedError, match=r"No preprocessing worker answered for 0\.5 s"
+        ) as caught,
+    ):
         loader.fetch(0, 0)
-    assert gone in caught.value.why and "refused" in caught.value.why and caught.value.exit_code == 4
+    assert (
+        gone in caught.value.why and "refused" in caught.value.why and caught.value.exit_code == 4
+    )
     assert "disttrain data serve" in caught.value.next_step
 
 
@@ -170,12 +215,16 @@ def test_a_slot_at_which_workers_end_is_not_asked_for_for_ever(
     run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that answers greetings and goes away at every slot."""
+
     def goes(connection: Connection, request: Request, beat: Any) -> Prepared:
         raise UnreachableError("Socket closed")
 
     monkeypatch.setattr(Connection, "fetch", goes)
-    with serving(run, index) as worker, remote(pulling(run, address(worker), wait_s=1.5), index) as loader, \
-            pytest.raises(RankFailedError, match=r"No preprocessing worker answered for 1\.5 s"):
+    with (
+        serving(run, index) as worker,
+        remote(pulling(run, address(worker), wait_s=1.5), index) as loader,
+        pytest.raises(RankFailedError, match=r"No preprocessing worker answered for 1\.5 s"),
+    ):
         loader.fetch(0, 0)
 
 
@@ -191,7 +240,9 @@ def of_other_seed(run: Run) -> Run:
 
 
 @pytest.mark.parametrize("differs", ["data", "plan", "program", "ordering", "model inputs"])
-def test_a_worker_of_something_else_is_refused(run: Run, index: Index, own_run: MakeRun, differs: str) -> None:
+def test_a_worker_of_something_else_is_refused(
+    run: Run, index: Index, own_run: MakeRun, differs: str
+) -> None:
     theirs: dict[str, Any] = {"run": run, "index": index, "layout": MONOLITHIC}
     if differs == "data":
         elsewhere = own_run({"a.tar": [interleaved(f"{n}", text("hello" * 9)) for n in range(9)]})
@@ -203,23 +254,34 @@ def test_a_worker_of_something_else_is_refused(run: Run, index: Index, own_run: 
     else:
         theirs["identity"] = {differs: "other"}
     own = identity_of(run.file, MONOLITHIC, index, None)
-    other = identity_of(theirs["run"].file, theirs["layout"], theirs["index"], None) | theirs.get("identity", {})
+    other = identity_of(theirs["run"].file, theirs["layout"], theirs["index"], None) | theirs.get(
+        "identity", {}
+    )
     with serving(**theirs) as worker:
         alone = pulling(run, address(worker))
         with pytest.raises(MismatchError, match="is not of this run") as caught:
             check_workers(alone, MONOLITHIC, index, None, 2)
         assert address(worker) in caught.value.what and differs in caught.value.why
         assert own[differs] in caught.value.why and other[differs] in caught.value.why
-        with remote(alone, index) as loader, pytest.raises(MismatchError, match="is not of this run"):
+        with (
+            remote(alone, index) as loader,
+            pytest.raises(MismatchError, match="is not of this run"),
+        ):
             loader.fetch(0, 0)
 
 
-def test_one_that_does_not_fit_is_put_aside_with_a_warning(run: Run, index: Index, expected: list[Any]) -> None:
+def test_one_that_does_not_fit_is_put_aside_with_a_warning(
+    run: Run, index: Index, expected: list[Any]
+) -> None:
     said = Said()
     with serving(run, index, identity={"program": "0.0.0"}) as old, serving(run, index) as fits:
         both = pulling(run, address(old), address(fits))
         check_workers(both, MONOLITHIC, index, None, 2, said)
-        assert [line for line in said.lines if "0.0.0" in line and address(old) in line and "warning" in line]
+        assert [
+            line
+            for line in said.lines
+            if "0.0.0" in line and address(old) in line and "warning" in line
+        ]
         said.lines.clear()
         with remote(both, index, say=said) as loader:
             assert fetch_all(loader) == expected
@@ -248,21 +310,33 @@ def test_the_token_decides(run: Run, index: Index, tmp_path: Path, given: str | 
         with pytest.raises(DisttrainError, match="refuses this run") as caught:
             check_workers(wrong, MONOLITHIC, index, None, 2)
         assert caught.value.exit_code == 1 and "token" in caught.value.why
-        with remote(wrong, index) as loader, pytest.raises(DisttrainError, match="refuses this run"):
+        with (
+            remote(wrong, index) as loader,
+            pytest.raises(DisttrainError, match="refuses this run"),
+        ):
             loader.fetch(0, 0)
 
 
-def test_the_certificate_decides(run: Run, index: Index, tmp_path: Path, expected: list[Any]) -> None:
+def test_the_certificate_decides(
+    run: Run, index: Index, tmp_path: Path, expected: list[Any]
+) -> None:
     cert, key = certificate(tmp_path, "right")
     wrong, _ = certificate(tmp_path, "wrong")
     with serving(run, index, tls=(cert.read_bytes(), key.read_bytes()), token="secret") as worker:
         (tmp_path / "token").write_text("secret")
-        secure = pulling(run, address(worker, "grpc+tls"), tls_ca=str(cert), token_file=str(tmp_path / "token"))
+        secure = pulling(
+            run, address(worker, "grpc+tls"), tls_ca=str(cert), token_file=str(tmp_path / "token")
+        )
         check_workers(secure, MONOLITHIC, index, None, 2)
         with remote(secure, index) as loader:
             assert fetch_all(loader) == expected
         for authority in (str(wrong), None):
-            other = pulling(run, address(worker, "grpc+tls"), tls_ca=authority, token_file=str(tmp_path / "token"))
+            other = pulling(
+                run,
+                address(worker, "grpc+tls"),
+                tls_ca=authority,
+                token_file=str(tmp_path / "token"),
+            )
             with pytest.raises(DisttrainError, match="certificate") as caught:
                 check_workers(other, MONOLITHIC, index, None, 2)
             assert caught.value.exit_code == 1 and "preprocess.tls_ca" in caught.value.next_step
@@ -272,8 +346,11 @@ def test_broken_images_are_named_and_counted_as_if_prepared_here(own_run: MakeRu
     whole, cut = encoded(40, 40), damaged(encoded(40, 40))
     files = []
     for n in range(20):
-        files += [interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),
-                  (f"{n}.a.jpg", cut if n == 3 else whole), (f"{n}.b.jpg", cut if n == 5 else whole)]
+        files += [
+            interleaved(f"{n}", text("read"), image(f"{n}.a.jpg"), image(f"{n}.b.jpg", True)),
+            (f"{n}.a.jpg", cut if n == 3 else whole),
+            (f"{n}.b.jpg", cut if n == 5 else whole),
+        ]
     run = own_run({"a.tar": files}, max_bad_fraction=0.1)
     index = build_index(run, INPUTS)
     with serving(run, index) as worker:
@@ -282,7 +359,10 @@ def test_broken_images_are_named_and_counted_as_if_prepared_here(own_run: MakeRu
             assert pulled.skipped == own.skipped and {s.key for s in own.skipped} == {"3", "5"}
         strict = run.file.data.model_copy(update={"max_bad_fraction": 0.0})
         refuses = run.model_copy(update={"file": run.file.model_copy(update={"data": strict})})
-        with remote(pulling(refuses, address(worker)), index) as pulled, pytest.raises(DataError, match="cannot be"):
+        with (
+            remote(pulling(refuses, address(worker)), index) as pulled,
+            pytest.raises(DataError, match="cannot be"),
+        ):
             fetch_all(pulled)
 
 
@@ -290,19 +370,27 @@ def test_a_shard_that_disappears_is_named_by_every_worker(own_run: MakeRun) -> N
     run = own_run({"a.tar": [interleaved(f"{n}", text("hello" * 9)) for n in range(9)]})
     index = build_index(run, INPUTS)
     (run.folder / "own" / "a.tar").unlink()
-    with serving(run, index) as one, serving(run, index) as two, \
-            remote(pulling(run, address(one), address(two)), index) as loader, \
-            pytest.raises(DataError, match=r"a\.tar.*preprocessing worker grpc://127\.0\.0\.1"):
+    with (
+        serving(run, index) as one,
+        serving(run, index) as two,
+        remote(pulling(run, address(one), address(two)), index) as loader,
+        pytest.raises(DataError, match=r"a\.tar.*preprocessing worker grpc://127\.0\.0\.1"),
+    ):
         loader.fetch(0, 0)
 
 
-def test_a_worker_that_fails_is_named(run: Run, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_fails_is_named(
+    run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(preparer: Preparer, request: Request) -> Preparation:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Preparer, "begin", fails)
-    with serving(run, index) as worker, remote(pulling(run, address(worker)), index) as loader, \
-            pytest.raises(RankFailedError, match=f"{address(worker)} failed") as caught:
+    with (
+        serving(run, index) as worker,
+        remote(pulling(run, address(worker)), index) as loader,
+        pytest.raises(RankFailedError, match=f"{address(worker)} failed") as caught,
+    ):
         loader.fetch(0, 0)
     assert "a bug" in caught.value.why
 
@@ -311,10 +399,25 @@ def request(**changed: Any) -> Request:
     return Request(0, 0, "all", 0, frozenset(ALL))._replace(**changed)
 
 
-@pytest.mark.parametrize("beyond", [
-    10**18, 6, -1, request(step=10**18), request(step=-1), request(slot=MONOLITHIC.microbatches), request(slot=-1),
-    request(replica=2), request(replica=-1), request(unit="\x1b[2Jnone"), request(fields=frozenset({"pixels.-1"})),
-    request(fields=frozenset({"targets.7"})), request(fields=frozenset({"everything"}))], ids=map(str, range(13)))
+@pytest.mark.parametrize(
+    "beyond",
+    [
+        10**18,
+        6,
+        -1,
+        request(step=10**18),
+        request(step=-1),
+        request(slot=MONOLITHIC.microbatches),
+        request(slot=-1),
+        request(replica=2),
+        request(replica=-1),
+        request(unit="\x1b[2Jnone"),
+        request(fields=frozenset({"pixels.-1"})),
+        request(fields=frozenset({"targets.7"})),
+        request(fields=frozenset({"everything"})),
+    ],
+    ids=map(str, range(13)),
+)
 def test_what_the_job_has_not_is_refused_and_harms_nobody(
     run: Run, index: Index, expected: list[Any], beyond: Request | int
 ) -> None:
@@ -351,7 +454,10 @@ def test_a_step_whose_order_takes_long_blocks_no_other(
         assert not found
         go_on.set()
         asking.join(30)
-        assert found[0].places.tolist() == Orders(run.file, MONOLITHIC, index).assignment(5).places.tolist()
+        assert (
+            found[0].places.tolist()
+            == Orders(run.file, MONOLITHIC, index).assignment(5).places.tolist()
+        )
         workers.close()
 
 
@@ -363,13 +469,20 @@ def test_a_worker_that_lives_and_has_no_answer_is_named(
     monkeypatch.setattr("disttrain_cli.data.serving.worker.BEAT_S", 0.05)
     monkeypatch.setattr("disttrain_cli.data.serving.client.SLOW_S", 0.1)
     said = Said()
-    with serving(run, index) as worker, \
-            remote(pulling(run, address(worker), wait_s=1.0), index, say=said) as loader:
-        with pytest.raises(RankFailedError, match=r"did not prepare slot 0 of step 0 in 1 s") as caught:
+    with (
+        serving(run, index) as worker,
+        remote(pulling(run, address(worker), wait_s=1.0), index, say=said) as loader,
+    ):
+        with pytest.raises(
+            RankFailedError, match=r"did not prepare slot 0 of step 0 in 1 s"
+        ) as caught:
             loader.fetch(0, 0)
         go_on.set()
     assert address(worker) in caught.value.what and caught.value.exit_code == 4
-    assert any(f"waiting for the preprocessing worker {address(worker)} to prepare slot" in line for line in said.lines)
+    assert any(
+        f"waiting for the preprocessing worker {address(worker)} to prepare slot" in line
+        for line in said.lines
+    )
 
 
 def test_more_steps_than_workers_answer_are_refused_at_the_start(run: Run, index: Index) -> None:
@@ -443,7 +556,9 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
     gauge = Gauge(monkeypatch)
     with serving(run, index) as worker:
         streams = asked(worker, run, index, gauge, 3 * AT_ONCE)
-        beat = streams[-1].read_chunk()  # shows that the worker lives, and that this one has to wait
+        beat = streams[
+            -1
+        ].read_chunk()  # shows that the worker lives, and that this one has to wait
         assert beat.data.num_rows == 0 and beat.app_metadata is None
         assert gauge.begun == gauge.most == AT_ONCE
         for stream in streams[:AT_ONCE]:
@@ -472,9 +587,14 @@ def test_who_reads_nothing_for_long_stops_nobody_else(
         assert gauge.most <= AT_ONCE + MOST_STALLED
 
 
-def test_a_rank_asks_for_no_more_than_it_prefetches(run: Run, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_asks_for_no_more_than_it_prefetches(
+    run: Run, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gauge = Gauge(monkeypatch)
-    with serving(run, index) as worker, remote(pulling(run, address(worker), prefetch_slots=2), index) as loader:
+    with (
+        serving(run, index) as worker,
+        remote(pulling(run, address(worker), prefetch_slots=2), index) as loader,
+    ):
         gauge.wait_for(2)
         for slot in range(2):
             loader.fetch(0, slot)

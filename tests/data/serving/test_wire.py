@@ -1,4 +1,5 @@
-"""A slot survives the journey bit by bit, in pieces too; what is cut short or no request is noticed."""
+"""A slot survives the journey bit by bit, in pieces too; what is cut short or no request is
+noticed."""
 
 from __future__ import annotations
 
@@ -38,16 +39,26 @@ def array(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray[Any, 
     return np.random.default_rng(seed).integers(-(2**30), 2**30, shape).astype(dtype)
 
 
-@given(sides=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=4), tokens=st.integers(0, 40),
-       broken=st.lists(st.tuples(st.integers(0, 99), st.text(max_size=5)), max_size=3), piece=st.integers(1, 200))
+@given(
+    sides=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=4),
+    tokens=st.integers(0, 40),
+    broken=st.lists(st.tuples(st.integers(0, 99), st.text(max_size=5)), max_size=3),
+    piece=st.integers(1, 200),
+)
 @PROPERTY
-def test_a_slot_arrives_as_it_was_sent(sides: list[tuple[int, int]], tokens: int, broken: list[tuple[int, str]],
-                                       piece: int) -> None:
-    batch = SlotBatch(image_grids=array((len(sides), 2), "<i8"),
-                      pixels=[array((count, 3, side, side), "<f4", side) for count, side in sides],
-                      other_targets=[array((0, 1, 1, 1), "<f4"), array((tokens, 1, 2, 2), "<f4", 1)],
-                      token_ids=array((2, tokens), "<i8"), target_weights=array((tokens,), "<f4"))
-    prepared = Prepared(batch, [Broken(number, Skipped("a.tar", key, "why")) for number, key in broken])
+def test_a_slot_arrives_as_it_was_sent(
+    sides: list[tuple[int, int]], tokens: int, broken: list[tuple[int, str]], piece: int
+) -> None:
+    batch = SlotBatch(
+        image_grids=array((len(sides), 2), "<i8"),
+        pixels=[array((count, 3, side, side), "<f4", side) for count, side in sides],
+        other_targets=[array((0, 1, 1, 1), "<f4"), array((tokens, 1, 2, 2), "<f4", 1)],
+        token_ids=array((2, tokens), "<i8"),
+        target_weights=array((tokens,), "<f4"),
+    )
+    prepared = Prepared(
+        batch, [Broken(number, Skipped("a.tar", key, "why")) for number, key in broken]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "PIECE_BYTES", piece)
         beats = (Chunk(wire.EMPTY, None), Chunk(wire.EMPTY, None))
@@ -59,7 +70,10 @@ def test_a_tensor_of_one_piece_is_not_copied() -> None:
     batch = SlotBatch(image_grids=array((0, 2), "<i8"), target_weights=array((1000,), "<f4"))
     chunks = list(sent(Prepared(batch, [])))
     weights = wire.read_slot(iter(chunks)).batch.target_weights
-    assert weights is not None and weights.ctypes.data == chunks[-1].data.column(0).buffers()[1].address
+    assert (
+        weights is not None
+        and weights.ctypes.data == chunks[-1].data.column(0).buffers()[1].address
+    )
 
 
 @pytest.mark.parametrize("carry", [False, True])
@@ -70,7 +84,9 @@ def test_an_assignment_arrives_as_it_was_sent(carry: bool) -> None:
 
 
 def test_answers_that_end_too_early() -> None:
-    chunks = list(sent(Prepared(SlotBatch(image_grids=array((5, 2), "<i8"), labels=array((2, 8), "<i8")), [])))
+    chunks = list(
+        sent(Prepared(SlotBatch(image_grids=array((5, 2), "<i8"), labels=array((2, 8), "<i8")), []))
+    )
     for length in range(len(chunks)):
         with pytest.raises(EOFError):
             wire.read_slot(iter(chunks[:length]))
@@ -82,7 +98,14 @@ def test_requests_are_json_and_nothing_else_is_taken() -> None:
     assert json.loads(data)["fields"] == ["labels", "tokens"]
     assert wire.read_request(data) == (request, "0123")
     assert wire.read_request(wire.request_bytes(7, "0123")) == (7, "0123")
-    for wrong in (b"", b"[]", b"{}", b"\x80\x04.", data.replace(b"3", b'"3"', 1), b"[" * 99_999,
-                  data + b" " * 2**16):
+    for wrong in (
+        b"",
+        b"[]",
+        b"{}",
+        b"\x80\x04.",
+        data.replace(b"3", b'"3"', 1),
+        b"[" * 99_999,
+        data + b" " * 2**16,
+    ):
         with pytest.raises((ValueError, RecursionError)):
             wire.read_request(wrong)

@@ -1,4 +1,5 @@
-"""The same few samples in every form of dataset: where they lie, and what a reader must find there."""
+"""The same few samples in every form of dataset: where they lie, and what a reader must find
+there."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ import pyarrow.parquet as pq
 from disttrain_cli.spec.index import IMAGE, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
 
-PICTURES = [encoded(20 + 4 * number, 30, ".png" if number % 2 else ".jpg", shade=40 * number) for number in range(6)]
+PICTURES = [
+    encoded(20 + 4 * number, 30, ".png" if number % 2 else ".jpg", shade=40 * number)
+    for number in range(6)
+]
 
 
 class Written(NamedTuple):
@@ -29,34 +33,54 @@ def pairs() -> list[tuple[bytes, str]]:
 
 def documents() -> list[list[bytes | str]]:
     """Interleaved: text only, one image, several, none at the ends."""
-    return [["only wörds"], ["a", PICTURES[0], "b"], [PICTURES[1], PICTURES[2], "two"], ["x", "y", PICTURES[3]]]
+    return [
+        ["only wörds"],
+        ["a", PICTURES[0], "b"],
+        [PICTURES[1], PICTURES[2], "two"],
+        ["x", "y", PICTURES[3]],
+    ]
 
 
 def expected(documents: Iterable[Iterable[bytes | str]]) -> list[list[tuple[int, Any, bool]]]:
-    return [[(TEXT, part, True) if isinstance(part, str) else (IMAGE, part, False) for part in document]
-            for document in documents]
+    return [
+        [(TEXT, part, True) if isinstance(part, str) else (IMAGE, part, False) for part in document]
+        for document in documents
+    ]
 
 
 def hf_images(pictures: list[bytes | None]) -> list[dict[str, Any] | None]:
     """Hugging Face's Image feature."""
-    return [None if picture is None else {"bytes": picture, "path": f"{number}.jpg"}
-            for number, picture in enumerate(pictures)]
+    return [
+        None if picture is None else {"bytes": picture, "path": f"{number}.jpg"}
+        for number, picture in enumerate(pictures)
+    ]
 
 
 def pair_table(struct: bool = True, **more: Any) -> pa.Table:
     pictures = [picture for picture, _ in pairs()]
-    return pa.table({"image": hf_images(pictures) if struct else pa.array(pictures, pa.binary()),
-                     "text": [words for _, words in pairs()], **more})
+    return pa.table(
+        {
+            "image": hf_images(pictures) if struct else pa.array(pictures, pa.binary()),
+            "text": [words for _, words in pairs()],
+            **more,
+        }
+    )
 
 
 def list_table(struct: bool = True, large: bool = False) -> pa.Table:
     """OBELICS form."""
-    texts = [[part if isinstance(part, str) else None for part in document] for document in documents()]
-    images = [[part if isinstance(part, bytes) else None for part in document] for document in documents()]
+    texts = [
+        [part if isinstance(part, str) else None for part in document] for document in documents()
+    ]
+    images = [
+        [part if isinstance(part, bytes) else None for part in document] for document in documents()
+    ]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if struct else pa.binary()
     values = [hf_images(own) for own in images] if struct else images
     listed = pa.large_list if large else pa.list_
-    return pa.table({"images": pa.array(values, listed(kind)), "texts": pa.array(texts, listed(pa.string()))})
+    return pa.table(
+        {"images": pa.array(values, listed(kind)), "texts": pa.array(texts, listed(pa.string()))}
+    )
 
 
 def write_arrow(path: Path, table: pa.Table, rows: int = 2, whole: bool = False) -> Path:
@@ -75,14 +99,31 @@ def write_parquet(path: Path, table: pa.Table, rows: int = 2) -> Path:
 
 
 def records() -> list[dict[str, Any]]:
-    """LLaVA's form: one image, none, two of them in two turns; the marks in the first and the last word."""
+    """LLaVA's form: one image, none, two of them in two turns; the marks in the first and the last
+    word."""
     return [
-        {"id": "one", "image": "a.jpg", "conversations": [
-            {"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A grädient."}]},
-        {"id": "none", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
-        {"id": "two", "image": ["sub/b.png", "a.jpg"], "conversations": [
-            {"from": "human", "value": "<image> and"}, {"from": "gpt", "value": "yes"},
-            {"from": "human", "value": "this: <image>"}, {"from": "gpt", "value": "no"}]},
+        {
+            "id": "one",
+            "image": "a.jpg",
+            "conversations": [
+                {"from": "human", "value": "<image>\nWhat is it?"},
+                {"from": "gpt", "value": "A grädient."},
+            ],
+        },
+        {
+            "id": "none",
+            "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+        },
+        {
+            "id": "two",
+            "image": ["sub/b.png", "a.jpg"],
+            "conversations": [
+                {"from": "human", "value": "<image> and"},
+                {"from": "gpt", "value": "yes"},
+                {"from": "human", "value": "this: <image>"},
+                {"from": "gpt", "value": "no"},
+            ],
+        },
     ]
 
 
@@ -93,10 +134,23 @@ def conversations() -> list[list[tuple[int, Any, bool]]]:
     """What `records` mean."""
     a, b = (IMAGE, PICTURES[0], False), (IMAGE, PICTURES[1], False)
     return [
-        [(TEXT, "USER: ", False), a, (TEXT, "\nWhat is it? ASSISTANT:", False), (TEXT, " A grädient.", True)],
+        [
+            (TEXT, "USER: ", False),
+            a,
+            (TEXT, "\nWhat is it? ASSISTANT:", False),
+            (TEXT, " A grädient.", True),
+        ],
         [(TEXT, "USER: Hi ASSISTANT:", False), (TEXT, " Hello", True)],
-        [(TEXT, "USER: ", False), b, (TEXT, " and ASSISTANT:", False), (TEXT, f" yes{ENDED}", True),
-         (TEXT, "USER: this: ", False), a, (TEXT, " ASSISTANT:", False), (TEXT, " no", True)],
+        [
+            (TEXT, "USER: ", False),
+            b,
+            (TEXT, " and ASSISTANT:", False),
+            (TEXT, f" yes{ENDED}", True),
+            (TEXT, "USER: this: ", False),
+            a,
+            (TEXT, " ASSISTANT:", False),
+            (TEXT, " no", True),
+        ],
     ]
 
 
@@ -105,7 +159,9 @@ def write_llava(folder: Path, name: str = "chat.json", lines: bool = False, **du
     (folder / "a.jpg").write_bytes(PICTURES[0])
     (folder / "sub" / "b.png").write_bytes(PICTURES[1])
     rows = [json.dumps(record, **dump) for record in records()]
-    (folder / name).write_text("\n".join(rows) if lines else f"[{', '.join(rows)}]", encoding="utf-8")
+    (folder / name).write_text(
+        "\n".join(rows) if lines else f"[{', '.join(rows)}]", encoding="utf-8"
+    )
 
 
 def write_form(folder: Path, form: str) -> Written:
@@ -113,15 +169,32 @@ def write_form(folder: Path, form: str) -> Written:
     here = folder / form
     source: dict[str, Any] = {"path": form}
     if form == "tars":
-        write_tar(here / "0.tar", [(f"{n}{end}", data) for n, (picture, words) in enumerate(pairs())
-                                   for end, data in ((".jpg", picture), (".txt", words.encode()))])
+        write_tar(
+            here / "0.tar",
+            [
+                (f"{n}{end}", data)
+                for n, (picture, words) in enumerate(pairs())
+                for end, data in ((".jpg", picture), (".txt", words.encode()))
+            ],
+        )
     elif form == "interleaved":
         files = []
         for number, document in enumerate(documents()):
             names = [f"{number}.{place}.jpg" for place in range(len(document))]
-            files.append(interleaved(f"{number}", *(text(part) if isinstance(part, str) else image(name)
-                                                    for name, part in zip(names, document, strict=True))))
-            files += [(name, part) for name, part in zip(names, document, strict=True) if isinstance(part, bytes)]
+            files.append(
+                interleaved(
+                    f"{number}",
+                    *(
+                        text(part) if isinstance(part, str) else image(name)
+                        for name, part in zip(names, document, strict=True)
+                    ),
+                )
+            )
+            files += [
+                (name, part)
+                for name, part in zip(names, document, strict=True)
+                if isinstance(part, bytes)
+            ]
         write_tar(here / "0.tar", files)
     elif form == "llava":
         write_llava(here)
@@ -139,9 +212,24 @@ def write_form(folder: Path, form: str) -> Written:
         (here / "train" / "state.json").write_text("{}")
     else:
         write_arrow(here / "data-0.arrow", list_table(struct=False), whole=True)
-    samples = {"tars": [[picture, words] for picture, words in pairs()], "parquet": [list(pair) for pair in pairs()]}
+    samples = {
+        "tars": [[picture, words] for picture, words in pairs()],
+        "parquet": [list(pair) for pair in pairs()],
+    }
     samples["arrow"] = samples["parquet"]
-    return Written(source, conversations() if form.startswith("llava") else expected(samples.get(form, documents())))
+    return Written(
+        source,
+        conversations() if form.startswith("llava") else expected(samples.get(form, documents())),
+    )
 
 
-FORMS = ["tars", "interleaved", "llava", "llava lines", "parquet", "parquet lists", "arrow", "arrow lists"]
+FORMS = [
+    "tars",
+    "interleaved",
+    "llava",
+    "llava lines",
+    "parquet",
+    "parquet lists",
+    "arrow",
+    "arrow lists",
+]

@@ -17,26 +17,56 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"")
 
 
-@pytest.mark.parametrize(("files", "form", "found"), [
-    (["b.tar", "a.tar", "below/c.tar", "a.parquet", "a_stats.json", "x.txt"], "tar", ["a.tar", "b.tar"]),
-    (["test/0.parquet", "data/1.parquet", "z.arrow", ".cache/2.parquet", "dataset_infos.json"], "parquet",
-     ["data/1.parquet", "test/0.parquet"]),
-    (["train/data-1.arrow", "train/data-0.arrow", "train/cache-9.arrow", "train/state.json", "dataset_dict.json"],
-     "arrow", ["train/data-0.arrow", "train/data-1.arrow"]),
-    (["b.jsonl", "a.json", "pictures/x.json", "a.jpg"], "llava", ["a.json", "b.jsonl"]),
-])
+@pytest.mark.parametrize(
+    ("files", "form", "found"),
+    [
+        (
+            ["b.tar", "a.tar", "below/c.tar", "a.parquet", "a_stats.json", "x.txt"],
+            "tar",
+            ["a.tar", "b.tar"],
+        ),
+        (
+            [
+                "test/0.parquet",
+                "data/1.parquet",
+                "z.arrow",
+                ".cache/2.parquet",
+                "dataset_infos.json",
+            ],
+            "parquet",
+            ["data/1.parquet", "test/0.parquet"],
+        ),
+        (
+            [
+                "train/data-1.arrow",
+                "train/data-0.arrow",
+                "train/cache-9.arrow",
+                "train/state.json",
+                "dataset_dict.json",
+            ],
+            "arrow",
+            ["train/data-0.arrow", "train/data-1.arrow"],
+        ),
+        (["b.jsonl", "a.json", "pictures/x.json", "a.jpg"], "llava", ["a.json", "b.jsonl"]),
+    ],
+)
 def test_folders(tmp_path: Path, files: list[str], form: str, found: list[str]) -> None:
     touch(tmp_path, *files)
     images = str(tmp_path) if form == "llava" else ""
-    assert find_shards(str(tmp_path), "f") == [Shard(form, f"{tmp_path}/{name}", name, images) for name in found]
+    assert find_shards(str(tmp_path), "f") == [
+        Shard(form, f"{tmp_path}/{name}", name, images) for name in found
+    ]
 
 
 def test_one_file(tmp_path: Path) -> None:
     touch(tmp_path, "sub/a.json", "b.PARQUET")
     assert find_shards(f"{tmp_path}/sub/a.json", "f") == [
-        Shard("llava", f"{tmp_path}/sub/a.json", "a.json", f"{tmp_path}/sub")]
+        Shard("llava", f"{tmp_path}/sub/a.json", "a.json", f"{tmp_path}/sub")
+    ]
     assert find_shards(f"{tmp_path}/sub/a.json", "f", "/pictures")[0].images == "/pictures"
-    assert find_shards(f"{tmp_path}/b.PARQUET", "f") == [Shard("parquet", f"{tmp_path}/b.PARQUET", "b.PARQUET")]
+    assert find_shards(f"{tmp_path}/b.PARQUET", "f") == [
+        Shard("parquet", f"{tmp_path}/b.PARQUET", "b.PARQUET")
+    ]
 
 
 def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
@@ -44,11 +74,16 @@ def test_missing_empty_and_unknown_sources(tmp_path: Path) -> None:
         find_shards(str(tmp_path / "nowhere"), "data.sources[0].path")
     with pytest.raises(DataError, match="is empty") as caught:
         find_shards(str(tmp_path), "data.sources[0].path: here")
-    assert "data.sources[0].path: here" in str(caught.value) and "disttrain init" in str(caught.value)
+    assert "data.sources[0].path: here" in str(caught.value) and "disttrain init" in str(
+        caught.value
+    )
     touch(tmp_path, "notes.txt", "a.tar.gz", "dataset_info.json")
     with pytest.raises(DataError, match="holds no shard") as caught:
         find_shards(str(tmp_path), "data.sources[0].path: here")
-    assert "a.tar.gz, but dataset_info.json" in str(caught.value) and "Unpack" in caught.value.next_step
+    assert (
+        "a.tar.gz, but dataset_info.json" in str(caught.value)
+        and "Unpack" in caught.value.next_step
+    )
     with pytest.raises(DataError, match=r"form of .*gz is not known") as caught:
         find_shards(str(tmp_path / "a.tar.gz"), "f")
     assert ".parquet" in str(caught.value)

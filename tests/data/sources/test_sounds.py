@@ -7,7 +7,15 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from disttrain_cli.data.sources import Place, RowGroups, Sample, Shard, Skipped, open_shard, read_shard
+from disttrain_cli.data.sources import (
+    Place,
+    RowGroups,
+    Sample,
+    Shard,
+    Skipped,
+    open_shard,
+    read_shard,
+)
 from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
@@ -17,8 +25,10 @@ from tests.data.test_clips import sound
 
 def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
     found = list(read_shard(Shard(path.suffix[1:], str(path), path.name), path.name))
-    return ({one.key: one for one in found if isinstance(one, Sample)},
-            {one.key: one.reason for one in found if isinstance(one, Skipped)})
+    return (
+        {one.key: one for one in found if isinstance(one, Sample)},
+        {one.key: one.reason for one in found if isinstance(one, Skipped)},
+    )
 
 
 def clip(file: str) -> dict[str, str]:
@@ -26,34 +36,56 @@ def clip(file: str) -> dict[str, str]:
 
 
 def test_tars_of_clips_with_transcripts_and_interleaved(tmp_path: Path) -> None:
-    files = [("0.flac", sound("flac", seconds=0.25)), ("0.txt", b"a transcript"),
-             ("1.mp3", sound("mp3", 44_100)), ("1.json", b'{"caption": "a song"}'),
-             ("2.png", encoded(20, 30, ".png")), ("2.WAV", sound()), ("2.txt", b"seen and heard"),
-             interleaved("3", text("first"), clip("3.a.ogg"), image("3.b.jpg"), clip("0.flac")),
-             ("3.a.ogg", sound("ogg")), ("3.b.jpg", encoded(16, 17))]
+    files = [
+        ("0.flac", sound("flac", seconds=0.25)),
+        ("0.txt", b"a transcript"),
+        ("1.mp3", sound("mp3", 44_100)),
+        ("1.json", b'{"caption": "a song"}'),
+        ("2.png", encoded(20, 30, ".png")),
+        ("2.WAV", sound()),
+        ("2.txt", b"seen and heard"),
+        interleaved("3", text("first"), clip("3.a.ogg"), image("3.b.jpg"), clip("0.flac")),
+        ("3.a.ogg", sound("ogg")),
+        ("3.b.jpg", encoded(16, 17)),
+    ]
     path = write_tar(tmp_path / "a.tar", files)
     samples, skipped = read(path)
     assert not skipped
-    assert {key: [(s.kind, s.text, s.width_px, s.height_px) for s in one.segments] for key, one in samples.items()} == {
+    assert {
+        key: [(s.kind, s.text, s.width_px, s.height_px) for s in one.segments]
+        for key, one in samples.items()
+    } == {
         "0": [(AUDIO, "", 250, 16_000), (TEXT, "a transcript", 0, 0)],
         "1": [(AUDIO, "", 500, 44_100), (TEXT, "a song", 0, 0)],
         "2": [(IMAGE, "", 20, 30), (AUDIO, "", 500, 16_000), (TEXT, "seen and heard", 0, 0)],
-        "3": [(TEXT, "first", 0, 0), (AUDIO, "", 500, 16_000), (IMAGE, "", 16, 17), (AUDIO, "", 250, 16_000)]}
+        "3": [
+            (TEXT, "first", 0, 0),
+            (AUDIO, "", 500, 16_000),
+            (IMAGE, "", 16, 17),
+            (AUDIO, "", 250, 16_000),
+        ],
+    }
     shard, content = open_shard(Shard("tar", str(path), path.name), RowGroups()), dict(files)
     assert shard.clip(samples["3"].segments[1].place, Place(-1, 0)) == content["3.a.ogg"]
 
 
-@pytest.mark.parametrize(("files", "reason"), [
-    ([("bad.flac", sound("flac"))], "a clip without a caption"),
-    ([("bad.wav", sound()[:-9]), ("bad.txt", b"x")], "bad.wav: truncated WAV"),
-    ([("bad.flac", encoded(20, 20)), ("bad.txt", b"x")], "bad.flac: no whole sound file"),  # mislabelled
-    ([("bad.jpg", sound()), ("bad.txt", b"x")], "bad.jpg: not a JPEG"),
-    ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another form: AIFF"),
-    ([interleaved("bad", clip("gone.wav"))], "the clip gone.wav is missing"),
-    ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is no sound"),
-    ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
-    ([interleaved("bad", {"type": "audio"})], "image or audio with `file`"),
-])
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ([("bad.flac", sound("flac"))], "a clip without a caption"),
+        ([("bad.wav", sound()[:-9]), ("bad.txt", b"x")], "bad.wav: truncated WAV"),
+        (
+            [("bad.flac", encoded(20, 20)), ("bad.txt", b"x")],
+            "bad.flac: no whole sound file",
+        ),  # mislabelled
+        ([("bad.jpg", sound()), ("bad.txt", b"x")], "bad.jpg: not a JPEG"),
+        ([("bad.wav", sound("aiff")), ("bad.txt", b"x")], "another form: AIFF"),
+        ([interleaved("bad", clip("gone.wav"))], "the clip gone.wav is missing"),
+        ([interleaved("bad", clip("p.jpg")), ("p.jpg", encoded(20, 20))], "p.jpg is no sound"),
+        ([interleaved("bad", image("s.wav")), ("s.wav", sound())], "s.wav is no image"),
+        ([interleaved("bad", {"type": "audio"})], "image or audio with `file`"),
+    ],
+)
 def test_bad_clips_are_named(tmp_path: Path, files: list[tuple[str, bytes]], reason: str) -> None:
     good = [("good.ogg", sound("ogg")), ("good.txt", b"fine")]
     samples, skipped = read(write_tar(tmp_path / "a.tar", [*files, *good]))
@@ -66,25 +98,43 @@ HF = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
 def test_tables_of_clips(tmp_path: Path, write: object) -> None:
     sounds = [sound("flac"), b"no sound", None, sound("wav", 8_000)]
-    table = pa.table({"audio": pa.array([None if one is None else {"bytes": one, "path": "x"} for one in sounds], HF),
-                      "sentence": ["one", "two", "three", "four"], "age": ["a", "b", "c", "d"]})
+    table = pa.table(
+        {
+            "audio": pa.array(
+                [None if one is None else {"bytes": one, "path": "x"} for one in sounds], HF
+            ),
+            "sentence": ["one", "two", "three", "four"],
+            "age": ["a", "b", "c", "d"],
+        }
+    )
     path = write(tmp_path / ("a.parquet" if write is write_parquet else "a.arrow"), table)  # type: ignore[operator]
     samples, skipped = read(path)
     assert list(samples) == ["row 0", "row 3"]
     assert "no whole sound file" in skipped["row 1"] and skipped["row 2"] == "the sound is missing"
-    assert [(s.kind, s.text, s.width_px) for s in samples["row 3"].segments] == [(AUDIO, "", 500), (TEXT, "four", 0)]
+    assert [(s.kind, s.text, s.width_px) for s in samples["row 3"].segments] == [
+        (AUDIO, "", 500),
+        (TEXT, "four", 0),
+    ]
     shard = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
     first, words = samples["row 3"].segments
-    assert shard.clip(first.place, words.place) == sounds[3] and shard.texts(words.place) == ["four"]
+    assert shard.clip(first.place, words.place) == sounds[3] and shard.texts(words.place) == [
+        "four"
+    ]
     with pytest.raises(ValueError, match="no column of such files"):
         shard.image(first.place, words.place)
 
 
-@pytest.mark.parametrize(("names", "expected"), [
-    ("audio text", (None, "text", False, "audio")),
-    ("image audio text sentence", ("image", "text", False, "audio")),
-    ("FLAC transcription speaker", (None, "transcription", False, "FLAC")),
-])
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("audio text", (None, "text", False, "audio")),
+        ("image audio text sentence", ("image", "text", False, "audio")),
+        ("FLAC transcription speaker", (None, "transcription", False, "FLAC")),
+    ],
+)
 def test_sound_columns_go_by_their_names(names: str, expected: tuple[object, ...]) -> None:
-    kinds = [(name, HF if name.lower() in ("image", "audio", "flac") else pa.string()) for name in names.split()]
+    kinds = [
+        (name, HF if name.lower() in ("image", "audio", "flac") else pa.string())
+        for name in names.split()
+    ]
     assert find_columns(pa.schema(kinds), "x") == expected

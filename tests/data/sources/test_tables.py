@@ -14,13 +14,23 @@ from disttrain_cli.data.sources.columns import find_columns
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import IMAGE, TEXT
 from tests.data.dataset import encoded
-from tests.data.sources.forms import PICTURES, hf_images, list_table, pair_table, pairs, write_arrow, write_parquet
+from tests.data.sources.forms import (
+    PICTURES,
+    hf_images,
+    list_table,
+    pair_table,
+    pairs,
+    write_arrow,
+    write_parquet,
+)
 
 
 def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
     found = list(read_shard(Shard(path.suffix[1:], str(path), path.name), path.name))
-    return ({one.key: one for one in found if isinstance(one, Sample)},
-            {one.key: one.reason for one in found if isinstance(one, Skipped)})
+    return (
+        {one.key: one for one in found if isinstance(one, Sample)},
+        {one.key: one.reason for one in found if isinstance(one, Skipped)},
+    )
 
 
 def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
@@ -28,52 +38,80 @@ def schema(text: str = "", image: str = "", other: str = "") -> pa.Schema:
     return pa.schema([(name, kind) for names, kind in kinds for name in names.split()])
 
 
-@pytest.mark.parametrize(("columns", "image", "text"), [
-    (schema("words", "pixels", "label"), "pixels", "words"),
-    (schema("url TEXT key", "JPG mask"), "JPG", "TEXT"),
-    (schema("url caption sha256", "jpg"), "jpg", "caption"),
-    (pa.schema([("img", pa.struct([("bytes", pa.large_binary())])), ("txt", pa.large_string())]), "img", "txt"),
-    (schema("texts", "images"), "images", "texts"),  # no lists: a pair of columns
-])
+@pytest.mark.parametrize(
+    ("columns", "image", "text"),
+    [
+        (schema("words", "pixels", "label"), "pixels", "words"),
+        (schema("url TEXT key", "JPG mask"), "JPG", "TEXT"),
+        (schema("url caption sha256", "jpg"), "jpg", "caption"),
+        (
+            pa.schema(
+                [("img", pa.struct([("bytes", pa.large_binary())])), ("txt", pa.large_string())]
+            ),
+            "img",
+            "txt",
+        ),
+        (schema("texts", "images"), "images", "texts"),  # no lists: a pair of columns
+    ],
+)
 def test_columns_by_type_and_usual_name(columns: pa.Schema, image: str, text: str) -> None:
     assert find_columns(columns, "x") == (image, text, False, None)
 
 
-@pytest.mark.parametrize(("columns", "text"), [
-    (schema("text"), "text"),
-    (schema("text id dump url date language", other="token_count"), "text"),  # FineWeb
-    (schema("text timestamp url"), "text"),  # C4
-    (schema("story", other="number"), "story"),
-    (schema("text", other="image_count"), "text"),
-])
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (schema("text"), "text"),
+        (schema("text id dump url date language", other="token_count"), "text"),  # FineWeb
+        (schema("text timestamp url"), "text"),  # C4
+        (schema("story", other="number"), "story"),
+        (schema("text", other="image_count"), "text"),
+    ],
+)
 def test_a_corpus_of_texts_alone(columns: pa.Schema, text: str) -> None:
     assert find_columns(columns, "x") == (None, text, False, None)
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_arrow])
 def test_texts_alone_are_read_and_read_again(tmp_path: Path, write: Any) -> None:
-    path = write(tmp_path / f"a.{'parquet' if write is write_parquet else 'arrow'}",
-                 pa.table({"text": ["one", None, "thrée"], "url": ["http://x"] * 3}))
+    path = write(
+        tmp_path / f"a.{'parquet' if write is write_parquet else 'arrow'}",
+        pa.table({"text": ["one", None, "thrée"], "url": ["http://x"] * 3}),
+    )
     samples, skipped = read(path)
     assert skipped == {"row 1": "the text is missing"}
     opened = open_shard(Shard(path.suffix[1:], str(path), path.name), RowGroups())
-    assert [(key, opened.texts(one.segments[0].place), one.segments[0].trained) for key, one in samples.items()] == [
-        ("row 0", ["one"], True), ("row 2", ["thrée"], True)]
+    assert [
+        (key, opened.texts(one.segments[0].place), one.segments[0].trained)
+        for key, one in samples.items()
+    ] == [("row 0", ["one"], True), ("row 2", ["thrée"], True)]
 
 
-@pytest.mark.parametrize(("columns", "words"), [
-    (schema("text caption", "image"), ["several columns may hold the texts: text, caption", "caption (string)"]),
-    (schema("a b", "image"), ["several columns may hold the texts: a, b"]),
-    (schema("text", "x y"), ["several columns may hold the image bytes: x, y", "y (binary)"]),
-    (schema("text", "image jpg"), ["image, jpg"]),
-    (schema("", "image", "text"), ["no column holds texts", "text (int64)"]),
-    (schema("caption url"), ["no column holds image bytes", "`url` seems to name pictures", "img2dataset"]),
-    (schema("TEXT URL", other="WIDTH HEIGHT"), ["`URL` seems to name pictures", "img2dataset"]),
-    (schema("text image_url"), ["`image_url` seems to name pictures", "img2dataset"]),
-    (schema("text image"), ["no column holds image bytes", "`image` seems to name pictures"]),
-    (schema("text", other="image"), ["no column holds image bytes"]),
-    (pa.schema([("images", pa.list_(pa.string())), ("texts", pa.list_(pa.string()))]), ["URLs", "img2dataset"]),
-])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        (
+            schema("text caption", "image"),
+            ["several columns may hold the texts: text, caption", "caption (string)"],
+        ),
+        (schema("a b", "image"), ["several columns may hold the texts: a, b"]),
+        (schema("text", "x y"), ["several columns may hold the image bytes: x, y", "y (binary)"]),
+        (schema("text", "image jpg"), ["image, jpg"]),
+        (schema("", "image", "text"), ["no column holds texts", "text (int64)"]),
+        (
+            schema("caption url"),
+            ["no column holds image bytes", "`url` seems to name pictures", "img2dataset"],
+        ),
+        (schema("TEXT URL", other="WIDTH HEIGHT"), ["`URL` seems to name pictures", "img2dataset"]),
+        (schema("text image_url"), ["`image_url` seems to name pictures", "img2dataset"]),
+        (schema("text image"), ["no column holds image bytes", "`image` seems to name pictures"]),
+        (schema("text", other="image"), ["no column holds image bytes"]),
+        (
+            pa.schema([("images", pa.list_(pa.string())), ("texts", pa.list_(pa.string()))]),
+            ["URLs", "img2dataset"],
+        ),
+    ],
+)
 def test_what_is_ambiguous_is_asked_for(columns: pa.Schema, words: list[str]) -> None:
     with pytest.raises(DataError) as caught:
         find_columns(columns, "shard.parquet")
@@ -86,19 +124,27 @@ def test_bad_rows_of_pairs(tmp_path: Path) -> None:
     table = pa.table({"image": hf_images(pictures), "text": words})
     samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
     assert list(samples) == ["row 0", "row 5"] and samples["row 5"].segments[0].width_px == 30
-    assert skipped == {"row 1": "the text is missing", "row 2": "the image is missing",
-                       "row 3": "not a JPEG, PNG or WebP image",
-                       "row 4": "an empty file, not a JPEG, PNG or WebP image"}
+    assert skipped == {
+        "row 1": "the text is missing",
+        "row 2": "the image is missing",
+        "row 3": "not a JPEG, PNG or WebP image",
+        "row 4": "an empty file, not a JPEG, PNG or WebP image",
+    }
 
 
 def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
     texts = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
-    samples, skipped = read(write_arrow(tmp_path / "a.arrow", pa.table({"jpg": PICTURES[:2], "text": texts})))
+    samples, skipped = read(
+        write_arrow(tmp_path / "a.arrow", pa.table({"jpg": PICTURES[:2], "text": texts}))
+    )
     assert list(samples) == ["row 0"] and skipped == {"row 1": "text is not UTF-8"}
 
 
 def test_documents_of_few_values_and_empty_ones(tmp_path: Path) -> None:
-    write_parquet(tmp_path / "a.parquet", pa.table({"text": pa.array(["a", "", "b", "a"]).dictionary_encode()}))
+    write_parquet(
+        tmp_path / "a.parquet",
+        pa.table({"text": pa.array(["a", "", "b", "a"]).dictionary_encode()}),
+    )
     samples, skipped = read(tmp_path / "a.parquet")
     assert [sample.segments[0].text for sample in samples.values()] == ["a", "b", "a"]
     assert skipped == {"row 1": "the text is empty"}
@@ -108,28 +154,50 @@ def test_documents_of_few_values_and_empty_ones(tmp_path: Path) -> None:
 def test_lists_of_images_are_not_taken_for_names_of_images_or_left_out(name: str) -> None:
     said = pa.list_(pa.struct([("user", pa.string()), ("assistant", pa.string())]))
     with pytest.raises(DataError, match=f"`{name}` holds lists of images") as caught:
-        find_columns(pa.schema([(name, pa.list_(pa.binary())), ("texts", said), ("text", pa.string())]), "x")
+        find_columns(
+            pa.schema([(name, pa.list_(pa.binary())), ("texts", said), ("text", pa.string())]), "x"
+        )
     assert "download" not in caught.value.next_step
 
 
 def test_bad_rows_of_lists(tmp_path: Path) -> None:
     rows: list[tuple[list[bytes | None] | None, list[str | None] | None]] = [
-        ([None, PICTURES[0]], ["a", None]), ([None], [None]), ([PICTURES[0]], ["both"]), ([None, None], ["short"]),
-        (None, ["no list"]), ([], []), ([PICTURES[1], None], [None, "last"])]
-    table = pa.table({"images": pa.array([images for images, _ in rows], pa.list_(pa.binary())),
-                      "texts": pa.array([texts for _, texts in rows], pa.list_(pa.string()))})
-    for samples, skipped in (read(write_arrow(tmp_path / "a.arrow", table, rows=3)),
-                             read(write_parquet(tmp_path / "a.parquet", table, rows=4))):
+        ([None, PICTURES[0]], ["a", None]),
+        ([None], [None]),
+        ([PICTURES[0]], ["both"]),
+        ([None, None], ["short"]),
+        (None, ["no list"]),
+        ([], []),
+        ([PICTURES[1], None], [None, "last"]),
+    ]
+    table = pa.table(
+        {
+            "images": pa.array([images for images, _ in rows], pa.list_(pa.binary())),
+            "texts": pa.array([texts for _, texts in rows], pa.list_(pa.string())),
+        }
+    )
+    for samples, skipped in (
+        read(write_arrow(tmp_path / "a.arrow", table, rows=3)),
+        read(write_parquet(tmp_path / "a.parquet", table, rows=4)),
+    ):
         assert list(samples) == ["row 0", "row 5", "row 6"] and not samples["row 5"].segments
-        assert [(s.kind, s.place) for s in samples["row 6"].segments] == [(IMAGE, (6, 0)), (TEXT, (6, 1))]
+        assert [(s.kind, s.place) for s in samples["row 6"].segments] == [
+            (IMAGE, (6, 0)),
+            (TEXT, (6, 1)),
+        ]
         assert "position 0" in skipped["row 1"] and "position 0" in skipped["row 2"]
-        assert skipped["row 3"] == "`images` has 2 entries, `texts` 1" and "None entries" in skipped["row 4"]
+        assert (
+            skipped["row 3"] == "`images` has 2 entries, `texts` 1"
+            and "None entries" in skipped["row 4"]
+        )
 
 
 def test_images_with_a_path_alone(tmp_path: Path) -> None:
     """Hugging Face's Image feature before it is embedded."""
     rows = [{"bytes": None, "path": "/elsewhere/a.jpg"}, {"bytes": PICTURES[0], "path": None}]
-    samples, skipped = read(write_parquet(tmp_path / "a.parquet", pa.table({"image": rows, "text": ["a", "b"]})))
+    samples, skipped = read(
+        write_parquet(tmp_path / "a.parquet", pa.table({"image": rows, "text": ["a", "b"]}))
+    )
     assert list(samples) == ["row 1"] and skipped["row 0"] == "the image is missing"
 
 
@@ -173,7 +241,12 @@ def test_arrow_cut_short(tmp_path: Path, whole: bool) -> None:
 
 def test_pictures_are_told_by_content(tmp_path: Path) -> None:
     """A JPEG may be called a PNG; what claims gigapixels is named, whatever it is called."""
-    bomb = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR" + (60_000).to_bytes(4, "big") * 2 + b"\x08\x02" + bytes(200)
+    bomb = (
+        b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
+        + (60_000).to_bytes(4, "big") * 2
+        + b"\x08\x02"
+        + bytes(200)
+    )
     large = b"\xff\xd8\xff\xc0\x00\x11\x08\xff\xff\xff\xff" + bytes(20)
     table = pa.table({"png": [PICTURES[0], bomb, large], "text": ["a", "b", "c"]})
     samples, skipped = read(write_parquet(tmp_path / "a.parquet", table))
@@ -182,8 +255,10 @@ def test_pictures_are_told_by_content(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_has_no_samples(tmp_path: Path) -> None:
-    for path in (write_parquet(tmp_path / "a.parquet", pair_table().slice(0, 0)),
-                 write_arrow(tmp_path / "a.arrow", pair_table().slice(0, 0))):
+    for path in (
+        write_parquet(tmp_path / "a.parquet", pair_table().slice(0, 0)),
+        write_arrow(tmp_path / "a.arrow", pair_table().slice(0, 0)),
+    ):
         assert read(path) == ({}, {})
 
 

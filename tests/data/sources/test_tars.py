@@ -15,8 +15,11 @@ from disttrain_cli.data.sources.tars import parse_parts
 from disttrain_cli.spec.index import IMAGE, TARGET, TEXT
 from tests.data.dataset import encoded, image, interleaved, text, write_tar
 
-GOOD = [interleaved("good", text("hello"), image("good.0.jpg"), image("good.1.jpg", True)),
-        ("good.0.jpg", encoded(30, 40)), ("good.1.jpg", encoded(50, 60))]
+GOOD = [
+    interleaved("good", text("hello"), image("good.0.jpg"), image("good.1.jpg", True)),
+    ("good.0.jpg", encoded(30, 40)),
+    ("good.1.jpg", encoded(50, 60)),
+]
 
 
 def read(path: Path) -> tuple[dict[str, Sample], dict[str, str]]:
@@ -32,49 +35,78 @@ def test_interleaved_segments_point_at_their_bytes(tmp_path: Path) -> None:
     assert not skipped
     segments = samples["good"].segments
     assert [(s.kind, s.text, s.width_px, s.height_px) for s in segments] == [
-        (TEXT, "hello", 0, 0), (IMAGE, "", 30, 40), (TARGET, "", 50, 60)]
+        (TEXT, "hello", 0, 0),
+        (IMAGE, "", 30, 40),
+        (TARGET, "", 50, 60),
+    ]
     content = shard.read_bytes()
     for segment, (_, data) in zip(segments, GOOD, strict=True):
-        assert content[segment.place.offset:sum(segment.place)] == data
+        assert content[segment.place.offset : sum(segment.place)] == data
 
 
 def test_captions_from_text_or_json(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "a.tar", [
-        ("0.jpg", encoded(20, 20)), ("0.txt", "a cät".encode()), ("0.json", b'{"caption": "not this", "status": 1}'),
-        ("dir/1.webp", encoded(20, 20, ".webp")), ("dir/1.json", b'{"caption": "a dog"}'),
-        ("2.png", encoded(20, 20, ".png")), ("2.txt", b"{curly} and [square]"),
-    ])
+    shard = write_tar(
+        tmp_path / "a.tar",
+        [
+            ("0.jpg", encoded(20, 20)),
+            ("0.txt", "a cät".encode()),
+            ("0.json", b'{"caption": "not this", "status": 1}'),
+            ("dir/1.webp", encoded(20, 20, ".webp")),
+            ("dir/1.json", b'{"caption": "a dog"}'),
+            ("2.png", encoded(20, 20, ".png")),
+            ("2.txt", b"{curly} and [square]"),
+        ],
+    )
     samples, skipped = read(shard)
     assert not skipped
     assert {key: s.segments[1].text for key, s in samples.items()} == {
-        "0": "a cät", "dir/1": "a dog", "2": "{curly} and [square]"}
+        "0": "a cät",
+        "dir/1": "a dog",
+        "2": "{curly} and [square]",
+    }
     assert all([s.kind for s in sample.segments] == [IMAGE, TEXT] for sample in samples.values())
 
 
 def test_images_anywhere_in_the_tar(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "a.tar", [
-        ("pictures/x.jpg", encoded(20, 20)), interleaved("s/0", image("pictures/x.jpg"), image("y.jpg")),
-        ("s/y.jpg", encoded(21, 20))])
+    shard = write_tar(
+        tmp_path / "a.tar",
+        [
+            ("pictures/x.jpg", encoded(20, 20)),
+            interleaved("s/0", image("pictures/x.jpg"), image("y.jpg")),
+            ("s/y.jpg", encoded(21, 20)),
+        ],
+    )
     samples, skipped = read(shard)
     assert not skipped and [s.width_px for s in samples["s/0"].segments] == [20, 21]
 
 
-@pytest.mark.parametrize(("files", "reason"), [
-    ([("bad.json", b"{not json")], "not valid JSON"),
-    ([("bad.json", b"\xff\xfe")], "not valid JSON"),
-    ([("bad.json", b"[" * 100_000)], "not valid JSON"),
-    ([("bad.json", b"[1, 2]")], "neither"),
-    ([("bad.json", b'{"segments": []}')], "at least one"),
-    ([("bad.json", b'{"segments": [{"type": "sound"}]}')], r"segments\[0\]"),
-    ([("bad.json", b'{"segments": [{"type": "image", "file": "a", "generate": 1}]}')], "true or false"),
-    ([interleaved("bad", text("a"), image("gone.jpg"))], "gone.jpg is missing"),
-    ([interleaved("bad", image("../../etc/passwd"))], "missing"),
-    ([interleaved("bad", image("bad.jpg")), ("bad.jpg", b"a text file")], "bad.jpg: not a JPEG"),
-    ([interleaved("bad", text("a")), interleaved("bad", text("b"))], "twice"),
-    ([("bad.txt", b"a caption")], "without its image"),
-    ([("bad.txt", b"\xff"), ("bad.jpg", encoded(20, 20))], "UTF-8"),
-])
-def test_broken_samples_are_named(tmp_path: Path, files: list[tuple[str, bytes]], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ([("bad.json", b"{not json")], "not valid JSON"),
+        ([("bad.json", b"\xff\xfe")], "not valid JSON"),
+        ([("bad.json", b"[" * 100_000)], "not valid JSON"),
+        ([("bad.json", b"[1, 2]")], "neither"),
+        ([("bad.json", b'{"segments": []}')], "at least one"),
+        ([("bad.json", b'{"segments": [{"type": "sound"}]}')], r"segments\[0\]"),
+        (
+            [("bad.json", b'{"segments": [{"type": "image", "file": "a", "generate": 1}]}')],
+            "true or false",
+        ),
+        ([interleaved("bad", text("a"), image("gone.jpg"))], "gone.jpg is missing"),
+        ([interleaved("bad", image("../../etc/passwd"))], "missing"),
+        (
+            [interleaved("bad", image("bad.jpg")), ("bad.jpg", b"a text file")],
+            "bad.jpg: not a JPEG",
+        ),
+        ([interleaved("bad", text("a")), interleaved("bad", text("b"))], "twice"),
+        ([("bad.txt", b"a caption")], "without its image"),
+        ([("bad.txt", b"\xff"), ("bad.jpg", encoded(20, 20))], "UTF-8"),
+    ],
+)
+def test_broken_samples_are_named(
+    tmp_path: Path, files: list[tuple[str, bytes]], reason: str
+) -> None:
     samples, skipped = read(write_tar(tmp_path / "a.tar", [*files, *GOOD]))
     assert list(samples) == ["good"]
     assert list(skipped) == ["bad"]
@@ -83,14 +115,23 @@ def test_broken_samples_are_named(tmp_path: Path, files: list[tuple[str, bytes]]
 
 
 def test_image_without_caption(tmp_path: Path) -> None:
-    shard = write_tar(tmp_path / "a.tar", [("0.jpg", encoded(20, 20)), ("1.jpg", encoded(20, 20)), ("1.txt", b"one")])
+    shard = write_tar(
+        tmp_path / "a.tar",
+        [("0.jpg", encoded(20, 20)), ("1.jpg", encoded(20, 20)), ("1.txt", b"one")],
+    )
     samples, skipped = read(shard)
     assert list(samples) == ["1"] and "without a caption" in skipped["0"]
 
 
 def test_truncated_tar_yields_what_is_whole(tmp_path: Path) -> None:
-    files = [file for n in range(5) for file in (
-        interleaved(f"{n}", image(f"{n}.jpg"), text("t" * 900)), (f"{n}.jpg", encoded(40, 40)))]
+    files = [
+        file
+        for n in range(5)
+        for file in (
+            interleaved(f"{n}", image(f"{n}.jpg"), text("t" * 900)),
+            (f"{n}.jpg", encoded(40, 40)),
+        )
+    ]
     shard = write_tar(tmp_path / "a.tar", files)
     with tarfile.open(shard) as tar:
         offset = tar.getmember("3.jpg").offset_data
@@ -123,12 +164,18 @@ def test_not_a_tar(tmp_path: Path, content: bytes) -> None:
 
 def test_no_damage_escapes_as_an_exception(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    whole = write_tar(tmp_path / "a.tar", [*GOOD, ("c.png", encoded(20, 20, ".png")), ("c.txt", b"c")]).read_bytes()
+    whole = write_tar(
+        tmp_path / "a.tar", [*GOOD, ("c.png", encoded(20, 20, ".png")), ("c.txt", b"c")]
+    ).read_bytes()
     shard, read_whole = tmp_path / "b.tar", 0
     for _ in range(60):
         content = np.frombuffer(whole, np.uint8).copy()
-        content[random.integers(0, len(content), size=random.integers(1, 6))] = random.integers(0, 256)
-        shard.write_bytes(content[:random.integers(len(content) * 2 // 3, len(content) + 1)].tobytes())
+        content[random.integers(0, len(content), size=random.integers(1, 6))] = random.integers(
+            0, 256
+        )
+        shard.write_bytes(
+            content[: random.integers(len(content) * 2 // 3, len(content) + 1)].tobytes()
+        )
         samples, skipped = read(shard)
         assert set(samples) <= {"good", "c"} and all(skipped.values())
         read_whole += len(samples)

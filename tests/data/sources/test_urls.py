@@ -1,4 +1,5 @@
-"""Sources behind URLs: read from end to end once, then by ranges; what cannot be reached is no damage."""
+"""Sources behind URLs: read from end to end once, then by ranges; what cannot be reached is no
+damage."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_every_form_is_read_from_a_url(tmp_path: Path, memory: Any, form: str) -
     local = build_index(make_run(tmp_path / "data", [written.source]), INPUTS)
     run = make_run(tmp_path, [{"path": f"memory://{written.source['path']}"}])
     index = build_index(run, INPUTS)
-    assert index.fingerprint == local.fingerprint == read_index(run, INPUTS).fingerprint and not index.skipped
+    assert (
+        index.fingerprint == local.fingerprint == read_index(run, INPUTS).fingerprint
+        and not index.skipped
+    )
     reader = ShardReader(index, ByteTokenizer())
     assert [contents(index, reader, sample) for sample in range(len(index))] == written.samples
 
@@ -57,7 +61,9 @@ def test_a_changed_and_a_lost_file_are_noticed(tmp_path: Path, memory: Any) -> N
     run = make_run(tmp_path, [{"path": "memory://tars"}])
     index = build_index(run, INPUTS)
     memory.pipe_file("/tars/0.tar", memory.cat_file("/tars/0.tar"))
-    with pytest.raises(MismatchError, match=r"0\.tar: was .* bytes, version .*, is .* bytes, version"):
+    with pytest.raises(
+        MismatchError, match=r"0\.tar: was .* bytes, version .*, is .* bytes, version"
+    ):
         open_index(run, INPUTS)
     memory.rm("/tars/0.tar")
     memory.pipe_file("/tars/1.tar", b"")
@@ -74,7 +80,9 @@ def test_arrow_over_a_url_is_refused(tmp_path: Path, memory: Any) -> None:
         build_index(make_run(tmp_path, [{"path": "memory://arrow"}]), INPUTS)
 
 
-@pytest.mark.parametrize("url", ["nosuch://bucket/a", "memory://nothing/here", "http://127.0.0.1:1/a.tar"])
+@pytest.mark.parametrize(
+    "url", ["nosuch://bucket/a", "memory://nothing/here", "http://127.0.0.1:1/a.tar"]
+)
 def test_what_cannot_be_opened_is_named(tmp_path: Path, url: str) -> None:
     with pytest.raises(DataError) as caught:
         build_index(make_run(tmp_path, [{"path": url}]), INPUTS)
@@ -102,7 +110,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         data = path.read_bytes()
         wanted = self.headers.get("Range", "").removeprefix("bytes=") if type(self).ranges else ""
         first, last = (int(end) for end in wanted.split("-")) if wanted else (0, len(data) - 1)
-        part = data[first:last + 1]
+        part = data[first : last + 1]
         self.send_response(206 if wanted else 200)
         if wanted:
             self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(data)}")
@@ -132,13 +140,20 @@ def server(tmp_path: Path) -> Iterator[tuple[str, type[Handler]]]:
         thread.join()
 
 
-def test_a_tar_is_streamed_once_then_read_by_ranges(tmp_path: Path, server: tuple[str, type[Handler]],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tar_is_streamed_once_then_read_by_ranges(
+    tmp_path: Path, server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, handler = server
     monkeypatch.setattr(files, "READ_AHEAD_BYTES", 100_000)
     pictures = [encoded(300, 200, ".png", shade=number) for number in range(40)]
-    shard = write_tar(tmp_path / "www" / "a.tar", [
-        (f"{n}{end}", data) for n, picture in enumerate(pictures) for end, data in ((".png", picture), (".txt", b"w"))])
+    shard = write_tar(
+        tmp_path / "www" / "a.tar",
+        [
+            (f"{n}{end}", data)
+            for n, picture in enumerate(pictures)
+            for end, data in ((".png", picture), (".txt", b"w"))
+        ],
+    )
     run = make_run(tmp_path, [{"path": f"{url}/a.tar"}])
     index = build_index(run, INPUTS)
     size = shard.stat().st_size
@@ -150,8 +165,9 @@ def test_a_tar_is_streamed_once_then_read_by_ranges(tmp_path: Path, server: tupl
     assert handler.sent == [len(pictures[7]), 1]
 
 
-def test_a_server_that_fails_stops_the_index(tmp_path: Path, server: tuple[str, type[Handler]],
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_fails_stops_the_index(
+    tmp_path: Path, server: tuple[str, type[Handler]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is unreachable today is no bad sample: it would be left out for good."""
     url, handler = server
     monkeypatch.setattr(files, "PAUSE_S", 0.0)
@@ -165,7 +181,9 @@ def test_a_server_that_fails_stops_the_index(tmp_path: Path, server: tuple[str, 
         ShardReader(index, ByteTokenizer()).texts(0)
 
 
-def test_a_server_without_ranges_is_no_damage(tmp_path: Path, server: tuple[str, type[Handler]]) -> None:
+def test_a_server_without_ranges_is_no_damage(
+    tmp_path: Path, server: tuple[str, type[Handler]]
+) -> None:
     url, handler = server
     handler.ranges = False
     write_tar(tmp_path / "www" / "a.tar", [("1.txt", b"w"), ("1.jpg", encoded(20, 20))])

@@ -1,4 +1,5 @@
-"""Ranks of the tests of checkpoints in other layouts: train, save, load elsewhere and go on, in the same processes."""
+"""Ranks of the tests of checkpoints in other layouts: train, save, load elsewhere and go on, in the
+same processes."""
 
 from __future__ import annotations
 
@@ -42,15 +43,22 @@ def ranks(payload: dict[str, Any]) -> None:
 
 
 def _train(case: dict[str, Any], device: torch.device) -> None:
-    """Steps `first` .. `last` - 1 from the checkpoint `load`, or with the weights of `start`, with ones at `save`."""
-    run, plan, out = read_run(Path(case["run"])), Plan.model_validate(case["plan"]), Path(case["out"])
+    """Steps `first` .. `last` - 1 from the checkpoint `load`, or with the weights of `start`, with
+    ones at `save`."""
+    run, plan, out = (
+        read_run(Path(case["run"])),
+        Plan.model_validate(case["plan"]),
+        Path(case["out"]),
+    )
     graph = stage_graph(plan.plan, "llm")
     place = graph.coords(int(os.environ["RANK"]))
-    own = layer_table(run)[place.stage.layers.start:place.stage.layers.stop]
+    own = layer_table(run)[place.stage.layers.start : place.stage.layers.stop]
     fields = {field for info in own for field in info.needs}
     tracer = Tracer(out / "traces", "test", place, wall_clock())
     start = Path(case["start"]) if case["start"] else None
-    engine = build_engine(run, plan, graph, place, device, tracer, origin.given_layers(run, start) if start else ())
+    engine = build_engine(
+        run, plan, graph, place, device, tracer, origin.given_layers(run, start) if start else ()
+    )
     if start is not None:
         origin.start_from(start, engine, run)
     index, dtype = read_index(run, describe(run)), message_dtype(run.file.train)
@@ -61,9 +69,17 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
     first, history = 0, []
     if case["load"]:
         first = checkpoint.load(Path(case["load"]), MADE_FROM, engine, average)
-    with checkpoint.Saver(out / "checkpoints", MADE_FROM, engine, 3, average) as saver, Loader(
-            run, Orders(run.file, plan.plan, index), unit=place.unit.name, replica=place.replica, fields=fields,
-            first_step=first) as loader:
+    with (
+        checkpoint.Saver(out / "checkpoints", MADE_FROM, engine, 3, average) as saver,
+        Loader(
+            run,
+            Orders(run.file, plan.plan, index),
+            unit=place.unit.name,
+            replica=place.replica,
+            fields=fields,
+            first_step=first,
+        ) as loader,
+    ):
         if 0 in case["save"]:
             saver.save(0)
         for step in range(first, case["last"]):
@@ -72,8 +88,14 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
             engine.run_step(order, fetcher(loader, device, dtype)(order))
             average.update()
             losses = world_losses(engine, run.file.model.loss_weights)
-            history.append([losses["loss_text"], losses["loss_image"], engine.grad_norm(),
-                            *evaluation.losses(engine).values()])
+            history.append(
+                [
+                    losses["loss_text"],
+                    losses["loss_image"],
+                    engine.grad_norm(),
+                    *evaluation.losses(engine).values(),
+                ]
+            )
             if step + 1 in case["save"]:
                 saver.save(step + 1)
     tracer.close()
@@ -105,4 +127,7 @@ def opened(payload: dict[str, Any]) -> None:
         assert checkpoint.resume(Path(payload["folder"]), MADE_FROM, engine) == 1
         with checkpoint.Saver(Path(payload["folder"]), MADE_FROM, engine, 3):
             pass
-        torch.save([p.detach() for p in engine.module.layers[0].parameters()], Path(payload["folder"]).parent / "got")
+        torch.save(
+            [p.detach() for p in engine.module.layers[0].parameters()],
+            Path(payload["folder"]).parent / "got",
+        )

@@ -15,7 +15,12 @@ from tests.runtime.checkpoints.checkpoint_parts import engine_of
 from tests.runtime.factory import write_run
 
 DECAY = 0.9
-LAYOUTS: list[dict[str, Any]] = [{"dp": 1}, {"dp": 3}, {"dp": 3, "tp": 2}, {"dp": 2, "tp": 2, "zero": True}]
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp": 1},
+    {"dp": 3},
+    {"dp": 3, "tp": 2},
+    {"dp": 2, "tp": 2, "zero": True},
+]
 
 
 def _averaged(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -27,7 +32,9 @@ def _averaged(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
             average = Average(engine, EmaSpec(decay=DECAY, modules=["llm"]))
             with torch.no_grad():
                 for moved in (1.0, 2.0):
-                    for parameter in (p for layer in engine.module.layers for p in layer.parameters()):
+                    for parameter in (
+                        p for layer in engine.module.layers for p in layer.parameters()
+                    ):
                         parameter += moved
                         if getattr(parameter, "_hp_mapping", None) is not None:
                             parameter._hp_mapping.hp_fragment += moved
@@ -36,7 +43,12 @@ def _averaged(layout: dict[str, Any]) -> dict[str, torch.Tensor]:
                 pieces = part.pieces(values)
                 whole = found.setdefault(part.name, torch.full(pieces.shape, torch.nan))
                 for offsets, box in pieces.boxes:
-                    whole[tuple(slice(at, at + size) for at, size in zip(offsets, box.shape, strict=True))] = box
+                    whole[
+                        tuple(
+                            slice(at, at + size)
+                            for at, size in zip(offsets, box.shape, strict=True)
+                        )
+                    ] = box
     return found
 
 
@@ -56,5 +68,7 @@ def test_only_the_chosen_modules_are_averaged() -> None:
 
 
 def test_an_unknown_module_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"train.ema.modules: no such module: generatr; allowed: image_encoder, "):
+    with pytest.raises(
+        SpecError, match=r"train.ema.modules: no such module: generatr; allowed: image_encoder, "
+    ):
         write_run(tmp_path, tmp_path, ema={"modules": ["generatr"]})

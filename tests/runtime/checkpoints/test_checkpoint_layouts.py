@@ -1,4 +1,5 @@
-"""Any layout opens any checkpoint, averages and held-out losses are the same in all, ranks are killed in writing."""
+"""Any layout opens any checkpoint, averages and held-out losses are the same in all, ranks are
+killed in writing."""
 
 from __future__ import annotations
 
@@ -29,17 +30,29 @@ pytestmark = pytest.mark.slow
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 ALL = [ENCODER, LLM, GENERATOR]
 DECAY = 0.8
-#: Runs that start from the weights of others, without a step: run, layout, and where the weights are.
-STARTS = {"from checkpoint": ("zero", "tp2dp2", "whole/checkpoints/step-000002"),
-          "from bf16": ("bf16", "1-tp2-1", "bf16/checkpoints/step-000002"),
-          "from export": ("zero", "tp2dp2", "export"), "from export bf16": ("bf16", "pp2dp2", "export"),
-          "from export frozen": ("frozen", "1-2-1", "export")}
+# : Runs that start from the weights of others, without a step: run, layout, and where the weights
+# are.
+STARTS = {
+    "from checkpoint": ("zero", "tp2dp2", "whole/checkpoints/step-000002"),
+    "from bf16": ("bf16", "1-tp2-1", "bf16/checkpoints/step-000002"),
+    "from export": ("zero", "tp2dp2", "export"),
+    "from export bf16": ("bf16", "pp2dp2", "export"),
+    "from export frozen": ("frozen", "1-2-1", "export"),
+}
 
 
-def _run(folder: Path, data: Path, name: str, trained: list[str] | None = None, **train: Any) -> Run:
-    run = write_run(folder / name, data, name=name, held_out=0.3, **train,
-                    ema={"decay": DECAY, "modules": [GENERATOR, LLM]},
-                    evaluation={"every_steps": 1, "sequences": SEQUENCES})
+def _run(
+    folder: Path, data: Path, name: str, trained: list[str] | None = None, **train: Any
+) -> Run:
+    run = write_run(
+        folder / name,
+        data,
+        name=name,
+        held_out=0.3,
+        **train,
+        ema={"decay": DECAY, "modules": [GENERATOR, LLM]},
+        evaluation={"every_steps": 1, "sequences": SEQUENCES},
+    )
     if trained is not None:
         content = yaml.safe_load(run.path.read_text())
         content["model"]["trained"] = trained
@@ -54,30 +67,62 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four ranks train in one layout, go on in it, and in others from its checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoints")
     write_sample_data(folder / "data")
-    plain, zero, bf16, frozen = (_run(folder, folder / "data", name, **train) for name, train in {
-        "plain": {}, "zero": {"zero_stage": 1}, "bf16": {"zero_stage": 1, "precision": "bf16"},
-        "frozen": {"trained": [LLM, "projectors"], "zero_stage": 1}}.items())
+    plain, zero, bf16, frozen = (
+        _run(folder, folder / "data", name, **train)
+        for name, train in {
+            "plain": {},
+            "zero": {"zero_stage": 1},
+            "bf16": {"zero_stage": 1, "precision": "bf16"},
+            "frozen": {"trained": [LLM, "projectors"], "zero_stage": 1},
+        }.items()
+    )
     modules = [info.module for info in layer_table(plain)]
     e, m, g = (modules.count(name) for name in ALL)
     layouts = {
-        "1-2-1": [unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], 2), unit("gen", [GENERATOR], [g])],
+        "1-2-1": [
+            unit("enc", [ENCODER], [e]),
+            unit("llm", [LLM], [m], 2),
+            unit("gen", [GENERATOR], [g]),
+        ],
         "dp4": [unit("all", ALL, [e + m + g], 4)],
         "pp2dp2": [unit("all", ALL, [e + 2, m + g - 2], 2)],
-        "1-pp2-1": [unit("enc", [ENCODER], [e]), unit("llm", [LLM], [2, m - 2]), unit("gen", [GENERATOR], [g])],
-        "1-tp2-1": [unit("enc", [ENCODER], [e]), unit("llm", [LLM], [m], tp=2),
-                    unit("gen", [GENERATOR], [g])],
+        "1-pp2-1": [
+            unit("enc", [ENCODER], [e]),
+            unit("llm", [LLM], [2, m - 2]),
+            unit("gen", [GENERATOR], [g]),
+        ],
+        "1-tp2-1": [
+            unit("enc", [ENCODER], [e]),
+            unit("llm", [LLM], [m], tp=2),
+            unit("gen", [GENERATOR], [g]),
+        ],
         "tp2dp2": [unit("all", ALL, [e + m + g], 2, 2)],
     }
     cases: list[dict[str, Any]] = []
 
-    def case(name: str, run: Run, layout: str, last: int, load: str = "", save: tuple[int, ...] = (),
-             start: str = "") -> None:
+    def case(
+        name: str,
+        run: Run,
+        layout: str,
+        last: int,
+        load: str = "",
+        save: tuple[int, ...] = (),
+        start: str = "",
+    ) -> None:
         size = 1 if layout == "dp4" else 3
         plan = plan_of(run, layouts[layout], 1 if layout == "dp4" else size)
-        cases.append({"name": name, "run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"),
-                      "last": last, "load": load and str(folder / "out" / load), "save": save,
-                      "start": start and str(folder / "out" / start),
-                      "out": str(folder / "out" / name)})
+        cases.append(
+            {
+                "name": name,
+                "run": str(run.path.resolve()),
+                "plan": plan.model_dump(mode="json"),
+                "last": last,
+                "load": load and str(folder / "out" / load),
+                "save": save,
+                "start": start and str(folder / "out" / start),
+                "out": str(folder / "out" / name),
+            }
+        )
 
     case("whole", plain, "1-2-1", 4, save=(2, 4))
     from_2 = "whole/checkpoints/step-000002"
@@ -101,9 +146,21 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained(exported)
     export(exported, folder / "out" / "export")
     for name, (run, layout, start) in STARTS.items():
-        case(name, {"plain": plain, "zero": zero, "bf16": bf16, "frozen": frozen}[run], layout, 0, save=(0,),
-             start=start)
-    launch(4, "tests.runtime.checkpoints.checkpoint_worker:ranks", {"cases": cases}, folder / "logs", timeout_s=500)
+        case(
+            name,
+            {"plain": plain, "zero": zero, "bf16": bf16, "frozen": frozen}[run],
+            layout,
+            0,
+            save=(0,),
+            start=start,
+        )
+    launch(
+        4,
+        "tests.runtime.checkpoints.checkpoint_worker:ranks",
+        {"cases": cases},
+        folder / "logs",
+        timeout_s=500,
+    )
     return folder / "out"
 
 
@@ -117,13 +174,17 @@ def test_the_same_layout_goes_on_bit_identically(out: Path) -> None:
         assert torch.equal(_history(out, f"again {layout}"), _history(out, f"zero {layout}")[1:])
     assert torch.equal(_history(out, "bf16 same"), _history(out, "bf16")[2:])
     groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
-    own, other = (checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
-                  for name in ("same", "whole"))
+    own, other = (
+        checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
+        for name in ("same", "whole")
+    )
     assert own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
 
 
-@pytest.mark.parametrize("name", ["plain 1-pp2-1", "plain pp2dp2", "plain tp2dp2", "zero 1-tp2-1", "zero pp2dp2",
-                                  "zero tp2dp2"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain 1-pp2-1", "plain pp2dp2", "plain tp2dp2", "zero 1-tp2-1", "zero pp2dp2", "zero tp2dp2"],
+)
 def test_another_layout_goes_on_with_equal_losses(out: Path, name: str) -> None:
     assert torch.allclose(_history(out, name), _history(out, "whole")[2:], rtol=1e-5, atol=1e-5)
 
@@ -137,30 +198,50 @@ def test_another_layout_of_bf16_goes_on_alike(out: Path) -> None:
 
 
 def test_frozen_modules_have_weights_and_no_moments(out: Path) -> None:
-    assert torch.allclose(_history(out, "frozen other"), _history(out, "frozen")[2:], rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        _history(out, "frozen other"), _history(out, "frozen")[2:], rtol=1e-5, atol=1e-5
+    )
     groups = ("weight", "exp_avg")
-    before, after = (checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
-                     for name, step in (("frozen", "step-000002"), ("frozen other", "step-000003")))
+    before, after = (
+        checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
+        for name, step in (("frozen", "step-000002"), ("frozen other", "step-000003"))
+    )
     still = [key for key in before if key.startswith(f"weight/{ENCODER}.block")]
-    assert still and before.keys() == after.keys() and not any(key.startswith(f"exp_avg/{ENCODER}.block")
-                                                               for key in before)
+    assert (
+        still
+        and before.keys() == after.keys()
+        and not any(key.startswith(f"exp_avg/{ENCODER}.block") for key in before)
+    )
     assert all(torch.equal(before[key], after[key]) for key in still)
 
 
 def test_what_was_frozen_trains_on_with_moments_of_its_own(out: Path) -> None:
-    """In any layout, and after another checkpoint; the first step is AdamW's with the first moments."""
-    assert torch.allclose(_history(out, "unfrozen other"), _history(out, "unfrozen"), rtol=1e-5, atol=1e-5)
+    """In any layout, and after another checkpoint; the first step is AdamW's with the first
+    moments."""
+    assert torch.allclose(
+        _history(out, "unfrozen other"), _history(out, "unfrozen"), rtol=1e-5, atol=1e-5
+    )
     assert torch.equal(_history(out, "unfrozen on"), _history(out, "unfrozen")[1:])
     groups = ("weight", "exp_avg", "exp_avg_sq")
-    before, after = (checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
-                     for name, step in (("frozen", "step-000002"), ("unfrozen", "step-000003")))
+    before, after = (
+        checkpoint.read_tensors(out / name / "checkpoints" / step, groups=groups)
+        for name, step in (("frozen", "step-000002"), ("unfrozen", "step-000003"))
+    )
     beta1, beta2, lr, decay, eps = 0.9, 0.95, 1e-3, 0.01, 1e-5
-    fresh = [key.removeprefix("weight/") for key in before
-             if key.startswith("weight/") and f"exp_avg/{key.removeprefix('weight/')}" not in before]
-    assert any(name.startswith(f"{GENERATOR}.") for name in fresh) and f"{ENCODER}.projector/norm.weight" in fresh
+    fresh = [
+        key.removeprefix("weight/")
+        for key in before
+        if key.startswith("weight/") and f"exp_avg/{key.removeprefix('weight/')}" not in before
+    ]
+    assert (
+        any(name.startswith(f"{GENERATOR}.") for name in fresh)
+        and f"{ENCODER}.projector/norm.weight" in fresh
+    )
     for name in fresh:
         mean, square = (after[f"{moment}/{name}"] for moment in ("exp_avg", "exp_avg_sq"))
-        assert torch.allclose(mean / (1 - beta1), (square / (1 - beta2)).sqrt().copysign(mean), rtol=1e-4, atol=1e-9)
+        assert torch.allclose(
+            mean / (1 - beta1), (square / (1 - beta2)).sqrt().copysign(mean), rtol=1e-4, atol=1e-9
+        )
         if sum(size > 1 for size in mean.shape) > 1:
             gradient, weight = mean / (1 - beta1), before[f"weight/{name}"]
             expected = weight * (1 - lr * decay) - lr * gradient / (gradient.abs() + eps)
@@ -170,9 +251,14 @@ def test_what_was_frozen_trains_on_with_moments_of_its_own(out: Path) -> None:
 @pytest.mark.parametrize("name", STARTS)
 def test_a_run_starts_from_the_weights_of_another_bit_for_bit(out: Path, name: str) -> None:
     _, _, start = STARTS[name]
-    folder = out.parent / "exported" / "runs" / "exported" / "checkpoints" / "step-000001" if start == "export" \
+    folder = (
+        out.parent / "exported" / "runs" / "exported" / "checkpoints" / "step-000001"
+        if start == "export"
         else out / start
-    own = checkpoint.read_tensors(out / name / "checkpoints" / "step-000000", groups=("weight", "exp_avg"))
+    )
+    own = checkpoint.read_tensors(
+        out / name / "checkpoints" / "step-000000", groups=("weight", "exp_avg")
+    )
     other = checkpoint.read_tensors(folder)
     assert {key for key in own if key.startswith("weight/")} == other.keys()
     assert all(torch.equal(own[key], values.to(own[key].dtype)) for key, values in other.items())
@@ -181,8 +267,10 @@ def test_a_run_starts_from_the_weights_of_another_bit_for_bit(out: Path, name: s
 
 def test_what_another_layout_saved_is_the_same(out: Path) -> None:
     groups = ("weight", "exp_avg", "exp_avg_sq", "ema")
-    own, other = (checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
-                  for name in ("zero tp2dp2", "whole"))
+    own, other = (
+        checkpoint.read_tensors(out / name / "checkpoints" / "step-000004", groups=groups)
+        for name in ("zero tp2dp2", "whole")
+    )
     assert own.keys() == other.keys()
     for key, values in other.items():
         assert torch.allclose(own[key], values, rtol=1e-5, atol=1e-5), key
@@ -190,8 +278,13 @@ def test_what_another_layout_saved_is_the_same(out: Path) -> None:
 
 def test_averages_are_those_of_one_process(out: Path) -> None:
     """From step 2 to 4 with the weights that were saved at 3 and 4."""
-    folders = [out / "zero pp2dp2" / "checkpoints" / "step-000003", out / "whole" / "checkpoints" / "step-000002"]
-    after, before = (checkpoint.read_tensors(folder, groups=("weight", "ema")) for folder in folders)
+    folders = [
+        out / "zero pp2dp2" / "checkpoints" / "step-000003",
+        out / "whole" / "checkpoints" / "step-000002",
+    ]
+    after, before = (
+        checkpoint.read_tensors(folder, groups=("weight", "ema")) for folder in folders
+    )
     averaged = [key for key in after if key.startswith("ema/")]
     assert 0 < len(averaged) < len(after) // 2
     for key in averaged:
@@ -212,13 +305,31 @@ def test_held_out_losses_are_those_of_one_process(out: Path) -> None:
     assert history[-1, 4] < history[0, 4]
 
 
-@pytest.mark.parametrize(("rank", "stage"), [(1, "write_tensors"), (0, "write_tensors"), (0, "replace_folder"),
-                                             (0, "write_whole")])
-def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(tmp_path: Path, rank: int, stage: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "stage"),
+    [(1, "write_tensors"), (0, "write_tensors"), (0, "replace_folder"), (0, "write_whole")],
+)
+def test_a_rank_killed_while_writing_leaves_the_checkpoint_before(
+    tmp_path: Path, rank: int, stage: str
+) -> None:
     payload = {"folder": str(tmp_path / "c"), "rank": rank, "stage": stage}
     with pytest.raises(RankFailedError, match=f"Rank {rank} was killed by SIGKILL"):
-        launch(2, "tests.runtime.checkpoints.checkpoint_worker:killed", payload, tmp_path / "logs", timeout_s=120)
-    launch(1, "tests.runtime.checkpoints.checkpoint_worker:opened", payload, tmp_path / "logs", timeout_s=120)
+        launch(
+            2,
+            "tests.runtime.checkpoints.checkpoint_worker:killed",
+            payload,
+            tmp_path / "logs",
+            timeout_s=120,
+        )
+    launch(
+        1,
+        "tests.runtime.checkpoints.checkpoint_worker:opened",
+        payload,
+        tmp_path / "logs",
+        timeout_s=120,
+    )
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-000001"]
-    for own, other in zip(torch.load(tmp_path / "got"), engine_of(1).module.layers[0].parameters(), strict=True):
+    for own, other in zip(
+        torch.load(tmp_path / "got"), engine_of(1).module.layers[0].parameters(), strict=True
+    ):
         assert torch.equal(own, other)

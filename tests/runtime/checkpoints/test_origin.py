@@ -1,4 +1,5 @@
-"""Weights that a run starts from: found by what the user names, compared with the model, set bit for bit."""
+"""Weights that a run starts from: found by what the user names, compared with the model, set bit
+for bit."""
 
 from __future__ import annotations
 
@@ -27,8 +28,12 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     run = written_run(folder)
     layers = trained(run, 3)
     export(run, folder / "export")
-    return SimpleNamespace(run=run, layers=layers, checkpoint=run.dir.checkpoints / "step-000003",
-                           export=folder / "export")
+    return SimpleNamespace(
+        run=run,
+        layers=layers,
+        checkpoint=run.dir.checkpoints / "step-000003",
+        export=folder / "export",
+    )
 
 
 def _after(folder: Path, change: Any = lambda modules: None, **train: Any) -> Run:
@@ -52,7 +57,9 @@ def _weights(layers: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-def test_every_weight_is_the_origins_bit_for_bit(tmp_path: Path, before: SimpleNamespace, kind: str) -> None:
+def test_every_weight_is_the_origins_bit_for_bit(
+    tmp_path: Path, before: SimpleNamespace, kind: str
+) -> None:
     run, origin = _after(tmp_path), getattr(before, kind)
     found, expected = _started(tmp_path, run, origin), _weights(before.layers)
     assert found.keys() == expected.keys()
@@ -62,8 +69,9 @@ def test_every_weight_is_the_origins_bit_for_bit(tmp_path: Path, before: SimpleN
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-def test_modules_that_only_one_has_are_named_and_start_as_ever(tmp_path: Path, before: SimpleNamespace,
-                                                               kind: str) -> None:
+def test_modules_that_only_one_has_are_named_and_start_as_ever(
+    tmp_path: Path, before: SimpleNamespace, kind: str
+) -> None:
     def change(modules: Any) -> None:
         modules["ear"] = modules.pop("audio_encoder")
         del modules["image_generator"]
@@ -88,12 +96,22 @@ def _renamed(modules: Any) -> None:
         modules[f"new_{name}"] = modules.pop(name)
 
 
-@pytest.mark.parametrize(("change", "kind", "told"), [
-    (_wider, "checkpoint", r"llm.block.0/layer.mlp.gate_proj.weight: \[96, 48\] there, \[112, 48\] in the model"),
-    (_wider, "export", r"a tensor of .*llm has another shape"),
-    (_renamed, "checkpoint", "has no weights of this model"), (_renamed, "export", "has no weights of this model")])
-def test_another_model_is_refused_by_name(tmp_path: Path, before: SimpleNamespace, change: Any, kind: str,
-                                          told: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "kind", "told"),
+    [
+        (
+            _wider,
+            "checkpoint",
+            r"llm.block.0/layer.mlp.gate_proj.weight: \[96, 48\] there, \[112, 48\] in the model",
+        ),
+        (_wider, "export", r"a tensor of .*llm has another shape"),
+        (_renamed, "checkpoint", "has no weights of this model"),
+        (_renamed, "export", "has no weights of this model"),
+    ],
+)
+def test_another_model_is_refused_by_name(
+    tmp_path: Path, before: SimpleNamespace, change: Any, kind: str, told: str
+) -> None:
     with pytest.raises(SpecError, match=told) as caught:
         check(_after(tmp_path, change), getattr(before, kind))
     assert "name" in caught.value.next_step and "--resume" not in caught.value.next_step
@@ -106,25 +124,41 @@ def _copy(source: Path, to: Path, *without: str) -> Path:
     return to
 
 
-@pytest.mark.parametrize(("kind", "file", "told"), [
-    ("checkpoint", "tensors.json", "There is no list of weights"),
-    ("export", "projectors.safetensors", "14 tensors of the model are not in"),
-    ("export", "diffusion_pytorch_model.safetensors", "There are no weights of image_generator_vae in")])
-def test_what_is_missing_is_told(tmp_path: Path, before: SimpleNamespace, kind: str, file: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "file", "told"),
+    [
+        ("checkpoint", "tensors.json", "There is no list of weights"),
+        ("export", "projectors.safetensors", "14 tensors of the model are not in"),
+        (
+            "export",
+            "diffusion_pytorch_model.safetensors",
+            "There are no weights of image_generator_vae in",
+        ),
+    ],
+)
+def test_what_is_missing_is_told(
+    tmp_path: Path, before: SimpleNamespace, kind: str, file: str, told: str
+) -> None:
     with pytest.raises(SpecError, match=told):
         check(_after(tmp_path), _copy(getattr(before, kind), tmp_path / "copy", file))
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"tensors": 3, "modules": []}', "no JSON"])
-@pytest.mark.parametrize(("kind", "file"), [("checkpoint", "tensors.json"), ("export", "model.json")])
-def test_a_damaged_list_is_no_bug(tmp_path: Path, before: SimpleNamespace, kind: str, file: str, content: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "file"), [("checkpoint", "tensors.json"), ("export", "model.json")]
+)
+def test_a_damaged_list_is_no_bug(
+    tmp_path: Path, before: SimpleNamespace, kind: str, file: str, content: str
+) -> None:
     copy = _copy(getattr(before, kind), tmp_path / "copy")
     (copy / file).write_text(content)
     with pytest.raises(SpecError):
         check(_after(tmp_path), copy)
 
 
-def test_a_list_of_tensors_that_is_not_the_one_written_is_refused(tmp_path: Path, before: SimpleNamespace) -> None:
+def test_a_list_of_tensors_that_is_not_the_one_written_is_refused(
+    tmp_path: Path, before: SimpleNamespace
+) -> None:
     copy = _copy(before.checkpoint, tmp_path / "copy")
     listed = json.loads((copy / "tensors.json").read_text())
     (copy / "tensors.json").write_text(json.dumps(listed, indent=3))
@@ -132,13 +166,18 @@ def test_a_list_of_tensors_that_is_not_the_one_written_is_refused(tmp_path: Path
         check(_after(tmp_path), copy)
 
 
-@pytest.mark.parametrize(("damage", "told"), [
-    (lambda file: file.unlink(), "is missing"),
-    (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes"),
-    (lambda file: (file.unlink(), file.mkdir()), "is not a file"),
-    (lambda file: (file.parent / "checkpoint.json").write_text("{}"), "lacks version")])
-def test_a_partial_checkpoint_is_refused_before_anything_starts(tmp_path: Path, before: SimpleNamespace, damage: Any,
-                                                                told: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda file: file.unlink(), "is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes"),
+        (lambda file: (file.unlink(), file.mkdir()), "is not a file"),
+        (lambda file: (file.parent / "checkpoint.json").write_text("{}"), "lacks version"),
+    ],
+)
+def test_a_partial_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path, before: SimpleNamespace, damage: Any, told: str
+) -> None:
     copy = _copy(before.checkpoint, tmp_path / "copy")
     damage(copy / "rank-00000.safetensors")
     with pytest.raises(SpecError, match=told) as caught:
@@ -157,9 +196,16 @@ def test_damaged_tensors_are_refused_by_the_ranks(tmp_path: Path, before: Simple
     assert caught.value.next_step == f"Name another checkpoint or export than {copy}."
 
 
-def test_a_run_is_found_by_its_folder_run_file_or_checkpoint(before: SimpleNamespace, tmp_path: Path) -> None:
-    for given in (before.run.path, before.run.path.parent, before.run.dir.root, before.checkpoint.parent,
-                  before.checkpoint):
+def test_a_run_is_found_by_its_folder_run_file_or_checkpoint(
+    before: SimpleNamespace, tmp_path: Path
+) -> None:
+    for given in (
+        before.run.path,
+        before.run.path.parent,
+        before.run.dir.root,
+        before.checkpoint.parent,
+        before.checkpoint,
+    ):
         assert find(given) == before.checkpoint.resolve()
     assert find(before.export) == before.export.resolve()
     for given in (tmp_path, tmp_path / "nothing"):
@@ -169,7 +215,10 @@ def test_a_run_is_found_by_its_folder_run_file_or_checkpoint(before: SimpleNames
 
 def test_a_checkpoint_that_a_fresh_start_moved_is_found_again(tmp_path: Path) -> None:
     moved = tmp_path / "earlier" / "001" / "checkpoints" / "step-000003"
-    assert where(tmp_path / "checkpoints" / moved.name, tmp_path) == tmp_path / "checkpoints" / moved.name
+    assert (
+        where(tmp_path / "checkpoints" / moved.name, tmp_path)
+        == tmp_path / "checkpoints" / moved.name
+    )
     for folder in (moved, tmp_path / "earlier" / "000" / "checkpoints" / moved.name):
         folder.mkdir(parents=True)
     assert where(tmp_path / "checkpoints" / moved.name, tmp_path) == moved

@@ -1,4 +1,5 @@
-"""Running a test's function in a process that has fake CUDA devices: its return value comes back as JSON."""
+"""Running a test's function in a process that has fake CUDA devices: its return value comes back as
+JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +30,19 @@ def on_fake_cuda(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a module's function returns there; it and its arguments must be JSON's."""
     if torch.backends.cuda.is_built():
         pytest.skip("fake CUDA devices want PyTorch's CPU build")
-    done = subprocess.run([sys.executable, "-c", _CALL, function.__module__, function.__name__, json.dumps(arguments)],
-                          env=os.environ | environment(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            _CALL,
+            function.__module__,
+            function.__name__,
+            json.dumps(arguments),
+        ],
+        env=os.environ | environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("result: ")[-1])

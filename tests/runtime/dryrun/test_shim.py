@@ -1,4 +1,5 @@
-"""The library of fake CUDA devices: kept where users keep such things, and what is said where it cannot be used."""
+"""The library of fake CUDA devices: kept where users keep such things, and what is said where it
+cannot be used."""
 
 from __future__ import annotations
 
@@ -29,8 +30,13 @@ def compiler(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_library_is_loaded_from_a_path_with_spaces(cache: Path) -> None:
     variables = shim.environment()
     maps = "print([line for line in open('/proc/self/maps') if 'fake_cuda-' in line])"
-    done = subprocess.run([sys.executable, "-S", "-c", maps], env=os.environ | variables, capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", maps],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert str(cache) in done.stdout and done.stderr == ""
 
 
@@ -43,7 +49,9 @@ def test_a_damaged_library_is_refused(cache: Path) -> None:
     assert "ld.so" in refused.value.why and f"rm '{library}'" in refused.value.next_step
 
 
-def test_a_compiler_that_does_not_end(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_end(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shim, "_LONGEST_S", 0.2)
     compiler(tmp_path / "bin", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
     with pytest.raises(DisttrainError, match="did not end"):
@@ -51,7 +59,9 @@ def test_a_compiler_that_does_not_end(cache: Path, tmp_path: Path, monkeypatch: 
     assert not list(cache.iterdir())
 
 
-def test_a_compiler_that_does_not_start(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_start(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler(tmp_path / "bin", "no program\n", monkeypatch)
     with pytest.raises(DisttrainError, match="cannot be started"):
         shim.environment()

@@ -1,4 +1,5 @@
-"""What stages hold while they run, as storages on a fake CUDA device tell, against what a plan says of them."""
+"""What stages hold while they run, as storages on a fake CUDA device tell, against what a plan says
+of them."""
 
 from __future__ import annotations
 
@@ -18,42 +19,103 @@ from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
 #: Layers as wide as those of mllm-9b, and few of them.
 MODULES: dict[str, dict[str, Any]] = {
-    "eye": {"kind": "encoder", "architecture": "vit", "merge": 2, "config": {
-        "hidden_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 16, "intermediate_size": 5120,
-        "patch_size": 14, "image_size": 224}},
-    "llm": {"kind": "llm", "architecture": "llama", "config": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 11008}},
-    "brush": {"kind": "generator", "architecture": "unet2d_condition", "image_size": 512, "context_tokens": 77,
-              "config": {"in_channels": 4, "out_channels": 4, "layers_per_block": 2,
-                         "block_out_channels": [320, 640, 1280, 1280],
-                         "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
-                         "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 3], "cross_attention_dim": 1024,
-                         "attention_head_dim": [5, 10, 20, 20], "use_linear_projection": True},
-              "vae": {"in_channels": 3, "out_channels": 3, "latent_channels": 4, "layers_per_block": 2,
-                      "sample_size": 768, "block_out_channels": [128, 256, 512, 512],
-                      "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}},
+    "eye": {
+        "kind": "encoder",
+        "architecture": "vit",
+        "merge": 2,
+        "config": {
+            "hidden_size": 1280,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 16,
+            "intermediate_size": 5120,
+            "patch_size": 14,
+            "image_size": 224,
+        },
+    },
+    "llm": {
+        "kind": "llm",
+        "architecture": "llama",
+        "config": {
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 11008,
+        },
+    },
+    "brush": {
+        "kind": "generator",
+        "architecture": "unet2d_condition",
+        "image_size": 512,
+        "context_tokens": 77,
+        "config": {
+            "in_channels": 4,
+            "out_channels": 4,
+            "layers_per_block": 2,
+            "block_out_channels": [320, 640, 1280, 1280],
+            "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+            "up_block_types": ["UpBlock2D", *["CrossAttnUpBlock2D"] * 3],
+            "cross_attention_dim": 1024,
+            "attention_head_dim": [5, 10, 20, 20],
+            "use_linear_projection": True,
+        },
+        "vae": {
+            "in_channels": 3,
+            "out_channels": 3,
+            "latent_channels": 4,
+            "layers_per_block": 2,
+            "sample_size": 768,
+            "block_out_channels": [128, 256, 512, 512],
+            "down_block_types": ["DownEncoderBlock2D"] * 4,
+            "up_block_types": ["UpDecoderBlock2D"] * 4,
+        },
+    },
 }
 LENGTH = 4096
 SIZES: dict[str, dict[str, Any]] = {
-    "eye": {"grids": [[36, 36]] * 8}, "llm": {"documents": [[LENGTH]]}, "brush": {"targets": 8}}
+    "eye": {"grids": [[36, 36]] * 8},
+    "llm": {"documents": [[LENGTH]]},
+    "brush": {"targets": 8},
+}
 
 
 def run_file(modules: dict[str, Any]) -> RunFile:
-    return RunFile.model_validate({
-        "name": "t", "model": {"modules": modules},
-        "data": {"distribution": {"images_per_sequence": 2, "generated_per_sequence": 2, "sequences": 50},
-                 "sequence_length": LENGTH, "max_image_pixels": 2**18},
-        "cluster": {"nodes": 2, "gpus_per_node": 4},
-        "train": {"global_batch_size": 8, "steps": 1, "precision": "bf16"}})
+    return RunFile.model_validate(
+        {
+            "name": "t",
+            "model": {"modules": modules},
+            "data": {
+                "distribution": {
+                    "images_per_sequence": 2,
+                    "generated_per_sequence": 2,
+                    "sequences": 50,
+                },
+                "sequence_length": LENGTH,
+                "max_image_pixels": 2**18,
+            },
+            "cluster": {"nodes": 2, "gpus_per_node": 4},
+            "train": {"global_batch_size": 8, "steps": 1, "precision": "bf16"},
+        }
+    )
 
 
 #: Module, its layers, TP, slots in flight, whether the stage recomputes.
 Case = tuple[str, int, int, int, int, bool]
 CASES: list[Case] = [
-    ("llm", 1, 3, 1, 3, False), ("llm", 1, 3, 4, 3, False), ("llm", 3, 5, 1, 1, False), ("llm", 3, 5, 4, 1, False),
-    ("llm", 1, 3, 1, 3, True), ("llm", 1, 3, 4, 3, True), ("llm", 0, 2, 1, 3, False), ("eye", 0, 5, 1, 3, False),
-    ("eye", 1, 4, 4, 3, False), ("eye", 1, 4, 4, 3, True), ("brush", 0, 13, 1, 1, False), ("brush", 0, 13, 1, 1, True)]
+    ("llm", 1, 3, 1, 3, False),
+    ("llm", 1, 3, 4, 3, False),
+    ("llm", 3, 5, 1, 1, False),
+    ("llm", 3, 5, 4, 1, False),
+    ("llm", 1, 3, 1, 3, True),
+    ("llm", 1, 3, 4, 3, True),
+    ("llm", 0, 2, 1, 3, False),
+    ("eye", 0, 5, 1, 3, False),
+    ("eye", 1, 4, 4, 3, False),
+    ("eye", 1, 4, 4, 3, True),
+    ("brush", 0, 13, 1, 1, False),
+    ("brush", 0, 13, 1, 1, True),
+]
 
 
 def executed(cases: list[Case]) -> list[int]:
@@ -91,18 +153,33 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
         weight.grad = None
 
     def moved(value: Any) -> Any:
-        return torch.empty(value.shape, device="cuda", dtype=value.dtype) if torch.is_tensor(value) else value
+        return (
+            torch.empty(value.shape, device="cuda", dtype=value.dtype)
+            if torch.is_tensor(value)
+            else value
+        )
 
     def entering(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: torch.empty((group.own(len(tensor)).stop if group and name in split else len(tensor),
-                                   *tensor.shape[1:]), device="cuda", dtype=torch.bfloat16)
-                for name, tensor in whole.items() if name in read}
+        return {
+            name: torch.empty(
+                (
+                    group.own(len(tensor)).stop if group and name in split else len(tensor),
+                    *tensor.shape[1:],
+                ),
+                device="cuda",
+                dtype=torch.bfloat16,
+            )
+            for name, tensor in whole.items()
+            if name in read
+        }
 
     with Storages() as storages:
         for layer in layers:
             for owner in layer.modules():
                 for name, weight in list(owner.named_parameters(recurse=False)):
-                    made = torch.nn.Parameter(torch.empty(weight.shape, device="cuda", dtype=torch.bfloat16))
+                    made = torch.nn.Parameter(
+                        torch.empty(weight.shape, device="cuda", dtype=torch.bfloat16)
+                    )
                     made.__dict__.update(weight.__dict__)
                     setattr(owner, name, made.requires_grad_(not layer.frozen))
             join(layer, group)
@@ -110,51 +187,105 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
             for weight in layer.parameters():
                 if weight.requires_grad:
                     weight.register_post_accumulate_grad_hook(forget)
-        runner = StageRunner(build_segments(layers, start, lambda cut: [
-            spec for spec in live_tensors(table, cut) if cut > start or spec.name in read]), recompute=recompute)
+        runner = StageRunner(
+            build_segments(
+                layers,
+                start,
+                lambda cut: [
+                    spec for spec in live_tensors(table, cut) if cut > start or spec.name in read
+                ],
+            ),
+            recompute=recompute,
+        )
         with unset_fake_temporarily():
             batch = probe_batch(inputs, **SIZES[module])
             whole = state_at(table, start, inputs, batch, "meta")
-        batch = Batch(**{name: value if name.endswith("_seeds") else tree_map(moved, value)
-                         for name, value in vars(batch).items()})
+        batch = Batch(
+            **{
+                name: value if name.endswith("_seeds") else tree_map(moved, value)
+                for name, value in vars(batch).items()
+            }
+        )
         before = storages.peak_bytes = storages.alive_bytes
         for slot in range(flight):
-            made = {name: tensor.shape for name, tensor in
-                    runner.forward(slot, entering(whole), batch, lambda _: lambda: None).items()}
-        runner.backward(0, {name: torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-                            for name, shape in made.items()}, lambda _: lambda: None)
+            made = {
+                name: tensor.shape
+                for name, tensor in runner.forward(
+                    slot, entering(whole), batch, lambda _: lambda: None
+                ).items()
+            }
+        runner.backward(
+            0,
+            {
+                name: torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+                for name, shape in made.items()
+            },
+            lambda _: lambda: None,
+        )
         return storages.peak_bytes - before
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    """Of a mix in which every sequence brings each module exactly the work of `SIZES`; `_peak` counts no batch."""
+    """Of a mix in which every sequence brings each module exactly the work of `SIZES`; `_peak`
+    counts no batch."""
     run = Run(path=tmp_path_factory.mktemp("run") / "disttrain.yaml", file=run_file(MODULES))
     made = analytic_profile(run, "A800")
     inputs = describe(run)
     modules = {}
     for name, module in made.modules.items():
         work = probe_work(inputs, name, **SIZES[name])
-        costs = {kind: cost.model_copy(update={"tp": {
-            tp: shard.model_copy(update={"batch_bytes": Polynomial()}) for tp, shard in cost.tp.items()}})
-            for kind, cost in module.costs.items()}
-        modules[name] = module.model_copy(update={"work_per_sequence": work, "max_work_per_sequence": work,
-                                                  "costs": costs})
+        costs = {
+            kind: cost.model_copy(
+                update={
+                    "tp": {
+                        tp: shard.model_copy(update={"batch_bytes": Polynomial()})
+                        for tp, shard in cost.tp.items()
+                    }
+                }
+            )
+            for kind, cost in module.costs.items()
+        }
+        modules[name] = module.model_copy(
+            update={"work_per_sequence": work, "max_work_per_sequence": work, "costs": costs}
+        )
     return made.model_copy(update={"modules": modules})
 
 
-def planned(profile: Profile, module: str, layers: slice, tp: int, flight: int, recompute: bool) -> float:
+def planned(
+    profile: Profile, module: str, layers: slice, tp: int, flight: int, recompute: bool
+) -> float:
     """Bytes of activations and of what comes and goes on a stage with these layers of a module."""
-    counts = [layers.start, layers.stop - layers.start, len(profile.modules[module].layers) - layers.stop]
+    counts = [
+        layers.start,
+        layers.stop - layers.start,
+        len(profile.modules[module].layers) - layers.stop,
+    ]
     place, own = counts[0] > 0, [count for count in counts if count]
-    units = [UnitPlan(name=name, modules=[name], tp=tp if name == module else 1, pp=len(own) if name == module else 1,
-                      gpus=tp * len(own) if name == module else 1, checkpointing=recompute and name == module,
-                      layers_per_stage=own if name == module else [len(other.layers)])
-             for name, other in profile.modules.items()]
-    layout = Layout(global_batch_size=flight, microbatch_size=1, microbatches=flight, units=units,
-                    gpus_used=sum(unit.gpus for unit in units))
-    stage = next(stage for stage in layout_memory(profile, layout, 80.0)
-                 if (stage.unit, stage.stage) == (module, int(place)))
+    units = [
+        UnitPlan(
+            name=name,
+            modules=[name],
+            tp=tp if name == module else 1,
+            pp=len(own) if name == module else 1,
+            gpus=tp * len(own) if name == module else 1,
+            checkpointing=recompute and name == module,
+            layers_per_stage=own if name == module else [len(other.layers)],
+        )
+        for name, other in profile.modules.items()
+    ]
+    layout = Layout(
+        global_batch_size=flight,
+        microbatch_size=1,
+        microbatches=flight,
+        units=units,
+        gpus_used=sum(unit.gpus for unit in units),
+    )
+    stage = next(
+        stage
+        for stage in layout_memory(profile, layout, 80.0)
+        if (stage.unit, stage.stage) == (module, int(place))
+    )
     return GIB * (stage.activations_gib + stage.transient_gib)
 
 

@@ -14,12 +14,21 @@ def test_stages_with_other_tensors_over_their_cuts_differ(tmp_path: Path) -> Non
     """The last block of a diffusion transformer does not hand on what all blocks read."""
     run = write_run(tmp_path, tmp_path, modules=("llm", "refiner"))
     table = layer_table(run)
-    kinds = {module: [info.kind for info in table if info.module == module] for module in ("llm", "refiner")}
-    units = [unit("llm", ["llm"], [len(kinds["llm"])]), unit("refiner", ["refiner"], [1] * len(kinds["refiner"]))]
+    kinds = {
+        module: [info.kind for info in table if info.module == module]
+        for module in ("llm", "refiner")
+    }
+    units = [
+        unit("llm", ["llm"], [len(kinds["llm"])]),
+        unit("refiner", ["refiner"], [1] * len(kinds["refiner"])),
+    ]
     layout = plan_of(run, units, 6).plan
     assert layout.microbatches == 1  # so that all have as many slots in flight
     groups = distinct(stage_graph(layout, describe(run).llm), table, 1)
     blocks = [place for place, kind in enumerate(kinds["refiner"]) if kind == "block"]
-    of_blocks = [[stage.index for stage in group] for group in groups
-                 if group[0].unit.name == "refiner" and group[0].index in blocks]
+    of_blocks = [
+        [stage.index for stage in group]
+        for group in groups
+        if group[0].unit.name == "refiner" and group[0].index in blocks
+    ]
     assert len(blocks) == 2 and of_blocks == [[blocks[0]], [blocks[1]]]

@@ -1,4 +1,5 @@
-"""The engine of one rank that holds the whole model: freezing in the trace, memory, steps that are not finite."""
+"""The engine of one rank that holds the whole model: freezing in the trace, memory, steps that are
+not finite."""
 
 from __future__ import annotations
 
@@ -48,25 +49,45 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torc
 class Job:
     """An engine with its data; step by step."""
 
-    def __init__(self, world: tuple[Path, torch.device], name: str, trained: list[str] | None = None,
-                 modules: tuple[str, ...] = MODULES, **train: object) -> None:
+    def __init__(
+        self,
+        world: tuple[Path, torch.device],
+        name: str,
+        trained: list[str] | None = None,
+        modules: tuple[str, ...] = MODULES,
+        **train: object,
+    ) -> None:
         folder, device = world
-        self.run: Run = write_run(folder / name, folder / "data", name=name, modules=modules, global_batch_size=2,
-                                  **train)
+        self.run: Run = write_run(
+            folder / name, folder / "data", name=name, modules=modules, global_batch_size=2, **train
+        )
         model = self.run.file.model.model_copy(update={"trained": trained})
-        self.run = self.run.model_copy(update={"file": self.run.file.model_copy(update={"model": model})})
+        self.run = self.run.model_copy(
+            update={"file": self.run.file.model_copy(update={"model": model})}
+        )
         build_index(self.run, describe(self.run), silent)
         table = layer_table(self.run)
         plan = plan_of(self.run, [unit("all", list(modules), [len(table)])], 1)
         graph = stage_graph(plan.plan, "llm")
         place = graph.coords(0)
         now = wall_clock()
-        self.tracer = CountingTracer(folder / name / "traces", "test", place, now, print,
-                                     DeviceClock(now) if device.type == "cuda" else None)
+        self.tracer = CountingTracer(
+            folder / name / "traces",
+            "test",
+            place,
+            now,
+            print,
+            DeviceClock(now) if device.type == "cuda" else None,
+        )
         self.engine: UnitEngine = build_engine(self.run, plan, graph, place, device, self.tracer)
         orders = Orders(self.run.file, plan.plan, read_index(self.run, describe(self.run)))
-        self.loader = Loader(self.run, orders, unit="all", replica=0,
-                             fields={field for info in table for field in info.needs})
+        self.loader = Loader(
+            self.run,
+            orders,
+            unit="all",
+            replica=0,
+            fields={field for info in table for field in info.needs},
+        )
         self.fetch_of = fetcher(self.loader, device, message_dtype(self.run.file.train))
 
     def step(self, number: int, spoilt: bool = False) -> None:
@@ -77,13 +98,18 @@ class Job:
             batch = fetch(slot)
             assert batch.pixels is not None
             return replace(batch, pixels=[p * torch.nan for p in batch.pixels]) if spoilt else batch
+
         self.engine.run_step(order, given)
 
     def weights(self) -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in self.engine.module.parameters()]
 
     def moments(self) -> list[torch.Tensor]:
-        return [value.clone() for state in self.engine.basic_optimizer.state.values() for value in state.values()]
+        return [
+            value.clone()
+            for state in self.engine.basic_optimizer.state.values()
+            for value in state.values()
+        ]
 
     def __enter__(self) -> Job:
         return self
@@ -103,7 +129,9 @@ def test_a_frozen_module_has_no_backward_in_the_trace(world: tuple[Path, torch.d
         assert moved == [p.requires_grad for p in job.engine.module.parameters()]
 
 
-def test_skipped_steps_change_nothing_and_too_many_stop_the_run(world: tuple[Path, torch.device]) -> None:
+def test_skipped_steps_change_nothing_and_too_many_stop_the_run(
+    world: tuple[Path, torch.device],
+) -> None:
     with Job(world, "skip", on_bad_loss="skip") as job:
         job.step(0)
         before = job.weights()
@@ -121,24 +149,33 @@ def test_skipped_steps_change_nothing_and_too_many_stop_the_run(world: tuple[Pat
             job.step(3, spoilt=True)
 
 
-def test_a_device_without_memory_is_named_with_its_unit(world: tuple[Path, torch.device],
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_memory_is_named_with_its_unit(
+    world: tuple[Path, torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Job(world, "memory") as job:
         layer = job.engine.module.layers[-1]
 
         def too_much(*arguments: object) -> None:
             torch.empty(1 << 58, dtype=torch.uint8)
+
         monkeypatch.setattr(layer, "compute", too_much)
-        with pytest.raises(OutOfMemoryError, match=r"in the forward of slot 0: unit all, stage 0, replica 0"):
+        with pytest.raises(
+            OutOfMemoryError, match=r"in the forward of slot 0: unit all, stage 0, replica 0"
+        ):
             job.step(0)
 
 
-def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(world: tuple[Path, torch.device]) -> None:
+def test_deepspeed_splits_states_only_where_there_are_replicas_that_train(
+    world: tuple[Path, torch.device],
+) -> None:
     with Job(world, "config", zero_stage=1) as job:
         layout = job.engine.layout.model_copy(update={"zero_stage": 1})
         train = job.run.file.train
-        stages = {(dp, trains): deepspeed_config(train, layout, dp, trains)["zero_optimization"]["stage"]
-                  for dp in (1, 2) for trains in (True, False)}
+        stages = {
+            (dp, trains): deepspeed_config(train, layout, dp, trains)["zero_optimization"]["stage"]
+            for dp in (1, 2)
+            for trains in (True, False)
+        }
         assert stages == {(1, True): 0, (2, True): 1, (1, False): 0, (2, False): 0}
         half = train.model_copy(update={"precision": "bf16"})
         assert deepspeed_config(half, layout, 1)["zero_optimization"]["stage"] == 1

@@ -5,29 +5,61 @@ from __future__ import annotations
 import pytest
 import torch
 
-from disttrain_cli.runtime.engine.faults import OutOfMemoryError, memory_advice, not_finite, out_of_memory
+from disttrain_cli.runtime.engine.faults import (
+    OutOfMemoryError,
+    memory_advice,
+    not_finite,
+    out_of_memory,
+)
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 
 
 def _place(**unit: object) -> tuple[RankCoords, Layout]:
-    made = UnitPlan.model_validate({"name": "llm", "modules": ["llm"], "dp": 2, "pp": 2, "gpus": 4,
-                                    "layers_per_stage": [1, 2], **unit})
-    layout = Layout(global_batch_size=16, microbatch_size=4, microbatches=2, zero_stage=0, gpus_used=made.gpus,
-                    units=[made])
+    made = UnitPlan.model_validate(
+        {
+            "name": "llm",
+            "modules": ["llm"],
+            "dp": 2,
+            "pp": 2,
+            "gpus": 4,
+            "layers_per_stage": [1, 2],
+            **unit,
+        }
+    )
+    layout = Layout(
+        global_batch_size=16,
+        microbatch_size=4,
+        microbatches=2,
+        zero_stage=0,
+        gpus_used=made.gpus,
+        units=[made],
+    )
     return stage_graph(layout, "llm").coords(3), layout
 
 
-@pytest.mark.parametrize("error", [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
+    ],
+)
 def test_memory_that_runs_out_names_the_unit_and_what_helps(error: RuntimeError) -> None:
     place, layout = _place()
     with pytest.raises(OutOfMemoryError) as caught, out_of_memory(place, layout, "backward", 3):
         raise error
-    assert caught.value.what == "Out of memory in the backward of slot 3: unit llm, stage 1, replica 1"
+    assert (
+        caught.value.what == "Out of memory in the backward of slot 3: unit llm, stage 1, replica 1"
+    )
     assert "allocate" in caught.value.why and "more" not in caught.value.why
-    for word in ("microbatch_size: 2", "checkpointing: true for unit llm", "zero_stage: 1", "tp: 2", "disttrain plan"):
+    for word in (
+        "microbatch_size: 2",
+        "checkpointing: true for unit llm",
+        "zero_stage: 1",
+        "tp: 2",
+        "disttrain plan",
+    ):
         assert word in caught.value.next_step
 
 
@@ -50,8 +82,13 @@ def test_what_is_done_already_is_not_advised() -> None:
 
 
 def test_a_step_that_is_not_finite_names_module_losses_and_norm() -> None:
-    error = not_finite(12, {"text": float("nan"), "image": 0.5}, float("inf"), ("llm", "backward", 3), 0)
-    assert error.what == "Step 12 is not finite: llm made the first such number, in the backward of slot 3"
+    error = not_finite(
+        12, {"text": float("nan"), "image": 0.5}, float("inf"), ("llm", "backward", 3), 0
+    )
+    assert (
+        error.what
+        == "Step 12 is not finite: llm made the first such number, in the backward of slot 3"
+    )
     assert error.why == "text loss nan, image loss 0.5, gradient norm inf; nothing was saved"
     again = not_finite(12, {}, 1.0, ("llm", "gradients", 0), 10)
     assert again.what.startswith("Step 12, the last of 10 such steps in a row, is not finite: llm")

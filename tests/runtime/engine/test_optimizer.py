@@ -38,7 +38,9 @@ class Layer(PipelineLayer):
 
 
 def _train(**optimizer: object) -> TrainSpec:
-    return TrainSpec.model_validate({"global_batch_size": 1, "steps": 100, "optimizer": {"lr": 1e-2, **optimizer}})
+    return TrainSpec.model_validate(
+        {"global_batch_size": 1, "steps": 100, "optimizer": {"lr": 1e-2, **optimizer}}
+    )
 
 
 def test_only_matrices_and_embeddings_decay() -> None:
@@ -56,15 +58,28 @@ def test_one_part_of_a_divided_matrix_decays_like_the_whole() -> None:
 
 
 def test_groups_are_of_one_kind_each_and_leave_out_what_is_frozen() -> None:
-    llm, projector, still = Layer("llm"), Layer("image_encoder", "projector"), Layer("image_encoder")
+    llm, projector, still = (
+        Layer("llm"),
+        Layer("image_encoder", "projector"),
+        Layer("image_encoder"),
+    )
     still.requires_grad_(False)
     llm.linear.weight.shard = Shard(0, 1, 2, 1)  # type: ignore[attr-defined]
-    spec = OptimizerSpec.model_validate({"weight_decay": 0.1, "modules": {"projectors": {"lr": 0.5}}})
+    spec = OptimizerSpec.model_validate(
+        {"weight_decay": 0.1, "modules": {"projectors": {"lr": 0.5}}}
+    )
     groups = parameter_groups([still, projector, llm], spec)
-    assert [(g["name"], g["module"], g["tp_whole"], g["initial_lr"], g["weight_decay"]) for g in groups] == [
-        ("projectors/plain", "projectors", True, 0.5, 0.0), ("projectors/decay", "projectors", True, 0.5, 0.1),
-        ("llm/plain", "llm", True, 1e-3, 0.0), ("llm/decay/divided", "llm", False, 1e-3, 0.1)]
-    assert sum(len(g["params"]) for g in groups) == len(list(llm.parameters())) + len(list(projector.parameters()))
+    assert [
+        (g["name"], g["module"], g["tp_whole"], g["initial_lr"], g["weight_decay"]) for g in groups
+    ] == [
+        ("projectors/plain", "projectors", True, 0.5, 0.0),
+        ("projectors/decay", "projectors", True, 0.5, 0.1),
+        ("llm/plain", "llm", True, 1e-3, 0.0),
+        ("llm/decay/divided", "llm", False, 1e-3, 0.1),
+    ]
+    assert sum(len(g["params"]) for g in groups) == len(list(llm.parameters())) + len(
+        list(projector.parameters())
+    )
     assert make_optimizer([still], spec) is None
 
 
@@ -72,8 +87,13 @@ def test_a_projector_with_its_modules_own_norm_gives_that_to_the_module() -> Non
     layer = Layer("image_encoder", "projector")
     layer.published = {"norm": "post_layernorm"}
     spec = OptimizerSpec.model_validate({"modules": {"image_encoder": {"lr": 0.25}}})
-    assert {g["name"]: (g["initial_lr"], len(g["params"])) for g in parameter_groups([layer], spec)} == {
-        "projectors/decay": (1e-3, 1), "projectors/plain": (1e-3, 2), "image_encoder/plain": (0.25, 2)}
+    assert {
+        g["name"]: (g["initial_lr"], len(g["params"])) for g in parameter_groups([layer], spec)
+    } == {
+        "projectors/decay": (1e-3, 1),
+        "projectors/plain": (1e-3, 2),
+        "image_encoder/plain": (0.25, 2),
+    }
 
 
 def test_the_rate_warms_up_and_falls_to_its_end() -> None:
@@ -86,16 +106,25 @@ def test_the_rate_warms_up_and_falls_to_its_end() -> None:
 
 
 def test_steps_beyond_a_schedule_that_ends_at_zero_are_said() -> None:
-    train = _train(warmup_steps=10, schedule="cosine", modules={"eye": {"min_lr_fraction": 0.1}, "ear": {
-        "schedule": "constant"}})
-    file = SimpleNamespace(train=train, model=SimpleNamespace(trained_names=["eye", "ear", "llm", "projectors"]))
+    train = _train(
+        warmup_steps=10,
+        schedule="cosine",
+        modules={"eye": {"min_lr_fraction": 0.1}, "ear": {"schedule": "constant"}},
+    )
+    file = SimpleNamespace(
+        train=train, model=SimpleNamespace(trained_names=["eye", "ear", "llm", "projectors"])
+    )
     run = SimpleNamespace(file=file)
     [said] = beyond_schedule(run, 101)  # type: ignore[arg-type]
     assert said.startswith("warning: llm, projectors: the schedule ends at train.steps, 100, ")
     assert beyond_schedule(run, 100) == []  # type: ignore[arg-type]
 
 
-@given(warmup=st.integers(0, 50), end=st.floats(0, 1), schedule=st.sampled_from(["constant", "cosine", "linear"]))
+@given(
+    warmup=st.integers(0, 50),
+    end=st.floats(0, 1),
+    schedule=st.sampled_from(["constant", "cosine", "linear"]),
+)
 def test_rates_rise_then_never_rise_again(warmup: int, end: float, schedule: str) -> None:
     train = _train(warmup_steps=warmup, schedule=schedule, min_lr_fraction=end)
     rates = [learning_rate(train, "llm", step) for step in range(110)]
@@ -107,17 +136,22 @@ def test_rates_rise_then_never_rise_again(warmup: int, end: float, schedule: str
 
 
 def test_modules_follow_schedules_of_their_own() -> None:
-    train = _train(warmup_steps=4, modules={"projectors": {"lr": 1.0, "warmup_steps": 0, "schedule": "linear"}})
+    train = _train(
+        warmup_steps=4, modules={"projectors": {"lr": 1.0, "warmup_steps": 0, "schedule": "linear"}}
+    )
     optimizer = make_optimizer([Layer("llm"), Layer("llm", "projector")], train.optimizer)
     assert optimizer is not None
     engine = SimpleNamespace(optimizer=optimizer, train_spec=train)
     set_rates(engine, 1)  # type: ignore[arg-type]
     assert {group["module"]: group["lr"] for group in optimizer.param_groups} == {
-        "llm": pytest.approx(5e-3), "projectors": pytest.approx(0.99)}
+        "llm": pytest.approx(5e-3),
+        "projectors": pytest.approx(0.99),
+    }
 
 
 def test_shares_of_the_norm_add_up_over_replicas_and_tp_ranks() -> None:
-    """Two replicas of two TP ranks: every whole gradient is held four times, every divided one twice."""
+    """Two replicas of two TP ranks: every whole gradient is held four times, every divided one
+    twice."""
     total = torch.zeros((), dtype=torch.float64)
     for _replica in range(2):
         for rank in range(2):
@@ -138,10 +172,15 @@ def test_dropping_gradients_leaves_weights_and_moments() -> None:
     for _ in range(2):
         sum(p.square().sum() for p in layer.parameters()).backward()  # type: ignore[union-attr]
         optimizer.step()
-    before = [(p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in layer.parameters()]
+    before = [
+        (p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()})
+        for p in layer.parameters()
+    ]
     drop_gradients(optimizer)
     for parameter, (weight, state) in zip(layer.parameters(), before, strict=True):
         assert parameter.grad is None
         assert torch.equal(parameter, weight)
-        assert all(torch.equal(optimizer.state[parameter][key], value) for key, value in state.items())
+        assert all(
+            torch.equal(optimizer.state[parameter][key], value) for key, value in state.items()
+        )
     drop_gradients(None)

@@ -1,4 +1,5 @@
-"""A stage's forward and backward against plain autograd: freezing, recomputation, sums that are not finite."""
+"""A stage's forward and backward against plain autograd: freezing, recomputation, sums that are not
+finite."""
 
 from __future__ import annotations
 
@@ -21,8 +22,16 @@ class Linear(PipelineLayer):
 
     def __init__(self, module: str, number: int, reads: str, writes: str) -> None:
         super().__init__()
-        self.name, self.module, self.kind, self.owners = f"{module}.{number}", module, "block", frozenset({module})
-        self.reads, self.writes = (reads,) if reads else (), (TensorSpec(writes, "sequence", "tokens", (WIDTH,)),)
+        self.name, self.module, self.kind, self.owners = (
+            f"{module}.{number}",
+            module,
+            "block",
+            frozenset({module}),
+        )
+        self.reads, self.writes = (
+            (reads,) if reads else (),
+            (TensorSpec(writes, "sequence", "tokens", (WIDTH,)),),
+        )
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.forwards = 0
 
@@ -44,17 +53,28 @@ class Loss(Linear):
 
 
 def _layers() -> list[PipelineLayer]:
-    """Two encoders side by side, one of which the LLM reads together with its own embedding, and the loss."""
+    """Two encoders side by side, one of which the LLM reads together with its own embedding, and
+    the loss."""
     torch.manual_seed(0)
-    return [Linear("encoder", 0, "", "image"), Linear("encoder", 1, "image", "image"),
-            Linear("llm", 0, "image", "hidden"), Linear("llm", 1, "hidden", "hidden"), Loss("llm", 2, "hidden", "out")]
+    return [
+        Linear("encoder", 0, "", "image"),
+        Linear("encoder", 1, "image", "image"),
+        Linear("llm", 0, "image", "hidden"),
+        Linear("llm", 1, "hidden", "hidden"),
+        Loss("llm", 2, "hidden", "out"),
+    ]
 
 
 def _live(layers: list[PipelineLayer]) -> Callable[[int], list[TensorSpec]]:
     def live(cut: int) -> list[TensorSpec]:
         written = {spec.name: spec for layer in layers[:cut] for spec in layer.writes}
         wanted = {name for layer in layers[cut:] for name in layer.reads}
-        return [spec for name, spec in written.items() if name in wanted or (cut == len(layers) and name == "out")]
+        return [
+            spec
+            for name, spec in written.items()
+            if name in wanted or (cut == len(layers) and name == "out")
+        ]
+
     return live
 
 
@@ -64,10 +84,16 @@ def _flow(layers: list[PipelineLayer], trained: list[str] | None) -> GradientFlo
     return flow
 
 
-def _runner(layers: list[PipelineLayer], trained: list[str] | None, recompute: bool = False,
-            sums: Sums | None = None) -> StageRunner:
+def _runner(
+    layers: list[PipelineLayer],
+    trained: list[str] | None,
+    recompute: bool = False,
+    sums: Sums | None = None,
+) -> StageRunner:
     flow = _flow(layers, trained)
-    return StageRunner(build_segments(layers, 0, _live(layers), flow.carrying.__getitem__), recompute, sums)
+    return StageRunner(
+        build_segments(layers, 0, _live(layers), flow.carrying.__getitem__), recompute, sums
+    )
 
 
 def _untimed(module: str) -> Callable[[], None]:
@@ -77,7 +103,9 @@ def _untimed(module: str) -> Callable[[], None]:
 def _train(runner: StageRunner, given: Tensor) -> float:
     batch = Batch(image_grids=[], cache={"input": given})
     outputs = runner.forward(0, {}, batch, _untimed)
-    runner.backward(0, {name: torch.ones_like(tensor) for name, tensor in outputs.items()}, _untimed)
+    runner.backward(
+        0, {name: torch.ones_like(tensor) for name, tensor in outputs.items()}, _untimed
+    )
     loss = float(runner.losses["text"])
     runner.losses.clear()
     return loss
@@ -122,12 +150,15 @@ def test_a_still_module_keeps_nothing_and_is_not_recomputed() -> None:
     def timed(module: str) -> Callable[[], None]:
         seen.append(module)
         return lambda: None
+
     batch = Batch(image_grids=[], cache={"input": torch.randn(3, WIDTH)})
     outputs = runner.forward(0, {}, batch, timed)
     assert [segment.still for segment in runner.segments] == [True, False]
     assert len(runner.in_flight[0]) == 1
     assert not runner.in_flight[0][0].inputs  # nothing trains before the LLM
-    assert runner.backward(0, {name: torch.ones_like(t) for name, t in outputs.items()}, timed) == {}
+    assert (
+        runner.backward(0, {name: torch.ones_like(t) for name, t in outputs.items()}, timed) == {}
+    )
     assert seen == ["encoder", "llm", "llm"]
     assert [layer.forwards for layer in layers] == [1, 1, 2, 2, 2]  # type: ignore[union-attr, misc]
 
@@ -146,5 +177,10 @@ def test_sums_are_noted_in_the_order_of_computation() -> None:
         layers[3].linear.weight[0, 0] = torch.nan  # type: ignore[union-attr, index]
     _train(_runner(layers, None, sums=sums), given)
     order = sorted(sums.found, key=lambda note: note[:3])
-    assert [(note[0], note[3]) for note in order] == [(0, "encoder"), (0, "llm"), (0, "llm"), (1, "llm")]
+    assert [(note[0], note[3]) for note in order] == [
+        (0, "encoder"),
+        (0, "llm"),
+        (0, "llm"),
+        (1, "llm"),
+    ]
     assert [bool(torch.isfinite(note[4])) for note in order] == [True, False, False, False]

@@ -1,4 +1,5 @@
-"""Steps on a GPU in which every wait of the host for its device is an error but the one that a step has."""
+"""Steps on a GPU in which every wait of the host for its device is an error but the one that a step
+has."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ from disttrain_cli.models.host import read, waiting
 from disttrain_cli.runtime.launching.process import joined
 from tests.runtime.engine.test_engine import Job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 MODULES = ("image_encoder", "llm", "image_generator")
 
 
@@ -50,9 +54,17 @@ def test_only_what_may_wait_does(world: tuple[Path, torch.device], strict: None)
     assert torch.cuda.get_sync_debug_mode() == 2
 
 
-@pytest.mark.parametrize(("name", "train"), [
-    ("fp32", {}), ("bf16", {"precision": "bf16", "zero_stage": 1}), ("skipping", {"on_bad_loss": "skip"})])
-def test_a_step_waits_once(world: tuple[Path, torch.device], strict: None, name: str, train: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        ("fp32", {}),
+        ("bf16", {"precision": "bf16", "zero_stage": 1}),
+        ("skipping", {"on_bad_loss": "skip"}),
+    ],
+)
+def test_a_step_waits_once(
+    world: tuple[Path, torch.device], strict: None, name: str, train: dict[str, object]
+) -> None:
     with Job(world, name, modules=MODULES, **train) as job:
         job.step(0)  # libraries load
         torch.cuda.set_sync_debug_mode("error")
@@ -60,7 +72,10 @@ def test_a_step_waits_once(world: tuple[Path, torch.device], strict: None, name:
             job.tracer.step = step
             job.step(step)
             job.tracer.end_step()
-            assert all(loss > 0 for loss in job.engine.step_losses.values()) and job.engine.grad_norm() > 0
+            assert (
+                all(loss > 0 for loss in job.engine.step_losses.values())
+                and job.engine.grad_norm() > 0
+            )
         order = job.loader.order(4)
         assert job.engine.evaluate(order, job.fetch_of(order))["text"] > 0
         torch.cuda.set_sync_debug_mode("default")
@@ -70,5 +85,9 @@ def test_a_step_waits_once(world: tuple[Path, torch.device], strict: None, name:
         job.tracer.close()
         rows = pq.read_table(world[0] / name / "traces" / "rank-00000").to_pylist()
     assert [row["step"] for row in rows if row["operation"] == "step"] == [0, 1, 2, 3]
-    assert all(row["start_ns"] < row["end_ns"] for row in rows if row["operation"] in ("forward", "backward", "step"))
+    assert all(
+        row["start_ns"] < row["end_ns"]
+        for row in rows
+        if row["operation"] in ("forward", "backward", "step")
+    )
     assert all(before["end_ns"] <= after["start_ns"] for before, after in pairwise(rows))

@@ -16,8 +16,13 @@ from disttrain_cli.runtime.launching.process import rendezvous
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Write how many descriptors were open before the rendezvous, after it, and with a whole and a lazy group."""
-    rank, size, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), psutil.Process().num_fds
+    """Write how many descriptors were open before the rendezvous, after it, and with a whole and a
+    lazy group."""
+    rank, size, count = (
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+        psutil.Process().num_fds,
+    )
     torch.set_num_threads(1)
     told = {"before": count() - (rank == 0)}  # the socket on which rank 0 will serve
     store = rendezvous(timedelta(seconds=120))

@@ -17,7 +17,8 @@ from disttrain_cli.spec.rundir import pulses
 
 
 def stuck(payload: dict[str, Any]) -> None:
-    """Rank 0 fails, and what it leaves open never closes. Rank 1 hears of it by the verdict only."""
+    """Rank 0 fails, and what it leaves open never closes. Rank 1 hears of it by the verdict
+    only."""
     ending.CLOSING_S, ending.STUCK_S = 0.5, 1
     rank = int(os.environ["RANK"])
     with ExitStack() as stack, told_at_once():
@@ -32,7 +33,9 @@ def late(payload: dict[str, Any]) -> None:
     """A wait that knows no limit, behind one that ended in time."""
     with ending.within(60.0, lambda: DisttrainError("not this one")):
         pass
-    with ending.within(0.2, lambda: DisttrainError("nccl did not connect all 2 ranks", "a host", "Look there.")):
+    with ending.within(
+        0.2, lambda: DisttrainError("nccl did not connect all 2 ranks", "a host", "Look there.")
+    ):
         threading.Event().wait()
 
 

@@ -15,12 +15,16 @@ from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.launching import join
 
 #: Text of the error: of several lines, as those of compilers and drivers are.
-TEXT = "the kernel refused\n  File \"kernel.cu\", line 3\n\nwith an empty line and ünïcode"
+TEXT = 'the kernel refused\n  File "kernel.cu", line 3\n\nwith an empty line and ünïcode'
 #: Where it happens: what is replaced, and in which of its calls.
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "joining": (join, "rendezvous", 1), "met": (join, "joined", 1), "building": (worker, "build_engine", 1),
-    "preflight": (worker, "check_groups", 1), "step": (UnitEngine, "_forward", 3),
-    "checkpoint": (Saver, "_copy", 1)}
+    "joining": (join, "rendezvous", 1),
+    "met": (join, "joined", 1),
+    "building": (worker, "build_engine", 1),
+    "preflight": (worker, "check_groups", 1),
+    "step": (UnitEngine, "_forward", 3),
+    "checkpoint": (Saver, "_copy", 1),
+}
 
 
 def before_fork(payload: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""A training job whose starter believes in eight CUDA devices and fails when any of them is touched before the fork.
+"""A training job whose starter believes in eight CUDA devices and fails when any of them is touched
+before the fork.
 
-A process that has called the CUDA driver leaves its children with one that does not work. Counting devices by NVML
-(torch does where PYTORCH_NVML_BASED_CUDA_CHECK says so) is no such call; counting them by the CUDA runtime, as torch
-does where there is no NVML, is.
+A process that has called the CUDA driver leaves its children with one that does not work. Counting
+devices by NVML (torch does where PYTORCH_NVML_BASED_CUDA_CHECK says so) is no such call; counting
+them by the CUDA runtime, as torch does where there is no NVML, is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ def touched(*given: Any, **more: Any) -> NoReturn:
 torch.cuda._is_compiled = lambda: True  # type: ignore[assignment]
 torch.cuda._device_count_nvml = lambda: int(os.environ["NVML_COUNT"])  # type: ignore[assignment]
 torch.cuda._lazy_init = touched  # type: ignore[assignment]
-for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_setDevice", "_cuda_getDevice", "_cuda_getCurrentRawStream"):
+for name in (
+    "_cuda_init",
+    "_cuda_getDeviceCount",
+    "_cuda_setDevice",
+    "_cuda_getDevice",
+    "_cuda_getCurrentRawStream",
+):
     setattr(torch._C, name, touched)
 
 from deepspeed.accelerator import get_accelerator  # noqa: E402

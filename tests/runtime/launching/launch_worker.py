@@ -30,7 +30,9 @@ def fail(payload: dict[str, Any]) -> None:
 def refuse(payload: dict[str, Any]) -> None:
     """Fail with more to say than a pipe takes at once."""
     if os.environ["RANK"] == payload["rank"]:
-        raise DisttrainError("The checkpoint could not be written", "rank 0: No space left\n" * 1000, "Free some.")
+        raise DisttrainError(
+            "The checkpoint could not be written", "rank 0: No space left\n" * 1000, "Free some."
+        )
     time.sleep(600)
 
 
@@ -42,7 +44,12 @@ def killed(payload: dict[str, Any]) -> None:
 
 def launcher(payload: dict[str, Any]) -> None:
     """A launcher of its own, to be killed."""
-    launch(1, "tests.runtime.launching.launch_worker:report_and_wait", payload, Path(payload["folder"], "inner"))
+    launch(
+        1,
+        "tests.runtime.launching.launch_worker:report_and_wait",
+        payload,
+        Path(payload["folder"], "inner"),
+    )
 
 
 def report_and_wait(payload: dict[str, Any]) -> None:
@@ -60,18 +67,26 @@ def listening(payload: dict[str, Any]) -> None:
         import torch
 
         torch.distributed.all_reduce(torch.ones(1))
-        found = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        found = [
+            c.laddr.ip
+            for c in psutil.Process().net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        ]
         Path(payload["folder"], os.environ["RANK"]).write_text(" ".join(found))
         torch.distributed.barrier()
 
 
 def hanging(payload: dict[str, Any]) -> None:
-    """Three stages of one rank: the last waits for the middle one, which stops, waits for the last, or computes."""
+    """Three stages of one rank: the last waits for the middle one, which stops, waits for the last,
+    or computes."""
     from disttrain_cli.runtime.launching.process import joined
     from disttrain_cli.runtime.watching.pulse import Pulse, read_state
 
     rank, how = int(os.environ["RANK"]), payload["how"]
-    with Pulse(Path(payload["pulses"]), rank, payload["hang_s"]).beating() as pulse, joined("cpu", 60.0):
+    with (
+        Pulse(Path(payload["pulses"]), rank, payload["hang_s"]).beating() as pulse,
+        joined("cpu", 60.0),
+    ):
         import torch
 
         torch.distributed.barrier()
@@ -86,7 +101,9 @@ def hanging(payload: dict[str, Any]) -> None:
             torch.distributed.recv(torch.ones(1), 2)
         else:
             pulse.begin("forward", 5, 3, "llm")
-            while (told := read_state(Path(payload["pulses"]), rank)) is None or told.operation != "forward":
+            while (
+                told := read_state(Path(payload["pulses"]), rank)
+            ) is None or told.operation != "forward":
                 time.sleep(0.01)
             if how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -94,10 +111,18 @@ def hanging(payload: dict[str, Any]) -> None:
 
 
 def emitted(payload: dict[str, Any]) -> None:
-    """A rank that others start: write what it was told, and stop, fail or end as the payload's file says."""
+    """A rank that others start: write what it was told, and stop, fail or end as the payload's file
+    says."""
     rank, folder = os.environ["RANK"], Path(payload["logs"])
-    names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DISTTRAIN_HOSTS", "DISTTRAIN_WORKERS",
-             "GLOO_SOCKET_IFNAME")
+    names = (
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "DISTTRAIN_HOSTS",
+        "DISTTRAIN_WORKERS",
+        "GLOO_SOCKET_IFNAME",
+    )
     told = {name: os.environ.get(name) for name in names}
     told["start"] = json.loads(Path(payload["start_file"]).read_text())
     write_whole(folder / f"told-{rank}.json", json.dumps(told))

@@ -1,4 +1,5 @@
-"""Which device a rank takes, and when NCCL can be used, over the ways in which ranks are given devices."""
+"""Which device a rank takes, and when NCCL can be used, over the ways in which ranks are given
+devices."""
 
 from __future__ import annotations
 
@@ -9,44 +10,83 @@ import pytest
 import torch
 
 from disttrain_cli.errors import DisttrainError, SpecError
-from disttrain_cli.runtime.launching.devices import choose_backend, device_index, identity, rank_device
+from disttrain_cli.runtime.launching.devices import (
+    choose_backend,
+    device_index,
+    identity,
+    rank_device,
+)
 
 
-@pytest.mark.parametrize(("environment", "visible", "index"), [
-    ({"LOCAL_RANK": "5"}, 8, 5),
-    ({"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "5"}, 1, 0),  # --gpus-per-task=1
-    ({"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "MIG-0a,MIG-0b"}, 1, 0),  # CUDA shows one part of a device
-    ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"}, 4, 3),
-    ({"LOCAL_RANK": "5"}, 2, 1),  # shared
-    ({"SLURM_LOCALID": "3"}, 4, 3),
-    ({"LOCAL_RANK": "1", "SLURM_LOCALID": "3"}, 4, 1),  # torchrun started by srun
-    ({"LOCAL_RANK": "0"}, 1, 0)])
-def test_a_rank_takes_the_device_of_its_number(environment: dict[str, str], visible: int, index: int) -> None:
+@pytest.mark.parametrize(
+    ("environment", "visible", "index"),
+    [
+        ({"LOCAL_RANK": "5"}, 8, 5),
+        (
+            {"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "5"},
+            1,
+            0,
+        ),  # --gpus-per-task=1
+        (
+            {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "MIG-0a,MIG-0b"},
+            1,
+            0,
+        ),  # CUDA shows one part of a device
+        ({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c,GPU-d"}, 4, 3),
+        ({"LOCAL_RANK": "5"}, 2, 1),  # shared
+        ({"SLURM_LOCALID": "3"}, 4, 3),
+        ({"LOCAL_RANK": "1", "SLURM_LOCALID": "3"}, 4, 1),  # torchrun started by srun
+        ({"LOCAL_RANK": "0"}, 1, 0),
+    ],
+)
+def test_a_rank_takes_the_device_of_its_number(
+    environment: dict[str, str], visible: int, index: int
+) -> None:
     assert device_index(environment, visible) == index
 
 
-@pytest.mark.parametrize("environment", [{}, {"RANK": "3"}, {"LOCAL_RANK": ""}, {"LOCAL_RANK": "-1"},
-                                         {"LOCAL_RANK": "two"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"RANK": "3"}, {"LOCAL_RANK": ""}, {"LOCAL_RANK": "-1"}, {"LOCAL_RANK": "two"}],
+)
 def test_a_rank_without_a_number_is_told(environment: dict[str, str]) -> None:
     with pytest.raises(SpecError, match="does not know its number") as caught:
         device_index(environment, 8)
     assert "LOCAL_RANK" in caught.value.why and "--emit" in caught.value.next_step
 
 
-@pytest.mark.parametrize("environment", [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}])
+@pytest.mark.parametrize(
+    "environment", [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}]
+)
 def test_no_visible_device_is_told(environment: dict[str, str]) -> None:
     with pytest.raises(DisttrainError, match="There is no CUDA device on") as caught:
         device_index(environment, 0)
-    assert ("CUDA_VISIBLE_DEVICES: ''" in caught.value.why) == ("CUDA_VISIBLE_DEVICES" in environment)
+    assert ("CUDA_VISIBLE_DEVICES: ''" in caught.value.why) == (
+        "CUDA_VISIBLE_DEVICES" in environment
+    )
 
 
-@pytest.mark.parametrize(("found", "share", "backend"), [
-    ([("a", "01:00"), ("a", "02:00"), ("b", "01:00"), ("b", "02:00")], False, "nccl"),  # equal places on two hosts
-    ([("a", "01:00"), ("a", "02:00")], True, "nccl"),  # nobody has to share
-    ([("a", "01:00"), ("a", "01:00"), ("b", "01:00")], True, "gloo"),  # one host shares, so all talk over gloo
-    ([("a", ""), ("a", "")], False, "gloo"), ([("a", "01:00")], False, "nccl")])
-def test_the_backend_follows_from_who_has_which_device(found: list[tuple[str, str]], share: bool,
-                                                       backend: str) -> None:
+@pytest.mark.parametrize(
+    ("found", "share", "backend"),
+    [
+        (
+            [("a", "01:00"), ("a", "02:00"), ("b", "01:00"), ("b", "02:00")],
+            False,
+            "nccl",
+        ),  # equal places on two hosts
+        ([("a", "01:00"), ("a", "02:00")], True, "nccl"),  # nobody has to share
+        (
+            [("a", "01:00"), ("a", "01:00"), ("b", "01:00")],
+            True,
+            "gloo",
+        ),  # one host shares, so all talk over gloo
+        ([("a", ""), ("a", "")], False, "gloo"),
+        ([("a", "01:00")], False, "nccl"),
+    ],
+)
+def test_the_backend_follows_from_who_has_which_device(
+    found: list[tuple[str, str]], share: bool, backend: str
+) -> None:
     assert choose_backend(found, share) == backend
 
 
@@ -54,16 +94,21 @@ def test_a_device_that_two_ranks_were_given_is_named_before_nccl_sees_it() -> No
     found = [("a", f"0000:{rank % 2:02x}:00") for rank in range(12)] + [("b", "0000:01:00")]
     with pytest.raises(DisttrainError, match="Several ranks have the same CUDA device") as caught:
         choose_backend(found, False)
-    assert caught.value.why == ("ranks 0, 2, 4, 6, … on a: 0000:00:00\nranks 1, 3, 5, 7, … on a: 0000:01:00")
+    assert caught.value.why == (
+        "ranks 0, 2, 4, 6, … on a: 0000:00:00\nranks 1, 3, 5, 7, … on a: 0000:01:00"
+    )
     assert "cluster.device: cuda" in caught.value.next_step
 
 
 def test_a_device_is_known_by_its_place_and_where_torch_does_not_tell_it_by_its_name(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def known(**what: Any) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-b", **what))
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="a-b", **what)
+        )
 
-    known(pci_domain_id=1, pci_bus_id=0xc7, pci_device_id=0)
+    known(pci_domain_id=1, pci_bus_id=0xC7, pci_device_id=0)
     assert identity(torch.device("cuda", 0)) == "0001:c7:00"
     known()
     assert identity(torch.device("cuda", 0)) == "GPU-a-b"

@@ -1,4 +1,5 @@
-"""Scripts that start ranks elsewhere: what they say, that shellcheck likes them, and that they do start ranks."""
+"""Scripts that start ranks elsewhere: what they say, that shellcheck likes them, and that they do
+start ranks."""
 
 from __future__ import annotations
 
@@ -38,8 +39,15 @@ from tests.commands.conftest import MODULES, make_profile
 from tests.runtime.factory import make_job, plan_of, unit
 
 ROOT = Path(__file__).parents[3]
-SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-PROTECTED = {"tls_ca": "ca.pem", "tls_cert": "{host}.pem", "tls_key": "{host}.key", "token_file": "token"}
+SHELLCHECK = shutil.which(
+    "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+)
+PROTECTED = {
+    "tls_ca": "ca.pem",
+    "tls_cert": "{host}.pem",
+    "tls_key": "{host}.key",
+    "token_file": "token",
+}
 
 
 def make_run(folder: Path, cluster: dict[str, Any], **sections: Any) -> tuple[Run, Plan, Profile]:
@@ -57,23 +65,48 @@ def make_run(folder: Path, cluster: dict[str, Any], **sections: Any) -> tuple[Ru
 
 def graph_of(*shapes: tuple[int, int]) -> StageGraph:
     """One unit with one stage for every (TP, DP)."""
-    units = [UnitPlan(name=f"u{number}", modules=[f"m{number}"], tp=tp, dp=dp, gpus=tp * dp, layers_per_stage=[1])
-             for number, (tp, dp) in enumerate(shapes)]
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, units=units,
-                    gpus_used=sum(each.gpus for each in units))
+    units = [
+        UnitPlan(
+            name=f"u{number}",
+            modules=[f"m{number}"],
+            tp=tp,
+            dp=dp,
+            gpus=tp * dp,
+            layers_per_stage=[1],
+        )
+        for number, (tp, dp) in enumerate(shapes)
+    ]
+    layout = Layout(
+        global_batch_size=1,
+        microbatch_size=1,
+        microbatches=1,
+        units=units,
+        gpus_used=sum(each.gpus for each in units),
+    )
     return stage_graph(layout, "m0")
 
 
-# ---- hosts -------------------------------------------------------------------------------------------------------
+# ---- hosts
+# --------------------------------------------------------------------------------------------------
 def test_a_hostfile_gives_names_and_slots(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("# ours\nworker-1 slots=8\n\nworker-2   slots=4  # half\n10.0.0.3 slots=1\n")
+    (tmp_path / "hosts").write_text(
+        "# ours\nworker-1 slots=8\n\nworker-2   slots=4  # half\n10.0.0.3 slots=1\n"
+    )
     assert read_hostfile(tmp_path / "hosts") == [("worker-1", 8), ("worker-2", 4), ("10.0.0.3", 1)]
 
 
-@pytest.mark.parametrize(("text", "named"), [
-    ("worker-1 slots=8\nworker-1 slots=8\n", "twice"), ("worker-1\n", "line 1"), ("a slots=0\n", "line 1"),
-    ("a;reboot slots=8\n", "line 1"), ("a slots=8\n$(b) slots=8\n", "line 2"), ("-oProxy slots=8\n", "line 1"),
-    ("# none\n", "no host")])
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("worker-1 slots=8\nworker-1 slots=8\n", "twice"),
+        ("worker-1\n", "line 1"),
+        ("a slots=0\n", "line 1"),
+        ("a;reboot slots=8\n", "line 1"),
+        ("a slots=8\n$(b) slots=8\n", "line 2"),
+        ("-oProxy slots=8\n", "line 1"),
+        ("# none\n", "no host"),
+    ],
+)
 def test_a_wrong_hostfile_is_refused_by_line(tmp_path: Path, text: str, named: str) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(SpecError, match=named):
@@ -85,10 +118,17 @@ def test_a_missing_hostfile_is_named(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "none")
 
 
-@given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5)), min_size=1, max_size=4),
-       st.lists(st.integers(1, 12), min_size=1, max_size=8))
-def test_ranks_fill_hosts_in_order_and_no_tp_group_is_divided(shapes: list[tuple[int, int]], slots: list[int]) -> None:
-    placed_on, wanted = [Host(f"h{number}", count) for number, count in enumerate(slots)], graph_of(*shapes)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+)
+def test_ranks_fill_hosts_in_order_and_no_tp_group_is_divided(
+    shapes: list[tuple[int, int]], slots: list[int]
+) -> None:
+    placed_on, wanted = (
+        [Host(f"h{number}", count) for number, count in enumerate(slots)],
+        graph_of(*shapes),
+    )
     try:
         nodes = place_ranks(wanted, placed_on)
     except SpecError as error:
@@ -110,44 +150,83 @@ def test_too_few_slots_are_refused_with_both_numbers() -> None:
     assert "TP group (up to 4)" in caught.value.why
 
 
-# ---- what is written ---------------------------------------------------------------------------------------------
+# ---- what is written
+# ---------------------------------------------------------------------------------------------
 def shellcheck(*options: str) -> None:
     assert SHELLCHECK is not None, "shellcheck comes with the extra dev"
     found = subprocess.run([SHELLCHECK, *options], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
 
 
-def test_every_script_passes_shellcheck_also_with_names_that_a_shell_takes_apart(tmp_path: Path) -> None:
+def test_every_script_passes_shellcheck_also_with_names_that_a_shell_takes_apart(
+    tmp_path: Path,
+) -> None:
     strange = tmp_path / "a 'run' $(touch owned)"
     strange.mkdir()
     hosts = {"nodes": 2, "hostfile": "hosts", "interface": "eth0", "slurm": {"setup": "my env.sh"}}
     (strange / "hosts").write_text("worker-1 slots=3\nworker-2 slots=3\n")
     run, plan, profile = make_run(strange, hosts)
     written = emit_torchrun(run, plan, profile, strange / "out", steps=3)
-    shellcheck("--exclude=SC2016", *written.scripts)  # the dollar of our own folder, in single quotes
-    assert written.commands[1].startswith("ssh worker-2 ") and "--node-rank=1" in Path(written.scripts[1]).read_text()
+    shellcheck(
+        "--exclude=SC2016", *written.scripts
+    )  # the dollar of our own folder, in single quotes
+    assert (
+        written.commands[1].startswith("ssh worker-2 ")
+        and "--node-rank=1" in Path(written.scripts[1]).read_text()
+    )
     assert not list(ROOT.glob("owned")) and not list(tmp_path.glob("**/owned"))
 
     plain = tmp_path / "plain"
     plain.mkdir()
     for cluster, preprocess in (
-            ({"nodes": 2}, {}), ({"nodes": 3, "gpus_per_node": 2, "cpu_nodes": 2}, PROTECTED), ({"nodes": 2,
-             "gpus_per_node": 4, "device": "auto", "slurm": {"options": ["--exclusive"]}}, {})):
+        ({"nodes": 2}, {}),
+        ({"nodes": 3, "gpus_per_node": 2, "cpu_nodes": 2}, PROTECTED),
+        (
+            {
+                "nodes": 2,
+                "gpus_per_node": 4,
+                "device": "auto",
+                "slurm": {"options": ["--exclusive"]},
+            },
+            {},
+        ),
+    ):
         run, plan, profile = make_run(plain, cluster, preprocess=preprocess)
         written = emit_slurm(run, plan, profile, plain / "out", plan_file=run.dir.plan, steps=3)
         shellcheck(*written.scripts)
 
 
 def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
-    cluster = {"nodes": 2, "gpus_per_node": 3, "device": "auto", "cpu_nodes": 4, "cpu_node_cores": 32, "slurm": {
-        "partition": "gpu", "cpu_partition": "cpu", "account": "me", "time": "1-00:00:00", "signal_s": 600,
-        "options": ["--constraint=h200"]}}
+    cluster = {
+        "nodes": 2,
+        "gpus_per_node": 3,
+        "device": "auto",
+        "cpu_nodes": 4,
+        "cpu_node_cores": 32,
+        "slurm": {
+            "partition": "gpu",
+            "cpu_partition": "cpu",
+            "account": "me",
+            "time": "1-00:00:00",
+            "signal_s": 600,
+            "options": ["--constraint=h200"],
+        },
+    }
     run, plan, profile = make_run(tmp_path, cluster, preprocess=PROTECTED)
     written = emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3)
     text = Path(written.scripts[0]).read_text()
     gpus, cpus = text.split("#SBATCH hetjob")
-    for option in ("--requeue", "--signal=B:USR1@600", "--time=1-00:00:00", "--partition=gpu", "--account=me",
-                   "--nodes=2", "--ntasks-per-node=3", "--gpus-per-node=3", "--constraint=h200"):
+    for option in (
+        "--requeue",
+        "--signal=B:USR1@600",
+        "--time=1-00:00:00",
+        "--partition=gpu",
+        "--account=me",
+        "--nodes=2",
+        "--ntasks-per-node=3",
+        "--gpus-per-node=3",
+        "--constraint=h200",
+    ):
         assert f"#SBATCH {option}\n" in gpus
     for option in ("--partition=cpu", "--account=me", "--nodes=4", "--cpus-per-task=32"):
         assert f"#SBATCH {option}\n" in cpus
@@ -158,32 +237,53 @@ def test_slurm_is_asked_for_both_components(tmp_path: Path) -> None:
     assert job.ranks == 6 and job.payload["steps"] == 3 and job.payload["resume"] is False
 
 
-@pytest.mark.parametrize(("cluster", "preprocess", "cores"), [
-    ({"device": "cpu"}, {"workers": 1}, 3), ({"device": "cpu"}, {"workers": 6}, 8),
-    ({"device": "auto"}, {"workers": 6}, 10), ({"device": "auto", "node_cores": 96}, {"workers": 6}, 12),
-    ({"device": "auto", "node_cores": 80}, {"workers": 6}, 10),
-    ({"device": "auto", "cpu_nodes": 1}, PROTECTED | {"workers": 6}, 5),  # other nodes decode
-    ({"device": "auto"}, {"addresses": ["grpc://127.0.0.1:8815"], "workers": 6}, 5)])
-def test_a_rank_gets_the_cores_that_it_needs_or_its_share(tmp_path: Path, cluster: dict[str, Any],
-                                                          preprocess: dict[str, Any], cores: int) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "preprocess", "cores"),
+    [
+        ({"device": "cpu"}, {"workers": 1}, 3),
+        ({"device": "cpu"}, {"workers": 6}, 8),
+        ({"device": "auto"}, {"workers": 6}, 10),
+        ({"device": "auto", "node_cores": 96}, {"workers": 6}, 12),
+        ({"device": "auto", "node_cores": 80}, {"workers": 6}, 10),
+        ({"device": "auto", "cpu_nodes": 1}, PROTECTED | {"workers": 6}, 5),  # other nodes decode
+        ({"device": "auto"}, {"addresses": ["grpc://127.0.0.1:8815"], "workers": 6}, 5),
+    ],
+)
+def test_a_rank_gets_the_cores_that_it_needs_or_its_share(
+    tmp_path: Path, cluster: dict[str, Any], preprocess: dict[str, Any], cores: int
+) -> None:
     run, plan, profile = make_run(tmp_path, {"gpus_per_node": 8} | cluster, preprocess=preprocess)
     written = emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3)
     text = Path(written.scripts[0]).read_text()
-    assert f"#SBATCH --cpus-per-task={cores}\n" in text and f"${{SLURM_CPUS_PER_TASK:-{cores}}}" in text
+    assert (
+        f"#SBATCH --cpus-per-task={cores}\n" in text
+        and f"${{SLURM_CPUS_PER_TASK:-{cores}}}" in text
+    )
     shellcheck(*written.scripts)
 
 
-@pytest.mark.parametrize(("cores", "remedy"), [(72, "preprocess.workers: 5"), (32, "cluster.cpu_nodes")])
-def test_a_node_with_too_few_cores_is_refused_with_what_helps(tmp_path: Path, cores: int, remedy: str) -> None:
-    run, plan, profile = make_run(tmp_path, {"gpus_per_node": 8, "device": "auto", "node_cores": cores},
-                                  preprocess={"workers": 6})
-    with pytest.raises(SpecError, match=f"10 cores busy, and its share of a node is {cores // 8}") as caught:
+@pytest.mark.parametrize(
+    ("cores", "remedy"), [(72, "preprocess.workers: 5"), (32, "cluster.cpu_nodes")]
+)
+def test_a_node_with_too_few_cores_is_refused_with_what_helps(
+    tmp_path: Path, cores: int, remedy: str
+) -> None:
+    run, plan, profile = make_run(
+        tmp_path,
+        {"gpus_per_node": 8, "device": "auto", "node_cores": cores},
+        preprocess={"workers": 6},
+    )
+    with pytest.raises(
+        SpecError, match=f"10 cores busy, and its share of a node is {cores // 8}"
+    ) as caught:
         emit_slurm(run, plan, profile, tmp_path, plan_file=run.dir.plan, steps=1)
     assert remedy in caught.value.next_step
 
 
 def test_preprocessing_nodes_without_protection_are_refused(tmp_path: Path) -> None:
-    run, plan, profile = make_run(tmp_path, {"nodes": 2, "cpu_nodes": 1}, preprocess={"token_file": "token"})
+    run, plan, profile = make_run(
+        tmp_path, {"nodes": 2, "cpu_nodes": 1}, preprocess={"token_file": "token"}
+    )
     with pytest.raises(SpecError) as caught:
         emit_slurm(run, plan, profile, tmp_path, plan_file=run.dir.plan, steps=1)
     assert "tls_ca, tls_cert, tls_key" in caught.value.why
@@ -199,7 +299,8 @@ def test_torchrun_needs_names_of_hosts(tmp_path: Path) -> None:
         emit_torchrun(run, plan, profile, tmp_path, steps=1)
 
 
-# ---- that it runs ------------------------------------------------------------------------------------------------
+# ---- that it runs
+# ------------------------------------------------------------------------------------------------
 @pytest.fixture
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
@@ -211,9 +312,15 @@ def start_script(environment: dict[str, str]) -> Iterator[Callable[..., subproce
     started: list[subprocess.Popen[bytes]] = []
 
     def start(script: str, output: int | None = None, **more: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(
-            ["bash", script], env=environment | more, start_new_session=True, stdout=output,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)))  # who tests in the background ignores it
+        started.append(
+            subprocess.Popen(
+                ["bash", script],
+                env=environment | more,
+                start_new_session=True,
+                stdout=output,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        )  # who tests in the background ignores it
         return started[-1]
 
     yield start
@@ -232,7 +339,9 @@ def with_target(job: str, logs: Path, how: str) -> None:
     """Let the emitted ranks run `launch_worker.emitted`."""
     path = Path(job)
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"target": "tests.runtime.launching.launch_worker:emitted"}))
+    path.write_text(
+        json.dumps(content | {"target": "tests.runtime.launching.launch_worker:emitted"})
+    )
     logs.parent.mkdir(parents=True, exist_ok=True)
     (logs.parent / "how").write_text(how)
     for path in logs.glob("told-*.json"):
@@ -240,13 +349,16 @@ def with_target(job: str, logs: Path, how: str) -> None:
 
 
 def told(logs: Path) -> dict[int, dict[str, Any]]:
-    return {int(path.stem.removeprefix("told-")): json.loads(path.read_text()) for path in logs.glob("told-*.json")}
+    return {
+        int(path.stem.removeprefix("told-")): json.loads(path.read_text())
+        for path in logs.glob("told-*.json")
+    }
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, environment: dict[str, str]) -> dict[str, str]:
-    """What to add to the environment, so that stand-ins for srun and scontrol know a job on two nodes; they write down
-    their calls.
+    """What to add to the environment, so that stand-ins for srun and scontrol know a job on two
+    nodes; they write down their calls.
     """
     tools = tmp_path / "tools"
     tools.mkdir()
@@ -256,7 +368,9 @@ tasks=1
 while [[ "$1" == --* ]]; do case "$1" in --ntasks=*) tasks="${1#*=}" ;; esac; shift; done
 if [[ "$1" == bash ]]; then exec sleep 600; fi
 pids=()
-for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$((i % 3)) SLURM_NTASKS=$tasks "$@" & pids+=($!); done
+for ((i = 0; i < tasks; i++)); do
+  SLURM_PROCID=$i SLURM_LOCALID=$((i % 3)) SLURM_NTASKS=$tasks "$@" & pids+=($!)
+done
 code=0
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit "$code"
@@ -268,19 +382,30 @@ if [[ "$1 $2" == "show hostnames" ]]; then tr , '\\n' <<< "$3"; fi
     for tool in tools.iterdir():
         tool.chmod(0o755)
     return {
-        "PATH": f"{tools}:{environment['PATH']}", "LOG": str(tmp_path / "calls"), "SLURM_JOB_ID": "77",
-        "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2", "SLURM_JOB_NODELIST_HET_GROUP_0": "127.0.0.1,127.0.0.2",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu-1,cpu-2"}
+        "PATH": f"{tools}:{environment['PATH']}",
+        "LOG": str(tmp_path / "calls"),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NODELIST": "127.0.0.1,127.0.0.2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "127.0.0.1,127.0.0.2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu-1,cpu-2",
+    }
 
 
 @pytest.mark.slow
 def test_the_slurm_script_starts_ranks_and_queues_itself_again(
-        tmp_path: Path, cluster: dict[str, str], start_script: Callable[..., subprocess.Popen[bytes]]) -> None:
+    tmp_path: Path, cluster: dict[str, str], start_script: Callable[..., subprocess.Popen[bytes]]
+) -> None:
     run, plan, profile = make_run(
-        tmp_path, {"nodes": 2, "cpu_nodes": 2, "cpu_node_cores": 2, "port": free_port()}, preprocess=PROTECTED,
-        train={"restarts": 1})
-    written, logs, calls = emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3), \
-        run.dir.logs, tmp_path / "calls"
+        tmp_path,
+        {"nodes": 2, "cpu_nodes": 2, "cpu_node_cores": 2, "port": free_port()},
+        preprocess=PROTECTED,
+        train={"restarts": 1},
+    )
+    written, logs, calls = (
+        emit_slurm(run, plan, profile, tmp_path / "out", plan_file=run.dir.plan, steps=3),
+        run.dir.logs,
+        tmp_path / "calls",
+    )
 
     def start(how: str, **more: str) -> subprocess.Popen[bytes]:
         calls.write_text("")
@@ -289,16 +414,27 @@ def test_the_slurm_script_starts_ranks_and_queues_itself_again(
 
     assert start("end").wait(timeout=300) == 0
     ranks = told(logs)
-    assert sorted(ranks) == list(range(6)) and ranks[4]["LOCAL_RANK"] == "1" and ranks[4]["WORLD_SIZE"] == "6"
+    assert (
+        sorted(ranks) == list(range(6))
+        and ranks[4]["LOCAL_RANK"] == "1"
+        and ranks[4]["WORLD_SIZE"] == "6"
+    )
     assert ranks[5]["DISTTRAIN_HOSTS"] == "127.0.0.1 127.0.0.2"
-    assert ranks[5]["MASTER_ADDR"] == "127.0.0.1" and ranks[5]["MASTER_PORT"] == str(run.file.cluster.port)
+    assert ranks[5]["MASTER_ADDR"] == "127.0.0.1" and ranks[5]["MASTER_PORT"] == str(
+        run.file.cluster.port
+    )
     assert ranks[0]["DISTTRAIN_WORKERS"].split(",") == [
-        f"grpc+tls://cpu-{node}:{port}" for node in (1, 2) for port in (8815, 8816)]
+        f"grpc+tls://cpu-{node}:{port}" for node in (1, 2) for port in (8815, 8816)
+    ]
     assert ranks[0]["start"]["resume"] is False and "requeue" not in calls.read_text()
     sruns = [call for call in calls.read_text().splitlines() if "--het-group" in call]
     assert [re.findall(r"--cpus-per-task=\d+", call) for call in sorted(sruns)] == [
-        ["--cpus-per-task=3"], ["--cpus-per-task=2"]]  # srun takes over no such option of sbatch
-    assert "--het-group=1" in calls.read_text() and (logs / "rank-00005.log").read_text().startswith("rank 5 of 6")
+        ["--cpus-per-task=3"],
+        ["--cpus-per-task=2"],
+    ]  # srun takes over no such option of sbatch
+    assert "--het-group=1" in calls.read_text() and (
+        logs / "rank-00005.log"
+    ).read_text().startswith("rank 5 of 6")
 
     def waiting() -> subprocess.Popen[bytes]:
         process = start("wait")
@@ -315,16 +451,25 @@ def test_the_slurm_script_starts_ranks_and_queues_itself_again(
     assert process.wait(timeout=60) == 143 and "requeue" not in calls.read_text()
 
     assert start("fail").wait(timeout=300) == 1 and "requeue 77" in calls.read_text()
-    assert start("fail", SLURM_RESTART_COUNT="1").wait(timeout=300) == 1 and "requeue" not in calls.read_text()
+    assert (
+        start("fail", SLURM_RESTART_COUNT="1").wait(timeout=300) == 1
+        and "requeue" not in calls.read_text()
+    )
 
 
 @pytest.mark.slow
 def test_the_torchrun_scripts_start_ranks_on_every_host(
-        tmp_path: Path, environment: dict[str, str], start_script: Callable[..., subprocess.Popen[bytes]]) -> None:
+    tmp_path: Path,
+    environment: dict[str, str],
+    start_script: Callable[..., subprocess.Popen[bytes]],
+) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1 slots=3\n127.0.0.2 slots=3\n")
     port = free_port()
-    run, plan, profile = make_run(tmp_path, {"nodes": 2, "hostfile": "hosts", "interface": "lo", "port": port},
-                                  train={"restarts": 1})
+    run, plan, profile = make_run(
+        tmp_path,
+        {"nodes": 2, "hostfile": "hosts", "interface": "lo", "port": port},
+        train={"restarts": 1},
+    )
     written, logs = emit_torchrun(run, plan, profile, tmp_path / "out", steps=3), run.dir.logs
 
     started: list[subprocess.Popen[bytes]] = []
@@ -343,33 +488,60 @@ def test_the_torchrun_scripts_start_ranks_on_every_host(
     assert start("wait", lambda: started[0].send_signal(signal.SIGINT)) == [130, 130]
     assert start("end") == [0, 0]
     ranks = told(logs)
-    assert {rank: ranks[rank]["LOCAL_RANK"] for rank in ranks} == {rank: str(rank % 3) for rank in range(6)}
+    assert {rank: ranks[rank]["LOCAL_RANK"] for rank in ranks} == {
+        rank: str(rank % 3) for rank in range(6)
+    }
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks.values()} == {"lo"}
     assert {one["DISTTRAIN_HOSTS"] for one in ranks.values()} == {"127.0.0.1 127.0.0.2"}
     assert start("fail") == [1, 1]  # also the second time
-    said = [log.read_text() for log in logs.glob("rank-*.log")]  # torchrun ends slower ranks before they have a log
+    said = [
+        log.read_text() for log in logs.glob("rank-*.log")
+    ]  # torchrun ends slower ranks before they have a log
     assert any("ValueError: this rank is broken" in text for text in said)
     with socket.create_server(("", port)):
-        found = subprocess.run(["bash", written.scripts[0]], env=environment, capture_output=True, text=True)
-    assert found.returncode == 1 and f"Port {port} of" in found.stderr and "cluster.port" in found.stderr
+        found = subprocess.run(
+            ["bash", written.scripts[0]], env=environment, capture_output=True, text=True
+        )
+    assert (
+        found.returncode == 1
+        and f"Port {port} of" in found.stderr
+        and "cluster.port" in found.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_model_trains_under_torchrun_on_two_hosts(
-        tmp_path: Path, start_script: Callable[..., subprocess.Popen[bytes]]) -> None:
+    tmp_path: Path, start_script: Callable[..., subprocess.Popen[bytes]]
+) -> None:
     write_sample_data(tmp_path / "data")
     run, plan, profile = make_job(tmp_path, tmp_path / "data")
     content = json.loads(json.dumps(parse_yaml(run.path, "run file", "")))
-    content["cluster"] |= {"nodes": 2, "gpus_per_node": 3, "hostfile": "hosts", "interface": "lo", "port": free_port()}
+    content["cluster"] |= {
+        "nodes": 2,
+        "gpus_per_node": 3,
+        "hostfile": "hosts",
+        "interface": "lo",
+        "port": free_port(),
+    }
     (tmp_path / "hosts").write_text("127.0.0.1 slots=3\n127.0.0.2 slots=3\n")
     run.path.write_text(json.dumps(content))
     run = read_run(run.path)
-    twice = plan_of(run, [unit(each.name, each.modules, each.layers_per_stage, dp=2) for each in plan.plan.units], 1)
+    twice = plan_of(
+        run,
+        [unit(each.name, each.modules, each.layers_per_stage, dp=2) for each in plan.plan.units],
+        1,
+    )
     written = emit_torchrun(run, twice, profile, tmp_path / "out", steps=2)
     processes = [start_script(script, output=subprocess.PIPE) for script in written.scripts]
     shown = [process.communicate(timeout=900)[0].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert re.search(r"^training  loss \d.* 2/2$", shown[0], re.MULTILINE) and "training  loss" not in shown[1]
+    assert (
+        re.search(r"^training  loss \d.* 2/2$", shown[0], re.MULTILINE)
+        and "training  loss" not in shown[1]
+    )
     assert (run.dir.checkpoints / "step-000002").is_dir()
-    steps = [json.loads(line) for line in (run.dir.logs / "start-000-steps.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)
+        for line in (run.dir.logs / "start-000-steps.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in steps if "step" in row] == [0, 1]

@@ -42,17 +42,29 @@ def test_a_device_that_is_too_old_is_refused_unless_it_was_profiled_itself(tmp_p
         assert "disttrain profile --device cuda" in caught.value.next_step
     check_fit(run, profiled("cuda", "Tesla T4"), CUDA)
     check_fit(run, profiled("cpu", "a CPU"), torch.device("cpu"))
-    check_fit(write_run(tmp_path, tmp_path), profiled("analytic", "H200"), CUDA)  # fp32 attends elsewise everywhere
+    check_fit(
+        write_run(tmp_path, tmp_path), profiled("analytic", "H200"), CUDA
+    )  # fp32 attends elsewise everywhere
 
 
 @pytest.mark.usefixtures("turing")
-@pytest.mark.parametrize(("width", "refused"), [(64, False), (100, False), (256, False), (264, False), (260, True)])
-def test_heads_that_no_kernel_takes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int,
-                                                refused: bool) -> None:
-    configs = {"eye": SimpleNamespace(config={"attention_head_dim": 8}),
-               "llm": SimpleNamespace(config=SimpleNamespace(num_attention_heads=4, hidden_size=4 * width))}
+@pytest.mark.parametrize(
+    ("width", "refused"), [(64, False), (100, False), (256, False), (264, False), (260, True)]
+)
+def test_heads_that_no_kernel_takes_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, refused: bool
+) -> None:
+    configs = {
+        "eye": SimpleNamespace(config={"attention_head_dim": 8}),
+        "llm": SimpleNamespace(
+            config=SimpleNamespace(num_attention_heads=4, hidden_size=4 * width)
+        ),
+    }
     monkeypatch.setattr(fitness, "read_configs", lambda run: configs)
-    run, device = write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1), profiled("cuda", "Tesla T4")
+    run, device = (
+        write_run(tmp_path, tmp_path, precision="bf16", zero_stage=1),
+        profiled("cuda", "Tesla T4"),
+    )
     if not refused:
         check_fit(run, device, CUDA)
         return
@@ -61,18 +73,31 @@ def test_heads_that_no_kernel_takes_are_refused(tmp_path: Path, monkeypatch: pyt
     assert caught.value.why == "260; allowed: up to 256, or multiples of 8"
 
 
-@pytest.mark.parametrize(("total_gib", "free_gib", "refused"), [
-    (80, 78.5, ""), (80, 73.2, ""), (40, 39, "is too small for its part of the plan"),
-    (80, 60, "has too little memory left")])
-def test_a_device_without_the_memory_that_is_planned_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                total_gib: float, free_gib: float,
-                                                                refused: str) -> None:
+@pytest.mark.parametrize(
+    ("total_gib", "free_gib", "refused"),
+    [
+        (80, 78.5, ""),
+        (80, 73.2, ""),
+        (40, 39, "is too small for its part of the plan"),
+        (80, 60, "has too little memory left"),
+    ],
+)
+def test_a_device_without_the_memory_that_is_planned_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total_gib: float, free_gib: float, refused: str
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A800")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * 2**30, total_gib * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (free_gib * 2**30, total_gib * 2**30)
+    )
     layout = graph_of()
-    plan: Any = SimpleNamespace(predicted=SimpleNamespace(memory=[
-        StageMemory(unit="encoder", stage=0, peak_gib=99, limit_gib=79),
-        StageMemory(unit="llm", stage=1, peak_gib=74.1, limit_gib=79)]))
+    plan: Any = SimpleNamespace(
+        predicted=SimpleNamespace(
+            memory=[
+                StageMemory(unit="encoder", stage=0, peak_gib=99, limit_gib=79),
+                StageMemory(unit="llm", stage=1, peak_gib=74.1, limit_gib=79),
+            ]
+        )
+    )
     device = profiled("analytic", "A800").model_copy(update={"context_gib": 1.0})
     check_memory(plan, device, layout.coords(2), torch.device("cpu"))
     if not refused:

@@ -1,4 +1,5 @@
-"""Groups are connected one after the other within limits; what is broken, and who is missing, is named."""
+"""Groups are connected one after the other within limits; what is broken, and who is missing, is
+named."""
 
 from __future__ import annotations
 
@@ -24,12 +25,17 @@ PLACE, CPU = graph_of().coords(1), torch.device("cpu")
 def grid() -> Iterator[Any]:
     """The grid of a rank that is alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield SimpleNamespace(groups={"world": dist.group.WORLD, "replicas of llm stage 0, TP rank 0": dist.new_group()})
+    yield SimpleNamespace(
+        groups={"world": dist.group.WORLD, "replicas of llm stage 0, TP rank 0": dist.new_group()}
+    )
     dist.destroy_process_group()
 
 
 def test_groups_that_work_are_timed(grid: Any) -> None:
-    assert list(check_groups(grid, PLACE, CPU, 5.0)) == ["world", "replicas of llm stage 0, TP rank 0"]
+    assert list(check_groups(grid, PLACE, CPU, 5.0)) == [
+        "world",
+        "replicas of llm stage 0, TP rank 0",
+    ]
 
 
 def test_a_broken_group_is_named(grid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +50,9 @@ def test_a_broken_group_is_named(grid: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert "cluster.interface" in caught.value.next_step
 
 
-def test_a_group_whose_communicator_is_never_made_is_named(grid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_whose_communicator_is_never_made_is_named(
+    grid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL makes it inside the first call on the group, which then does not return."""
     late: list[Callable[[], DisttrainError]] = []
 
@@ -60,14 +68,20 @@ def test_a_group_whose_communicator_is_never_made_is_named(grid: Any, monkeypatc
     monkeypatch.setattr(groups, "within", limited)
     check_groups(grid, PLACE, CPU, 5.0)
     monkeypatch.setattr(dist, "all_reduce", stuck)
-    with pytest.raises(InterruptedError, match=r'group "world" \(1 ranks\)(.|\n)*not connected within 5 s'):
+    with pytest.raises(
+        InterruptedError, match=r'group "world" \(1 ranks\)(.|\n)*not connected within 5 s'
+    ):
         check_groups(grid, PLACE, CPU, 5.0)
 
 
-def test_nobody_waits_in_a_group_for_ranks_that_do_not_come(grid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_in_a_group_for_ranks_that_do_not_come(
+    grid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
-    monkeypatch.setattr(dist, "all_reduce", lambda *given, **more: pytest.fail("NCCL would hang here"))
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda *given, **more: pytest.fail("NCCL would hang here")
+    )
     grid.groups["world"].get_group_store().set("here/3", "")
     with pytest.raises(DisttrainError) as caught:
         check_groups(grid, PLACE, CPU, 0.2)
@@ -78,4 +92,6 @@ def test_nobody_waits_in_a_group_for_ranks_that_do_not_come(grid: Any, monkeypat
 def test_a_roll_ends_when_all_have_come() -> None:
     store, ranks = dist.HashStore(), [2, 5, 7]
     with ThreadPoolExecutor(len(ranks)) as threads:
-        assert list(threads.map(lambda rank: call_roll(store, ranks, rank, 30.0), ranks)) == [[]] * 3
+        assert (
+            list(threads.map(lambda rank: call_roll(store, ranks, rank, 30.0), ranks)) == [[]] * 3
+        )

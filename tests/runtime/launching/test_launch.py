@@ -18,9 +18,17 @@ from tests.runtime.factory import write_run
 
 
 def test_every_rank_runs_with_its_environment(tmp_path: Path) -> None:
-    launch(3, "tests.runtime.launching.launch_worker:write_rank", {"folder": str(tmp_path)}, tmp_path / "logs")
+    launch(
+        3,
+        "tests.runtime.launching.launch_worker:write_rank",
+        {"folder": str(tmp_path)},
+        tmp_path / "logs",
+    )
     assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == {
-        "0": "3", "1": "3", "2": "3"}
+        "0": "3",
+        "1": "3",
+        "2": "3",
+    }
 
 
 def test_a_failing_rank_is_named_and_ends_the_others(tmp_path: Path) -> None:
@@ -45,13 +53,21 @@ def test_what_went_wrong_arrives_though_the_logs_disk_is_full(tmp_path: Path) ->
     with pytest.raises(RankFailedError) as caught:
         launch(2, "tests.runtime.launching.launch_worker:refuse", {"rank": "1"}, tmp_path)
     assert caught.value.what == "Rank 1 stopped: The checkpoint could not be written"
-    assert caught.value.why.startswith("rank 0: No space left\n" * 20) and "log: " in caught.value.why
+    assert (
+        caught.value.why.startswith("rank 0: No space left\n" * 20) and "log: " in caught.value.why
+    )
     assert caught.value.next_step == "Free some."
 
 
 def test_time_running_out_names_a_waiting_rank(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="Rank 0 did not finish in time"):
-        launch(1, "tests.runtime.launching.launch_worker:fail", {"rank": "none"}, tmp_path, timeout_s=1.0)
+        launch(
+            1,
+            "tests.runtime.launching.launch_worker:fail",
+            {"rank": "none"},
+            tmp_path,
+            timeout_s=1.0,
+        )
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -63,8 +79,13 @@ def test_a_rank_ends_when_its_launcher_is_killed(tmp_path: Path, stopped: bool) 
             psutil.Process(int(pid.read_text())).parents()[1].kill()
 
     with pytest.raises(RankFailedError, match="killed by SIGKILL"):
-        launch(1, "tests.runtime.launching.launch_worker:launcher", {"folder": str(tmp_path), "stopped": stopped},
-               tmp_path, on_poll=kill_the_launcher_of_the_rank)
+        launch(
+            1,
+            "tests.runtime.launching.launch_worker:launcher",
+            {"folder": str(tmp_path), "stopped": stopped},
+            tmp_path,
+            on_poll=kill_the_launcher_of_the_rank,
+        )
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(pid.read_text())).wait(timeout=20)
 
@@ -75,10 +96,22 @@ def test_a_starter_whose_launcher_is_gone_before_it_looks_ends(tmp_path: Path) -
     told, tell = os.pipe()
     with os.fdopen(told) as ends:
         starter = subprocess.run(
-            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch",
-             "tests.runtime.launching.launch_worker:killed", str(gone.pid), str(tmp_path), str(tell)],
-            input='{"rank": "none"}', text=True, stderr=subprocess.PIPE, pass_fds=[tell],
-            env=os.environ | {"WORLD_SIZE": "1"}, timeout=300)
+            [
+                sys.executable,
+                "-m",
+                "disttrain_cli.runtime.launching.launch",
+                "tests.runtime.launching.launch_worker:killed",
+                str(gone.pid),
+                str(tmp_path),
+                str(tell),
+            ],
+            input='{"rank": "none"}',
+            text=True,
+            stderr=subprocess.PIPE,
+            pass_fds=[tell],
+            env=os.environ | {"WORLD_SIZE": "1"},
+            timeout=300,
+        )
         os.close(tell)
         assert starter.returncode == 1 and "Traceback" not in starter.stderr
         assert ends.read() == ""  # also the rank that it may have forked is gone
@@ -91,31 +124,54 @@ def test_a_starter_that_is_killed_says_so(tmp_path: Path) -> None:
         if pid.exists() and pid.read_text():
             psutil.Process(int(pid.read_text())).parents()[0].kill()
 
-    with pytest.raises(RankLostError, match="The process that starts the ranks was killed by SIGKILL") as caught:
-        launch(1, "tests.runtime.launching.launch_worker:report_and_wait", {"folder": str(tmp_path), "stopped": False},
-               tmp_path, on_poll=kill_the_starter)
+    with pytest.raises(
+        RankLostError, match="The process that starts the ranks was killed by SIGKILL"
+    ) as caught:
+        launch(
+            1,
+            "tests.runtime.launching.launch_worker:report_and_wait",
+            {"folder": str(tmp_path), "stopped": False},
+            tmp_path,
+            on_poll=kill_the_starter,
+        )
     assert "memory" in caught.value.why
 
 
 def test_ranks_listen_on_loopback_only(tmp_path: Path) -> None:
-    launch(2, "tests.runtime.launching.launch_worker:listening", {"folder": str(tmp_path)}, tmp_path / "logs",
-           timeout_s=120)
+    launch(
+        2,
+        "tests.runtime.launching.launch_worker:listening",
+        {"folder": str(tmp_path)},
+        tmp_path / "logs",
+        timeout_s=120,
+    )
     for rank in ("0", "1"):
         assert set((tmp_path / rank).read_text().split()) == {"127.0.0.1"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nvml", "device", "said"), [
-    (8, "cuda", "cuda expandable_segments:True"), (-1, "cuda", "cuda expandable_segments:True"),
-    (8, "cpu", "cpu None")])
-def test_no_device_is_touched_before_the_ranks_are_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvml: int,
-                                                          device: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("nvml", "device", "said"),
+    [
+        (8, "cuda", "cuda expandable_segments:True"),
+        (-1, "cuda", "cuda expandable_segments:True"),
+        (8, "cpu", "cpu None"),
+    ],
+)
+def test_no_device_is_touched_before_the_ranks_are_forked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvml: int, device: str, said: str
+) -> None:
     for name in ("DS_ACCELERATOR", *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
     run = write_run(tmp_path, tmp_path / "data")
-    launch(2, "tests.runtime.launching.fork_worker:main",
-           {"run": str(run.path), "folder": str(tmp_path), "device": device}, tmp_path, timeout_s=300,
-           variables={"NVML_COUNT": str(nvml)})
+    launch(
+        2,
+        "tests.runtime.launching.fork_worker:main",
+        {"run": str(run.path), "folder": str(tmp_path), "device": device},
+        tmp_path,
+        timeout_s=300,
+        variables={"NVML_COUNT": str(nvml)},
+    )
     assert [(tmp_path / rank).read_text() for rank in "01"] == [said] * 2
 
 
@@ -126,20 +182,35 @@ def test_a_users_word_to_the_allocator_stands(monkeypatch: pytest.MonkeyPatch, n
         monkeypatch.delenv(other)
     monkeypatch.setenv(name, "max_split_size_mb:512")
     settle("cuda")
-    assert {one: os.environ.get(one) for one in ALLOCATOR} == dict.fromkeys(ALLOCATOR) | {name: "max_split_size_mb:512"}
+    assert {one: os.environ.get(one) for one in ALLOCATOR} == dict.fromkeys(ALLOCATOR) | {
+        name: "max_split_size_mb:512"
+    }
 
 
 LOST = "RuntimeError: [pair.cc] Connection closed by peer"
 
 
-@pytest.mark.parametrize(("codes", "errors", "cause"), [
-    ({1: -6, 0: 4}, {2: "mine"}, 2),  # NCCL has aborted rank 1, and rank 2 still closes what it has open
-    ({1: 1, 0: 1, 2: -9}, {1: LOST, 0: LOST}, 2), ({2: -9, 1: 4}, {1: "follows from it"}, 2),
-    ({0: 1, 1: 1}, {0: LOST, 1: "mine"}, 1), ({0: 1}, {0: LOST}, 0), ({3: -6}, {}, 3),
-    ({1: 0, 0: 1}, {0: LOST}, 1),  # some library has ended it
-    ({1: 0, 0: 1}, {0: "mine"}, 0), ({2: -14, 1: 4}, {2: "mine"}, 2)])  # it was stuck while it closed
-def test_the_rank_that_failed_by_itself_is_the_cause(tmp_path: Path, codes: dict[int, int], errors: dict[int, str],
-                                                     cause: int) -> None:
+@pytest.mark.parametrize(
+    ("codes", "errors", "cause"),
+    [
+        (
+            {1: -6, 0: 4},
+            {2: "mine"},
+            2,
+        ),  # NCCL has aborted rank 1, and rank 2 still closes what it has open
+        ({1: 1, 0: 1, 2: -9}, {1: LOST, 0: LOST}, 2),
+        ({2: -9, 1: 4}, {1: "follows from it"}, 2),
+        ({0: 1, 1: 1}, {0: LOST, 1: "mine"}, 1),
+        ({0: 1}, {0: LOST}, 0),
+        ({3: -6}, {}, 3),
+        ({1: 0, 0: 1}, {0: LOST}, 1),  # some library has ended it
+        ({1: 0, 0: 1}, {0: "mine"}, 0),
+        ({2: -14, 1: 4}, {2: "mine"}, 2),
+    ],
+)  # it was stuck while it closed
+def test_the_rank_that_failed_by_itself_is_the_cause(
+    tmp_path: Path, codes: dict[int, int], errors: dict[int, str], cause: int
+) -> None:
     for rank in range(4):
         (tmp_path / f"rank-{rank:05d}.log").write_text(f"{errors.get(rank, '')}\n")
     error = _failure(codes, {rank: [text, "", ""] for rank, text in errors.items()}, tmp_path)

@@ -32,15 +32,23 @@ def start(guests: list[Guest]) -> dict[str, Any]:
     return {"name": "start-003", "hosts": len({guest.host for guest in guests})}
 
 
-def meeting(facts: list[dict[str, str]], world_size: int, timeout_s: float = 30.0, hosts: Sequence[str] = (),
-            decide: Callable[[list[Guest]], dict[str, Any]] = start) -> tuple[list[Any], list[str]]:
-    """What each of the ranks that join is told, or the error that it raises; and what rank 0 says meanwhile."""
+def meeting(
+    facts: list[dict[str, str]],
+    world_size: int,
+    timeout_s: float = 30.0,
+    hosts: Sequence[str] = (),
+    decide: Callable[[list[Guest]], dict[str, Any]] = start,
+) -> tuple[list[Any], list[str]]:
+    """What each of the ranks that join is told, or the error that it raises; and what rank 0 says
+    meanwhile."""
     store, said = dist.HashStore(), list[str]()
 
     def rank(number: int) -> Any:
         try:
             own = Guest(facts[number])
-            return meet(store, number, world_size, own, decide, timeout_s, hosts=hosts, say=said.append)
+            return meet(
+                store, number, world_size, own, decide, timeout_s, hosts=hosts, say=said.append
+            )
         except DisttrainError as error:
             return error
 
@@ -58,10 +66,12 @@ def test_a_host_with_another_plan_is_named_on_every_rank() -> None:
         assert error.why == f"plan: bbbb on {socket.gethostname()}, aaaa on most others"
 
 
-@pytest.mark.parametrize(("hosts", "named"), [
-    ([], "2-5"), (["a", "a", "a", "b", "b", "c"], "2 (a), 3-4 (b), 5 (c)")])
+@pytest.mark.parametrize(
+    ("hosts", "named"), [([], "2-5"), (["a", "a", "a", "b", "b", "c"], "2 (a), 3-4 (b), 5 (c)")]
+)
 def test_missing_ranks_are_named_while_they_are_waited_for_and_at_the_end(
-        monkeypatch: pytest.MonkeyPatch, hosts: list[str], named: str) -> None:
+    monkeypatch: pytest.MonkeyPatch, hosts: list[str], named: str
+) -> None:
     monkeypatch.setattr("disttrain_cli.runtime.launching.meeting.NEWS_S", 0.2)
     errors, said = meeting([FACTS] * 2, 6, timeout_s=0.5, hosts=hosts)
     for error in errors:
@@ -94,7 +104,10 @@ def test_what_rank_0_cannot_decide_fails_on_every_rank() -> None:
 
     for error in meeting([FACTS] * 3, 3, decide=refuse)[0]:
         assert (error.what, error.why, error.next_step) == (
-            "Several ranks have the same CUDA device", "ranks 0, 1", "Set it.")
+            "Several ranks have the same CUDA device",
+            "ranks 0, 1",
+            "Set it.",
+        )
 
 
 def test_1296_ranks_meet_with_a_number_of_operations_that_grows_as_they_do() -> None:
@@ -106,7 +119,10 @@ def test_1296_ranks_meet_with_a_number_of_operations_that_grows_as_they_do() -> 
             store.set(f"meet/{rank}", json.dumps(asdict(Guest(FACTS))))
             store.add("meet/joined", 1)
         store.operations = store.keys = 0
-        assert meet(store, 0, world_size, Guest(FACTS), start, 5.0) == {"name": "start-003", "hosts": 1}  # type: ignore
+        assert meet(store, 0, world_size, Guest(FACTS), start, 5.0) == {
+            "name": "start-003",
+            "hosts": 1,
+        }  # type: ignore
         counts[world_size] = store.operations
         assert store.keys <= world_size + 8
     assert counts[81] == counts[1296] <= 8
@@ -123,6 +139,7 @@ class Counting:
             self.operations += 1
             self.keys += len(given[0]) if isinstance(given[0], list) else 1
             return getattr(self._store, name)(*given)
+
         return asked
 
 
@@ -160,19 +177,28 @@ def test_nobody_at_the_meeting_place_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_first_host_whose_name_nobody_knows_is_named() -> None:
     check_name("127.0.0.1")
-    with pytest.raises(DisttrainError, match="does not know the first host by the name nowhere!") as caught:
+    with pytest.raises(
+        DisttrainError, match="does not know the first host by the name nowhere!"
+    ) as caught:
         check_name("nowhere!")
     assert "cluster.hostfile" in caught.value.next_step
 
 
-def test_a_rank_finds_its_place_under_srun_and_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_finds_its_place_under_srun_and_refuses_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = JobFile(target="a:b", payload={}, logs="logs", ranks=4)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SpecError, match="RANK, LOCAL_RANK, WORLD_SIZE"):
         place_in_job(job)
-    for name, value in {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "MASTER_ADDR": "a",
-                        "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that what place_in_job sets is taken back
@@ -183,9 +209,19 @@ def test_a_rank_finds_its_place_under_srun_and_refuses_others(monkeypatch: pytes
 
 
 def test_a_rank_that_nobody_started_says_so(tmp_path: Path) -> None:
-    job = JobFile(target="tests.runtime.launching.launch_worker:fail", payload={}, logs=str(tmp_path), ranks=1)
+    job = JobFile(
+        target="tests.runtime.launching.launch_worker:fail", payload={}, logs=str(tmp_path), ranks=1
+    )
     (tmp_path / "job.json").write_text(job.model_dump_json())
-    found = subprocess.run([sys.executable, "-m", "disttrain_cli.runtime.launching.rank", str(tmp_path / "job.json")],
-                           capture_output=True, text=True, cwd=ROOT,
-                           env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")})
-    assert found.returncode == 1 and "disttrain train --emit" in found.stderr and "Traceback" not in found.stderr
+    found = subprocess.run(
+        [sys.executable, "-m", "disttrain_cli.runtime.launching.rank", str(tmp_path / "job.json")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={key: value for key, value in os.environ.items() if not key.startswith("SLURM")},
+    )
+    assert (
+        found.returncode == 1
+        and "disttrain train --emit" in found.stderr
+        and "Traceback" not in found.stderr
+    )

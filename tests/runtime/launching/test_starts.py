@@ -1,4 +1,5 @@
-"""A run's folder before a start: what is asked first, what is moved where, and what cannot be written."""
+"""A run's folder before a start: what is asked first, what is moved where, and what cannot be
+written."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import pytest
 from disttrain_cli.errors import DisttrainError, SpecError
 from disttrain_cli.runtime.launching.begin import begin
 from disttrain_cli.runtime.launching.rank import JobFile
-from disttrain_cli.runtime.launching.starts import Reports, alone, begin_start, check_fresh, move_aside
+from disttrain_cli.runtime.launching.starts import (
+    Reports,
+    alone,
+    begin_start,
+    check_fresh,
+    move_aside,
+)
 from disttrain_cli.spec.rundir import RunDir, stop_file, stopped_file
 from tests.analysis import synthetic
 from tests.runtime.factory import write_run
@@ -22,8 +29,13 @@ JOB = synthetic.make_job(synthetic.Synthetic(steps=1))
 def started(root: Path) -> RunDir:
     """A folder in which a training has left something of every kind."""
     folder = RunDir(root)
-    for path in (folder.checkpoints / "step-000004", folder.traces / "rank-00000", folder.traces / "steps",
-                 folder.images / "step-000004", folder.logs):
+    for path in (
+        folder.checkpoints / "step-000004",
+        folder.traces / "rank-00000",
+        folder.traces / "steps",
+        folder.images / "step-000004",
+        folder.logs,
+    ):
         path.mkdir(parents=True, exist_ok=True)
     for path in (folder.traces / "rank-00000", folder.traces / "steps"):
         (path / "segment-start-000-00000.parquet").touch()
@@ -39,7 +51,9 @@ def mounted() -> Iterator[Callable[[Path], None]]:
 
     def mount(place: Path) -> None:
         place.mkdir(parents=True)
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode:
+        if subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True
+        ).returncode:
             pytest.skip("mounting is not permitted here")
         places.append(place)
 
@@ -63,9 +77,15 @@ def test_what_was_left_is_moved_and_told(tmp_path: Path) -> None:
     for left in (stop_file(folder.logs), stopped_file(folder.logs)):
         left.touch()
     name, _, notes = begin_start(folder, JOB, resume=False)
-    assert name == "start-000" and notes == [f"Moved what an earlier start left to {tmp_path / 'earlier' / '000'}"]
+    assert name == "start-000" and notes == [
+        f"Moved what an earlier start left to {tmp_path / 'earlier' / '000'}"
+    ]
     assert sorted(path.name for path in (tmp_path / "earlier" / "000").iterdir()) == [
-        "checkpoints", "images", "logs", "traces"]
+        "checkpoints",
+        "images",
+        "logs",
+        "traces",
+    ]
     assert not folder.checkpoints.exists()
     name, _, notes = begin_start(folder, JOB, resume=True)
     assert (name, notes) == ("start-001", []) and not stop_file(folder.logs).exists()
@@ -80,7 +100,9 @@ def test_links_are_followed_and_stay(tmp_path: Path) -> None:
     for path in (folder.checkpoints, folder.traces):
         path.symlink_to(elsewhere)
     started(folder.root)
-    assert f"Moved what an earlier start left to {folder.root / 'earlier' / '000'}" in move_aside(folder)
+    assert f"Moved what an earlier start left to {folder.root / 'earlier' / '000'}" in move_aside(
+        folder
+    )
     assert folder.checkpoints.is_symlink() and folder.traces.is_symlink()
     assert sorted(path.name for path in elsewhere.iterdir()) == ["earlier", "mine"]
     assert (elsewhere / "earlier" / "000" / "step-000004").is_dir()
@@ -105,7 +127,9 @@ def test_a_disk_of_its_own_is_not_moved(tmp_path: Path, mounted: Callable[[Path]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "traces", "images", "logs"])
-def test_what_cannot_be_written_is_named_before_anything_is_moved(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_written_is_named_before_anything_is_moved(
+    tmp_path: Path, name: str
+) -> None:
     folder = started(tmp_path / "run")
     place = folder.root / name
     place.rename(tmp_path / "away")
@@ -117,12 +141,18 @@ def test_what_cannot_be_written_is_named_before_anything_is_moved(tmp_path: Path
         place.unlink()
 
 
-def test_a_full_trace_disk_is_told_at_the_start(tmp_path: Path, mounted: Callable[[Path], None]) -> None:
+def test_a_full_trace_disk_is_told_at_the_start(
+    tmp_path: Path, mounted: Callable[[Path], None]
+) -> None:
     folder = RunDir(tmp_path / "run")
     mounted(folder.traces)
     (folder.traces / "full").write_bytes(bytes(1 << 20))
     _, _, [note] = begin_start(folder, JOB, resume=False)
-    assert note.startswith("warning: Cannot write") and "No space left" in note and note.endswith("training goes on")
+    assert (
+        note.startswith("warning: Cannot write")
+        and "No space left" in note
+        and note.endswith("training goes on")
+    )
 
 
 def test_lines_cut_by_a_full_disk_are_left_out_and_equal_notes_told_once(tmp_path: Path) -> None:
@@ -136,7 +166,14 @@ def test_lines_cut_by_a_full_disk_are_left_out_and_equal_notes_told_once(tmp_pat
 
 def test_a_job_of_scripts_does_not_begin_beside_another_training(tmp_path: Path) -> None:
     run = write_run(tmp_path, tmp_path / "data")
-    job = JobFile(target="a:b", payload={"run": str(run.path), "logs": str(run.dir.logs)}, logs=str(run.dir.logs),
-                  ranks=1)
-    with alone(run.dir), pytest.raises(DisttrainError, match="Another training of this run is under way"):
+    job = JobFile(
+        target="a:b",
+        payload={"run": str(run.path), "logs": str(run.dir.logs)},
+        logs=str(run.dir.logs),
+        ranks=1,
+    )
+    with (
+        alone(run.dir),
+        pytest.raises(DisttrainError, match="Another training of this run is under way"),
+    ):
         begin(job)

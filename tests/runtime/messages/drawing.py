@@ -33,10 +33,18 @@ EYE, OTHER_EYE, EAR, LLM = "image_encoder", "other_encoder", "audio_encoder", "l
 FIRST, SECOND = "image_generator", "refiner"
 #: Modules of a model, and what of it is trained; None = all.
 MODELS: list[tuple[tuple[str, ...], list[str] | None]] = [
-    ((EYE, LLM, FIRST), None), ((EYE, LLM, FIRST), [LLM, "projectors"]), ((EYE, LLM, FIRST), ["projectors"]),
-    ((EYE, LLM, FIRST), [FIRST]), ((EYE, LLM), None), ((LLM, FIRST), None), ((EYE, LLM, FIRST, SECOND), None),
-    ((EYE, LLM, FIRST, SECOND), [SECOND]), ((EYE, OTHER_EYE, LLM, FIRST), None), ((EYE, EAR, LLM, FIRST), None),
-    ((EYE, OTHER_EYE, LLM, FIRST, SECOND), [EYE, LLM, SECOND])]
+    ((EYE, LLM, FIRST), None),
+    ((EYE, LLM, FIRST), [LLM, "projectors"]),
+    ((EYE, LLM, FIRST), ["projectors"]),
+    ((EYE, LLM, FIRST), [FIRST]),
+    ((EYE, LLM), None),
+    ((LLM, FIRST), None),
+    ((EYE, LLM, FIRST, SECOND), None),
+    ((EYE, LLM, FIRST, SECOND), [SECOND]),
+    ((EYE, OTHER_EYE, LLM, FIRST), None),
+    ((EYE, EAR, LLM, FIRST), None),
+    ((EYE, OTHER_EYE, LLM, FIRST, SECOND), [EYE, LLM, SECOND]),
+]
 
 
 @dataclass(frozen=True)
@@ -56,25 +64,49 @@ class Drawn:
 
 def write_models(folder: Path) -> list[Run]:
     """A run of each of MODELS, with more layers than the tests' own."""
-    return [write_model(folder / str(number), modules, trained, {EYE: 6, LLM: 10})
-            for number, (modules, trained) in enumerate(MODELS)]
+    return [
+        write_model(folder / str(number), modules, trained, {EYE: 6, LLM: 10})
+        for number, (modules, trained) in enumerate(MODELS)
+    ]
 
 
-def write_model(folder: Path, modules: Sequence[str], trained: Sequence[str] | None = None,
-                layers: Mapping[str, int] | None = None) -> Run:
+def write_model(
+    folder: Path,
+    modules: Sequence[str],
+    trained: Sequence[str] | None = None,
+    layers: Mapping[str, int] | None = None,
+) -> Run:
     """A run of the tests' modules, some with other numbers of layers; there are no data."""
     known = copy.deepcopy(MODEL["modules"] | {SECOND: REFINER, OTHER_EYE: SIGLIP, EAR: WHISPER})
     for name, count in (layers or {}).items():
         known[name]["config"]["num_hidden_layers"] = count
     folder.mkdir()
     path = folder / "disttrain.yaml"
-    path.write_text(yaml.safe_dump({
-        "name": "drawn", "model": {"modules": {name: known[name] for name in modules},
-                                   "trained": None if trained is None else list(trained)},
-        "data": {"sources": [{"path": "nowhere"}], "sequence_length": 256, "max_image_pixels": 4096},
-        "cluster": {"gpus_per_node": 8, "device": "cpu"},
-        "train": {"global_batch_size": 24, "steps": 1, "precision": "bf16", "zero_stage": 1, "ordering": "none"}},
-        sort_keys=False))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "drawn",
+                "model": {
+                    "modules": {name: known[name] for name in modules},
+                    "trained": None if trained is None else list(trained),
+                },
+                "data": {
+                    "sources": [{"path": "nowhere"}],
+                    "sequence_length": 256,
+                    "max_image_pixels": 4096,
+                },
+                "cluster": {"gpus_per_node": 8, "device": "cpu"},
+                "train": {
+                    "global_batch_size": 24,
+                    "steps": 1,
+                    "precision": "bf16",
+                    "zero_stage": 1,
+                    "ordering": "none",
+                },
+            },
+            sort_keys=False,
+        )
+    )
     return read_run(path)
 
 
@@ -83,15 +115,23 @@ def draw(runs: list[Run], seed: int) -> Drawn:
     generator = random.Random(seed)
     run = generator.choice(runs)
     layers = [info.module for info in layer_table(run)]
-    modules, ranks = list(dict.fromkeys(layers)), round(MOST_RANKS / 2 ** max(0.0, generator.uniform(-0.3, 5)))
+    modules, ranks = (
+        list(dict.fromkeys(layers)),
+        round(MOST_RANKS / 2 ** max(0.0, generator.uniform(-0.3, 5))),
+    )
     while True:
         units = [_unit(generator, group, layers) for group in _grouped(generator, modules)]
         if sum(one.gpus for one in units) == ranks:
             break
     dp = next(one.dp for one in units if LLM in one.modules)
     microbatches, size = generator.randint(1, 8), generator.choice([1, 1, 2])
-    layout = Layout(global_batch_size=dp * microbatches * size, microbatch_size=size, microbatches=microbatches,
-                    gpus_used=sum(one.gpus for one in units), units=units)
+    layout = Layout(
+        global_batch_size=dp * microbatches * size,
+        microbatch_size=size,
+        microbatches=microbatches,
+        gpus_used=sum(one.gpus for one in units),
+        units=units,
+    )
     shapes = " ".join(f"{one.name}:tp{one.tp}dp{one.dp}pp{one.pp}" for one in units)
     return step_of(f"{seed}: {shapes}, {microbatches} slots", run, layout, generator)
 
@@ -114,10 +154,17 @@ def _grouped(generator: random.Random, modules: list[str]) -> list[list[str]]:
 
 def _unit(generator: random.Random, modules: list[str], layers: list[str]) -> UnitPlan:
     count = sum(name in modules for name in layers)
-    ends = sorted(generator.sample(range(1, count), min(count, generator.choice([1, 1, 2, 3, 4, 6, 12])) - 1))
+    ends = sorted(
+        generator.sample(range(1, count), min(count, generator.choice([1, 1, 2, 3, 4, 6, 12])) - 1)
+    )
     stages = [stop - start for start, stop in zip([0, *ends], [*ends, count], strict=True)]
-    return unit("+".join(modules), modules, stages, generator.choice([1, 1, 2, 3, 4, 5, 6, 16]),
-                generator.choice([1, 1, 2, 4, 8]))
+    return unit(
+        "+".join(modules),
+        modules,
+        stages,
+        generator.choice([1, 1, 2, 3, 4, 5, 6, 16]),
+        generator.choice([1, 1, 2, 4, 8]),
+    )
 
 
 def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> StepOrder:
@@ -130,13 +177,25 @@ def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> Ste
         return np.concatenate(([0], np.cumsum(counts))), np.zeros(counts.sum(), dtype=np.int64)
 
     (image_start, images), (target_start, targets), (clip_start, clips) = (
-        members(bool(present)) for present in (inputs.images, inputs.targets, inputs.audio is not None))
+        members(bool(present))
+        for present in (inputs.images, inputs.targets, inputs.audio is not None)
+    )
     batch = Packing(
-        index=cast(Index, SimpleNamespace(inputs=inputs)), ids=np.arange(n), sample_start=np.arange(n + 1),
-        samples=np.arange(n), tokens=numbers.integers(1, 257, n), length_sq=numbers.integers(1, 257, n) ** 2,
-        label_tokens=np.ones(n, dtype=np.int64), image_start=image_start, image_segment=images,
-        image_grid=2 * numbers.integers(1, 5, (len(images), 2)), target_start=target_start, target_segment=targets,
-        clip_start=clip_start, clip_segment=clips)
+        index=cast(Index, SimpleNamespace(inputs=inputs)),
+        ids=np.arange(n),
+        sample_start=np.arange(n + 1),
+        samples=np.arange(n),
+        tokens=numbers.integers(1, 257, n),
+        length_sq=numbers.integers(1, 257, n) ** 2,
+        label_tokens=np.ones(n, dtype=np.int64),
+        image_start=image_start,
+        image_segment=images,
+        image_grid=2 * numbers.integers(1, 5, (len(images), 2)),
+        target_start=target_start,
+        target_segment=targets,
+        clip_start=clip_start,
+        clip_segment=clips,
+    )
     dp = layout.unit_of(inputs.llm).dp
     places = numbers.permutation(n).reshape(layout.microbatches, dp, layout.microbatch_size)
     order = order_step(batch, layout, 0, Assignment(places, carry=generator.random() < 0.3))
@@ -145,8 +204,11 @@ def _order(generator: random.Random, inputs: ModelInputs, layout: Layout) -> Ste
     return replace(order, slots=[_scattered(numbers, inputs, slot, layout) for slot in order.slots])
 
 
-def _scattered(numbers: np.random.Generator, inputs: ModelInputs, slot: Slot, layout: Layout) -> Slot:
+def _scattered(
+    numbers: np.random.Generator, inputs: ModelInputs, slot: Slot, layout: Layout
+) -> Slot:
     """The slot with the items of units without the LLM on any replica, in any order."""
+
     def shuffled(own: list[ReplicaItems], name: str) -> list[Ints]:
         items = numbers.permutation(np.concatenate([getattr(one, name) for one in own]))
         owners = numbers.integers(0, len(own), len(items))
@@ -155,7 +217,15 @@ def _scattered(numbers: np.random.Generator, inputs: ModelInputs, slot: Slot, la
     replicas: dict[str, Any] = {}
     for one in layout.units:
         own = slot.replicas[one.name]
-        replicas[one.name] = own if inputs.llm in one.modules else [
-            ReplicaItems(*items) for items in zip(*(shuffled(own, name) for name in (
-                "sequences", "images", "targets", "clips")), strict=True)]
+        replicas[one.name] = (
+            own
+            if inputs.llm in one.modules
+            else [
+                ReplicaItems(*items)
+                for items in zip(
+                    *(shuffled(own, name) for name in ("sequences", "images", "targets", "clips")),
+                    strict=True,
+                )
+            ]
+        )
     return replace(slot, replicas=replicas)

@@ -1,4 +1,5 @@
-"""Faults of order, put into the records of ranks that run to their end: each of them would hang, or mix up messages."""
+"""Faults of order, put into the records of ranks that run to their end: each of them would hang, or
+mix up messages."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ def inject(kind: str, records: Sequence[Record], generator: random.Random) -> li
 
 
 def _messages(records: Sequence[Record], kinds: Sequence[str] = (SEND, RECEIVE)) -> list[Where]:
-    return [(record, place) for record in records for place, one in enumerate(record.operations) if one.kind in kinds]
+    return [
+        (record, place)
+        for record in records
+        for place, one in enumerate(record.operations)
+        if one.kind in kinds
+    ]
 
 
 def _change(where: Where, **fields: object) -> None:
@@ -43,24 +49,35 @@ def _exchange(record: Record, first: list[int], second: list[int]) -> None:
 
 
 def _turned(records: Sequence[Record], generator: random.Random) -> bool:
-    """A rank receives before it sends, or sends before it receives, where its peer expects the other."""
+    """A rank receives before it sends, or sends before it receives, where its peer expects the
+    other."""
     found = []
     for record in records:
         for first, second in pairwise(_of_batches(record)):
-            kinds = [{(record.operations[place].peer, record.operations[place].kind) for place in places}
-                     for places in (first, second)]
-            if any((peer, {SEND: RECEIVE, RECEIVE: SEND}.get(kind)) in kinds[1] for peer, kind in kinds[0]):
+            kinds = [
+                {(record.operations[place].peer, record.operations[place].kind) for place in places}
+                for places in (first, second)
+            ]
+            if any(
+                (peer, {SEND: RECEIVE, RECEIVE: SEND}.get(kind)) in kinds[1]
+                for peer, kind in kinds[0]
+            ):
                 found.append((record, first, second))
     if found:
         _exchange(*generator.choice(found))
     return bool(found)
 
 
-def _altered(records: Sequence[Record], generator: random.Random, **fields: Callable[[Operation], object]) -> bool:
+def _altered(
+    records: Sequence[Record], generator: random.Random, **fields: Callable[[Operation], object]
+) -> bool:
     found = _messages(records)
     if found:
         record, place = generator.choice(found)
-        _change((record, place), **{name: change(record.operations[place]) for name, change in fields.items()})
+        _change(
+            (record, place),
+            **{name: change(record.operations[place]) for name, change in fields.items()},
+        )
     return bool(found)
 
 
@@ -69,7 +86,9 @@ def _shape(records: Sequence[Record], generator: random.Random) -> bool:
 
 
 def _dtype(records: Sequence[Record], generator: random.Random) -> bool:
-    return _altered(records, generator, dtype=lambda one: "bfloat16" if one.dtype == "float32" else "float32")
+    return _altered(
+        records, generator, dtype=lambda one: "bfloat16" if one.dtype == "float32" else "float32"
+    )
 
 
 def _missing(records: Sequence[Record], generator: random.Random) -> bool:
@@ -87,9 +106,12 @@ def _extra(records: Sequence[Record], generator: random.Random) -> bool:
 
 
 def _peer(records: Sequence[Record], generator: random.Random) -> bool:
-    found = [(record, place, other) for record, place in _messages(records)
-             for other in record.members[record.operations[place].communicator]
-             if other not in (record.rank, record.operations[place].peer)]
+    found = [
+        (record, place, other)
+        for record, place in _messages(records)
+        for other in record.members[record.operations[place].communicator]
+        if other not in (record.rank, record.operations[place].peer)
+    ]
     if found:
         record, place, other = generator.choice(found)
         _change((record, place), peer=other)
@@ -97,8 +119,12 @@ def _peer(records: Sequence[Record], generator: random.Random) -> bool:
 
 
 def _communicator(records: Sequence[Record], generator: random.Random) -> bool:
-    found = [(record, place, name) for record, place in _messages(records) for name, ranks in record.members.items()
-             if name != record.operations[place].communicator and record.operations[place].peer in ranks]
+    found = [
+        (record, place, name)
+        for record, place in _messages(records)
+        for name, ranks in record.members.items()
+        if name != record.operations[place].communicator and record.operations[place].peer in ranks
+    ]
     if found:
         record, place, name = generator.choice(found)
         for other in _batch_of(record, place):  # all of its batch, which has one communicator
@@ -117,7 +143,9 @@ def _split(records: Sequence[Record], generator: random.Random) -> bool:
     for record in records:
         for places in _of_batches(record):
             peers = [record.operations[place].peer for place in places]
-            found += [(record, places[cut:]) for cut in range(1, len(places)) if peers[cut] in peers[:cut]]
+            found += [
+                (record, places[cut:]) for cut in range(1, len(places)) if peers[cut] in peers[:cut]
+            ]
     if found:
         record, places = generator.choice(found)
         for place in places:
@@ -130,8 +158,14 @@ def _grouped(records: Sequence[Record], generator: random.Random) -> bool:
     found = []
     for record in records:
         for first, second in pairwise(_of_batches(record)):
-            ends = [{(one.communicator, one.peer) for one in (record.operations[place] for place in places)
-                     if one.is_message} for places in (first, second)]
+            ends = [
+                {
+                    (one.communicator, one.peer)
+                    for one in (record.operations[place] for place in places)
+                    if one.is_message
+                }
+                for places in (first, second)
+            ]
             if ends[0] & ends[1]:
                 found.append((record, first[0], second))
     if found:
@@ -147,7 +181,7 @@ def _within(records: Sequence[Record], generator: random.Random) -> bool:
     for record in records:
         for places in _of_batches(record):
             for a in places:
-                for b in places[places.index(a) + 1:]:
+                for b in places[places.index(a) + 1 :]:
                     one, other = record.operations[a], record.operations[b]
                     if one.peer == other.peer and one.is_message and one.shape != other.shape:
                         found.append((record, a, b))
@@ -159,11 +193,18 @@ def _within(records: Sequence[Record], generator: random.Random) -> bool:
 
 def _collectives(records: Sequence[Record], generator: random.Random) -> bool:
     """A rank joins the world before its own group, which the world's other ranks join first."""
-    found = [(record, a, b) for record in records for a, b in pairwise(_of_batches(record))
-             if not any(record.operations[place].is_message for place in (*a, *b))
-             and len(set(record.members[record.operations[a[0]].communicator])
-                     & set(record.members[record.operations[b[0]].communicator])) > 1
-             and record.operations[a[0]].communicator != record.operations[b[0]].communicator]
+    found = [
+        (record, a, b)
+        for record in records
+        for a, b in pairwise(_of_batches(record))
+        if not any(record.operations[place].is_message for place in (*a, *b))
+        and len(
+            set(record.members[record.operations[a[0]].communicator])
+            & set(record.members[record.operations[b[0]].communicator])
+        )
+        > 1
+        and record.operations[a[0]].communicator != record.operations[b[0]].communicator
+    ]
     if found:
         _exchange(*generator.choice(found))
     return bool(found)
@@ -171,8 +212,12 @@ def _collectives(records: Sequence[Record], generator: random.Random) -> bool:
 
 def _absent(records: Sequence[Record], generator: random.Random) -> bool:
     """A rank leaves a collective out."""
-    found = [(record, place) for record in records for place, one in enumerate(record.operations)
-             if not one.is_message and len(record.members[one.communicator]) > 1]
+    found = [
+        (record, place)
+        for record in records
+        for place, one in enumerate(record.operations)
+        if not one.is_message and len(record.members[one.communicator]) > 1
+    ]
     if found:
         record, place = generator.choice(found)
         del record.operations[place]
@@ -181,30 +226,51 @@ def _absent(records: Sequence[Record], generator: random.Random) -> bool:
 
 def _other_sum(records: Sequence[Record], generator: random.Random) -> bool:
     """A rank brings another number of values to a collective."""
-    found = [(record, place) for record in records for place, one in enumerate(record.operations)
-             if not one.is_message and one.shape and len(record.members[one.communicator]) > 1]
+    found = [
+        (record, place)
+        for record in records
+        for place, one in enumerate(record.operations)
+        if not one.is_message and one.shape and len(record.members[one.communicator]) > 1
+    ]
     if found:
         record, place = generator.choice(found)
-        _change((record, place), shape=(record.operations[place].shape[0] + 1, *record.operations[place].shape[1:]))
+        _change(
+            (record, place),
+            shape=(record.operations[place].shape[0] + 1, *record.operations[place].shape[1:]),
+        )
     return bool(found)
 
 
 def _late(records: Sequence[Record], generator: random.Random) -> bool:
     """A batch of messages comes after what every rank joins at the end."""
-    found = [(record, places) for record in records for places in _of_batches(record)
-             if record.operations[places[0]].is_message]
+    found = [
+        (record, places)
+        for record in records
+        for places in _of_batches(record)
+        if record.operations[places[0]].is_message
+    ]
     if found:
         record, places = generator.choice(found)
         moved = [record.operations[place] for place in places]
-        del record.operations[places[0]:places[-1] + 1]
+        del record.operations[places[0] : places[-1] + 1]
         record.operations += moved
     return bool(found)
 
 
 #: By name, what puts such a fault in; it says whether there was a place for it.
 KINDS: dict[str, Callable[[Sequence[Record], random.Random], bool]] = {
-    "send and receive turned around": _turned, "wrong shape": _shape, "wrong dtype": _dtype,
-    "missing message": _missing, "extra message": _extra, "wrong peer": _peer, "wrong communicator": _communicator,
-    "apart at one end": _split, "grouped at one end": _grouped, "messages of a batch changed places": _within,
-    "collectives turned around": _collectives, "collective left out": _absent, "other collective": _other_sum,
-    "messages after the last collective": _late}
+    "send and receive turned around": _turned,
+    "wrong shape": _shape,
+    "wrong dtype": _dtype,
+    "missing message": _missing,
+    "extra message": _extra,
+    "wrong peer": _peer,
+    "wrong communicator": _communicator,
+    "apart at one end": _split,
+    "grouped at one end": _grouped,
+    "messages of a batch changed places": _within,
+    "collectives turned around": _collectives,
+    "collective left out": _absent,
+    "other collective": _other_sum,
+    "messages after the last collective": _late,
+}

@@ -1,4 +1,5 @@
-"""Messages of all ranks go together: over layouts that tests train, over drawn plans, and on 1,296 ranks."""
+"""Messages of all ranks go together: over layouts that tests train, over drawn plans, and on 1,296
+ranks."""
 
 from __future__ import annotations
 
@@ -40,15 +41,26 @@ def _trained_layouts(folder: Path) -> list[Drawn]:
     """Every layout that the equivalence tests train, with data of its own."""
     generator = random.Random(0)
     three = write_model(folder / "three", (EYE, LLM, FIRST))
-    cases = [(three, units, microbatch) for units, microbatch in test_equivalence._layouts(three).values()]
+    cases = [
+        (three, units, microbatch)
+        for units, microbatch in test_equivalence._layouts(three).values()
+    ]
     two = write_model(folder / "two", (EYE, LLM, FIRST, SECOND))
     cases += [(two, units, 1) for units in test_several_of_a_kind._layouts(two).values()]
     seeing = write_model(folder / "seeing", (EYE, OTHER_EYE, LLM))
     cases += [(seeing, units, 1) for units in test_several_of_a_kind._seeing(seeing).values()]
     for number, case in enumerate(test_equivalence_matrix.CASES.values()):
-        cases.append((write_model(folder / str(number), case.modules, case.trained), list(case.units), case.microbatch))
-    return [step_of(str(units), run, plan_of(run, units, microbatch).plan, generator)
-            for run, units, microbatch in cases]
+        cases.append(
+            (
+                write_model(folder / str(number), case.modules, case.trained),
+                list(case.units),
+                case.microbatch,
+            )
+        )
+    return [
+        step_of(str(units), run, plan_of(run, units, microbatch).plan, generator)
+        for run, units, microbatch in cases
+    ]
 
 
 @pytest.mark.slow
@@ -70,14 +82,22 @@ def test_drawn_plans(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_largest_preset_on_1296_ranks(tmp_path: Path) -> None:
-    """As it is planned; every rank of it, in as many slots as fill its pipeline and empty it again."""
+    """As it is planned; every rank of it, in as many slots as fill its pipeline and empty it
+    again."""
     (tmp_path / "disttrain.yaml").write_text(preset_text("mllm-72b"))
     run = read_run(tmp_path / "disttrain.yaml")
-    units = [unit(EYE, [EYE], [17, 17], 108), unit(LLM, [LLM], [17, 16, 16, 16, 17], 48, tp=4),
-             unit(FIRST, [FIRST], [13], 120)]
-    layout = Layout(global_batch_size=1920, microbatch_size=1, microbatches=40, gpus_used=1296, units=units)
+    units = [
+        unit(EYE, [EYE], [17, 17], 108),
+        unit(LLM, [LLM], [17, 16, 16, 16, 17], 48, tp=4),
+        unit(FIRST, [FIRST], [13], 120),
+    ]
+    layout = Layout(
+        global_batch_size=1920, microbatch_size=1, microbatches=40, gpus_used=1296, units=units
+    )
     graph = stage_graph(layout, "llm")
-    packed = run.file.model_copy(update={"train": run.file.train.model_copy(update={"ordering": "none"})})
+    packed = run.file.model_copy(
+        update={"train": run.file.train.model_copy(update={"ordering": "none"})}
+    )
     order, _ = Orders(packed, layout, open_index(run, describe(run))).of(0)
     records = list(record_steps(run, graph, replace(order, slots=order.slots[:10])))
     assert len(records) == 1296 and sum(len(record.operations) for record in records) > 100_000

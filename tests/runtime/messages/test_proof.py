@@ -1,4 +1,5 @@
-"""The proof finds every fault of order that is put into good records, names it, and finds none in good ones."""
+"""The proof finds every fault of order that is put into good records, names it, and finds none in
+good ones."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def plans(drawn: list[Drawn]) -> dict[str, list[Record]]:
 
 def test_drawn_plans_run_to_their_end(plans: dict[str, list[Record]]) -> None:
     assert {name: found for name, records in plans.items() if (found := faults(records))} == {}
-    operations = [one for records in plans.values() for record in records for one in record.operations]
+    operations = [
+        one for records in plans.values() for record in records for one in record.operations
+    ]
     assert {one.kind for one in operations} >= {SEND, RECEIVE, "allreduce"}
     assert max(map(len, plans.values())) > 32 and sum(one.is_message for one in operations) > 1500
 
@@ -45,36 +48,57 @@ def test_every_fault_is_found(plans: dict[str, list[Record]], number: int) -> No
     kind, generator = list(KINDS)[number % len(KINDS)], random.Random(number)
     places = list(plans.values())
     generator.shuffle(places)
-    altered = next(found for records in places if (found := inject(kind, records, generator)) is not None)
+    altered = next(
+        found for records in places if (found := inject(kind, records, generator)) is not None
+    )
     found = faults(altered)
     assert found, kind
     assert all("ank" in sentence for sentence in found)
 
 
-def test_the_order_of_gloo_would_hang(drawn: list[Drawn], plans: dict[str, list[Record]],
-                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends first, which gloo allows: where pipelines run full, stages that exchange rows wait for each other."""
-    full = [one for one in drawn if one.layout.microbatches > 4
-            and inject("send and receive turned around", plans[one.name], random.Random(0))]
-    monkeypatch.setattr(UnitEngine, "_late", lambda self, command: "Send" not in type(command).__name__)
+def test_the_order_of_gloo_would_hang(
+    drawn: list[Drawn], plans: dict[str, list[Record]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sends first, which gloo allows: where pipelines run full, stages that exchange rows wait for
+    each other."""
+    full = [
+        one
+        for one in drawn
+        if one.layout.microbatches > 4
+        and inject("send and receive turned around", plans[one.name], random.Random(0))
+    ]
+    monkeypatch.setattr(
+        UnitEngine, "_late", lambda self, command: "Send" not in type(command).__name__
+    )
     for one in full:
-        assert any("wait for each other" in sentence for sentence in faults(one.records())), one.name
+        assert any("wait for each other" in sentence for sentence in faults(one.records())), (
+            one.name
+        )
     assert len(full) >= 3
 
 
-def test_an_evaluation_of_slots_in_another_order_is_found(drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the ranks of one stage; where slots have equal rows, their order cannot be told from messages."""
+def test_an_evaluation_of_slots_in_another_order_is_found(
+    drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the ranks of one stage; where slots have equal rows, their order cannot be told from
+    messages."""
     stock = UnitEngine.evaluate
 
     def turned(self: UnitEngine, order: StepOrder, *more: Any) -> Any:
-        return stock(self, replace(order, slots=order.slots[::-1]) if self.place.stage.number == 0 else order, *more)
+        return stock(
+            self,
+            replace(order, slots=order.slots[::-1]) if self.place.stage.number == 0 else order,
+            *more,
+        )
 
     monkeypatch.setattr(UnitEngine, "evaluate", turned)
     several = [one for one in drawn if 1 < len(one.graph.stages) <= 8 and len(one.order.slots) > 2]
     assert sum(bool(faults(one.records())) for one in several) >= 2
 
 
-def test_what_one_rank_leaves_out_after_the_norm_is_found(drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_leaves_out_after_the_norm_is_found(
+    drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What each tells the others, and the gathering of updated weights over replicas."""
     one = next(one for one in drawn if one.graph.stages[0].unit.dp > 1)
 
@@ -86,16 +110,23 @@ def test_what_one_rank_leaves_out_after_the_norm_is_found(drawn: list[Drawn], mo
     stock = HollowEngine._update
     monkeypatch.setattr(HollowEngine, "_update", alone)
     assert any("rank 0" in sentence and "world" in sentence for sentence in faults(one.records()))
-    monkeypatch.setattr(HollowEngine, "_update", lambda self: (
-        UnitEngine._update(self) if self.place.rank == 0 else stock(self)))
-    assert any("no collective" in sentence and "replicas" in sentence for sentence in faults(one.records()))
+    monkeypatch.setattr(
+        HollowEngine,
+        "_update",
+        lambda self: UnitEngine._update(self) if self.place.rank == 0 else stock(self),
+    )
+    assert any(
+        "no collective" in sentence and "replicas" in sentence for sentence in faults(one.records())
+    )
 
 
 def send(to: int, shape: tuple[int, ...] = (4,), over: str = "pair", batch: int = 0) -> Operation:
     return Operation(SEND, over, shape, "float32", to, batch)
 
 
-def receive(of: int, shape: tuple[int, ...] = (4,), over: str = "pair", batch: int = 0) -> Operation:
+def receive(
+    of: int, shape: tuple[int, ...] = (4,), over: str = "pair", batch: int = 0
+) -> Operation:
     return Operation(RECEIVE, over, shape, "float32", of, batch)
 
 
@@ -106,25 +137,45 @@ def both(*operations: list[Operation], over: tuple[str, ...] = ("pair",)) -> lis
 
 
 def test_a_fault_is_named() -> None:
-    (stuck,) = faults(both([send(1, batch=1), receive(1, batch=2)], [send(0, batch=1), receive(0, batch=2)]))
-    assert stuck == ('Ranks wait for each other: rank 0 in operation 0, send of float32 [4] to rank 1, over "pair", '
-                     'for rank 1; rank 1 in operation 0, send of float32 [4] to rank 0, over "pair", for rank 0, '
-                     "which waits in turn")
+    (stuck,) = faults(
+        both([send(1, batch=1), receive(1, batch=2)], [send(0, batch=1), receive(0, batch=2)])
+    )
+    assert (
+        stuck
+        == "Ranks wait for each other: rank 0 in operation 0, send of float32 [4] to rank 1, over"
+        ' "pair", for rank 1; rank 1 in operation 0, send of float32 [4] to rank 0, over "pair",'
+        " for rank 0, which waits in turn"
+    )
     unlike, *_ = faults(both([send(1, (4, 2))], [receive(0, (2, 4))]))
-    assert unlike == ('Over "pair", operation 0 of rank 0, send of float32 [4, 2] to rank 1, meets operation 0 of '
-                      "rank 1, receive of float32 [2, 4] from rank 0,")
+    assert (
+        unlike
+        == 'Over "pair", operation 0 of rank 0, send of float32 [4, 2] to rank 1, meets operation 0'
+        " of rank 1, receive of float32 [2, 4] from rank 0,"
+    )
     missing, stuck = faults(both([send(1)], []))
-    assert missing.endswith("meets rank 1 with no receive") and stuck.endswith("and rank 1 has nothing left to do")
-    (apart,) = faults(both([send(1, batch=1), send(1, batch=1)], [receive(0, batch=1), receive(0, batch=2)]))[:1]
-    assert apart.startswith('Over "pair", rank 0 groups what is apart on rank 1: operation 0 of rank 1')
+    assert missing.endswith("meets rank 1 with no receive") and stuck.endswith(
+        "and rank 1 has nothing left to do"
+    )
+    (apart,) = faults(
+        both([send(1, batch=1), send(1, batch=1)], [receive(0, batch=1), receive(0, batch=2)])
+    )[:1]
+    assert apart.startswith(
+        'Over "pair", rank 0 groups what is apart on rank 1: operation 0 of rank 1'
+    )
 
 
 def test_grouping_saves_what_would_hang_apart() -> None:
-    assert faults(both([send(1, batch=1), receive(1, batch=1)], [send(0, batch=1), receive(0, batch=1)])) == []
+    assert (
+        faults(
+            both([send(1, batch=1), receive(1, batch=1)], [send(0, batch=1), receive(0, batch=1)])
+        )
+        == []
+    )
 
 
 def test_a_circle_over_several_communicators_is_found() -> None:
     """Each pair of ranks is right by itself."""
+
     def ring(rank: int) -> list[Operation]:
         after, before = (rank + 1) % 3, (rank - 1) % 3
         return [send(after, over=f"{rank}", batch=1), receive(before, over=f"{before}", batch=2)]
@@ -137,7 +188,7 @@ def test_a_circle_over_several_communicators_is_found() -> None:
 
 def program(generator: random.Random) -> list[Record]:
     """Messages and collectives of a few ranks, some batches of which have changed places."""
-    ranks, names = tuple(range(generator.randint(2, 4))), ("a", "b")[:generator.randint(1, 2)]
+    ranks, names = tuple(range(generator.randint(2, 4))), ("a", "b")[: generator.randint(1, 2)]
     own: list[list[list[Operation]]] = [[] for _ in ranks]
     for _ in range(generator.randint(1, 10)):
         name, batches = generator.choice(names), list[list[Operation]]([] for _ in ranks)
@@ -153,21 +204,37 @@ def program(generator: random.Random) -> list[Record]:
     for steps in own:
         for _ in range(generator.choice([0, 0, 1, 2]) if len(steps) > 1 else 0):
             place = generator.randrange(len(steps) - 1)
-            steps[place:place + 2] = steps[place + 1], steps[place]
-    return [Record(rank, dict.fromkeys(names, ranks), [replace(one, batch=number) for number, batch in enumerate(
-        own[rank]) for one in batch]) for rank in ranks]
+            steps[place : place + 2] = steps[place + 1], steps[place]
+    return [
+        Record(
+            rank,
+            dict.fromkeys(names, ranks),
+            [replace(one, batch=number) for number, batch in enumerate(own[rank]) for one in batch],
+        )
+        for rank in ranks
+    ]
 
 
 def ends(records: list[Record]) -> bool:
-    """Whether all ranks get to their end, by counting: an operation is met when its partners have begun theirs."""
+    """Whether all ranks get to their end, by counting: an operation is met when its partners have
+    begun theirs."""
     batch_of: dict[tuple[object, ...], int] = {}  # by (rank, who meets, how often before)
     keys: list[list[tuple[object, ...]]] = []
     for record in records:
         seen = Counter[tuple[object, ...]]()
         keys.append([])
         for one in record.operations:
-            line = (one.communicator, one.kind, *((record.rank, one.peer) if one.kind == SEND else
-                                                  (one.peer, record.rank) if one.kind == RECEIVE else ()))
+            line = (
+                one.communicator,
+                one.kind,
+                *(
+                    (record.rank, one.peer)
+                    if one.kind == SEND
+                    else (one.peer, record.rank)
+                    if one.kind == RECEIVE
+                    else ()
+                ),
+            )
             keys[-1].append((*line, seen[line]))
             batch_of[record.rank, *keys[-1][-1]] = one.batch
             seen[line] += 1
@@ -175,14 +242,29 @@ def ends(records: list[Record]) -> bool:
     while moved:
         moved = False
         for record, own in zip(records, keys, strict=True):
-            here = [(one, key) for one, key in zip(record.operations, own, strict=True) if one.batch == at[record.rank]]
-            partners = [(one.peer, key[0], RECEIVE if one.kind == SEND else SEND, *key[2:]) for one, key in here
-                        if one.is_message] + [(rank, *key) for one, key in here if not one.is_message
-                                              for rank in record.members[one.communicator]]
-            if here and all(key in batch_of and at[int(str(key[0]))] >= batch_of[key] for key in partners):
+            here = [
+                (one, key)
+                for one, key in zip(record.operations, own, strict=True)
+                if one.batch == at[record.rank]
+            ]
+            partners = [
+                (one.peer, key[0], RECEIVE if one.kind == SEND else SEND, *key[2:])
+                for one, key in here
+                if one.is_message
+            ] + [
+                (rank, *key)
+                for one, key in here
+                if not one.is_message
+                for rank in record.members[one.communicator]
+            ]
+            if here and all(
+                key in batch_of and at[int(str(key[0]))] >= batch_of[key] for key in partners
+            ):
                 at[record.rank] += 1
                 moved = True
-    return all(not record.operations or at[record.rank] > record.operations[-1].batch for record in records)
+    return all(
+        not record.operations or at[record.rank] > record.operations[-1].batch for record in records
+    )
 
 
 def test_who_gets_to_the_end_is_what_counting_says() -> None:
@@ -190,7 +272,9 @@ def test_who_gets_to_the_end_is_what_counting_says() -> None:
     for seed in range(2000):
         records = program(random.Random(seed))
         found.append(ends(records))
-        assert found[-1] == (not any("wait for each other" in sentence for sentence in faults(records))), seed
+        assert found[-1] == (
+            not any("wait for each other" in sentence for sentence in faults(records))
+        ), seed
     assert 600 < sum(found) < 1400
 
 

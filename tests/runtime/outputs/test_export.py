@@ -1,4 +1,5 @@
-"""`disttrain export`: folders that the libraries load, with outputs equal to the trained model's."""
+"""`disttrain export`: folders that the libraries load, with outputs equal to the trained
+model's."""
 
 import hashlib
 import json
@@ -29,11 +30,18 @@ GENERATORS = {
 
 
 def written_run(folder, architecture="unet2d_condition", **train):
-    generator = {**MODULES["image_generator"], "architecture": architecture, **GENERATORS[architecture]}
+    generator = {
+        **MODULES["image_generator"],
+        "architecture": architecture,
+        **GENERATORS[architecture],
+    }
     modules = MODULES | {"audio_encoder": AUDIO, "image_generator": generator}
-    content = {"name": "tiny", "model": {"modules": modules}, "data": {"sources": [{"path": "data"}],
-               "sequence_length": 48, "max_image_pixels": 4096},
-               "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"} | train}
+    content = {
+        "name": "tiny",
+        "model": {"modules": modules},
+        "data": {"sources": [{"path": "data"}], "sequence_length": 48, "max_image_pixels": 4096},
+        "train": {"global_batch_size": 4, "steps": 1, "precision": "fp32"} | train,
+    }
     path = folder / "disttrain.yaml"
     path.write_text(yaml.safe_dump(content))
     return read_run(path)
@@ -53,17 +61,44 @@ def trained(run, step=1, averaged=()):
                     tensors[f"ema/{layer.name}/{path}"] = parameter.detach() * 0.5
     folder = run.dir.checkpoints / f"step-{step:06d}"
     folder.mkdir(parents=True)
-    one = write_tensors(folder / "rank-00000.safetensors", {
-        _box_name(key, (0,) * value.ndim): value for key, value in tensors.items()})
-    described = json.dumps({"files": [one.name], "tensors": {
-        key: {"dtype": DTYPES[value.dtype], "shape": list(value.shape),
-              "boxes": [[0, [0] * value.ndim, list(value.shape)]]} for key, value in tensors.items()}}).encode()
+    one = write_tensors(
+        folder / "rank-00000.safetensors",
+        {_box_name(key, (0,) * value.ndim): value for key, value in tensors.items()},
+    )
+    described = json.dumps(
+        {
+            "files": [one.name],
+            "tensors": {
+                key: {
+                    "dtype": DTYPES[value.dtype],
+                    "shape": list(value.shape),
+                    "boxes": [[0, [0] * value.ndim, list(value.shape)]],
+                }
+                for key, value in tensors.items()
+            },
+        }
+    ).encode()
     (folder / TENSORS).write_bytes(described)
-    (folder / DESCRIPTION).write_text(json.dumps(sealed({
-        "version": VERSION, "step": step, "model": run.file.model_fingerprint(), "skipped_steps": 0, "updates": {},
-        "files": {
-            one.name: {"bytes": one.size_bytes, "sha256": one.sha256},
-            TENSORS: {"bytes": len(described), "sha256": hashlib.sha256(described).hexdigest()}}})))
+    (folder / DESCRIPTION).write_text(
+        json.dumps(
+            sealed(
+                {
+                    "version": VERSION,
+                    "step": step,
+                    "model": run.file.model_fingerprint(),
+                    "skipped_steps": 0,
+                    "updates": {},
+                    "files": {
+                        one.name: {"bytes": one.size_bytes, "sha256": one.sha256},
+                        TENSORS: {
+                            "bytes": len(described),
+                            "sha256": hashlib.sha256(described).hexdigest(),
+                        },
+                    },
+                }
+            )
+        )
+    )
     return layers
 
 
@@ -74,13 +109,22 @@ def through(layers, batch):
     return state
 
 
-@pytest.mark.parametrize("architecture", ["unet2d_condition", pytest.param("pixart", marks=pytest.mark.slow)])
-def test_outputs_of_the_loaded_classes_equal_the_trained_models(tmp_path, architecture, monkeypatch):
+@pytest.mark.parametrize(
+    "architecture", ["unet2d_condition", pytest.param("pixart", marks=pytest.mark.slow)]
+)
+def test_outputs_of_the_loaded_classes_equal_the_trained_models(
+    tmp_path, architecture, monkeypatch
+):
     run = written_run(tmp_path, architecture)
     layers = trained(run)
     said = export(run, tmp_path / "out")
     assert said.step == 1 and set(said.modules) == {
-        "image_encoder", "audio_encoder", "llm", "image_generator", "image_generator_vae"}
+        "image_encoder",
+        "audio_encoder",
+        "llm",
+        "image_generator",
+        "image_generator_vae",
+    }
     configs, models = read_configs(run), {}
     for name in said.modules:
         kind = "vae" if name.endswith("_vae") else configs[name].architecture
@@ -88,11 +132,15 @@ def test_outputs_of_the_loaded_classes_equal_the_trained_models(tmp_path, archit
         assert said.modules[name].loads_with.endswith(type(models[name]).__name__)
     projectors = load_file(tmp_path / "out" / "projectors.safetensors")
     by_name = {layer.name: layer for layer in layers}
-    batch = probe_batch(describe(run), grids=[(4, 4), (4, 4)], clips=2, documents=[[40], [48]], targets=2)
+    batch = probe_batch(
+        describe(run), grids=[(4, 4), (4, 4)], clips=2, documents=[[40], [48]], targets=2
+    )
     with torch.no_grad():
         check_equal(run, by_name, models, projectors, batch)
     joints = json.loads((tmp_path / "out" / "model.json").read_text())["joints"]
-    assert {f"{layer}.{name}" for layer, own in joints.items() for name in own["weights"]} == set(projectors)
+    assert {f"{layer}.{name}" for layer, own in joints.items() for name in own["weights"]} == set(
+        projectors
+    )
     generation = models["llm"].generation_config
     assert (generation.bos_token_id, generation.eos_token_id) == (257, 258)  # of the byte tokenizer
     text = (tmp_path / "out" / "README.md").read_text()
@@ -107,18 +155,29 @@ def check_equal(run, layers, models, projectors, batch):
     """Every module by itself, on what the modules before it gave."""
     close = {"rtol": 1e-5, "atol": 1e-5}
     config, state = read_configs(run), through(list(layers.values()), batch)
-    patches = torch.cat([models["image_encoder"](pixels, interpolate_pos_encoding=True).last_hidden_state
-                         for pixels in batch.pixels])
+    patches = torch.cat(
+        [
+            models["image_encoder"](pixels, interpolate_pos_encoding=True).last_hidden_state
+            for pixels in batch.pixels
+        ]
+    )
     norm = layers["image_encoder.projector"].norm
     torch.testing.assert_close(norm(state["image_hidden"]), patches.flatten(0, 1), **close)
     heard = models["audio_encoder"](batch.audio_features).last_hidden_state
-    torch.testing.assert_close(layers["audio_encoder.projector"].norm(state["audio_hidden"]), heard.flatten(0, 1),
-                               **close)
-    mlp = {name.removeprefix("audio_encoder.projector.mlp."): tensor for name, tensor in projectors.items()
-           if name.startswith("audio_encoder.projector.mlp.")}
-    hidden = torch.nn.functional.gelu(heard.flatten(0, 1).unflatten(0, (-1, 3)).flatten(1) @ mlp["0.weight"].T
-                                      + mlp["0.bias"])
-    torch.testing.assert_close(hidden @ mlp["2.weight"].T + mlp["2.bias"], state["audio_embeds"], **close)
+    torch.testing.assert_close(
+        layers["audio_encoder.projector"].norm(state["audio_hidden"]), heard.flatten(0, 1), **close
+    )
+    mlp = {
+        name.removeprefix("audio_encoder.projector.mlp."): tensor
+        for name, tensor in projectors.items()
+        if name.startswith("audio_encoder.projector.mlp.")
+    }
+    hidden = torch.nn.functional.gelu(
+        heard.flatten(0, 1).unflatten(0, (-1, 3)).flatten(1) @ mlp["0.weight"].T + mlp["0.bias"]
+    )
+    torch.testing.assert_close(
+        hidden @ mlp["2.weight"].T + mlp["2.bias"], state["audio_embeds"], **close
+    )
     tokens = batch.token_ids[1:]  # the second sequence is one sample without padding
     embeds = layers["llm.embed"](state, batch)["hidden"].unflatten(0, batch.token_ids.shape)[1:]
     found = models["llm"](inputs_embeds=embeds, output_hidden_states=True)
@@ -135,10 +194,15 @@ def check_equal(run, layers, models, projectors, batch):
     canvas = layers["image_generator.in"].canvas
     times, noise = canvas.draw(batch)
     context = state["context"]
-    conditioning = layers["image_generator.projector"](state, batch)["conditioning"].unflatten(0, (2, -1))
+    conditioning = layers["image_generator.projector"](state, batch)["conditioning"].unflatten(
+        0, (2, -1)
+    )
     assert len(context) == 8
-    made = models["image_generator"](canvas.noise.mix(state["latents"], noise, times), timestep=times,
-                                     encoder_hidden_states=conditioning).sample
+    made = models["image_generator"](
+        canvas.noise.mix(state["latents"], noise, times),
+        timestep=times,
+        encoder_hidden_states=conditioning,
+    ).sample
     torch.testing.assert_close(layers["image_generator.out"].predict(state), made[:, :4], **close)
 
 
@@ -158,9 +222,13 @@ def test_averages_bf16_files_beside_and_an_older_checkpoint(tmp_path):
     assert torch.equal(llm["lm_head.weight"], head.lm_head.weight.bfloat16())
     projectors = load_file(tmp_path / "out" / "projectors.safetensors")
     projector = next(layer for layer in layers if layer.name == "image_generator.projector")
-    assert torch.equal(projectors["image_generator.projector.mlp.0.weight"],
-                       (projector.mlp[0].weight * 0.5).bfloat16())
-    schedule = json.loads((tmp_path / "out" / "image_generator" / "scheduler_config.json").read_text())
+    assert torch.equal(
+        projectors["image_generator.projector.mlp.0.weight"],
+        (projector.mlp[0].weight * 0.5).bfloat16(),
+    )
+    schedule = json.loads(
+        (tmp_path / "out" / "image_generator" / "scheduler_config.json").read_text()
+    )
     assert schedule["prediction_type"] == "epsilon" and schedule["clip_sample"] is False
 
 
@@ -174,7 +242,11 @@ def test_an_export_starts_another_run(tmp_path):
     (tmp_path / "out" / "llm" / "tokenizer.json").write_text("{}")
     content = yaml.safe_load(run.path.read_text())
     for name, spec in content["model"]["modules"].items():
-        plain = {key: value for key, value in spec.items() if key not in ("architecture", "config", "vae")}
+        plain = {
+            key: value
+            for key, value in spec.items()
+            if key not in ("architecture", "config", "vae")
+        }
         content["model"]["modules"][name] = plain | {"folder": f"out/{name}"}
     content["model"]["modules"]["image_generator"]["vae_folder"] = "out/image_generator_vae"
     (tmp_path / "again").mkdir()
@@ -215,7 +287,12 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path):
     file.write_bytes(damaged)
     with pytest.raises(SpecError, match="damaged"):
         export(run, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disttrain.yaml", "other.yaml", "runs", "there"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "disttrain.yaml",
+        "other.yaml",
+        "runs",
+        "there",
+    ]
 
 
 def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch):

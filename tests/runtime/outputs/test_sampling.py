@@ -1,4 +1,5 @@
-"""Images at the end of training: from averages where there are some, through the VAE's decoder from its folder."""
+"""Images at the end of training: from averages where there are some, through the VAE's decoder from
+its folder."""
 
 from pathlib import Path
 
@@ -27,13 +28,19 @@ def data(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_latent_generator_makes_images(tmp_path, data):
-    unet = MODEL["modules"]["image_generator"]["config"] | GENERATOR["config"] | {"sample_size": None}
-    library_model(make(tmp_path, "unet2d_condition", vae=GENERATOR["vae"], config=unet), "vae").save_pretrained(
-        tmp_path / "vae")
+    unet = (
+        MODEL["modules"]["image_generator"]["config"] | GENERATOR["config"] | {"sample_size": None}
+    )
+    library_model(
+        make(tmp_path, "unet2d_condition", vae=GENERATOR["vae"], config=unet), "vae"
+    ).save_pretrained(tmp_path / "vae")
     run = write_run(tmp_path, data)
     content = yaml.safe_load(run.path.read_text())
     content["model"]["modules"]["image_generator"] |= {
-        "vae_folder": "vae", "config": unet, "noise": {"prediction": "v_prediction"}}
+        "vae_folder": "vae",
+        "config": unet,
+        "noise": {"prediction": "v_prediction"},
+    }
     content["samples"] = {"images": 3, "denoising_steps": 2}
 
     def images(name, step, averaged=()):
@@ -44,8 +51,14 @@ def test_a_latent_generator_makes_images(tmp_path, data):
         assert index.fingerprint
         trained(opened, step, averaged)
         folder = Path(tmp_path, name)
-        sampling.main({"run": str(run.path), "profile": profile.model_dump(mode="json"), "images": str(folder),
-                       "checkpoint": str(opened.dir.checkpoints / f"step-{step:06d}")})
+        sampling.main(
+            {
+                "run": str(run.path),
+                "profile": profile.model_dump(mode="json"),
+                "images": str(folder),
+                "checkpoint": str(opened.dir.checkpoints / f"step-{step:06d}"),
+            }
+        )
         return [path.read_bytes() for path in sorted(folder.glob("*.png"))]
 
     first = images("first", 1)

@@ -1,4 +1,5 @@
-"""Rehearsals with real processes: what they record is the plan's and the profile's, whatever the machine is doing."""
+"""Rehearsals with real processes: what they record is the plan's and the profile's, whatever the
+machine is doing."""
 
 from __future__ import annotations
 
@@ -30,11 +31,18 @@ PROFILES: list[Profile] = []
 DISTRIBUTION = {"images_per_sequence": 3.0, "generated_per_sequence": 2.0, "sequences": 64}
 
 
-def job(folder: Path, dps: tuple[int, int, int] = (3, 2, 2), pp: int = 1, tp: int = 1,
-        model: dict[str, Any] | None = None, **rehearsing: Any) -> tuple[Run, Plan, Profile]:
+def job(
+    folder: Path,
+    dps: tuple[int, int, int] = (3, 2, 2),
+    pp: int = 1,
+    tp: int = 1,
+    model: dict[str, Any] | None = None,
+    **rehearsing: Any,
+) -> tuple[Run, Plan, Profile]:
     """The tests' small model on A800s that are not here, its LLM on `pp` stages."""
     content = {
-        "name": "test", "model": MODEL | (model or {}),
+        "name": "test",
+        "model": MODEL | (model or {}),
         "data": {"distribution": DISTRIBUTION, "sequence_length": 256, "max_image_pixels": 4096},
         "cluster": {"nodes": 2, "gpus_per_node": 8, "device": "analytic:A800"},
         "train": {"global_batch_size": 16, "steps": 3},
@@ -46,10 +54,23 @@ def job(folder: Path, dps: tuple[int, int, int] = (3, 2, 2), pp: int = 1, tp: in
     modules = [info.module for info in layer_table(run)]
     units = []
     for name, dp in zip(dict.fromkeys(modules), dps, strict=True):
-        own, stages, degree = modules.count(name), pp if name == "llm" else 1, tp if name == "llm" else 1
+        own, stages, degree = (
+            modules.count(name),
+            pp if name == "llm" else 1,
+            tp if name == "llm" else 1,
+        )
         layers = [own - own // stages * (stages - 1), *[own // stages] * (stages - 1)]
-        units.append(UnitPlan(name=name, modules=[name], tp=degree, dp=dp, pp=stages, gpus=degree * dp * stages,
-                              layers_per_stage=layers))
+        units.append(
+            UnitPlan(
+                name=name,
+                modules=[name],
+                tp=degree,
+                dp=dp,
+                pp=stages,
+                gpus=degree * dp * stages,
+                layers_per_stage=layers,
+            )
+        )
     if not PROFILES:  # the same for all tests, which differ in how they rehearse
         PROFILES.append(analytic_profile(run, "A800"))
     plan, profile = plan_of(run, units, 2), PROFILES[0]
@@ -58,7 +79,9 @@ def job(folder: Path, dps: tuple[int, int, int] = (3, 2, 2), pp: int = 1, tp: in
     return run, plan, profile
 
 
-def rows(trace: str, operation: str, unit: str, stage: int = 0) -> dict[int, dict[tuple[int, int], dict[str, Any]]]:
+def rows(
+    trace: str, operation: str, unit: str, stage: int = 0
+) -> dict[int, dict[tuple[int, int], dict[str, Any]]]:
     """Replica → (step, slot) → its row."""
     found: dict[int, dict[tuple[int, int], dict[str, Any]]] = {}
     for folder in sorted(Path(trace).glob("rank-*")):
@@ -74,35 +97,59 @@ def took_s(row: dict[str, Any]) -> float:
 
 @pytest.mark.slow
 def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path) -> None:
-    """Six replicas of the encoder and eight GPUs more in seven processes, a slow rank among them."""
+    """Six replicas of the encoder and eight GPUs more in seven processes, a slow rank among
+    them."""
     fault = {"slow": "rank", "unit": "llm", "stage": 1, "replica": 1, "factor": 3.0}
     run, plan, profile = job(tmp_path, (3, 4, 2), pp=2, faults=[fault])
     result = rehearse(run, plan, profile)
     assert (result.processes, result.gpus) == (2 + 4 + 1, 13)
     assert read_job(Path(result.trace) / "job.json").rehearsed.processes == 7
-    assert [row["step"] for row in result.steps] == [row["step"] for row in result.simulated] == [0, 1]
-    # the simulator's own pipeline of the same steps, before replicas are joined, holds the expected times
+    assert (
+        [row["step"] for row in result.steps] == [row["step"] for row in result.simulated] == [0, 1]
+    )
+    # the simulator's own pipeline of the same steps, before replicas are joined, holds the expected
+    # times
     stages = launcher.stages_of(profile, plan.plan)
     orders = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs))
     for number, stage in enumerate(stages):
-        forward, backward = (rows(result.trace, part, stage.unit.name, stage.index) for part in ("forward", "backward"))
+        forward, backward = (
+            rows(result.trace, part, stage.unit.name, stage.index)
+            for part in ("forward", "backward")
+        )
         assert set(forward) == set(backward) == set(range(stage.unit.dp))
         for step in (0, 1):
             loads = launcher.order_loads(orders.of(step)[0], plan.plan)
-            pipeline = launcher.inject(launcher.pipeline_of(profile, plan.plan, stages, loads, 8), stages,
-                                       run.file.rehearse.faults)
+            pipeline = launcher.inject(
+                launcher.pipeline_of(profile, plan.plan, stages, loads, 8),
+                stages,
+                run.file.rehearse.faults,
+            )
             for recorded, times in ((forward, pipeline.forward_s), (backward, pipeline.backward_s)):
                 for replica in range(stage.unit.dp):
-                    own = [took_s(recorded[replica][step, slot]) for slot in range(plan.plan.microbatches)]
+                    own = [
+                        took_s(recorded[replica][step, slot])
+                        for slot in range(plan.plan.microbatches)
+                    ]
                     assert own == pytest.approx(times[:, number, replica].tolist(), abs=1e-6)
-    busiest_s = max(sum(took_s(row) for part in ("forward", "backward")
-                        for (step, _), row in rows(result.trace, part, "llm", 1)[1].items() if step == 1), 0.0)
+    busiest_s = max(
+        sum(
+            took_s(row)
+            for part in ("forward", "backward")
+            for (step, _), row in rows(result.trace, part, "llm", 1)[1].items()
+            if step == 1
+        ),
+        0.0,
+    )
     assert result.steps[1]["iteration_s"] >= busiest_s > 0
     sizes = pq.read_table(Path(result.trace) / "sizes").to_pylist()
-    assert len(sizes) == 2 * 16 and np.mean([len(row["images"]) for row in sizes]) == pytest.approx(3, abs=1.5)
+    assert len(sizes) == 2 * 16 and np.mean([len(row["images"]) for row in sizes]) == pytest.approx(
+        3, abs=1.5
+    )
     batch = orders.of(1)[1]
-    samples = run_sql([Path(result.run_dir)], "SELECT sample FROM samples WHERE step = 1 ORDER BY sequence, place").rows
-    assert [sample for sample, in samples] == batch.samples.tolist()
+    samples = run_sql(
+        [Path(result.run_dir)], "SELECT sample FROM samples WHERE step = 1 ORDER BY sequence, place"
+    ).rows
+    assert [sample for (sample,) in samples] == batch.samples.tolist()
 
     again = rehearse(run, plan, profile, steps=3, resume=True)
     assert again.resumed_from_step == 2 and [row["step"] for row in again.steps] == [2]
@@ -115,9 +162,15 @@ def test_a_busy_host_begins_late_and_computes_as_long(tmp_path: Path) -> None:
     run, plan, profile = job(tmp_path, faults=[fault], gpus_per_process=1)
     trace = Path(rehearse(run, plan, profile).trace)
     for replica in (0, 1):
-        (own,) = [rows for rows in (pq.read_table(folder).to_pylist() for folder in trace.glob("rank-*"))
-                  if (rows[0]["unit"], rows[0]["replica"]) == ("llm", replica)]
-        own = sorted((row for row in own if row["step"] == 1), key=lambda row: (row["start_ns"], row["end_ns"]))
+        (own,) = [
+            rows
+            for rows in (pq.read_table(folder).to_pylist() for folder in trace.glob("rank-*"))
+            if (rows[0]["unit"], rows[0]["replica"]) == ("llm", replica)
+        ]
+        own = sorted(
+            (row for row in own if row["step"] == 1),
+            key=lambda row: (row["start_ns"], row["end_ns"]),
+        )
         for before, row in itertools.pairwise(own):
             if row["operation"] in ("forward", "backward"):
                 gap_s = (row["start_ns"] - before["end_ns"]) / 1e9
@@ -132,57 +185,95 @@ def test_steps_that_are_ordered_beforehand_are_those_of_the_policy(tmp_path: Pat
     (tmp_path / "disttrain.yaml").write_text(yaml.safe_dump(run.file.model_dump(mode="json")))
     result = rehearse(run, plan, profile)
     index, steps = rehearsed_index(run, profile.inputs), range(2)
-    assert result.simulated == launcher.simulated(run, plan.plan, profile, index, setting_of(run.file, plan), steps, {})
+    assert result.simulated == launcher.simulated(
+        run, plan.plan, profile, index, setting_of(run.file, plan), steps, {}
+    )
     found = launcher.found_orders(run, plan.plan, profile, index, steps)
     orders = launcher.Orders(run.file, plan.plan, index, profile)
     assert all(np.array_equal(found[step].places, orders.assignment(step).places) for step in steps)
     recorded = rows(result.trace, "forward", "image_encoder", 0)
-    assert [[recorded[replica][step, slot]["images"] for step in steps for slot in range(plan.plan.microbatches)]
-            for replica in range(3)] == [
-        [len(slot.replicas["image_encoder"][replica].images) for step in steps for slot in orders.of(step)[0].slots]
-        for replica in range(3)]
+    assert [
+        [
+            recorded[replica][step, slot]["images"]
+            for step in steps
+            for slot in range(plan.plan.microbatches)
+        ]
+        for replica in range(3)
+    ] == [
+        [
+            len(slot.replicas["image_encoder"][replica].images)
+            for step in steps
+            for slot in orders.of(step)[0].slots
+        ]
+        for replica in range(3)
+    ]
 
 
 @pytest.mark.slow
 def test_replicas_of_a_monolithic_stage_keep_their_own_times(tmp_path: Path) -> None:
-    """One process for two replicas of a stage with all modules, of which now one, now the other is the slower."""
+    """One process for two replicas of a stage with all modules, of which now one, now the other is
+    the slower."""
     run, _, profile = job(tmp_path)
     layers = [len(module.layers) for module in profile.modules.values()]
-    unit = UnitPlan(name="all", modules=[*profile.modules], dp=2, gpus=2, layers_per_stage=[sum(layers)])
+    unit = UnitPlan(
+        name="all", modules=[*profile.modules], dp=2, gpus=2, layers_per_stage=[sum(layers)]
+    )
     plan = plan_of(run, [unit], 2)
     result = rehearse(run, plan, profile, steps=1)
     assert (result.processes, result.gpus) == (1, 2)
     order, _ = launcher.Orders(run.file, plan.plan, rehearsed_index(run, profile.inputs)).of(0)
     loads = launcher.order_loads(order, plan.plan)
-    recorded = [row for folder in Path(result.trace).glob("rank-*") for row in pq.read_table(folder).to_pylist()]
+    recorded = [
+        row
+        for folder in Path(result.trace).glob("rank-*")
+        for row in pq.read_table(folder).to_pylist()
+    ]
     for cost in launcher.stages_of(profile, plan.plan)[0].costs:
         for part in ("forward", "backward"):
             expected_s = amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3
             for row in recorded:
                 if (row["operation"], row["module"]) == (part, cost.module):
-                    assert took_s(row) == pytest.approx(expected_s[row["slot"], row["replica"]], abs=1e-6)
+                    assert took_s(row) == pytest.approx(
+                        expected_s[row["slot"], row["replica"]], abs=1e-6
+                    )
 
 
 @pytest.mark.slow
 def test_tensor_parallel_frozen_and_full_messages_are_rehearsed(tmp_path: Path) -> None:
     frozen = {"trained": ["llm", "projectors"]}
-    run, plan, profile = job(tmp_path, (1, 2, 1), tp=2, model=frozen, messages="real", noise=0.1, gpus_per_process=1,
-                             distribution=DISTRIBUTION | {"images_per_sequence": 1.0})
+    run, plan, profile = job(
+        tmp_path,
+        (1, 2, 1),
+        tp=2,
+        model=frozen,
+        messages="real",
+        noise=0.1,
+        gpus_per_process=1,
+        distribution=DISTRIBUTION | {"images_per_sequence": 1.0},
+    )
     result = rehearse(run, plan, profile)
     assert (result.processes, result.gpus, result.messages) == (4, 6, "real")
-    frozen_backward = [took_s(row) for row in rows(result.trace, "backward", "image_encoder")[0].values()]
-    generator = [took_s(row) for row in rows(result.trace, "backward", "image_generator")[0].values()]
+    frozen_backward = [
+        took_s(row) for row in rows(result.trace, "backward", "image_encoder")[0].values()
+    ]
+    generator = [
+        took_s(row) for row in rows(result.trace, "backward", "image_generator")[0].values()
+    ]
     assert max(frozen_backward) < min(generator)
     images = [row["images"] for row in result.steps]
     assert np.mean(images) / 16 == pytest.approx(1, abs=0.6)
     sent = rows(result.trace, "send_activation", "image_encoder")[0]
     width = MODEL["modules"]["llm"]["config"]["hidden_size"]
-    assert all(row["bytes"] % (2 * width) == 0 for row in sent.values()) and sum(row["bytes"] for row in sent.values())
+    assert all(row["bytes"] % (2 * width) == 0 for row in sent.values()) and sum(
+        row["bytes"] for row in sent.values()
+    )
 
 
 @pytest.mark.slow
 def test_what_cannot_be_rehearsed_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    run, plan, profile = job(tmp_path, faults=[{"slow": "stage", "unit": "llm", "stage": 4, "factor": 2.0}])
+    run, plan, profile = job(
+        tmp_path, faults=[{"slow": "stage", "unit": "llm", "stage": 4, "factor": 2.0}]
+    )
     with pytest.raises(SpecError, match=r"rehearse.faults\[0\].stage"):
         rehearse(run, plan, profile)
     run, plan, profile = job(tmp_path)
@@ -204,6 +295,7 @@ def test_a_process_that_dies_ends_the_rehearsal(tmp_path: Path) -> None:
     def kill(step: dict[str, Any]) -> None:
         line = (run.dir.rehearsal.logs / "rank-00001.log").read_text().splitlines()[0]
         os.kill(int(line.rsplit(" ", 1)[1]), signal.SIGKILL)
+
     with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL"):
         rehearse(run, plan, profile, on_step=kill)
 
@@ -213,5 +305,9 @@ def test_the_time_scale_gives_the_host_room(tmp_path: Path) -> None:
     run, plan, _ = job(tmp_path, time_scale="auto", gpus_per_process="auto")
     setting = setting_of(run.file, plan)
     assert setting.processes == 7 and setting.time_scale > 0
-    slower = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_s": 10.0})})
-    assert setting_of(run.file, slower).time_scale == pytest.approx(setting.time_scale / 10, rel=0.05)
+    slower = plan.model_copy(
+        update={"predicted": plan.predicted.model_copy(update={"iteration_s": 10.0})}
+    )
+    assert setting_of(run.file, slower).time_scale == pytest.approx(
+        setting.time_scale / 10, rel=0.05
+    )

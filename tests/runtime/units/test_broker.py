@@ -1,4 +1,5 @@
-"""Buffers of what was sent are held until it has left, and no longer; each direction has its own communicator."""
+"""Buffers of what was sent are held until it has left, and no longer; each direction has its own
+communicator."""
 
 from __future__ import annotations
 
@@ -25,23 +26,39 @@ from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.stage_graph import StageGraph, stage_graph
 from tests.runtime.factory import unit
 
-INPUTS = ModelInputs(llm="llm", vocabulary=272, sequence_length=16,
-                     image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096))
+INPUTS = ModelInputs(
+    llm="llm",
+    vocabulary=272,
+    sequence_length=16,
+    image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096),
+)
 ROWS = TensorSpec("rows", "image", "patches", (3,))
 
 
 def graph_of(*units: UnitPlan) -> StageGraph:
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in units),
-                    units=list(units))
+    layout = Layout(
+        global_batch_size=1,
+        microbatch_size=1,
+        microbatches=1,
+        gpus_used=sum(u.gpus for u in units),
+        units=list(units),
+    )
     return stage_graph(layout, units[-1].modules[0])
 
 
 def slot(images: int = 4) -> Slot:
     none = np.zeros(0, dtype=np.int64)
     own = [ReplicaItems(none, np.arange(images), none)]
-    return Slot(inputs=INPUTS, sequences=none, sequence_tokens=none, sequence_length_sq=none,
-                image_sequence=np.zeros(images, dtype=np.int64), image_grid=np.ones((images, 2), dtype=np.int64),
-                target_sequence=none, replicas={"all": own})
+    return Slot(
+        inputs=INPUTS,
+        sequences=none,
+        sequence_tokens=none,
+        sequence_length_sq=none,
+        image_sequence=np.zeros(images, dtype=np.int64),
+        image_grid=np.ones((images, 2), dtype=np.int64),
+        target_sequence=none,
+        replicas={"all": own},
+    )
 
 
 class Work:
@@ -60,7 +77,8 @@ class Work:
 
 @pytest.fixture
 def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Of every batch that is sent over the fake backend, its work and weak references to its buffers."""
+    """Of every batch that is sent over the fake backend, its work and weak references to its
+    buffers."""
     sent: list[Any] = []
 
     def batch(operations: list[dist.P2POp]) -> list[Work]:
@@ -74,7 +92,9 @@ def works(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 def broker(sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
     graph = graph_of(unit("all", ["m"], [1, 1]))
-    return Broker(graph.coords(0), graph.stages[1], sends, receives, torch.float32, torch.device("cpu"))
+    return Broker(
+        graph.coords(0), graph.stages[1], sends, receives, torch.float32, torch.device("cpu")
+    )
 
 
 def held(sent: list[Any]) -> list[bool]:
@@ -82,8 +102,12 @@ def held(sent: list[Any]) -> list[bool]:
     return [any(buffer() is not None for buffer in buffers) for _, buffers, _ in sent]
 
 
-def test_sent_buffers_are_let_go_of_in_turn(works: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "in_order", lambda: False)  # gloo: nothing else lets go of them
+def test_sent_buffers_are_let_go_of_in_turn(
+    works: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        communicators, "in_order", lambda: False
+    )  # gloo: nothing else lets go of them
     link = broker([ROWS], [])
     for _ in range(3):
         link.send(slot(), {"rows": torch.ones(4, 3)})
@@ -118,8 +142,8 @@ def test_receives_let_go_of_sent_buffers_too(works: list[Any]) -> None:
 
 
 def test_a_slot_whose_routes_are_known_is_held(works: list[Any]) -> None:
-    """Routes are found by the slot's id, which after an evaluation another slot could have: nobody drained the last
-    stage's broker then."""
+    """Routes are found by the slot's id, which after an evaluation another slot could have: nobody
+    drained the last stage's broker then."""
     link = broker([], [ROWS])
     now = slot()
     link.receive(now)
@@ -132,16 +156,29 @@ def test_a_slot_whose_routes_are_known_is_held(works: list[Any]) -> None:
 
 def test_a_slot_without_rows_sends_nothing(works: list[Any]) -> None:
     link = broker([ROWS], [])
-    assert link.send(slot(0), {"rows": torch.ones(0, 3)}) == (0, -1) and works == [] and not link.pending
+    assert (
+        link.send(slot(0), {"rows": torch.ones(0, 3)}) == (0, -1)
+        and works == []
+        and not link.pending
+    )
 
 
-UNITS = (unit("eye", ["eye"], [1, 1], 3), unit("ear", ["ear"], [1], 2), unit("llm", ["llm"], [2, 2], 2, tp=4),
-         unit("draw", ["draw"], [1]))
+UNITS = (
+    unit("eye", ["eye"], [1, 1], 3),
+    unit("ear", ["ear"], [1], 2),
+    unit("llm", ["llm"], [2, 2], 2, tp=4),
+    unit("draw", ["draw"], [1]),
+)
 
 
 def branched() -> StageGraph:
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=sum(u.gpus for u in UNITS),
-                    units=list(UNITS))
+    layout = Layout(
+        global_batch_size=1,
+        microbatch_size=1,
+        microbatches=1,
+        gpus_used=sum(u.gpus for u in UNITS),
+        units=list(UNITS),
+    )
     return stage_graph(layout, "llm")
 
 
@@ -154,39 +191,70 @@ def test_communicators_are_as_many_as_the_memory_model_counts() -> None:
             sizes = [dist.get_world_size(group) for group in grid.groups.values()]
             here, stage = place.stage.number, place.stage
             assert sum(size > 1 for size in sizes) == counted(
-                stage.tp, stage.unit.dp, len(stage.before) + len(stage.after))
-            assert set(grid.ways) == {way for other in (*stage.before, *stage.after)
-                                      for way in ((here, other), (other, here))}
+                stage.tp, stage.unit.dp, len(stage.before) + len(stage.after)
+            )
+            assert set(grid.ways) == {
+                way
+                for other in (*stage.before, *stage.after)
+                for way in ((here, other), (other, here))
+            }
             for (sender, taker), group in grid.ways.items():
                 assert set(dist.get_process_group_ranks(group)) == {
-                    *graph.stages[sender].ranks, *graph.stages[taker].ranks}
+                    *graph.stages[sender].ranks,
+                    *graph.stages[taker].ranks,
+                }
     assert len({*grid.groups.values()}) == len(grid.groups)
 
 
 def test_gloo_sends_over_the_world() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        grid = UnitGrid(graph_of(unit("all", ["m"], [1])), graph_of(unit("all", ["m"], [1])).coords(0))
-        assert not communicators.in_order() and not grid.ways and list(grid.groups) == [
-            "world", "replicas of all stage 0, TP rank 0"]
+        grid = UnitGrid(
+            graph_of(unit("all", ["m"], [1])), graph_of(unit("all", ["m"], [1])).coords(0)
+        )
+        assert (
+            not communicators.in_order()
+            and not grid.ways
+            and list(grid.groups) == ["world", "replicas of all stage 0, TP rank 0"]
+        )
     finally:
         dist.destroy_process_group()
 
 
 def test_neighbours_along_a_line_do_not_wait_for_a_chain() -> None:
-    """A stage makes the communicators of one cut while its other neighbour makes those of the next but one."""
+    """A stage makes the communicators of one cut while its other neighbour makes those of the next
+    but one."""
     line = graph_of(unit("all", ["m"], [1] * 8))
-    ways = [one.way for one in communicators.communicators(line, messages=True) if one.way is not None]
-    assert ways[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)] and ways[8:10] == [(1, 2), (2, 1)] and len(ways) == 14
+    ways = [
+        one.way for one in communicators.communicators(line, messages=True) if one.way is not None
+    ]
+    assert (
+        ways[:4] == [(0, 1), (1, 0), (2, 3), (3, 2)]
+        and ways[8:10] == [(1, 2), (2, 1)]
+        and len(ways) == 14
+    )
 
 
-LARGE = (unit("eye", ["eye"], [1, 1], 108), unit("llm", ["llm"], [1] * 5, 48, tp=4), unit("draw", ["draw"], [1], 120))
+LARGE = (
+    unit("eye", ["eye"], [1, 1], 108),
+    unit("llm", ["llm"], [1] * 5, 48, tp=4),
+    unit("draw", ["draw"], [1], 120),
+)
 
 
-@pytest.mark.parametrize(("places", "count", "most"), [
-    (branched(), 26, 8), (graph_of(unit("all", ["m"], [1] * 8, 2, tp=2)), 46, 6), (graph_of(*LARGE), 277, 6)])
-def test_communicators_are_made_in_as_few_rounds_as_a_rank_has(places: StageGraph, count: int, most: int) -> None:
-    """Those that share no rank are made side by side, each as soon as all of its ranks have made their earlier ones."""
+@pytest.mark.parametrize(
+    ("places", "count", "most"),
+    [
+        (branched(), 26, 8),
+        (graph_of(unit("all", ["m"], [1] * 8, 2, tp=2)), 46, 6),
+        (graph_of(*LARGE), 277, 6),
+    ],
+)
+def test_communicators_are_made_in_as_few_rounds_as_a_rank_has(
+    places: StageGraph, count: int, most: int
+) -> None:
+    """Those that share no rank are made side by side, each as soon as all of its ranks have made
+    their earlier ones."""
     made, own = dict.fromkeys(range(places.world_size), 0), Counter[int]()
     found = list(communicators.communicators(places, messages=True))
     for one in found:

@@ -1,4 +1,5 @@
-"""Routes carry every shared row exactly once, in the same order on both sides, whatever DP and TP they have."""
+"""Routes carry every shared row exactly once, in the same order on both sides, whatever DP and TP
+they have."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ from disttrain_cli.models.division import own_rows
 from disttrain_cli.runtime.units.routes import End, Route, local_rows, routes
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs
 
-INPUTS = ModelInputs(llm="llm", vocabulary=272, sequence_length=16,
-                     image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096))
+INPUTS = ModelInputs(
+    llm="llm",
+    vocabulary=272,
+    sequence_length=16,
+    image=ImageInput(module="enc", patch_px=8, merge=1, max_pixels=4096),
+)
 
 
 def _replicas(owners: list[int], dp: int, order: np.random.Generator) -> list[ReplicaItems]:
@@ -28,25 +33,47 @@ def _replicas(owners: list[int], dp: int, order: np.random.Generator) -> list[Re
 
 
 def _cut(array: np.ndarray, route: Route) -> list[int]:
-    return [int(v) for start, length in route.runs for v in array[start:start + length]]
+    return [int(v) for start, length in route.runs for v in array[start : start + length]]
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 12),
-       st.integers(0, 2**32 - 1))
-def test_both_sides_agree(up: int, up_tp: int, down: int, down_tp: int, images: int, seed: int) -> None:
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    st.integers(0, 2**32 - 1),
+)
+def test_both_sides_agree(
+    up: int, up_tp: int, down: int, down_tp: int, images: int, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     grids = random.integers(1, 4, size=(images, 2))
-    slot = Slot(inputs=INPUTS, sequences=np.zeros(0, dtype=np.int64), sequence_tokens=np.zeros(0, dtype=np.int64),
-                sequence_length_sq=np.zeros(0, dtype=np.int64), image_sequence=np.zeros(images, dtype=np.int64),
-                image_grid=grids, target_sequence=np.zeros(0, dtype=np.int64),
-                replicas={"a": _replicas(random.integers(0, up, images).tolist(), up, random),
-                          "b": _replicas(random.integers(0, down, images).tolist(), down, random)})
+    slot = Slot(
+        inputs=INPUTS,
+        sequences=np.zeros(0, dtype=np.int64),
+        sequence_tokens=np.zeros(0, dtype=np.int64),
+        sequence_length_sq=np.zeros(0, dtype=np.int64),
+        image_sequence=np.zeros(images, dtype=np.int64),
+        image_grid=grids,
+        target_sequence=np.zeros(0, dtype=np.int64),
+        replicas={
+            "a": _replicas(random.integers(0, up, images).tolist(), up, random),
+            "b": _replicas(random.integers(0, down, images).tolist(), down, random),
+        },
+    )
     counts = slot.rows("image", "tokens")
-    values = [np.arange(n) + 100 * i for i, n in enumerate(counts)]  # every row of every item is different
+    values = [
+        np.arange(n) + 100 * i for i, n in enumerate(counts)
+    ]  # every row of every item is different
 
     def tensor(end: End) -> np.ndarray:
         items = slot.items(end.unit, end.replica, "image")
-        whole = np.concatenate([values[i] for i in items]) if len(items) else np.zeros(0, dtype=np.int64)
+        whole = (
+            np.concatenate([values[i] for i in items])
+            if len(items)
+            else np.zeros(0, dtype=np.int64)
+        )
         assert local_rows(slot, "image", "tokens", end.unit, end.replica) == len(whole)
         return whole[slice(*own_rows(len(whole), end.tp, end.tp_rank))]
 
@@ -70,12 +97,27 @@ def test_both_sides_agree(up: int, up_tp: int, down: int, down_tp: int, images: 
 
 def test_inside_a_unit_everything_goes_to_the_namesake() -> None:
     none = np.zeros(0, dtype=np.int64)
-    slot = Slot(inputs=INPUTS, sequences=none, sequence_tokens=none, sequence_length_sq=none,
-                image_sequence=np.zeros(3, dtype=np.int64), image_grid=np.ones((3, 2), dtype=np.int64),
-                target_sequence=none,
-                replicas={"a": [ReplicaItems(none, np.array([2, 0]), none), ReplicaItems(none, np.array([1]), none)]})
+    slot = Slot(
+        inputs=INPUTS,
+        sequences=none,
+        sequence_tokens=none,
+        sequence_length_sq=none,
+        image_sequence=np.zeros(3, dtype=np.int64),
+        image_grid=np.ones((3, 2), dtype=np.int64),
+        target_sequence=none,
+        replicas={
+            "a": [
+                ReplicaItems(none, np.array([2, 0]), none),
+                ReplicaItems(none, np.array([1]), none),
+            ]
+        },
+    )
     (route,) = routes(slot, "image", "patches", End("a"), End("a"))
     assert (route.replica, route.tp_rank, route.runs, route.rows) == (0, 0, ((0, 4),), 4)
     (route,) = routes(slot, "image", "patches", End("a", 3, 0, 1), End("a", 3))
-    assert (route.replica, route.tp_rank, route.runs) == (0, 1, ((0, 2),))  # two rows each, and none for the last
+    assert (route.replica, route.tp_rank, route.runs) == (
+        0,
+        1,
+        ((0, 2),),
+    )  # two rows each, and none for the last
     assert routes(slot, "image", "patches", End("a", 3, 0, 2), End("a", 3)) == []

@@ -1,4 +1,5 @@
-"""Times of a GPU's marks, on a device that is simulated: it runs behind its host, by a clock of its own."""
+"""Times of a GPU's marks, on a device that is simulated: it runs behind its host, by a clock of its
+own."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ LAUNCH_NS = 4_000  # from a call on the host until an idle device does what it a
 
 
 class Gpu:
-    """One stream. `work` and events queue up; the device's clock is fast by some parts per million."""
+    """One stream. `work` and events queue up; the device's clock is fast by some parts per
+    million."""
 
     def __init__(self, ppm: float = 0.0) -> None:
         self.host_ns, self.free_ns, self.rate = 1_700_000_000 * 10**9, 0, 1 + ppm * 1e-6
@@ -72,12 +74,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def step(gpu: Gpu, clock: DeviceClock, draw: random.Random, slots: int) -> list[tuple[Mark, int]]:
-    """Marks of a step with the host's times at which the device came there; the host waits for the norm."""
+    """Marks of a step with the host's times at which the device came there; the host waits for the
+    norm."""
     marks = []
 
     def mark() -> None:
         made = clock.mark()
         marks.append((made, made.event.at_ns))
+
     for _ in range(slots):
         mark()
         gpu.work(draw.randrange(10**6, 10**9))
@@ -129,6 +133,7 @@ def test_an_interrupted_host_sets_its_anchor_again(gpu: Gpu) -> None:
         if len(calls) == 4:  # between the event of the second anchor and the time after it
             gpu.host_ns += 7 * 10**6
         return gpu.now()
+
     clock = DeviceClock(now)
     gpu.work(10**8)
     mark = clock.mark()
@@ -143,8 +148,14 @@ def test_an_interrupted_host_sets_its_anchor_again(gpu: Gpu) -> None:
 def test_rows_come_when_their_times_are_known(gpu: Gpu, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), gpu.now, pytest.fail,
-                    DeviceClock(gpu.now))
+    tracer = Tracer(
+        tmp_path,
+        "start-000",
+        RankCoords(0, graph_of().stages[0], 0),
+        gpu.now,
+        pytest.fail,
+        DeviceClock(gpu.now),
+    )
     for tracer.step in range(3):
         for slot in range(2):
             start = tracer.mark()
@@ -160,16 +171,26 @@ def test_rows_come_when_their_times_are_known(gpu: Gpu, tmp_path: Path) -> None:
     tracer.close()
     rows = pq.read_table(tmp_path / "rank-00000").to_pylist()
     assert [(row["step"], row["operation"]) for row in rows] == [
-        (number, operation) for number in range(3) for operation in ("forward", "forward", "step")][:-1]
+        (number, operation) for number in range(3) for operation in ("forward", "forward", "step")
+    ][:-1]
     durations = {row["operation"]: row["end_ns"] - row["start_ns"] for row in rows}
-    assert durations == {"forward": pytest.approx(10**8, abs=20_000), "step": pytest.approx(10**7, abs=20_000)}
+    assert durations == {
+        "forward": pytest.approx(10**8, abs=20_000),
+        "step": pytest.approx(10**7, abs=20_000),
+    }
     assert all(before["end_ns"] <= after["start_ns"] for before, after in pairwise(rows))
     assert gpu.waits == 1 + 3  # as it began, and one for every step
 
 
 def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
-    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), gpu.now, pytest.fail,
-                    DeviceClock(gpu.now))
+    tracer = Tracer(
+        tmp_path,
+        "start-000",
+        RankCoords(0, graph_of().stages[0], 0),
+        gpu.now,
+        pytest.fail,
+        DeviceClock(gpu.now),
+    )
     tracer.pulse = Pulse(tmp_path, 0, 60.0)
 
     def told() -> tuple[str, int]:
@@ -178,6 +199,7 @@ def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
         state = read_state(tmp_path, 0)
         assert state is not None
         return state.operation, state.slot
+
     for slot in range(3):  # the host asks for everything at once
         tracer.begin("receive_activation", slot)
         gpu.work(10**8)
@@ -193,11 +215,19 @@ def test_a_pulse_tells_what_the_device_does(gpu: Gpu, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["never comes", "failed"])
-def test_a_device_that_answers_no_more_costs_the_last_rows_only(gpu: Gpu, tmp_path: Path, ending: str) -> None:
+def test_a_device_that_answers_no_more_costs_the_last_rows_only(
+    gpu: Gpu, tmp_path: Path, ending: str
+) -> None:
     import pyarrow.parquet as pq
 
-    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), gpu.now, pytest.fail,
-                    DeviceClock(gpu.now))
+    tracer = Tracer(
+        tmp_path,
+        "start-000",
+        RankCoords(0, graph_of().stages[0], 0),
+        gpu.now,
+        pytest.fail,
+        DeviceClock(gpu.now),
+    )
     tracer.pulse = Pulse(tmp_path, 0, 60.0)
     for tracer.step in range(2):
         tracer.begin("forward", 0)

@@ -1,4 +1,5 @@
-"""Torch's profile of some steps: which ones, what is marked, and what happens where it cannot be written."""
+"""Torch's profile of some steps: which ones, what is marked, and what happens where it cannot be
+written."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from disttrain_cli.spec.trace import profile_file, read_mark
 
 def place() -> RankCoords:
     unit = UnitPlan(name="llm", modules=["llm"], gpus=1, layers_per_stage=[1])
-    layout = Layout(global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=1, units=[unit])
+    layout = Layout(
+        global_batch_size=1, microbatch_size=1, microbatches=1, gpus_used=1, units=[unit]
+    )
     return replace(stage_graph(layout, "llm").coords(0), rank=3)
 
 
@@ -27,7 +30,9 @@ def run(folder: Path, steps: range, wanted: range) -> tuple[StepProfiler, list[s
     """Some steps of a rank that multiplies matrices in its forward."""
     told: list[str] = []
     tracer = Tracer(folder, "start-000", place(), wall_clock())
-    profiler = StepProfiler(wanted, folder, "start-000", tracer, 3, torch.device("cpu"), told.append)
+    profiler = StepProfiler(
+        wanted, folder, "start-000", tracer, 3, torch.device("cpu"), told.append
+    )
     for step in steps:
         tracer.step = step
         profiler.begin(step)
@@ -50,21 +55,34 @@ def test_the_steps_asked_for_are_recorded_and_marked(tmp_path):
     import pyarrow.parquet as pq
 
     _, told = run(tmp_path, range(5), range(1, 3))
-    assert told == [] and [path.name for path in (tmp_path / "kineto").iterdir()] == ["rank-00003-start-000.json.gz"]
+    assert told == [] and [path.name for path in (tmp_path / "kineto").iterdir()] == [
+        "rank-00003-start-000.json.gz"
+    ]
     found, base_ns = events(tmp_path)
-    assert {e["name"] for e in found if e["name"].startswith("ProfilerStep")} == {"ProfilerStep#1", "ProfilerStep#2"}
+    assert {e["name"] for e in found if e["name"].startswith("ProfilerStep")} == {
+        "ProfilerStep#1",
+        "ProfilerStep#2",
+    }
     marks = {mark[1]: event for event in found if (mark := read_mark(event["name"]))}
     assert sorted(marks) == [1, 2] and read_mark(marks[1]["name"]) == ("forward", 1, 0, "llm")
     assert sum(event["name"] == "aten::mm" for event in found) == 2
     rows = {row["step"]: row for row in pq.read_table(tmp_path / "rank-00003").to_pylist()}
-    for step, event in marks.items():  # one clock: the mark begins after the row does, within its time
-        assert rows[step]["start_ns"] - 5e6 < base_ns + 1e3 * event["ts"] < rows[step]["end_ns"] + 5e6
+    for (
+        step,
+        event,
+    ) in marks.items():  # one clock: the mark begins after the row does, within its time
+        assert (
+            rows[step]["start_ns"] - 5e6 < base_ns + 1e3 * event["ts"] < rows[step]["end_ns"] + 5e6
+        )
 
 
 def test_a_range_that_is_entered_late_or_left_early_is_recorded_in_part(tmp_path):
     run(tmp_path, range(4, 6), range(2, 9))
     found, _ = events(tmp_path)
-    assert {e["name"] for e in found if e["name"].startswith("ProfilerStep")} == {"ProfilerStep#4", "ProfilerStep#5"}
+    assert {e["name"] for e in found if e["name"].startswith("ProfilerStep")} == {
+        "ProfilerStep#4",
+        "ProfilerStep#5",
+    }
 
 
 def test_nothing_is_written_of_other_steps(tmp_path):

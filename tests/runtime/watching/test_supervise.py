@@ -30,8 +30,13 @@ def process_of(logs: Path, rank: int) -> int:
     return int(line.rpartition(" ")[2])
 
 
-def test_a_lost_rank_is_replaced_and_a_signal_stops_with_a_checkpoint(tmp_path: Path, data: Path) -> None:
-    job, said = make_job(tmp_path, data, restarts=1, checkpoint={"every_steps": 1}, track=["tensorboard"]), list[str]()
+def test_a_lost_rank_is_replaced_and_a_signal_stops_with_a_checkpoint(
+    tmp_path: Path, data: Path
+) -> None:
+    job, said = (
+        make_job(tmp_path, data, restarts=1, checkpoint={"every_steps": 1}, track=["tensorboard"]),
+        list[str](),
+    )
     logs, killed = job[0].dir.logs, list[int]()
 
     def disturb(step: dict[str, Any]) -> None:
@@ -41,12 +46,20 @@ def test_a_lost_rank_is_replaced_and_a_signal_stops_with_a_checkpoint(tmp_path: 
         elif step["step"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    result = train(*job, steps=50, on_step=disturb, progress=lambda what, done, total: said.append(what))
+    result = train(
+        *job, steps=50, on_step=disturb, progress=lambda what, done, total: said.append(what)
+    )
     assert result.restarts == ["Rank 1 was killed by SIGKILL"] and result.stopped_by == "SIGTERM"
     done = result.steps[-1]["step"] + 1
     assert [step["step"] for step in result.steps] == list(range(done)) and 3 <= done < 50
-    assert result.checkpoint is not None and Path(result.checkpoint).name == f"step-{done:06d}" and result.images == []
-    assert any("restart 1 of 1" in line for line in said) and any("SIGTERM: stopping" in line for line in said)
+    assert (
+        result.checkpoint is not None
+        and Path(result.checkpoint).name == f"step-{done:06d}"
+        and result.images == []
+    )
+    assert any("restart 1 of 1" in line for line in said) and any(
+        "SIGTERM: stopping" in line for line in said
+    )
     assert {"tokens_per_s", "images_per_s", "memory_gib", "unit_mfu"} <= set(result.steps[0])
     assert list((job[0].dir.root / "tensorboard").glob("*/events*"))
     assert not psutil.Process().children(recursive=True)
@@ -62,12 +75,20 @@ def test_a_lost_rank_is_replaced_and_a_signal_stops_with_a_checkpoint(tmp_path: 
 
     term = train(*job, steps=50, resume=True, on_step=ask_once)
     assert term.stopped_by == "SIGTERM" and term.checkpoint == str(
-        job[0].dir.checkpoints / f"step-{term.steps[-1]['step'] + 1:06d}")
+        job[0].dir.checkpoints / f"step-{term.steps[-1]['step'] + 1:06d}"
+    )
     last = term.steps[-1]["step"] + 2
-    assert train(*job, steps=last, resume=True, on_step=lambda step: stop_file(logs).touch()).stopped_by is None
+    assert (
+        train(
+            *job, steps=last, resume=True, on_step=lambda step: stop_file(logs).touch()
+        ).stopped_by
+        is None
+    )
 
 
-def test_a_rank_that_is_stopped_is_named_and_preflight_finds_nothing_wrong(tmp_path: Path, data: Path) -> None:
+def test_a_rank_that_is_stopped_is_named_and_preflight_finds_nothing_wrong(
+    tmp_path: Path, data: Path
+) -> None:
     from disttrain_cli.errors import RankLostError
 
     job = make_job(tmp_path, data, hang_s=10.0)

@@ -18,23 +18,42 @@ from disttrain_cli.runtime.watching.tracing import Tracer, size_writer, step_wri
 from disttrain_cli.spec.stage_graph import RankCoords
 from tests.runtime.watching.test_hang import graph_of
 
-STEP = {"run": "start-000", "loss": float("nan"), "loss_text": 1.5, "learning_rates": {"llm": 0.1}, "mfu": 0.5,
-        "iteration_s": 1.0, "end_ns": 10}
+STEP = {
+    "run": "start-000",
+    "loss": float("nan"),
+    "loss_text": 1.5,
+    "learning_rates": {"llm": 0.1},
+    "mfu": 0.5,
+    "iteration_s": 1.0,
+    "end_ns": 10,
+}
 
 
 def record(folder: Path, rank: int, steps: int, ending: str = "") -> None:
-    """Some steps of a rank, of two rows each, and part of another one; what follows is lost or closed."""
+    """Some steps of a rank, of two rows each, and part of another one; what follows is lost or
+    closed."""
     stage = graph_of().stages[rank]
     tracer = Tracer(folder, "start-000", RankCoords(rank, stage, 0), lambda: 0, pytest.fail)
     reports, sizes = step_writer(folder, "start-000"), size_writer(folder, "start-000")
     for step in range(steps):
         tracer.step = step
         for slot in range(2):
-            tracer.record("forward", 100 * step + slot, 100 * step + slot + 1, slot=slot, module="llm")
+            tracer.record(
+                "forward", 100 * step + slot, 100 * step + slot + 1, slot=slot, module="llm"
+            )
         if rank == 0:
             reports.rows.append(STEP | {"step": step})
-            sizes.rows.append({"run": "start-000", "step": step, "tokens": 7, "length_sq": 49, "images": [4, 8],
-                               "targets": 1, "clips": 0})
+            sizes.rows.append(
+                {
+                    "run": "start-000",
+                    "step": step,
+                    "tokens": 7,
+                    "length_sq": 49,
+                    "images": [4, 8],
+                    "targets": 1,
+                    "clips": 0,
+                }
+            )
             reports.keep()
             sizes.keep()
         tracer.end_step()
@@ -71,7 +90,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def counted(folder: Path) -> list[tuple[int, int, int]]:
     """(rank, steps, rows) of every rank."""
-    return ask([folder], "SELECT rank, count(DISTINCT step), count(*) FROM trace GROUP BY rank ORDER BY rank").rows
+    return ask(
+        [folder],
+        "SELECT rank, count(DISTINCT step), count(*) FROM trace GROUP BY rank ORDER BY rank",
+    ).rows
 
 
 def test_a_killed_rank_leaves_every_step_but_the_last(recorded: Path) -> None:
@@ -79,24 +101,43 @@ def test_a_killed_rank_leaves_every_step_but_the_last(recorded: Path) -> None:
     assert not list(folder.rglob("*.parquet"))
     assert counted(folder) == [(rank, 5, 10) for rank in range(3)]
     rows = ask([folder], "SELECT step, loss, learning_rates FROM steps ORDER BY step").rows
-    assert [row[0] for row in rows] == list(range(5)) and str(rows[0][1]) == "nan" and rows[0][2] == {"llm": 0.1}
+    assert (
+        [row[0] for row in rows] == list(range(5))
+        and str(rows[0][1]) == "nan"
+        and rows[0][2] == {"llm": 0.1}
+    )
     assert ask([folder], "SELECT images, clips FROM sizes LIMIT 1").rows == [([4, 8], 0)]
 
 
 @pytest.mark.parametrize("lost", [1, 40, 10_000])
-def test_a_batch_that_was_not_written_to_its_end_is_left_out(tmp_path: Path, recorded: Path, lost: int) -> None:
+def test_a_batch_that_was_not_written_to_its_end_is_left_out(
+    tmp_path: Path, recorded: Path, lost: int
+) -> None:
     shutil.copytree(recorded / "long", tmp_path / "copy")
     [file] = (tmp_path / "copy" / "rank-00001").iterdir()
     os.truncate(file, max(0, file.stat().st_size - lost))
-    assert counted(tmp_path / "copy") == [(0, 5, 10), *([(1, 4, 8)] if lost < 10_000 else []), (2, 5, 10)]
+    assert counted(tmp_path / "copy") == [
+        (0, 5, 10),
+        *([(1, 4, 8)] if lost < 10_000 else []),
+        (2, 5, 10),
+    ]
 
 
 def test_segments_become_parquet_and_count_once(tmp_path: Path, recorded: Path) -> None:
     folder = shutil.copytree(recorded / "short", tmp_path / "copy")
-    assert [file.suffix for file in sorted((folder / "rank-00001").iterdir())] == [".parquet", ".parquet", ".arrows"]
+    assert [file.suffix for file in sorted((folder / "rank-00001").iterdir())] == [
+        ".parquet",
+        ".parquet",
+        ".arrows",
+    ]
     whole = folder / "rank-00001" / "segment-start-000-00000.parquet"
-    shutil.copy(folder / "rank-00001" / "segment-start-000-00002.arrows", whole.with_suffix(".arrows"))
-    assert counted(folder) == [(0, 5, 10), (1, 5, 10)]  # one that was replaced, but not yet removed, does not count
+    shutil.copy(
+        folder / "rank-00001" / "segment-start-000-00002.arrows", whole.with_suffix(".arrows")
+    )
+    assert counted(folder) == [
+        (0, 5, 10),
+        (1, 5, 10),
+    ]  # one that was replaced, but not yet removed, does not count
 
 
 def test_what_is_closed_is_parquet_alone(tmp_path: Path) -> None:
@@ -112,11 +153,16 @@ def test_before_the_first_step_there_is_no_trace_yet(recorded: Path) -> None:
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
     said: list[str] = []
-    tracer = Tracer(tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), lambda: 0, said.append)
+    tracer = Tracer(
+        tmp_path, "start-000", RankCoords(0, graph_of().stages[0], 0), lambda: 0, said.append
+    )
     (tmp_path / "rank-00000").mkdir()
     (tmp_path / "rank-00000" / "segment-start-000-00000.arrows").symlink_to("/dev/full")
     for tracer.step in range(3):
         tracer.record("forward", 0, 1)
         tracer.end_step()
     tracer.close()
-    assert said == [f"warning: no more traces in {tmp_path}: No space left on device; training goes on without them"]
+    assert said == [
+        f"warning: no more traces in {tmp_path}: No space left on device; training goes on without"
+        " them"
+    ]

@@ -20,8 +20,15 @@ from disttrain_cli.spec.progress import silent
 from tests.runtime.factory import write_run
 from tests.runtime.watching.test_hang import graph_of
 
-ROW = {"step": 3, "loss": 2.5, "loss_text": 2.0, "loss_image": float("nan"), "mfu": 0.25, "tokens": 100,
-       "unit_mfu": {"llm": 0.5}}
+ROW = {
+    "step": 3,
+    "loss": 2.5,
+    "loss_text": 2.0,
+    "loss_image": float("nan"),
+    "mfu": 0.25,
+    "tokens": 100,
+    "unit_mfu": {"llm": 0.5},
+}
 
 #: A rank that says when it listens, and what it heard.
 LISTENS = """
@@ -38,8 +45,12 @@ for line in sys.stdin:
 @pytest.fixture
 def listener(tmp_path: Path):
     """A process that makes a watch."""
-    process = subprocess.Popen([sys.executable, "-c", LISTENS, str(tmp_path / "stop")], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENS, str(tmp_path / "stop")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process
     process.kill()
@@ -68,9 +79,12 @@ def test_a_signal_asks_to_stop_and_a_second_one_ends(listener: subprocess.Popen[
     assert listener.wait(timeout=60) == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(("content", "reason"), [("", "stop file"), ("SIGINT", "SIGINT"), ("later", "stop file")])
-def test_the_stop_file_asks_to_stop(listener: subprocess.Popen[str], tmp_path: Path, content: str,
-                                    reason: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"), [("", "stop file"), ("SIGINT", "SIGINT"), ("later", "stop file")]
+)
+def test_the_stop_file_asks_to_stop(
+    listener: subprocess.Popen[str], tmp_path: Path, content: str, reason: str
+) -> None:
     (tmp_path / "stop").write_text(content)
     assert answer(listener) == f"{reason}\n"
 
@@ -81,6 +95,7 @@ def test_a_tracker_that_fails_says_so_once(tmp_path: Path) -> None:
     def connect() -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
         def write(step: int, values: Mapping[str, float]) -> None:
             raise OSError("the disk is full")
+
         return write, lambda: said.append("ended")
 
     tracker = Tracker("wandb", connect, said.append)
@@ -113,9 +128,14 @@ class Run:
         self.dir = type("Dir", (), {"logs": folder / "logs", "checkpoints": folder / "checkpoints"})
 
 
-def run_supervised(folder: Path, restarts: int, outcomes: list[object],
-                   request: supervise.StopRequest | None = None) -> tuple[list[bool], list[str]]:
-    """`supervised` over starts with these outcomes; returns which of them resumed, and why others followed."""
+def run_supervised(
+    folder: Path,
+    restarts: int,
+    outcomes: list[object],
+    request: supervise.StopRequest | None = None,
+) -> tuple[list[bool], list[str]]:
+    """`supervised` over starts with these outcomes; returns which of them resumed, and why others
+    followed."""
     resumed: list[bool] = []
 
     def start(resume: bool, watch: Callable[[], None]) -> Reports:
@@ -125,14 +145,23 @@ def run_supervised(folder: Path, restarts: int, outcomes: list[object],
             raise outcome
         return outcome  # type: ignore[return-value]
 
-    _, losses = supervise.supervised(Run(folder, restarts), graph_of(), False,  # type: ignore[arg-type]
-                                     request or supervise.StopRequest(), silent, start)
+    _, losses = supervise.supervised(
+        Run(folder, restarts),
+        graph_of(),
+        False,  # type: ignore[arg-type]
+        request or supervise.StopRequest(),
+        silent,
+        start,
+    )
     return resumed, losses
 
 
 def test_a_lost_rank_starts_the_job_again_from_its_checkpoint(tmp_path: Path) -> None:
     lost = RankLostError("Rank 2 was killed by SIGKILL")
-    assert run_supervised(tmp_path, 1, [lost, "reports"]) == ([False, False], ["Rank 2 was killed by SIGKILL"])
+    assert run_supervised(tmp_path, 1, [lost, "reports"]) == (
+        [False, False],
+        ["Rank 2 was killed by SIGKILL"],
+    )
     (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
     assert run_supervised(tmp_path, 2, [lost, lost, "reports"])[0] == [False, True, True]
 
@@ -160,7 +189,11 @@ def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:
     with supervise.stop_request() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         request.pass_on(tmp_path / "logs", lambda what, done, total: said.append(what))
-        assert (tmp_path / "logs" / "stop").read_text() == "SIGTERM" and len(said) == 1 and "SIGTERM" in said[0]
+        assert (
+            (tmp_path / "logs" / "stop").read_text() == "SIGTERM"
+            and len(said) == 1
+            and "SIGTERM" in said[0]
+        )
         with pytest.raises(SystemExit) as left:
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0)
@@ -168,13 +201,16 @@ def test_the_first_signal_asks_and_the_second_ends(tmp_path: Path) -> None:
 
 
 def test_wandb_takes_figures_and_goes_on_under_the_same_name(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids: list[str] = []
     logged: list[tuple[int, dict[str, float]]] = []
 
     def init(**options: object) -> SimpleNamespace:
         ids.append(str(options["id"]))
-        return SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=lambda: None)
+        return SimpleNamespace(
+            log=lambda values, step: logged.append((step, values)), finish=lambda: None
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     run = write_run(tmp_path, tmp_path, track=["wandb"])

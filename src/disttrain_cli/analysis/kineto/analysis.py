@@ -28,7 +28,13 @@ from disttrain_cli.analysis.result import (
 from disttrain_cli.errors import DataError
 
 #: Figures of a rank that need to know what is compute.
-_OF_COMPUTE = ("compute_us", "non_compute_us", "overlap_pct", "exposed_communication_us", "exposed_wait_us")
+_OF_COMPUTE = (
+    "compute_us",
+    "non_compute_us",
+    "overlap_pct",
+    "exposed_communication_us",
+    "exposed_wait_us",
+)
 #: A larger share of unclassified kernel time than this is said.
 TOLD_UNCLASSIFIED = 0.05
 
@@ -36,8 +42,9 @@ TOLD_UNCLASSIFIED = 0.05
 def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     """Analyse the Kineto/Chrome JSON of one job.
 
-    Times are of the measured profiler steps, or of all that was recorded where none are marked. Lost seconds are per
-    step and rank; with compute, which is the ideal, they sum to what was measured (`losses` says what each key holds).
+    Times are of the measured profiler steps, or of all that was recorded where none are marked.
+    Lost seconds are per step and rank; with compute, which is the ideal, they sum to what was
+    measured (`losses` says what each key holds).
 
     Raises:
         DataError: nothing was recorded that takes time.
@@ -45,8 +52,10 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
     totals, iterations = database.answer("totals")[0], database.answer("iterations")[0]
     if not totals["span_s"]:
         raise DataError(
-            "The trace holds nothing that takes time on a device or in an operator", "; ".join(database.warnings[:5]),
-            "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])",
+            "The trace holds nothing that takes time on a device or in an operator",
+            "; ".join(database.warnings[:5]),
+            "Record with torch.profiler.profile(activities=[ProfilerActivity.CPU,"
+            " ProfilerActivity.CUDA])",
         )
     steps = iterations["measured"] or 1
     losses = Losses(
@@ -68,10 +77,16 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
         format="kineto",
         job=_job(database, totals, iterations, understood),
         units=[],
-        stragglers=Stragglers(
-            slowdown=losses.mean("span_ns") / compute_s if compute_s else None, ideal_s=compute_s,
-            lost_s=losses.lost_s(), not_told=_not_told(database)
-        ) if understood else Stragglers(slowdown=None, ideal_s=None, lost_s=None),
+        stragglers=(
+            Stragglers(
+                slowdown=losses.mean("span_ns") / compute_s if compute_s else None,
+                ideal_s=compute_s,
+                lost_s=losses.lost_s(),
+                not_told=_not_told(database),
+            )
+            if understood
+            else Stragglers(slowdown=None, ideal_s=None, lost_s=None)
+        ),
         verdict=verdict,
         ranks=_ranks(database, totals["unclassified"] or 0.0),
         what_if=None,
@@ -93,19 +108,24 @@ def analyze_kineto_database(database: KinetoDatabase) -> Analysis:
 def _ranks(database: KinetoDatabase, unclassified: float) -> list[RankSummary]:
     """Times of the ranks; what of it is compute is not told where most is of no known kind."""
     unknown = dict.fromkeys(_OF_COMPUTE) if unclassified > MOST_UNCLASSIFIED else {}
-    return [RankSummary(**row | unknown, host=None, unit=None, stage=None, replica=None)
-            for row in database.answer("ranks")]
+    return [
+        RankSummary(**row | unknown, host=None, unit=None, stage=None, replica=None)
+        for row in database.answer("ranks")
+    ]
 
 
 def _not_told(database: KinetoDatabase) -> list[str]:
-    """Causes of which these traces tell nothing; of data, where no annotation or operator names a loader."""
+    """Causes of which these traces tell nothing; of data, where no annotation or operator names a
+    loader."""
     loads = database.sql("SELECT count(*) AS n FROM busy WHERE what = 'data'")[0]["n"]
     return ["unit", "intra_microbatch", "inter_microbatch", "stage", *([] if loads else ["data"])]
 
 
 def _present(database: KinetoDatabase) -> float:
     """Share of the job's ranks that recorded something; 1 where no file says how many there are."""
-    row = database.sql("SELECT (SELECT count(*) FROM times) AS seen, max(world_size) AS size FROM files WHERE kept")[0]
+    row = database.sql(
+        "SELECT (SELECT count(*) FROM times) AS seen, max(world_size) AS size FROM files WHERE kept"
+    )[0]
     return row["seen"] / max(row["seen"], row["size"] or 0)
 
 
@@ -117,13 +137,17 @@ def _job(
     return JobSummary(
         run=database.run,
         name=database.run,
-        recorded_at=moment(database.sql("SELECT min(first_ns) AS ns FROM files WHERE kept")[0]["ns"]),
+        recorded_at=moment(
+            database.sql("SELECT min(first_ns) AS ns FROM files WHERE kept")[0]["ns"]
+        ),
         rehearsed=None,
         layout=None,
         ranks=database.sql("SELECT count(*) AS n FROM times")[0]["n"],
         steps=iterations["recorded"] or 1,
         steps_measured=iterations["measured"] or 1,
-        warmup_steps_excluded=max(0, iterations["recorded"] - iterations["measured"] - iterations["partial"]),
+        warmup_steps_excluded=max(
+            0, iterations["recorded"] - iterations["measured"] - iterations["partial"]
+        ),
         iteration_s=iterations["mean_s"],
         iteration_p50_s=iterations["p50_s"],
         iteration_p95_s=iterations["p95_s"],
@@ -131,15 +155,19 @@ def _job(
         mfu=None,
         bubble_fraction=1 - totals["busy"] if understood else None,
         exposed_communication_fraction=totals["exposed_fraction"] if understood else None,
-        time_shares={
-            "compute": totals["compute_s"] / span_s,
-            "waiting": totals["wait_s"] / span_s,
-            "transfer": totals["transfer_s"] / span_s,
-            "copies": totals["memory_s"] / span_s,
-            "data_wait": totals["data_s"] / span_s,
-            "gap": totals["host_s"] / span_s,
-            "idle": (totals["idle_s"] - totals["data_s"] - totals["host_s"]) / span_s,
-        } if understood else {},
+        time_shares=(
+            {
+                "compute": totals["compute_s"] / span_s,
+                "waiting": totals["wait_s"] / span_s,
+                "transfer": totals["transfer_s"] / span_s,
+                "copies": totals["memory_s"] / span_s,
+                "data_wait": totals["data_s"] / span_s,
+                "gap": totals["host_s"] / span_s,
+                "idle": (totals["idle_s"] - totals["data_s"] - totals["host_s"]) / span_s,
+            }
+            if understood
+            else {}
+        ),
         unclassified_fraction=totals["unclassified"] if understood else None,
     )
 
@@ -150,35 +178,60 @@ def _limits(
     """What limits the figures, beyond what reading had to leave out."""
     said = []
     if not iterations["recorded"]:
-        said.append("no step is marked (by prof.step(), or a name that fits a step line of kernel_patterns.txt): all "
-                    "that was recorded counts as one step")
+        said.append(
+            "no step is marked (by prof.step(), or a name that fits a step line of"
+            " kernel_patterns.txt): all that was recorded counts as one step"
+        )
     elif iterations["recorded"] == 1:
         said.append("only one step was recorded, so its warm-up could not be left out")
     else:
-        said.append(f"the first of {iterations['recorded']} steps is taken for warm-up and left out")
-    silent_ranks = database.sql("SELECT rank FROM files WHERE kept AND rank NOT IN (SELECT rank FROM times) ORDER BY 1")
+        said.append(
+            f"the first of {iterations['recorded']} steps is taken for warm-up and left out"
+        )
+    silent_ranks = database.sql(
+        "SELECT rank FROM files WHERE kept AND rank NOT IN (SELECT rank FROM times) ORDER BY 1"
+    )
     if silent_ranks:
-        said.append(f"rank(s) {', '.join(str(row['rank']) for row in silent_ranks[:8])} recorded nothing measurable")
+        said.append(
+            f"rank(s) {', '.join(str(row['rank']) for row in silent_ranks[:8])} recorded nothing"
+            " measurable"
+        )
     if iterations["partial"]:
-        said.append(f"{iterations['partial']} step(s) are not marked on every rank and are left out")
+        said.append(
+            f"{iterations['partial']} step(s) are not marked on every rank and are left out"
+        )
     if iterations["recorded"] and iterations["unmarked"]:
         said.append(f"{iterations['unmarked']} rank(s) mark no step: all of theirs is measured")
     if totals["unmatched"]:
-        said.append(f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join them, so "
-                    "waiting in them is not known")
+        said.append(
+            f"{totals['unmatched']} collective(s) do not occur equally often on the ranks that join"
+            " them, so waiting in them is not known"
+        )
     if totals["lone_messages"] and database.sql("SELECT count(*) AS n FROM times")[0]["n"] > 1:
-        said.append(f"{totals['lone_messages']} send(s) and receive(s), {100 * totals['lone_messages_share']:.0f} % of "
-                    "the time of communication, are not matched (their arguments name no peer, or its trace lacks the "
-                    "other end), so waiting at them is not known")
+        said.append(
+            f"{totals['lone_messages']} send(s) and receive(s),"
+            f" {100 * totals['lone_messages_share']:.0f} % of the time of communication, are not"
+            " matched (their arguments name no peer, or its trace lacks the other end), so waiting"
+            " at them is not known"
+        )
     if totals["matched"] > totals["waited"]:
-        said.append(f"{totals['matched'] - totals['waited']} collective(s) name no group and end at different times on "
-                    "different ranks, so who joined them is not known")
-    repaired = database.sql("SELECT rank, ahead_ns, spread_ns FROM clocks WHERE repaired ORDER BY abs(ahead_ns) DESC")
+        said.append(
+            f"{totals['matched'] - totals['waited']} collective(s) name no group and end at"
+            " different times on different ranks, so who joined them is not known"
+        )
+    repaired = database.sql(
+        "SELECT rank, ahead_ns, spread_ns FROM clocks WHERE repaired ORDER BY abs(ahead_ns) DESC"
+    )
     if repaired:
         worst = repaired[0]
-        said.append(f"clocks of {len(repaired)} rank(s) are repaired by the ends of collectives, most for rank "
-                    f"{worst['rank']}: {worst['ahead_ns'] / 1e6:+.3f} ms ± {worst['spread_ns'] / 1e6:.3f} ms")
+        said.append(
+            f"clocks of {len(repaired)} rank(s) are repaired by the ends of collectives, most for"
+            f" rank {worst['rank']}: {worst['ahead_ns'] / 1e6:+.3f} ms ±"
+            f" {worst['spread_ns'] / 1e6:.3f} ms"
+        )
     if understood and (totals["unclassified"] or 0.0) > TOLD_UNCLASSIFIED:
-        said.append(f"{100 * totals['unclassified']:.0f} % of the kernels' time is neither known as compute nor as "
-                    "communication and counts as compute; name such kernels in kernel_patterns.txt")
+        said.append(
+            f"{100 * totals['unclassified']:.0f} % of the kernels' time is neither known as compute"
+            " nor as communication and counts as compute; name such kernels in kernel_patterns.txt"
+        )
     return said

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.kineto.events import EXACT_BELOW_US, NO_ARGS, NOTHING, Args, Event, exact_starts_ns
+from disttrain_cli.analysis.kineto.events import (
+    EXACT_BELOW_US,
+    NO_ARGS,
+    NOTHING,
+    Args,
+    Event,
+    exact_starts_ns,
+)
 from disttrain_cli.analysis.kineto.shapes import is_counted
 from disttrain_cli.analysis.kineto.splitting import Batch
 
@@ -17,15 +24,24 @@ Columns = dict[str, NDArray[Any]]
 #: Classes of categories; 0 is anything else.
 KERNEL, MEMORY, OPERATOR, RUNTIME, ANNOTATION, GPU_ANNOTATION, HOST = range(1, 8)
 _CLASSES = {
-    "kernel": KERNEL, "gpu_memcpy": MEMORY, "gpu_memset": MEMORY, "memcpy": MEMORY, "memset": MEMORY,
-    "cpu_op": OPERATOR, "operator": OPERATOR, "user_annotation": ANNOTATION, "gpu_user_annotation": GPU_ANNOTATION,
-    "python_function": HOST, "overhead": HOST, "trace": HOST,
+    "kernel": KERNEL,
+    "gpu_memcpy": MEMORY,
+    "gpu_memset": MEMORY,
+    "memcpy": MEMORY,
+    "memset": MEMORY,
+    "cpu_op": OPERATOR,
+    "operator": OPERATOR,
+    "user_annotation": ANNOTATION,
+    "gpu_user_annotation": GPU_ANNOTATION,
+    "python_function": HOST,
+    "overhead": HOST,
+    "trace": HOST,
 }
 #: Categories given to events that have a stream and no category.
 KERNEL_OF_STREAM, MEMORY_OF_STREAM = "kernel", "gpu_memcpy"
 _SPANS, _INSTANTS = frozenset("XBE"), frozenset("iI")
-#: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond twice as much. Three
-#: of them together still fit into 64 bits of ns.
+# : Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond
+# twice as much. Three : of them together still fit into 64 bits of ns.
 FARTHEST_US = 3 * 10**15
 _CLIPPED_US = 2 * FARTHEST_US
 
@@ -45,11 +61,17 @@ class Strings:
     names: Numbers = field(default_factory=Numbers)
     categories: Numbers = field(default_factory=Numbers)
     threads: Numbers = field(default_factory=Numbers)  # (file, pid, tid)
-    calls: Numbers = field(default_factory=Numbers)  # (collective, group, about, ranks, size, elements, dtype, peers)
-    shapes: Numbers = field(default_factory=Numbers)  # (number of the name, dims, types, concrete inputs), as JSON
+    calls: Numbers = field(
+        default_factory=Numbers
+    )  # (collective, group, about, ranks, size, elements, dtype, peers)
+    shapes: Numbers = field(
+        default_factory=Numbers
+    )  # (number of the name, dims, types, concrete inputs), as JSON
     thread_names: dict[tuple[int, str, str], str] = field(default_factory=dict)
     process_names: dict[tuple[int, str], set[str]] = field(default_factory=dict)
-    ranks_told: dict[int, set[int]] = field(default_factory=dict)  # thread → `args.rank` of its events
+    ranks_told: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # thread → `args.rank` of its events
 
 
 def class_of(category: str) -> int:
@@ -62,16 +84,27 @@ def class_of(category: str) -> int:
     return RUNTIME if name.endswith(("runtime", "driver")) else 0
 
 
-def spans(file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bool]) -> tuple[Columns, int]:
-    """Complete events and begin/end marks (`phase` X, B, E), one row each; also how many were left out as broken.
+def spans(
+    file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bool]
+) -> tuple[Columns, int]:
+    """Complete events and begin/end marks (`phase` X, B, E), one row each; also how many were left
+    out as broken.
 
-    Broken is what has no time or an impossible one: a start or a length that is missing, no number or infinite, or a
-    negative length. Moments that mark steps (`is_step` of their name) are complete events of no length.
+    Broken is what has no time or an impossible one: a start or a length that is missing, no number
+    or infinite, or a negative length. Moments that mark steps (`is_step` of their name) are
+    complete events of no length.
     """
-    wanted = [place for place, event in enumerate(batch.events)
-              if event.ph in _SPANS or (event.ph in _INSTANTS and is_step(event.name))]
-    places = [place for place in wanted if batch.events[place].ts is not None
-              and (batch.events[place].dur is not None or batch.events[place].ph != "X")]
+    wanted = [
+        place
+        for place, event in enumerate(batch.events)
+        if event.ph in _SPANS or (event.ph in _INSTANTS and is_step(event.name))
+    ]
+    places = [
+        place
+        for place in wanted
+        if batch.events[place].ts is not None
+        and (batch.events[place].dur is not None or batch.events[place].ph != "X")
+    ]
     events = [batch.events[place] for place in places]
     starts = _starts_ns(events, batch, places)
     args = [event.args or NO_ARGS for event in events]
@@ -79,7 +112,9 @@ def spans(file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bo
     stream = _whole([arg.stream for arg in args])
     columns: Columns = {
         "file": np.full(len(events), file, np.int32),
-        "phase": np.array([ord(event.ph if event.ph in _SPANS else "X") for event in events], np.uint8),
+        "phase": np.array(
+            [ord(event.ph if event.ph in _SPANS else "X") for event in events], np.uint8
+        ),
         "category": _categories(events, stream, strings.categories),
         "name": np.array([names[event.name] for event in events], np.int32),
         "thread": np.array([threads[file, event.pid, event.tid] for event in events], np.int32),
@@ -93,7 +128,9 @@ def spans(file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bo
         "step": _whole([arg.step_num for arg in args]),
         "iteration": _whole([arg.iteration for arg in args]),
         "shape": _shapes(events, args, strings),
-        "call": np.array([calls[_call(arg)] if arg.collective or arg.group else -1 for arg in args], np.int32),
+        "call": np.array(
+            [calls[_call(arg)] if arg.collective or arg.group else -1 for arg in args], np.int32
+        ),
     }
     lengths, farthest = columns["duration_ns"], 1000 * FARTHEST_US
     possible = (starts > -farthest) & (starts < farthest) & (lengths >= 0) & (lengths < farthest)
@@ -104,14 +141,20 @@ def spans(file: int, batch: Batch, strings: Strings, is_step: Callable[[str], bo
 
 
 def memory(file: int, events: list[Event], strings: Strings) -> Columns | None:
-    """The profiler's `[memory]` events: bytes allocated and reserved on a device (type 0 is the CPU)."""
-    rows = [(event, event.args) for event in events
-            if event.name == "[memory]" and event.args is not None and event.ts is not None]
+    """The profiler's `[memory]` events: bytes allocated and reserved on a device (type 0 is the
+    CPU)."""
+    rows = [
+        (event, event.args)
+        for event in events
+        if event.name == "[memory]" and event.args is not None and event.ts is not None
+    ]
     if not rows:
         return None
     return {
         "file": np.full(len(rows), file, np.int32),
-        "thread": np.array([strings.threads[file, event.pid, event.tid] for event, _ in rows], np.int32),
+        "thread": np.array(
+            [strings.threads[file, event.pid, event.tid] for event, _ in rows], np.int32
+        ),
         "at_ns": _ns([event.ts for event, _ in rows]),
         "device_type": _whole([args.device_type for _, args in rows]),
         "device": _whole([args.memory_device for _, args in rows]),
@@ -132,20 +175,35 @@ def keep_names(file: int, events: list[Event], strings: Strings) -> None:
 
 
 def _keep_ranks_told(events: list[Event], threads: NDArray[np.int32], strings: Strings) -> None:
-    """Keep what `args.rank` says of threads, −1 for events without one; end marks never have arguments."""
+    """Keep what `args.rank` says of threads, −1 for events without one; end marks never have
+    arguments."""
     ranks = [(event.args or NO_ARGS).rank for event in events]
     if max(ranks, default=-1) < 0:
         return
-    for thread, rank in {(int(thread), rank) for thread, rank, event in zip(threads, ranks, events, strict=True)
-                         if event.ph != "E"}:
+    for thread, rank in {
+        (int(thread), rank)
+        for thread, rank, event in zip(threads, ranks, events, strict=True)
+        if event.ph != "E"
+    }:
         strings.ranks_told.setdefault(thread, set()).add(rank)
 
 
 def _call(args: Args) -> tuple[str, str, str, str, int, int, str, int, int]:
     size, elements, source, destination = (
-        int(number) for number in _whole([args.group_size, args.elements, args.source, args.destination]))
-    return (args.collective, args.group, args.group_about, str(args.group_ranks), size, elements, args.dtype, source,
-            destination)
+        int(number)
+        for number in _whole([args.group_size, args.elements, args.source, args.destination])
+    )
+    return (
+        args.collective,
+        args.group,
+        args.group_about,
+        str(args.group_ranks),
+        size,
+        elements,
+        args.dtype,
+        source,
+        destination,
+    )
 
 
 def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[np.int32]:
@@ -153,8 +211,9 @@ def _shapes(events: list[Event], args: list[Args], strings: Strings) -> NDArray[
     found = np.full(len(events), -1, np.int32)
     for place, (event, arg) in enumerate(zip(events, args, strict=True)):
         if arg.shapes is not NOTHING and is_counted(event.name):
-            found[place] = strings.shapes[strings.names[event.name], bytes(arg.shapes), bytes(arg.types),
-                                          bytes(arg.concrete)]
+            found[place] = strings.shapes[
+                strings.names[event.name], bytes(arg.shapes), bytes(arg.types), bytes(arg.concrete)
+            ]
     return found
 
 
@@ -166,7 +225,9 @@ def _whole(numbers: list[int]) -> NDArray[np.int64]:
         return np.array([max(-(2**63), min(2**63 - 1, number)) for number in numbers], np.int64)
 
 
-def _categories(events: list[Event], stream: NDArray[np.int64], categories: Numbers) -> NDArray[np.int32]:
+def _categories(
+    events: list[Event], stream: NDArray[np.int64], categories: Numbers
+) -> NDArray[np.int32]:
     found = np.array([categories[event.cat] for event in events], np.int32)
     if "" in categories:
         for at in np.flatnonzero((found == categories[""]) & (stream >= 0)):
@@ -194,6 +255,10 @@ def _ns(times_us: list[Any]) -> NDArray[np.int64]:
         return np.zeros(0, np.int64)
     if found.dtype.kind == "i" and abs(found).max() < _CLIPPED_US:
         return found.astype(np.int64) * 1000
-    if found.dtype.kind == "f" and all(type(time) is float or abs(time) < EXACT_BELOW_US for time in times_us):
+    if found.dtype.kind == "f" and all(
+        type(time) is float or abs(time) < EXACT_BELOW_US for time in times_us
+    ):
         return np.rint(np.clip(found, -_CLIPPED_US, _CLIPPED_US) * 1000).astype(np.int64)
-    return np.array([round(max(-_CLIPPED_US, min(_CLIPPED_US, time)) * 1000) for time in times_us], np.int64)
+    return np.array(
+        [round(max(-_CLIPPED_US, min(_CLIPPED_US, time)) * 1000) for time in times_us], np.int64
+    )

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 #: Changes whenever the tables do: databases of other versions are built again.
 FORMAT_VERSION = "7"
 
+
 @dataclass
 class KinetoDatabase:
-    """An open, read-only connection that can reach nothing else, and what reading had to leave out."""
+    """An open, read-only connection that can reach nothing else, and what reading had to leave
+    out."""
 
     connection: DuckDBPyConnection
     run: str
@@ -37,14 +39,18 @@ class KinetoDatabase:
 
     def columns(self, name: str, **parameters: Any) -> dict[str, Any]:
         """The same as NumPy columns, for long results."""
-        return self.connection.execute(query_text(f"kineto/{name}"), parameters or None).fetchnumpy()
+        return self.connection.execute(
+            query_text(f"kineto/{name}"), parameters or None
+        ).fetchnumpy()
 
     def sql(self, text: str, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Rows of an SQL text of ours."""
         return rows_of(self.connection, text, parameters)
 
 
-def open_kineto(files: list[Path], progress: Progress = silent, strangers: bool = False) -> KinetoDatabase:
+def open_kineto(
+    files: list[Path], progress: Progress = silent, strangers: bool = False
+) -> KinetoDatabase:
     """The traces of one job; read now, or opened as they were read before.
 
     Args:
@@ -61,12 +67,16 @@ def open_kineto(files: list[Path], progress: Progress = silent, strangers: bool 
         ingest(files, database, read_patterns(patterns), progress)
 
     patterns = pattern_texts()
-    connection = open_cached(files, f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}", build)
+    connection = open_cached(
+        files, f"kineto {FORMAT_VERSION} {__version__} {sorted(patterns.values())}", build
+    )
     (ask_published if strangers else ask_internal)(connection)
     lock(connection)
     common = files[0].name if len(files) == 1 else files[0].resolve().parent.name
     database = KinetoDatabase(connection, common, files)
-    database.warnings += [row["warning"] for row in database.sql("SELECT warning FROM internal.warnings")]
+    database.warnings += [
+        row["warning"] for row in database.sql("SELECT warning FROM internal.warnings")
+    ]
     return database
 
 
@@ -77,4 +87,8 @@ def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -
         DataError: nothing can be read in `files`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(open_kineto(files, progress, strangers=True).connection, query, partial(documented_views, "kineto"))
+    return answer(
+        open_kineto(files, progress, strangers=True).connection,
+        query,
+        partial(documented_views, "kineto"),
+    )

@@ -1,8 +1,10 @@
-"""One event of a Chrome trace, decoded: fast where it is sound JSON of the expected types, patiently where it is not.
+"""One event of a Chrome trace, decoded: fast where it is sound JSON of the expected types,
+patiently where it is not.
 
-msgspec decodes straight into typed objects and skips every field that is not named here, so it builds no dictionary
-per event and takes numbers in strings as numbers. orjson parses as fast but has to build every dictionary: 2.1 to 3.4
-times the time on the same chunks (20 MB of a DLRM trace), and dictionaries of all arguments in memory.
+msgspec decodes straight into typed objects and skips every field that is not named here, so it
+builds no dictionary per event and takes numbers in strings as numbers. orjson parses as fast but
+has to build every dictionary: 2.1 to 3.4 times the time on the same chunks (20 MB of a DLRM trace),
+and dictionaries of all arguments in memory.
 """
 
 from __future__ import annotations
@@ -88,14 +90,18 @@ def decode(text: bytes) -> list[Event]:
     """The events of `text`, whole JSON objects with commas between them.
 
     Raises:
-        ValueError: it is not that; `text` may have been cut inside an event, or hold what is not JSON.
+        ValueError: it is not that; `text` may have been cut inside an event, or hold what is not
+        JSON.
     """
     return _EVENTS.decode(b"[" + text + b"]")
 
 
 def exact_starts_ns(text: bytes) -> list[int | None]:
     """Start times of the same events without passing through a float."""
-    return [None if event.ts is None else int(event.ts * 1000) for event in _EXACT_TIMES.decode(b"[" + text + b"]")]
+    return [
+        None if event.ts is None else int(event.ts * 1000)
+        for event in _EXACT_TIMES.decode(b"[" + text + b"]")
+    ]
 
 
 def mend_bytes(text: bytes) -> bytes:
@@ -138,9 +144,14 @@ def decode_patiently(text: bytes) -> Event | None:
         return None
     args = plain.get("args")
     return Event(
-        ph=_text(plain.get("ph")), cat=_text(plain.get("cat")), name=_text(plain.get("name")),
-        pid=_text(plain.get("pid")), tid=_text(plain.get("tid")), ts=_number(plain.get("ts")),
-        dur=_number(plain.get("dur")), args=_args(args) if isinstance(args, dict) else None,
+        ph=_text(plain.get("ph")),
+        cat=_text(plain.get("cat")),
+        name=_text(plain.get("name")),
+        pid=_text(plain.get("pid")),
+        tid=_text(plain.get("tid")),
+        ts=_number(plain.get("ts")),
+        dur=_number(plain.get("dur")),
+        args=_args(args) if isinstance(args, dict) else None,
     )
 
 

@@ -1,7 +1,8 @@
-"""Files of Kineto/Chrome JSON into a DuckDB file: raw rows first, then the tables that the measures ask.
+"""Files of Kineto/Chrome JSON into a DuckDB file: raw rows first, then the tables that the measures
+ask.
 
-Memory is bounded: one chunk of text, the events decoded from it, and a row group of columns at a time; DuckDB gets the
-least of `MEMORY_LIMITS` that will do and spills beside the file.
+Memory is bounded: one chunk of text, the events decoded from it, and a row group of columns at a
+time; DuckDB gets the least of `MEMORY_LIMITS` that will do and spills beside the file.
 """
 
 from __future__ import annotations
@@ -14,8 +15,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from disttrain_cli.analysis.kineto.columns import Columns, Strings, class_of, keep_names, memory, spans
-from disttrain_cli.analysis.kineto.jobs import TraceFile, base_in_header, devices_in_header, rank_in_header
+from disttrain_cli.analysis.kineto.columns import (
+    Columns,
+    Strings,
+    class_of,
+    keep_names,
+    memory,
+    spans,
+)
+from disttrain_cli.analysis.kineto.jobs import (
+    TraceFile,
+    base_in_header,
+    devices_in_header,
+    rank_in_header,
+)
 from disttrain_cli.analysis.kineto.kernels import Patterns, operation, pattern_of, step_of
 from disttrain_cli.analysis.kineto.placing import place
 from disttrain_cli.analysis.kineto.shapes import item_bytes, shape_of
@@ -32,11 +45,23 @@ CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the proces
 GZIP = b"\x1f\x8b"
 ROWS_AT_ONCE = 122_880  # a row group of DuckDB
 THREADS = 2
-#: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank must fit whole.
+# : What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank
+# must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
 #: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
-ANSWERS = ("totals", "iterations", "blame", "ranks", "collectives", "top", "strange", "collective_kinds",
-           "operator_rows", "launch_rows", "queue_rows")
+ANSWERS = (
+    "totals",
+    "iterations",
+    "blame",
+    "ranks",
+    "collectives",
+    "top",
+    "strange",
+    "collective_kinds",
+    "operator_rows",
+    "launch_rows",
+    "queue_rows",
+)
 
 
 def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Progress) -> None:
@@ -54,7 +79,9 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
         is_step = cache(lambda name: step_of(name, patterns) is not None)
         read, strings = _fill(connection, files, is_step, more, warnings, progress)
         progress("measuring", 0, 0)
-        _insert_names(connection, connection.execute(query_text("kineto/named")).fetchall(), patterns)
+        _insert_names(
+            connection, connection.execute(query_text("kineto/named")).fetchall(), patterns
+        )
         warnings += place(connection, read, strings)
         _derive(connection, more, warnings)
         publish(connection, "kineto")
@@ -66,8 +93,12 @@ def ingest(files: list[Path], database: Path, patterns: Patterns, progress: Prog
 
 
 def _fill(
-    connection: DuckDBPyConnection, files: list[Path], is_step: Callable[[str], bool], more: Iterator[str],
-    warnings: list[str], progress: Progress
+    connection: DuckDBPyConnection,
+    files: list[Path],
+    is_step: Callable[[str], bool],
+    more: Iterator[str],
+    warnings: list[str],
+    progress: Progress,
 ) -> tuple[list[TraceFile], Strings]:
     """The raw rows of all files; returns the files that hold any, and the strings of all."""
     strings, rows = Strings(), _Rows(connection)
@@ -91,33 +122,64 @@ def _fill(
         before += path.stat().st_size
         warnings += _about(path, found, last >= first)
         if last >= first:
-            connection.execute("INSERT INTO devices SELECT ?, unnest(?::VARCHAR[])",
-                               [number, devices_in_header(found.header)])
-            read.append(TraceFile(number, path, *rank_in_header(found.header), base_in_header(found.header), first,
-                                  last, found.events))
+            connection.execute(
+                "INSERT INTO devices SELECT ?, unnest(?::VARCHAR[])",
+                [number, devices_in_header(found.header)],
+            )
+            read.append(
+                TraceFile(
+                    number,
+                    path,
+                    *rank_in_header(found.header),
+                    base_in_header(found.header),
+                    first,
+                    last,
+                    found.events,
+                )
+            )
     rows.flush()
     if not read:
-        raise DataError("No trace can be read here", "; ".join(warnings[:5]),
-                        "Name Kineto or Chrome JSON files, as torch.profiler writes them, or a folder of them.")
+        raise DataError(
+            "No trace can be read here",
+            "; ".join(warnings[:5]),
+            "Name Kineto or Chrome JSON files, as torch.profiler writes them, or a folder of them.",
+        )
     _insert(connection, "names", _table(strings.names))
     categories = list(strings.categories)
-    _insert(connection, "categories", _table(strings.categories) | {
-        "class": np.array([class_of(category) for category in categories], np.int32)})
-    _insert(connection, "threads", {
-        "id": np.arange(len(strings.threads)),
-        "file": np.array([thread[0] for thread in strings.threads], np.int32),
-        **{name: _strings([str(thread[at]) for thread in strings.threads])
-           for at, name in ((1, "process"), (2, "thread"))},
-        "thread_name": _strings([strings.thread_names.get((thread[0], str(thread[1]), str(thread[2])), "")
-                                 for thread in strings.threads])})
+    _insert(
+        connection,
+        "categories",
+        _table(strings.categories)
+        | {"class": np.array([class_of(category) for category in categories], np.int32)},
+    )
+    _insert(
+        connection,
+        "threads",
+        {
+            "id": np.arange(len(strings.threads)),
+            "file": np.array([thread[0] for thread in strings.threads], np.int32),
+            **{
+                name: _strings([str(thread[at]) for thread in strings.threads])
+                for at, name in ((1, "process"), (2, "thread"))
+            },
+            "thread_name": _strings(
+                [
+                    strings.thread_names.get((thread[0], str(thread[1]), str(thread[2])), "")
+                    for thread in strings.threads
+                ]
+            ),
+        },
+    )
     if strings.calls:
-        connection.executemany("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                               [[number, *call] for call, number in strings.calls.items()])
+        connection.executemany(
+            "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [[number, *call] for call, number in strings.calls.items()],
+        )
     if strings.shapes:
         connection.executemany("INSERT INTO shapes VALUES (?, ?, ?, ?, ?, ?)", shape_rows(strings))
     for dtype in {call[6] for call in strings.calls}:
         connection.execute("INSERT INTO item_bytes VALUES (?, ?)", [dtype, item_bytes(dtype)])
-    for unpaired, in _fitting(connection, query_text("kineto/pairs"), more):
+    for (unpaired,) in _fitting(connection, query_text("kineto/pairs"), more):
         if unpaired:
             warnings.append(f"{unpaired} begin or end mark(s) have no partner and are left out")
     connection.execute("DROP TABLE marks")
@@ -127,12 +189,15 @@ def _fill(
 def shape_rows(strings: Strings) -> list[list[Any]]:
     """Rows of the table `shapes`."""
     names = list(strings.names)
-    return [[number, name, *shape_of(names[name], dims, types, concrete)]
-            for (name, dims, types, concrete), number in strings.shapes.items()]
+    return [
+        [number, name, *shape_of(names[name], dims, types, concrete)]
+        for (name, dims, types, concrete), number in strings.shapes.items()
+    ]
 
 
 def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[str]) -> None:
     """The tables of measures, one `.sql` file after the other."""
+
     def ask(name: str) -> list[tuple[Any, ...]]:
         return _fitting(connection, query_text(f"kineto/{name}"), more)
 
@@ -148,37 +213,78 @@ def _derive(connection: DuckDBPyConnection, more: Iterator[str], warnings: list[
     else:
         ask("operators")
     if understood == "nothing":
-        warnings.append("the traces hold no kernels: figures are of operators on the CPU, or of all events where none "
-                        "is known as an operator")
+        warnings.append(
+            "the traces hold no kernels: figures are of operators on the CPU, or of all events"
+            " where none is known as an operator"
+        )
     if not connection.execute("SELECT count(*) FROM raw_kernels WHERE measured").fetchall()[0][0]:
-        connection.execute("UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false")
+        connection.execute(
+            "UPDATE raw_kernels SET measured = true; UPDATE steps SET measured = false"
+        )
         if connection.execute("SELECT count(*) FROM steps").fetchall()[0][0]:
-            warnings.append("nothing was launched in the marked profiler steps: all that was recorded is measured")
-    for name in ("matches", "clocks", "waits", "busy", "times", "step_lengths", "counted", "view_events",
-                 "view_kernels", "view_memory", "view_queue", "view_operators", "view_shapes", "view_messages",
-                 "view_losses"):
+            warnings.append(
+                "nothing was launched in the marked profiler steps: all that was recorded is"
+                " measured"
+            )
+    for name in (
+        "matches",
+        "clocks",
+        "waits",
+        "busy",
+        "times",
+        "step_lengths",
+        "counted",
+        "view_events",
+        "view_kernels",
+        "view_memory",
+        "view_queue",
+        "view_operators",
+        "view_shapes",
+        "view_messages",
+        "view_losses",
+    ):
         ask(name)
     for name in ANSWERS:
         _fitting(connection, f"CREATE TABLE answer_{name} AS {query_text(f'kineto/{name}')}", more)
 
 
-def _insert_names(connection: DuckDBPyConnection, names: list[tuple[int, str]], patterns: Patterns) -> None:
+def _insert_names(
+    connection: DuckDBPyConnection, names: list[tuple[int, str]], patterns: Patterns
+) -> None:
     """What the patterns tell of names: the tables `kinds` and `step_names`."""
-    kinds = [(number, found, name) for number, name in names if (found := pattern_of(name, patterns)) is not None]
+    kinds = [
+        (number, found, name)
+        for number, name in names
+        if (found := pattern_of(name, patterns)) is not None
+    ]
     if kinds:
-        _insert(connection, "kinds", {
-            "name": np.array([number for number, *_ in kinds], np.int32),
-            "kind": _strings([found.kind for _, found, _ in kinds]),
-            "operation": _strings([operation(name) if found.kind == "communication" else ""
-                                   for _, found, name in kinds]),
-            "told": np.array([found.users for _, found, _ in kinds])})
-    marks = [[number, *mark] for number, name in names if (mark := step_of(name, patterns)) is not None]
+        _insert(
+            connection,
+            "kinds",
+            {
+                "name": np.array([number for number, *_ in kinds], np.int32),
+                "kind": _strings([found.kind for _, found, _ in kinds]),
+                "operation": _strings(
+                    [
+                        operation(name) if found.kind == "communication" else ""
+                        for _, found, name in kinds
+                    ]
+                ),
+                "told": np.array([found.users for _, found, _ in kinds]),
+            },
+        )
+    marks = [
+        [number, *mark] for number, name in names if (mark := step_of(name, patterns)) is not None
+    ]
     if marks:
         connection.executemany("INSERT INTO step_names VALUES (?, ?, ?, ?)", marks)
 
 
-def _fitting(connection: DuckDBPyConnection, text: str, more: Iterator[str]) -> list[tuple[Any, ...]]:
-    """Run a text whole; where it needs more memory than DuckDB may hold, once more with the next limit."""
+def _fitting(
+    connection: DuckDBPyConnection, text: str, more: Iterator[str]
+) -> list[tuple[Any, ...]]:
+    """Run a text whole; where it needs more memory than DuckDB may hold, once more with the next
+    limit."""
     import duckdb
 
     while True:
@@ -211,19 +317,28 @@ class _Rows:
 
     def flush(self) -> None:
         if self._count:
-            columns = {name: np.concatenate([part[name] for part in self._waiting]) for name in self._waiting[0]}
+            columns = {
+                name: np.concatenate([part[name] for part in self._waiting])
+                for name in self._waiting[0]
+            }
             whole = columns.pop("phase")
             complete = whole == ord("X")
             for table, chosen in (("raw_events", complete), ("marks", ~complete)):
                 if chosen.all():
                     _insert(self._connection, table, columns, whole if table == "marks" else None)
                 elif chosen.any():
-                    _insert(self._connection, table, {name: values[chosen] for name, values in columns.items()},
-                            whole[chosen] if table == "marks" else None)
+                    _insert(
+                        self._connection,
+                        table,
+                        {name: values[chosen] for name, values in columns.items()},
+                        whole[chosen] if table == "marks" else None,
+                    )
         self._waiting, self._count = [], 0
 
 
-def _insert(connection: DuckDBPyConnection, table: str, columns: Columns, phase: Any = None) -> None:
+def _insert(
+    connection: DuckDBPyConnection, table: str, columns: Columns, phase: Any = None
+) -> None:
     if phase is not None:
         columns = columns | {"phase": phase}
     connection.register("batch", columns)
@@ -242,12 +357,15 @@ def _strings(values: list[str]) -> np.ndarray[Any, Any]:
 def chunks_of(
     path: Path, found: Reading, total_mib: int, before: int, progress: Progress
 ) -> Iterator[bytes]:
-    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that fails, is noted."""
+    """Chunks of a file, unpacked if it is gzip (by its first bytes); a damaged end, or one that
+    fails, is noted."""
     try:
         with path.open("rb") as source:
             packed = source.read(2) == GZIP
             source.seek(0)
-            for chunk in _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES):
+            for chunk in (
+                _unpacked(source, found) if packed else read_chunks(source.read, CHUNK_BYTES)
+            ):
                 progress("reading traces (MiB)", (before + source.tell()) >> 20, total_mib)
                 yield chunk
     except OSError as error:
@@ -276,14 +394,19 @@ def _unpacked(source: BinaryIO, found: Reading) -> Iterator[bytes]:
 def _about(path: Path, found: Reading, any_rows: bool) -> list[str]:
     """What must be said about a file."""
     if found.failure:
-        return [f"{path.name} cannot be read to its end ({found.failure}): {found.events} events of it are analysed"]
+        return [
+            f"{path.name} cannot be read to its end ({found.failure}): {found.events} events of it"
+            " are analysed"
+        ]
     if found.problem:
         return [f"{path.name} {found.problem}; left out"]
     said = []
     if not any_rows:
         said.append(f"{path.name} holds no event with a time; left out")
     if found.truncated:
-        said.append(f"{path.name} ends in the middle: the {found.events} events before that are analysed")
+        said.append(
+            f"{path.name} ends in the middle: the {found.events} events before that are analysed"
+        )
     if found.unreadable:
         said.append(f"{found.unreadable} event(s) of {path.name} are broken and left out")
     return said

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_RANK_IN_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker|gpu|device|trainer)[-_. ]?(\d+)", re.IGNORECASE)
+_RANK_IN_NAME = re.compile(
+    r"(?:^|[^a-z])(?:rank|worker|gpu|device|trainer)[-_. ]?(\d+)", re.IGNORECASE
+)
 #: Windows of one job lie closer together than this, even where its hosts' clocks differ.
 SAME_JOB_S = 3600.0
 #: Times beyond this count from 1970, whether a file says so or not: it is September 2001.
@@ -18,7 +20,8 @@ _LATEST_BASE_NS = 3 * 10**18
 
 @dataclass
 class TraceFile:
-    """One file that was read, or one rank's part of it; times as written, until `align` moves them by `shift_ns`."""
+    """One file that was read, or one rank's part of it; times as written, until `align` moves them
+    by `shift_ns`."""
 
     number: int
     path: Path
@@ -38,11 +41,14 @@ def rank_in_header(header: dict[str, Any]) -> tuple[int | None, int | None]:
     if not isinstance(about, dict):
         return None, None
     rank, size = about.get("rank"), about.get("world_size")
-    return (rank if isinstance(rank, int) and rank >= 0 else None), (size if isinstance(size, int) else None)
+    return (rank if isinstance(rank, int) and rank >= 0 else None), (
+        size if isinstance(size, int) else None
+    )
 
 
 def base_in_header(header: dict[str, Any]) -> int | None:
-    """When a file's times begin, in ns since 1970, as Kineto has written since 2024; None where it does not."""
+    """When a file's times begin, in ns since 1970, as Kineto has written since 2024; None where it
+    does not."""
     base = header.get("baseTimeNanoseconds")
     return base if isinstance(base, int) and 0 <= base < _LATEST_BASE_NS else None
 
@@ -50,23 +56,30 @@ def base_in_header(header: dict[str, Any]) -> int | None:
 def devices_in_header(header: dict[str, Any]) -> list[str]:
     """Names of the devices of a file's host, as Kineto gives them."""
     about = header.get("deviceProperties")
-    named = [device.get("name") for device in about if isinstance(device, dict)] if isinstance(about, list) else []
+    named = (
+        [device.get("name") for device in about if isinstance(device, dict)]
+        if isinstance(about, list)
+        else []
+    )
     return [name for name in named if isinstance(name, str)]
 
 
 def align(files: list[TraceFile]) -> list[str]:
-    """Set the times of files that count from different moments on one clock; returns what must be said about it.
+    """Set the times of files that count from different moments on one clock; returns what must be
+    said about it.
 
-    Where files tell from when their times count, they count from 1970 afterwards. Whole ns are added, so nothing is
-    rounded. Files without a base among others with one count from 1970 where their
-    times are that large; else nobody knows, and they are set to begin with the others (where collectives end then
-    repairs their clocks).
+    Where files tell from when their times count, they count from 1970 afterwards. Whole ns are
+    added, so nothing is rounded. Files without a base among others with one count from 1970 where
+    their times are that large; else nobody knows, and they are set to begin with the others (where
+    collectives end then repairs their clocks).
     """
     if all(file.base_ns is None for file in files):
         return []
     silent = [file for file in files if file.base_ns is None]
     lost = [file for file in silent if file.first_ns < SINCE_1970_NS]
-    whole = any(file.base_ns and file.first_ns >= SINCE_1970_NS for file in files)  # they count from 1970 all the same
+    whole = any(
+        file.base_ns and file.first_ns >= SINCE_1970_NS for file in files
+    )  # they count from 1970 all the same
     zero = min(file.base_ns or 0 for file in files if file not in lost) if whole else 0
     for file in files:
         if file not in lost:
@@ -81,17 +94,22 @@ def align(files: list[TraceFile]) -> list[str]:
         file.last_ns += file.shift_ns
     said = []
     if len(silent) > len(lost):
-        said.append(f"{_some([file for file in silent if file not in lost])} without baseTimeNanoseconds, which other "
-                    "files have: times are taken to count from 1970")
+        said.append(
+            f"{_some([file for file in silent if file not in lost])} without baseTimeNanoseconds,"
+            " which other files have: times are taken to count from 1970"
+        )
     if lost:
-        said.append(f"{_some(lost)} without baseTimeNanoseconds, which other files have: it is not known from when the "
-                    "times count, so they are set to begin with the others; waiting between them is known only where "
-                    "collectives end on both")
+        said.append(
+            f"{_some(lost)} without baseTimeNanoseconds, which other files have: it is not known"
+            " from when the times count, so they are set to begin with the others; waiting between"
+            " them is known only where collectives end on both"
+        )
     return said
 
 
 def rank_in_name(path: Path) -> int | None:
-    """Rank as the file's name gives it, or its folder's: `rank3.json`, `worker0_step_12….json`, `rank-3/trace.json`."""
+    """Rank as the file's name gives it, or its folder's: `rank3.json`, `worker0_step_12….json`,
+    `rank-3/trace.json`."""
     for name in (path.name, path.parent.name):
         found = _RANK_IN_NAME.search(name)
         if found:
@@ -100,15 +118,26 @@ def rank_in_name(path: Path) -> int | None:
 
 
 def choose_job(files: list[TraceFile]) -> list[str]:
-    """Keep the files of one job and window, each with a rank of its own; returns what must be said about it."""
+    """Keep the files of one job and window, each with a rank of its own; returns what must be said
+    about it."""
     said = _number(files)
     sizes = {file.world_size for file in files if file.world_size is not None}
     if len(sizes) > 1:
-        said += _keep(files, _largest([[file for file in files if file.world_size in (size, None)]
-                                       for size in sorted(sizes)]), "another world size")
+        said += _keep(
+            files,
+            _largest(
+                [
+                    [file for file in files if file.world_size in (size, None)]
+                    for size in sorted(sizes)
+                ]
+            ),
+            "another world size",
+        )
     windows = _windows([file for file in files if file.kept])
     if len(windows) > 1:
-        said += _keep(files, _largest(windows), "another time: another job, or another window of this one")
+        said += _keep(
+            files, _largest(windows), "another time: another job, or another window of this one"
+        )
     kept = [file for file in files if file.kept]
     first: dict[int | None, TraceFile] = {}
     for file in kept:
@@ -121,8 +150,11 @@ def choose_job(files: list[TraceFile]) -> list[str]:
         ranks = {file.rank for file in kept}
         missing = [str(rank) for rank in range(size) if rank not in ranks]
         more = "" if len(missing) <= 8 else f" and {len(missing) - 8} more"
-        said.append(f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): "
-                    "who waits for them, and whom they wait for, cannot be seen, and the verdict is the less sure")
+        said.append(
+            f"{len(missing)} of {size} ranks are missing ({', '.join(missing[:8])}{more}): who"
+            " waits for them, and whom they wait for, cannot be seen, and the verdict is the less"
+            " sure"
+        )
     return said
 
 
@@ -142,12 +174,16 @@ def _number(files: list[TraceFile]) -> list[str]:
     if named:
         said.append(f"{_some(named)} without distributedInfo: ranks are taken from file names")
     if numbered:
-        said.append(f"{_some(numbered)} without distributedInfo and no rank in the name: ranks are numbered in order")
+        said.append(
+            f"{_some(numbered)} without distributedInfo and no rank in the name: ranks are numbered"
+            " in order"
+        )
     return said
 
 
 def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:
-    """Files that lie together in time. Where no rank comes twice, clocks may differ by minutes; else by nothing."""
+    """Files that lie together in time. Where no rank comes twice, clocks may differ by minutes;
+    else by nothing."""
     twice = len({file.rank for file in files}) < len(files)
     windows: list[list[TraceFile]] = []
     until = 0
@@ -162,16 +198,24 @@ def _windows(files: list[TraceFile]) -> list[list[TraceFile]]:
 
 def _largest(groups: list[list[TraceFile]]) -> list[TraceFile]:
     """The group with most ranks, of those the last in time."""
-    return max(groups, key=lambda group: (len({file.rank for file in group}), max(file.last_ns for file in group)))
+    return max(
+        groups,
+        key=lambda group: (len({file.rank for file in group}), max(file.last_ns for file in group)),
+    )
 
 
 def _keep(files: list[TraceFile], group: list[TraceFile], why: str) -> list[str]:
     left_out = [file for file in files if file.kept and file not in group]
     for file in left_out:
         file.kept = False
-    return [f"two jobs or more are mixed here: {_some(left_out)} left out ({why}); {_some(group)} analysed"]
+    return [
+        f"two jobs or more are mixed here: {_some(left_out)} left out ({why}); {_some(group)}"
+        " analysed"
+    ]
 
 
 def _some(files: list[TraceFile]) -> str:
     names = list(dict.fromkeys(file.path for file in files))
-    return names[0].name if len(names) == 1 else f"{names[0].name} and {len(names) - 1} more file(s)"
+    return (
+        names[0].name if len(names) == 1 else f"{names[0].name} and {len(names) - 1} more file(s)"
+    )

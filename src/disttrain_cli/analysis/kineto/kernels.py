@@ -1,4 +1,5 @@
-"""What names tell: communication from compute, marks of steps, and what a collective is called. Patterns are data."""
+"""What names tell: communication from compute, marks of steps, and what a collective is called.
+Patterns are data."""
 
 from __future__ import annotations
 
@@ -13,15 +14,32 @@ from disttrain_cli.errors import SpecError
 KINDS = ("communication", "compute", "step")
 _OURS = "kernel_patterns.txt"
 #: Operations of collectives as they stand in names of kernels and annotations, longest first.
-_OPERATIONS = ("reduce_scatter", "all_to_all", "all_gather", "all_reduce", "send_recv", "broadcast", "dispatch",
-               "combine", "barrier", "scatter", "gather", "reduce", "send", "receive", "recv")
+_OPERATIONS = (
+    "reduce_scatter",
+    "all_to_all",
+    "all_gather",
+    "all_reduce",
+    "send_recv",
+    "broadcast",
+    "dispatch",
+    "combine",
+    "barrier",
+    "scatter",
+    "gather",
+    "reduce",
+    "send",
+    "receive",
+    "recv",
+)
 _IN_ONE = re.compile("|".join(name.replace("_", "[-_]?") for name in _OPERATIONS), re.IGNORECASE)
 _BY_LETTERS = {name.replace("_", ""): name for name in _OPERATIONS} | {"receive": "recv"}
 
 
 #: In names of marks: what begins a step, what ends one, and its number.
-_BEGINS, _ENDS = (re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
-                  for words in ("begin|start", "end|stop|done"))
+_BEGINS, _ENDS = (
+    re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
+    for words in ("begin|start", "end|stop|done")
+)
 _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)")
 
 
@@ -37,7 +55,8 @@ Patterns = list[Pattern]
 
 
 class StepMark(NamedTuple):
-    """What the name of an event tells of a step: with which line it was found, the step's number, and what it marks."""
+    """What the name of an event tells of a step: with which line it was found, the step's number,
+    and what it marks."""
 
     line: int
     number: int | None
@@ -55,7 +74,9 @@ def pattern_texts() -> dict[str, str]:
     try:
         theirs = path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read", str(error), "Write it again, or move it away.") from None
+        raise SpecError(
+            f"{path} cannot be read", str(error), "Write it again, or move it away."
+        ) from None
     return {str(path): theirs, _OURS: ours.read_text(encoding="utf-8")}
 
 
@@ -71,13 +92,24 @@ def read_patterns(texts: dict[str, str]) -> Patterns:
     Raises:
         SpecError: a line is not a kind and a regular expression.
     """
-    return [_pattern(line, number, path) for path, text in texts.items()
-            for number, line in enumerate(text.splitlines(), 1) if _says(line)]
+    return [
+        _pattern(line, number, path)
+        for path, text in texts.items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if _says(line)
+    ]
 
 
 def pattern_of(name: str, patterns: Patterns) -> Pattern | None:
     """The first pattern of communication or compute that matches, or None."""
-    return next((pattern for pattern in patterns if pattern.kind != "step" and pattern.expression.search(name)), None)
+    return next(
+        (
+            pattern
+            for pattern in patterns
+            if pattern.kind != "step" and pattern.expression.search(name)
+        ),
+        None,
+    )
 
 
 def step_of(name: str, patterns: Patterns) -> StepMark | None:
@@ -101,12 +133,16 @@ def _pattern(line: str, number: int, path: str) -> Pattern:
             raise re.error(f"a line is one of {', '.join(KINDS)} and a regular expression")
         return Pattern(kind, re.compile(expression.strip(), re.IGNORECASE), path != _OURS)
     except re.error as error:
-        raise SpecError(f"{path}, line {number}, cannot be read: {line.strip()!r}", str(error),
-                        "Correct the line.") from None
+        raise SpecError(
+            f"{path}, line {number}, cannot be read: {line.strip()!r}",
+            str(error),
+            "Correct the line.",
+        ) from None
 
 
 def operation(name: str) -> str:
-    """What a collective does, from its kernel's name: `ncclKernel_AllReduce_RING_LL…` is an all_reduce."""
+    """What a collective does, from its kernel's name: `ncclKernel_AllReduce_RING_LL…` is an
+    all_reduce."""
     return operation_in(name) or name.split("(")[0][:60]
 
 

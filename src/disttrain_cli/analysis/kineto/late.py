@@ -1,9 +1,11 @@
-"""Ranks that hold up the others, found by playing the recorded collectives again without what they take longer.
+"""Ranks that hold up the others, found by playing the recorded collectives again without what they
+take longer.
 
-Who comes last into a collective is not always who is late: it may have waited for another itself, and who would come
-last next is hidden. So ranks are mended one after another, the one first that gains most (`analysis/causes.py`). How
-sure it is that this is no chance follows from how often they are last once those before them are mended: the tail of
-the binomial, times how many such sets of ranks there are.
+Who comes last into a collective is not always who is late: it may have waited for another itself,
+and who would come last next is hidden. So ranks are mended one after another, the one first that
+gains most (`analysis/causes.py`). How sure it is that this is no chance follows from how often they
+are last once those before them are mended: the tail of the binomial, times how many such sets of
+ranks there are.
 """
 
 from __future__ import annotations
@@ -40,18 +42,28 @@ def find_late(played: Collectives) -> list[Late]:
         mended = mend(state, own)
         less_s = float((state[0] - mended[0]).sum(axis=0).mean()) / len(played.ranks)
         gain_s = float(finding.gain_s.mean())
-        found.append(Late(
-            ranks=ranks, joined=joined, last=last,
-            chance=min(1.0, tail(joined, last, expected) * comb(len(played.ranks), len(ranks))),
-            gain_s=finding.gain_s, waited_s=min(gain_s, max(0.0, gain_s - less_s)),
-            alone_s=[float((first - played.lengths(mend((played.work,), [one]))).mean()) for one in own],
-            steps=played.steps))
+        found.append(
+            Late(
+                ranks=ranks,
+                joined=joined,
+                last=last,
+                chance=min(1.0, tail(joined, last, expected) * comb(len(played.ranks), len(ranks))),
+                gain_s=finding.gain_s,
+                waited_s=min(gain_s, max(0.0, gain_s - less_s)),
+                alone_s=[
+                    float((first - played.lengths(mend((played.work,), [one]))).mean())
+                    for one in own
+                ],
+                steps=played.steps,
+            )
+        )
         state = mended
     return found
 
 
 def _last(played: Collectives, last: np.ndarray, ranks: list[int]) -> tuple[int, int, float]:
-    """In how many collectives one of the ranks takes part, into how many one is last, and how often by chance."""
+    """In how many collectives one of the ranks takes part, into how many one is last, and how often
+    by chance."""
     places = [place for place, rank in enumerate(played.ranks) if rank in ranks]
     joined, came, expected = 0, 0, 0.0
     for number, nodes in enumerate(played.members):

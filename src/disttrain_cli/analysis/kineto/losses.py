@@ -1,27 +1,34 @@
 """Where the time of ranks goes, and what of it is for ranks that the others wait for.
 
-Every moment of a rank's span is of exactly one kind, so compute, which is the ideal, and the losses sum to what was
-measured. By key of `lost_s`:
+Every moment of a rank's span is of exactly one kind, so compute, which is the ideal, and the losses
+sum to what was measured. By key of `lost_s`:
 
 - `worker`: waiting, outside of compute, for the ranks that are last more often than chance allows.
-- `communication`: waiting for whoever else comes last, transfers, and copies and fills, where no compute hides them.
-- `data`: the device is idle while the CPU loads data (an annotation or operator named after the DataLoader).
-- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only after the device had
+- `communication`: waiting for whoever else comes last, transfers, and copies and fills, where no
+  compute hides them.
+- `data`: the device is idle while the CPU loads data (an annotation or operator named after the
+  DataLoader).
+- `host`: the device is idle, and its host is seen to be late: the next kernel was launched only
+  after the device had
   become idle, or, where its launch is not recorded, the host was running operators or calls.
-- `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was launched long before,
+  - `unexplained`: the device is idle and nothing that was recorded says why; or the next kernel was
+    launched long before,
   so it waited for something else.
-- `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units, stages, microbatches or
-  samples; what uneven ones cost is in `worker` where it is always the same rank, else in `communication`.
+  - `unit`, `stage`, `intra_microbatch`, `inter_microbatch`: always 0. Such traces name no units,
+    stages, microbatches or
+  samples; what uneven ones cost is in `worker` where it is always the same rank, else in
+  `communication`.
 
-Late ranks are found by playing the collectives again (`late.py`); what mending them gains is `worker`: waiting for
-them, and what they compute, load or idle longer than others, which is taken from the part that it is of. Where nothing
-is found so, the waiting for a straggler is.
+Late ranks are found by playing the collectives again (`late.py`); what mending them gains is
+`worker`: waiting for them, and what they compute, load or idle longer than others, which is taken
+from the part that it is of. Where nothing is found so, the waiting for a straggler is.
 
-A straggler is a rank that comes last into collectives and messages more often than chance allows, and for which the
-others wait long. How often chance allows it: everyone is last with probability 1/n, independently; the tail of the
-binomial, times n because any rank could have been the one. Who comes last to a message says little: a pipeline fills
-and drains, and who is late may have waited itself. What waiting at messages is for a rank is therefore estimated: by
-how much it computes, copies and loads data longer than the mean of the others, once for every other rank, and no more
+A straggler is a rank that comes last into collectives and messages more often than chance allows,
+and for which the others wait long. How often chance allows it: everyone is last with probability
+1/n, independently; the tail of the binomial, times n because any rank could have been the one. Who
+comes last to a message says little: a pipeline fills and drains, and who is late may have waited
+itself. What waiting at messages is for a rank is therefore estimated: by how much it computes,
+copies and loads data longer than the mean of the others, once for every other rank, and no more
 than all waiting at messages.
 """
 
@@ -39,18 +46,39 @@ from disttrain_cli.analysis.walk import Floats
 LEAST_SURE = 0.05
 #: Finer kinds of lost time → the key of `lost_s` that they are part of.
 KEY_OF = {
-    "worker": "worker", "others": "communication", "transfers": "communication", "host_copies": "communication",
+    "worker": "worker",
+    "others": "communication",
+    "transfers": "communication",
+    "host_copies": "communication",
     "device_copies": "communication",
-    "data": "data", "host_works": "host", "host_silent": "host", "queued": "unexplained", "unrecorded": "unexplained",
+    "data": "data",
+    "host_works": "host",
+    "host_silent": "host",
+    "queued": "unexplained",
+    "unrecorded": "unexplained",
 }
-_KEYS = ("unit", "intra_microbatch", "inter_microbatch", "stage", "worker", "communication", "data", "host",
-         "unexplained")
+_KEYS = (
+    "unit",
+    "intra_microbatch",
+    "inter_microbatch",
+    "stage",
+    "worker",
+    "communication",
+    "data",
+    "host",
+    "unexplained",
+)
 _MOST_EXACT = 500
 #: Late ranks that gain a smaller share of a step are no stragglers.
 LEAST_STRAGGLER = 0.05
 #: What a rank does itself → the column of `times` that says how long.
-_WORKS = {"compute": "compute_ns", "data": "idle_data_ns", "host_works": "idle_cpu_ns", "host_silent": "idle_late_ns",
-          "host_copies": "host_copies_ns"}
+_WORKS = {
+    "compute": "compute_ns",
+    "data": "idle_data_ns",
+    "host_works": "idle_cpu_ns",
+    "host_silent": "idle_late_ns",
+    "host_copies": "host_copies_ns",
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +113,8 @@ class Late:
 
 @dataclass(frozen=True)
 class Losses:
-    """Where the time of every rank goes (rows of `times`), and who was waited for (rows of `kineto/blame.sql`)."""
+    """Where the time of every rank goes (rows of `times`), and who was waited for (rows of
+    `kineto/blame.sql`)."""
 
     steps: int
     marked: bool
@@ -114,8 +143,16 @@ class Losses:
         found = []
         for row in self.blame:
             joined, last, expected = row["joined"], row["last"], float(row["expected"])
-            found.append(Straggler(row["rank"], joined, last, expected, self._share(row),
-                                   min(1.0, tail(joined, last, expected) * len(self.blame))))
+            found.append(
+                Straggler(
+                    row["rank"],
+                    joined,
+                    last,
+                    expected,
+                    self._share(row),
+                    min(1.0, tail(joined, last, expected) * len(self.blame)),
+                )
+            )
         return sorted(found, key=lambda one: -one.share)
 
     def cost_s(self, one: Straggler) -> float:
@@ -130,12 +167,16 @@ class Losses:
 
     @cached_property
     def worker_share(self) -> float:
-        """Share of the waiting that is for stragglers: ranks of which it is no chance that they are last so often."""
+        """Share of the waiting that is for stragglers: ranks of which it is no chance that they are
+        last so often."""
         return min(1.0, sum(one.share for one in self.waited_for if one.chance < LEAST_SURE))
 
     def longer_ns(self, rank: int) -> float:
         """By how much a rank computes, copies and loads data longer than the mean of the others."""
-        works = {row["rank"]: row["compute_ns"] + row["memory_ns"] + row["idle_data_ns"] for row in self.ranks}
+        works = {
+            row["rank"]: row["compute_ns"] + row["memory_ns"] + row["idle_data_ns"]
+            for row in self.ranks
+        }
         others = [ns for other, ns in works.items() if other != rank]
         return works[rank] - sum(others) / len(others) if others else 0.0
 
@@ -161,14 +202,25 @@ class Losses:
             "host_works": of(row, "idle_cpu_ns"),
             "host_silent": of(row, "idle_late_ns"),
             "queued": of(row, "idle_queued_ns"),
-            "unrecorded": (row["idle_ns"] - row["idle_data_ns"] - row["idle_cpu_ns"] - row["idle_late_ns"]
-                           - row["idle_queued_ns"]) / 1e9 / self.steps,
+            "unrecorded": (
+                row["idle_ns"]
+                - row["idle_data_ns"]
+                - row["idle_cpu_ns"]
+                - row["idle_late_ns"]
+                - row["idle_queued_ns"]
+            )
+            / 1e9
+            / self.steps,
         }
 
     @cached_property
     def stragglers(self) -> list[Late]:
         """Late ranks that cost enough, where it is no chance that they are last so often."""
-        return [one for one in self.late if one.sure and one.gain_s.mean() >= LEAST_STRAGGLER * self.mean("span_ns")]
+        return [
+            one
+            for one in self.late
+            if one.sure and one.gain_s.mean() >= LEAST_STRAGGLER * self.mean("span_ns")
+        ]
 
     def mean_parts(self) -> dict[str, float]:
         """The same, mean over the ranks."""
@@ -187,9 +239,11 @@ class Losses:
 
     @cached_property
     def regained(self) -> dict[str, float]:
-        """What mending the stragglers gains, by what it is now: seconds per step, mean over the ranks.
+        """What mending the stragglers gains, by what it is now: seconds per step, mean over the
+        ranks.
 
-        That others wait for them, what they do longer than others, and transfers that would be hidden then.
+        That others wait for them, what they do longer than others, and transfers that would be
+        hidden then.
         """
         if not self.stragglers:
             return {}
@@ -199,12 +253,20 @@ class Losses:
         found, whole = {"others": waited_s}, sum(longer.values())
         left_s -= waited_s
         if whole:
-            found |= {part: min(left_s * more_s / whole, self.mean(_WORKS[part])) for part, more_s in longer.items()}
+            found |= {
+                part: min(left_s * more_s / whole, self.mean(_WORKS[part]))
+                for part, more_s in longer.items()
+            }
         left_s -= sum(found.values()) - waited_s
-        return found | {"transfers": max(0.0, min(left_s, self.mean("exposed_ns") - self.mean("exposed_wait_ns")))}
+        return found | {
+            "transfers": max(
+                0.0, min(left_s, self.mean("exposed_ns") - self.mean("exposed_wait_ns"))
+            )
+        }
 
     def longer_of(self, ranks: Sequence[int]) -> dict[str, float]:
-        """By how much ranks do each thing longer than the (lower) median of the others: seconds per step, summed."""
+        """By how much ranks do each thing longer than the (lower) median of the others: seconds per
+        step, summed."""
         longer = dict.fromkeys(_WORKS, 0.0)
         for part, column in _WORKS.items():
             others = sorted(self.of(row, column) for row in self.ranks if row["rank"] not in ranks)
@@ -220,14 +282,21 @@ class Losses:
 
 def by_key(parts: dict[str, float]) -> dict[str, float]:
     """Finer kinds summed to the keys of `lost_s`."""
-    return {key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0 for key in _KEYS}
+    return {
+        key: sum(seconds for part, seconds in parts.items() if KEY_OF[part] == key) + 0.0
+        for key in _KEYS
+    }
 
 
 def tail(joined: int, last: int, expected: float) -> float:
-    """The chance to be last at least so often; where the exact sum would be long, Chernoff's bound of it."""
+    """The chance to be last at least so often; where the exact sum would be long, Chernoff's bound
+    of it."""
     chance = expected / joined
     if joined <= _MOST_EXACT:
-        return sum(comb(joined, k) * chance**k * (1 - chance) ** (joined - k) for k in range(last, joined + 1))
+        return sum(
+            comb(joined, k) * chance**k * (1 - chance) ** (joined - k)
+            for k in range(last, joined + 1)
+        )
     seen = last / joined
     if seen <= chance:
         return 1.0

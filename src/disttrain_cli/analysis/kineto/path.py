@@ -1,10 +1,11 @@
 """The critical path of a step: backwards from its last kernel, always to what had to end before.
 
-A kernel began when its device was free (then the kernel that ended last comes before it) or, where it was launched
-later than that, when its host launched it. A host goes back to the call in which it last waited for its device, and to
-the kernel that it waited for, else to the start of the step. A collective that waited goes on at the rank that was the
-last to join it, so the path changes ranks. What no trace tells (events between streams, locks between threads of a
-host) is not followed: on one device any kernel may have waited for the one that ended last.
+A kernel began when its device was free (then the kernel that ended last comes before it) or, where
+it was launched later than that, when its host launched it. A host goes back to the call in which it
+last waited for its device, and to the kernel that it waited for, else to the start of the step. A
+collective that waited goes on at the rank that was the last to join it, so the path changes ranks.
+What no trace tells (events between streams, locks between threads of a host) is not followed: on
+one device any kernel may have waited for the one that ended last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from disttrain_cli.analysis.walk import Ints
 
 #: Kernels of a step up to which a path is looked for, and parts that are shown.
 MOST_KERNELS, MOST_PARTS = 1_000_000, 30
-#: Ends later than the next begin by no more than this are rounded, or clocks of engines that differ.
+# : Ends later than the next begin by no more than this are rounded, or clocks of engines that
+# differ.
 ROUNDED_NS = 2000
 #: What of a path is no kernel.
 HOST, LAUNCH = "host", "launch"
@@ -32,16 +34,31 @@ def critical_path(database: KinetoDatabase) -> CriticalPath | None:
     """Of the measured step of median length; None where no kernel ran on a device, or too many."""
     if not database.sql("SELECT count(*) AS n FROM categories WHERE class = 1")[0]["n"]:
         return None
-    steps = [row["step"] for row in database.sql(
-        "SELECT step FROM step_lengths WHERE measured GROUP BY step ORDER BY max(length_s), step")]
+    steps = [
+        row["step"]
+        for row in database.sql(
+            "SELECT step FROM step_lengths WHERE measured GROUP BY step ORDER BY max(length_s),"
+            " step"
+        )
+    ]
     step = steps[len(steps) // 2] if steps else None
-    count = database.sql("SELECT count(*) AS n FROM raw_kernels WHERE measured AND end_ns > start_ns "
-                         "AND ($step IS NULL OR step = $step)", {"step": step})[0]["n"]
+    count = database.sql(
+        "SELECT count(*) AS n FROM raw_kernels WHERE measured AND end_ns > start_ns "
+        "AND ($step IS NULL OR step = $step)",
+        {"step": step},
+    )[0]["n"]
     if not 0 < count <= MOST_KERNELS:
         return None
-    begun = {row["rank"]: row["start_ns"] for row in database.sql(
-        "SELECT rank, min(start_ns) AS start_ns FROM steps WHERE step = $step GROUP BY rank", {"step": step})}
-    path = find_path(database.columns("path_kernels", step=step), database.columns("path_waits"), begun)
+    begun = {
+        row["rank"]: row["start_ns"]
+        for row in database.sql(
+            "SELECT rank, min(start_ns) AS start_ns FROM steps WHERE step = $step GROUP BY rank",
+            {"step": step},
+        )
+    }
+    path = find_path(
+        database.columns("path_kernels", step=step), database.columns("path_waits"), begun
+    )
     names = dict(database.connection.execute("SELECT id, name FROM names").fetchall())
     return _told(step, path, names)
 
@@ -50,7 +67,9 @@ def critical_path(database: KinetoDatabase) -> CriticalPath | None:
 class Path:
     """ns of a path by (kind, rank, name's number, -1: none), and how many stretches."""
 
-    parts: dict[tuple[str, int, int], list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    parts: dict[tuple[str, int, int], list[int]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, 0])
+    )
 
     def add(self, kind: str, rank: int, name: int, ns: int) -> None:
         if ns > 0:
@@ -73,10 +92,14 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
     last = np.ma.filled(np.ma.asarray(kernels["last_place"]).astype(np.int64), -1)
     at_place = {int(place): number for number, place in enumerate(kernels["place"])}
     own = {int(one): np.flatnonzero(rank == one) for one in np.unique(rank)}
-    calls = {one: (waits["start_ns"][waits["rank"] == one], waits["end_ns"][waits["rank"] == one]) for one in own}
+    calls = {
+        one: (waits["start_ns"][waits["rank"] == one], waits["end_ns"][waits["rank"] == one])
+        for one in own
+    }
 
     def ended(of: int, by_ns: int, before: int) -> int:
-        """The kernel of a rank that ended last, at `by_ns` or hardly later, and began before `before`; -1: none."""
+        """The kernel of a rank that ended last, at `by_ns` or hardly later, and began before
+        `before`; -1: none."""
         places = own[of]
         at = int(np.searchsorted(end[places], by_ns + ROUNDED_NS, side="right")) - 1
         while at >= 0 and start[places[at]] >= before:
@@ -89,7 +112,9 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
         joined = at_place.get(int(last[number])) if last[number] >= 0 else None
         if joined is not None:  # it waited for another rank, which made it end
             moved = max(began, int(latest[number]))
-            path.add(str(kernels["kind"][number]), here, int(kernels["name"][number]), until - moved)
+            path.add(
+                str(kernels["kind"][number]), here, int(kernels["name"][number]), until - moved
+            )
             number, until = joined, int(start[joined])
             last[joined] = -1
             continue
@@ -113,7 +138,8 @@ def find_path(kernels: dict[str, Any], waits: dict[str, Any], begun: dict[int, i
 
 
 def _waited(calls: tuple[Ints, Ints], by_ns: int, ended: Any, end: NDArray[Any]) -> int | None:
-    """The kernel for which the host waited in the last call that was over at `by_ns`, if it waited at all."""
+    """The kernel for which the host waited in the last call that was over at `by_ns`, if it waited
+    at all."""
     starts, ends = calls
     for at in range(int(np.searchsorted(ends, by_ns, side="right")) - 1, -1, -1):
         kernel = ended(int(ends[at]))
@@ -132,7 +158,19 @@ def _told(step: int | None, path: Path, names: dict[int, str]) -> CriticalPath |
         ranks[rank] += ns / total
     most = sorted(path.parts.items(), key=lambda part: (-part[1][0], part[0]))[:MOST_PARTS]
     return CriticalPath(
-        step=step, length_us=total / 1e3, shares=dict(sorted(shares.items(), key=lambda item: -item[1])),
+        step=step,
+        length_us=total / 1e3,
+        shares=dict(sorted(shares.items(), key=lambda item: -item[1])),
         ranks={str(rank): share for rank, share in sorted(ranks.items())},
-        parts=[PathPart(kind=kind, rank=rank, name=names.get(name, kind), count=count, us=ns / 1e3, share=ns / total)
-               for (kind, rank, name), (ns, count) in most])
+        parts=[
+            PathPart(
+                kind=kind,
+                rank=rank,
+                name=names.get(name, kind),
+                count=count,
+                us=ns / 1e3,
+                share=ns / total,
+            )
+            for (kind, rank, name), (ns, count) in most
+        ],
+    )

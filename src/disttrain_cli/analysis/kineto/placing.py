@@ -1,4 +1,5 @@
-"""Every file that was read, or every rank that it holds, gets its number, its job and its place in time."""
+"""Every file that was read, or every rank that it holds, gets its number, its job and its place in
+time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: Strings) -> list[str]:
-    """Fill the table `files`, and move events to the file of their rank and to one clock where that is needed.
+    """Fill the table `files`, and move events to the file of their rank and to one clock where that
+    is needed.
 
     Args:
         read: every file that holds events, numbered as in the raw rows.
@@ -36,29 +38,58 @@ def place(connection: DuckDBPyConnection, read: list[TraceFile], strings: String
     said += _crowds(connection, {file.number: file for file in files})
     said += align(files)
     said += choose_job(files)
-    connection.executemany("INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", [
-        [file.number, file.path.name, file.rank, file.world_size, file.first_ns, file.last_ns, file.events, file.kept,
-         file.base_ns, file.shift_ns] for file in files])
+    connection.executemany(
+        "INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            [
+                file.number,
+                file.path.name,
+                file.rank,
+                file.world_size,
+                file.first_ns,
+                file.last_ns,
+                file.events,
+                file.kept,
+                file.base_ns,
+                file.shift_ns,
+            ]
+            for file in files
+        ],
+    )
     if any(file.number >= free or file.shift_ns for file in files):
         connection.execute(query_text("kineto/place"))
     return said
 
 
 def _split(
-    connection: DuckDBPyConnection, file: TraceFile, threads: dict[int, str], strings: Strings, free: int
+    connection: DuckDBPyConnection,
+    file: TraceFile,
+    threads: dict[int, str],
+    strings: Strings,
+    free: int,
 ) -> tuple[list[TraceFile], list[str]]:
     """The file itself, or a part for every rank that its threads name, numbered from `free` on."""
-    names = {process: names for (number, process), names in strings.process_names.items() if number == file.number}
-    named = {thread: strings.thread_names.get((number, str(process), str(tid)), "")
-             for (number, process, tid), thread in strings.threads.items() if number == file.number}
+    names = {
+        process: names
+        for (number, process), names in strings.process_names.items()
+        if number == file.number
+    }
+    named = {
+        thread: strings.thread_names.get((number, str(process), str(tid)), "")
+        for (number, process, tid), thread in strings.threads.items()
+        if number == file.number
+    }
     labels = label_threads(threads, names, named, strings.ranks_told)
     ranks = numbers_of(labels.values())
     if len(ranks) < 2:
         if file.rank is None and ranks:
             file.rank = next(iter(ranks.values()))
         told = (strings.ranks_told.get(thread, set()) for thread in threads)
-        return [file], [_crowd(file, "their numbers stand beside one another in the arguments of one thread")] \
-            if any(len(numbers) > 1 and min(numbers) >= 0 for numbers in told) else []
+        return [file], (
+            [_crowd(file, "their numbers stand beside one another in the arguments of one thread")]
+            if any(len(numbers) > 1 and min(numbers) >= 0 for numbers in told)
+            else []
+        )
     parts: dict[int, TraceFile] = {}
     lost = 0
     found = connection.execute(query_text("kineto/of_threads"), {"file": file.number})
@@ -67,21 +98,39 @@ def _split(
             lost += works
             continue
         rank = ranks[labels[thread]]
-        part = parts.setdefault(rank, TraceFile(free + len(parts), file.path, rank, file.world_size, file.base_ns,
-                                                first_ns, last_ns, 0))
+        part = parts.setdefault(
+            rank,
+            TraceFile(
+                free + len(parts),
+                file.path,
+                rank,
+                file.world_size,
+                file.base_ns,
+                first_ns,
+                last_ns,
+                0,
+            ),
+        )
         part.first_ns, part.last_ns = min(part.first_ns, first_ns), max(part.last_ns, last_ns)
         part.events += events
     if not parts:
         return [file], []
     homes = {thread: parts.get(ranks[label]) for thread, label in labels.items()}
-    connection.executemany("UPDATE threads SET file = ? WHERE id = ?",
-                           [[home.number, thread] for thread, home in homes.items() if home is not None])
+    connection.executemany(
+        "UPDATE threads SET file = ? WHERE id = ?",
+        [[home.number, thread] for thread, home in homes.items() if home is not None],
+    )
     _share_marks(connection, file, list(parts.values()))
     in_order = any(rank != label for label, rank in ranks.items())
-    said = [f"{file.path.name} holds {len(parts)} rank(s), as its processes, threads or arguments tell"
-            + (": they are numbered in the order of their labels" if in_order else "")]
+    said = [
+        f"{file.path.name} holds {len(parts)} rank(s), as its processes, threads or arguments tell"
+        + (": they are numbered in the order of their labels" if in_order else "")
+    ]
     if lost:
-        said.append(f"{lost} kernels, launches and operators of {file.path.name} name no rank and are left out")
+        said.append(
+            f"{lost} kernels, launches and operators of {file.path.name} name no rank and are"
+            " left out"
+        )
     return list(parts.values()), said
 
 
@@ -95,11 +144,20 @@ def _share_marks(connection: DuckDBPyConnection, file: TraceFile, parts: list[Tr
 
 def _crowds(connection: DuckDBPyConnection, files: dict[int, TraceFile]) -> list[str]:
     """Files of one rank, as far as is known, that look like several."""
-    return [_crowd(files[number], f"{processes} processes run operators, launch kernels, or hold the same events")
-            for number, processes in connection.execute(query_text("kineto/crowds")).fetchall() if number in files]
+    return [
+        _crowd(
+            files[number],
+            f"{processes} processes run operators, launch kernels, or hold the same events",
+        )
+        for number, processes in connection.execute(query_text("kineto/crowds")).fetchall()
+        if number in files
+    ]
 
 
 def _crowd(file: TraceFile, why: str) -> str:
-    return (f"{file.path.name} seems to hold several ranks ({why}), and nothing tells which is which: it is read as "
-            "one rank, so their times add up and waiting for one another is not seen. Analyse the ranks' own files, or "
-            "give every process the name of its rank (\"rank 3\") before merging")
+    return (
+        f"{file.path.name} seems to hold several ranks ({why}), and nothing tells which is which:"
+        " it is read as one rank, so their times add up and waiting for one another is not seen."
+        ' Analyse the ranks\' own files, or give every process the name of its rank ("rank 3")'
+        " before merging"
+    )

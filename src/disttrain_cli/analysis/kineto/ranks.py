@@ -1,9 +1,9 @@
 """Which ranks a file holds: one, or several that a tool has merged.
 
-Tools that merge the traces of ranks mark them in one of these ways, all met in the wild: a label before every process
-id ("[TP00-DP01] 4711", "[rank 3] Spans", "rank3_4711": SGLang and many scripts), processes or threads named after
-their rank ("rank 3", "[rank 3] python3", "DP0-PP1-TP2": MegaScan), or `args.rank` in every event (TraceLens). The first
-that a process has decides.
+Tools that merge the traces of ranks mark them in one of these ways, all met in the wild: a label
+before every process id ("[TP00-DP01] 4711", "[rank 3] Spans", "rank3_4711": SGLang and many
+scripts), processes or threads named after their rank ("rank 3", "[rank 3] python3", "DP0-PP1-TP2":
+MegaScan), or `args.rank` in every event (TraceLens). The first that a process has decides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PLACE = re.compile(r"([A-Z]+)-?(\d+)")
 def label_in(text: str) -> Label | None:
     """What a process id or name says of its rank.
 
-    A place in one group only is a rank. Several come in the order in which ranks are usually numbered: tensor
-    parallel places change fastest, pipeline stages last.
+    A place in one group only is a rank. Several come in the order in which ranks are usually
+    numbered: tensor parallel places change fastest, pipeline stages last.
     """
     found = _RANK.search(text)
     if found:
@@ -31,14 +31,20 @@ def label_in(text: str) -> Label | None:
     found = _PLACES.search(text)
     if not found:
         return None
-    places = tuple((kind, int(number)) for kind, number in sorted(
-        _PLACE.findall(found.group(1)), key=lambda place: _SLOWEST_FIRST.index(place[0])))
+    places = tuple(
+        (kind, int(number))
+        for kind, number in sorted(
+            _PLACE.findall(found.group(1)), key=lambda place: _SLOWEST_FIRST.index(place[0])
+        )
+    )
     return places[0][1] if len(places) == 1 else places
 
 
 def label_threads(
-    threads: Mapping[int, str], process_names: Mapping[str, set[str]], thread_names: Mapping[int, str],
-    ranks_told: Mapping[int, set[int]]
+    threads: Mapping[int, str],
+    process_names: Mapping[str, set[str]],
+    thread_names: Mapping[int, str],
+    ranks_told: Mapping[int, set[int]],
 ) -> dict[int, Label]:
     """The label of every thread of one file that has one.
 
@@ -48,7 +54,11 @@ def label_threads(
         thread_names: thread → the name that metadata give to it.
         ranks_told: thread → `args.rank` of its events, −1 among them where some have none.
     """
-    told = {thread: next(iter(ranks)) for thread, ranks in ranks_told.items() if thread in threads and len(ranks) == 1}
+    told = {
+        thread: next(iter(ranks))
+        for thread, ranks in ranks_told.items()
+        if thread in threads and len(ranks) == 1
+    }
     by_process: dict[str, set[Label]] = {}
     for thread, rank in told.items():
         by_process.setdefault(threads[thread], set()).add(rank)
@@ -67,11 +77,14 @@ def label_threads(
 
 
 def numbers_of(labels: Iterable[Label]) -> dict[Label, int]:
-    """The rank that each label stands for: the one it names, or its place in the order of the labels."""
+    """The rank that each label stands for: the one it names, or its place in the order of the
+    labels."""
     different = set(labels)
     if all(isinstance(label, int) for label in different):
         return {label: label for label in different if isinstance(label, int)}
-    ordered = sorted(different, key=lambda label: label if isinstance(label, tuple) else (("", label),))
+    ordered = sorted(
+        different, key=lambda label: label if isinstance(label, tuple) else (("", label),)
+    )
     return {label: number for number, label in enumerate(ordered)}
 
 

@@ -1,11 +1,12 @@
 """Recorded collectives played again: what mending a rank gains, and who hides behind whom.
 
-Between two of its collectives a rank works: all that passes but waiting for others that no compute hides. A collective
-begins when the last of its ranks has come, moves as long as it did, and lets those go on whom it held up before: ranks
-whose compute went on beside it are not held up. One that was launched early and ran behind another of its stream is
-ready when the compute before its launch has ended. A message is a collective of two; who sends and is gone before the
-receiver comes waits for nobody. Every measured step is played from the end of the collectives of the
-step before, steps of another structure than most are left out.
+Between two of its collectives a rank works: all that passes but waiting for others that no compute
+hides. A collective begins when the last of its ranks has come, moves as long as it did, and lets
+those go on whom it held up before: ranks whose compute went on beside it are not held up. One that
+was launched early and ran behind another of its stream is ready when the compute before its launch
+has ended. A message is a collective of two; who sends and is gone before the receiver comes waits
+for nobody. Every measured step is played from the end of the collectives of the step before, steps
+of another structure than most are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ QUEUED_NS = 20_000
 HELD_SHARE = 0.1
 #: By so much ends may be later than the next begin because they are rounded.
 ROUNDED_NS = 2000
-#: Share of communication in messages of which an end is unknown, above which waiting is not told from work.
+# : Share of communication in messages of which an end is unknown, above which waiting is not told
+# from work.
 MOST_LONE = 0.05
 #: Ranks that are looked at, those first that work longest beyond their peers.
 MOST_RANKS = 32
@@ -37,7 +39,8 @@ MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class Collectives:
-    """Collectives and messages of every played step, in the order in which they began. A node is a rank in one of them.
+    """Collectives and messages of every played step, in the order in which they began. A node is a
+    rank in one of them.
 
     Times are seconds, [nodes, steps] or [ranks, steps].
     """
@@ -58,7 +61,8 @@ class Collectives:
     beside: Floats  # from being ready to the end, waiting that no compute hides left out
 
     def lengths(self, state: State) -> Floats:
-        """Seconds of every step [steps] if the ranks worked as long as in `state`, which is `(work,)`."""
+        """Seconds of every step [steps] if the ranks worked as long as in `state`, which is
+        `(work,)`."""
         return self._play(state, lambda *_: None)
 
     def last(self, state: State) -> NDArray[np.int64]:
@@ -74,23 +78,38 @@ class Collectives:
     def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
         (work,) = state
         at, ended = self.begin.copy(), np.full(work.shape, -np.inf)
-        held = np.full(at.shape, -np.inf)  # until when, by what a rank joined and has not waited for yet
+        held = np.full(
+            at.shape, -np.inf
+        )  # until when, by what a rank joined and has not waited for yet
         for number, nodes in enumerate(self.members):
             ranks, behind = self.rank_of[nodes], self.behind[nodes]
-            ready, until, waits = at[ranks] + work[nodes], held[ranks] + work[nodes], self.waits[nodes]
-            ready, until = np.where(waits, np.maximum(ready, until), ready), np.where(waits, -np.inf, until)
-            came = np.where(self.queued[nodes] & (behind >= 0)[:, None], np.maximum(ready, ended[behind]), ready)
+            ready, until, waits = (
+                at[ranks] + work[nodes],
+                held[ranks] + work[nodes],
+                self.waits[nodes],
+            )
+            ready, until = (
+                np.where(waits, np.maximum(ready, until), ready),
+                np.where(waits, -np.inf, until),
+            )
+            came = np.where(
+                self.queued[nodes] & (behind >= 0)[:, None], np.maximum(ready, ended[behind]), ready
+            )
             note(number, came)
             ended[nodes] = np.where(self.gone[nodes], came, came.max(axis=0)) + self.moves[nodes]
             at[ranks] = ready
-            held[ranks] = np.where(self.holds[nodes], np.maximum(until, ended[nodes] - self.beside[nodes]), until)
+            held[ranks] = np.where(
+                self.holds[nodes], np.maximum(until, ended[nodes] - self.beside[nodes]), until
+            )
         lengths: Floats = ended.max(axis=0) - self.begin.max(axis=0)
         return lengths
 
     def suspects(self) -> list[Suspect]:
-        """Ranks that work longer than the (lower) median of the others that join the same collectives in turn.
+        """Ranks that work longer than the (lower) median of the others that join the same
+        collectives in turn.
 
-        Where none join the same ones, as stages of a pipeline, longer in a step than the median of all others.
+        Where none join the same ones, as stages of a pipeline, longer in a step than the median of
+        all others.
         """
         own = [np.flatnonzero(self.rank_of == place) for place in range(len(self.ranks))]
         alike = defaultdict[tuple[str, ...], list[int]](list)
@@ -110,7 +129,11 @@ class Collectives:
         for place, less in usual.items():
             more_s = float((self.work[own[place]] - less).sum(axis=0).mean())
             if more_s >= least_s:
-                found.append(Suspect("worker", Place(rank=self.ranks[place]), _as_usual(own[place], less), more_s))
+                found.append(
+                    Suspect(
+                        "worker", Place(rank=self.ranks[place]), _as_usual(own[place], less), more_s
+                    )
+                )
         return sorted(found, key=lambda one: -one.most_s)[:MOST_RANKS]
 
 
@@ -130,16 +153,24 @@ def _as_usual(nodes: Ints, usual: Floats) -> Callable[[State], State]:
 
 
 def read_collectives(database: KinetoDatabase) -> Collectives | None:
-    """The collectives and messages of a database; None where no two ranks joined one, or most messages are unknown."""
+    """The collectives and messages of a database; None where no two ranks joined one, or most
+    messages are unknown."""
     read = database.columns("participations")
-    if not len(read["rank"]) or (database.answer("totals")[0]["lone_messages_share"] or 0.0) > MOST_LONE:
+    if (
+        not len(read["rank"])
+        or (database.answer("totals")[0]["lone_messages_share"] or 0.0) > MOST_LONE
+    ):
         return None
     rows = {name: np.ma.getdata(column) for name, column in read.items()}
-    rows["launched_ns"] = np.where(np.ma.getmaskarray(read["launched_ns"]), rows["start_ns"], rows["launched_ns"])
+    rows["launched_ns"] = np.where(
+        np.ma.getmaskarray(read["launched_ns"]), rows["start_ns"], rows["launched_ns"]
+    )
     steps, at = _alike(rows)
     nodes = at[0]
     ranks, rank_of = np.unique(rows["rank"][nodes], return_inverse=True)
-    start, end, latest, launched = (rows[name][at].T for name in ("start_ns", "end_ns", "latest_ns", "launched_ns"))
+    start, end, latest, launched = (
+        rows[name][at].T for name in ("start_ns", "end_ns", "latest_ns", "launched_ns")
+    )
     behind = _behind(rank_of, rows["stream"][nodes])
     queued = (behind >= 0)[:, None] & (start - end[behind] < QUEUED_NS)
     begin, waits = np.zeros((len(ranks), len(steps))), np.zeros(start.shape, bool)
@@ -148,20 +179,33 @@ def read_collectives(database: KinetoDatabase) -> Collectives | None:
     for place, rank in enumerate(ranks):
         own, clock = rank_of == place, clocks[int(rank)]
         begins = _begins(rows, clock, int(rank), steps)
-        could = np.minimum(np.maximum(launched[own], clock.computed_before(launched[own])), start[own])
+        could = np.minimum(
+            np.maximum(launched[own], clock.computed_before(launched[own])), start[own]
+        )
         worked = clock.worked(np.vstack([begins[None], np.where(queued[own], could, start[own])]))
         work[own], beside[own] = np.diff(worked, axis=0), clock.worked(end[own]) - worked[1:]
         idle[own] = (end - start)[own] - (clock.computed(end[own]) - clock.computed(start[own]))
-        waits[own] = np.vstack([begins, np.maximum.accumulate(end[own])[:-1]]) <= start[own] + ROUNDED_NS
+        waits[own] = (
+            np.vstack([begins, np.maximum.accumulate(end[own])[:-1]]) <= start[own] + ROUNDED_NS
+        )
         begin[place] = begins - rows["ahead_ns"][nodes][own][0] - start.min()
     firsts = np.flatnonzero(np.diff(rows["number"][nodes], prepend=-1))
     return Collectives(
-        steps=steps, ranks=ranks.tolist(), rank_of=rank_of,
+        steps=steps,
+        ranks=ranks.tolist(),
+        rank_of=rank_of,
         members=np.split(np.arange(len(nodes)), firsts[1:]),
-        names=[f"{rows['name'][node]} {rows['ranks'][node]}" for node in nodes], gone=rows["gone"][at].T,
-        behind=behind, begin=begin / 1e9, work=work / 1e9, queued=queued,
-        moves=np.maximum(end - latest, 0) / 1e9, waits=waits, holds=idle > HELD_SHARE * (end - start),
-        beside=beside / 1e9)
+        names=[f"{rows['name'][node]} {rows['ranks'][node]}" for node in nodes],
+        gone=rows["gone"][at].T,
+        behind=behind,
+        begin=begin / 1e9,
+        work=work / 1e9,
+        queued=queued,
+        moves=np.maximum(end - latest, 0) / 1e9,
+        waits=waits,
+        holds=idle > HELD_SHARE * (end - start),
+        beside=beside / 1e9,
+    )
 
 
 def _behind(rank_of: Ints, stream: Ints) -> NDArray[np.int64]:
@@ -175,7 +219,8 @@ def _behind(rank_of: Ints, stream: Ints) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Clock:
-    """A rank's time: how much of it, up to a moment of its own clock in ns, was work, and how much compute."""
+    """A rank's time: how much of it, up to a moment of its own clock in ns, was work, and how much
+    compute."""
 
     first: int
     times: NDArray[np.int64]  # from the first on, as floats hold no ns since 1970
@@ -197,14 +242,23 @@ class _Clock:
 
 
 def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]:
-    compute = {name: np.ma.getdata(column) for name, column in database.columns("computing").items()}
-    first = {row["rank"]: row["first_ns"] for row in database.sql(
-        "SELECT rank, min(start_ns) AS first_ns FROM raw_kernels WHERE measured GROUP BY rank")}
+    compute = {
+        name: np.ma.getdata(column) for name, column in database.columns("computing").items()
+    }
+    first = {
+        row["rank"]: row["first_ns"]
+        for row in database.sql(
+            "SELECT rank, min(start_ns) AS first_ns FROM raw_kernels WHERE measured GROUP BY rank"
+        )
+    }
     found = {}
     for rank in np.unique(rows["rank"]):
         own, joined = compute["rank"] == rank, rows["rank"] == rank
         starts, ends = compute["start_ns"][own], compute["end_ns"][own]
-        waits = rows["start_ns"][joined], np.maximum(rows["latest_ns"][joined], rows["start_ns"][joined])
+        waits = (
+            rows["start_ns"][joined],
+            np.maximum(rows["latest_ns"][joined], rows["start_ns"][joined]),
+        )
         times = np.concatenate([starts, ends, *waits])
         kinds = np.repeat([0, 0, 1, 1], [len(starts), len(ends), len(waits[0]), len(waits[1])])
         signs = np.repeat([1, -1, 1, -1], [len(starts), len(ends), len(waits[0]), len(waits[1])])
@@ -215,19 +269,26 @@ def _clocks(database: KinetoDatabase, rows: dict[str, Any]) -> dict[int, _Clock]
         spans = np.diff(times)
         launched = np.argsort(compute["launched_ns"][own], kind="stable")
         found[int(rank)] = _Clock(
-            first=first[int(rank)], times=times - first[int(rank)],
+            first=first[int(rank)],
+            times=times - first[int(rank)],
             waited=np.concatenate([[0], np.cumsum(spans * waiting[:-1])]),
             busy=np.concatenate([[0], np.cumsum(spans * computes[:-1])]),
             launched=compute["launched_ns"][own][launched],
-            ended=np.maximum.accumulate(ends[launched]) if len(ends) else ends)
+            ended=np.maximum.accumulate(ends[launched]) if len(ends) else ends,
+        )
     return found
 
 
 def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
-    """Steps that hold the same collectives, and the rows of them [steps, nodes], in the order in which they began."""
+    """Steps that hold the same collectives, and the rows of them [steps, nodes], in the order in
+    which they began."""
     by_step = {int(step): np.flatnonzero(rows["step"] == step) for step in np.unique(rows["step"])}
-    looks = {step: tuple(zip(*(rows[name][at].tolist() for name in ("number", "rank", "name")), strict=True))
-             for step, at in by_step.items()}
+    looks = {
+        step: tuple(
+            zip(*(rows[name][at].tolist() for name in ("number", "rank", "name")), strict=True)
+        )
+        for step, at in by_step.items()
+    }
     most = Counter(looks.values()).most_common(1)[0][0]
     steps = [step for step, look in looks.items() if look == most]
     at = np.stack([by_step[step] for step in steps])
@@ -240,7 +301,8 @@ def _alike(rows: dict[str, Any]) -> tuple[list[int], NDArray[np.int64]]:
 
 
 def _begins(rows: dict[str, Any], clock: _Clock, rank: int, steps: list[int]) -> NDArray[np.int64]:
-    """When a rank began each step, on its own clock: at the end of its collectives of the step before, in ns."""
+    """When a rank began each step, on its own clock: at the end of its collectives of the step
+    before, in ns."""
     own = rows["rank"] == rank
     known, place = np.unique(rows["step"][own], return_inverse=True)
     ends = np.zeros(len(known), np.int64)

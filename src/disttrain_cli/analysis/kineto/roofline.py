@@ -1,4 +1,5 @@
-"""How near operators come to what their device can do: the roofline model (Williams et al. 2009)."""
+"""How near operators come to what their device can do: the roofline model (Williams et al.
+2009)."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ from disttrain_cli.costs.hardware import Device, Precision, lookup
 from disttrain_cli.errors import SpecError
 
 #: Types of which the catalogue knows the peak.
-_PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "half": "bf16", "float16": "bf16", "float": "fp32",
-                                     "float32": "fp32"}
+_PRECISIONS: dict[str, Precision] = {
+    "bfloat16": "bf16",
+    "half": "bf16",
+    "float16": "bf16",
+    "float": "fp32",
+    "float32": "fp32",
+}
 
 
 def operators(database: KinetoDatabase) -> list[OperatorRow]:

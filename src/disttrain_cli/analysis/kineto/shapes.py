@@ -1,9 +1,10 @@
 """FLOPs and bytes of operators, from the shapes that `record_shapes=True` leaves in a trace.
 
-Counted are operators that do not contain one another, so that their sums count nothing twice: products, convolutions
-and fused attention, as they execute: twice the multiplications; attention whole, its causal half not discounted, and
-five products in its backward, which computes the scores again. Bytes are those of inputs and outputs, each once: the
-least that must move. What a trace does not tell (strides of a convolution before PyTorch 2.1) is not guessed.
+Counted are operators that do not contain one another, so that their sums count nothing twice:
+products, convolutions and fused attention, as they execute: twice the multiplications; attention
+whole, its causal half not discounted, and five products in its backward, which computes the scores
+again. Bytes are those of inputs and outputs, each once: the least that must move. What a trace does
+not tell (strides of a convolution before PyTorch 2.1) is not guessed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,29 @@ Count = tuple[float, float]  # FLOPs, elements of inputs and outputs
 
 #: Bytes of an element by the names that profilers give to types.
 ITEM_BYTES = {
-    "double": 8, "long": 8, "long int": 8, "int64": 8, "float64": 8, "float": 4, "int": 4, "int32": 4, "float32": 4,
-    "half": 2, "float16": 2, "bfloat16": 2, "short": 2, "int16": 2, "bool": 1, "byte": 1, "char": 1, "int8": 1,
-    "uint8": 1, "signed char": 1, "unsigned char": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "double": 8,
+    "long": 8,
+    "long int": 8,
+    "int64": 8,
+    "float64": 8,
+    "float": 4,
+    "int": 4,
+    "int32": 4,
+    "float32": 4,
+    "half": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "short": 2,
+    "int16": 2,
+    "bool": 1,
+    "byte": 1,
+    "char": 1,
+    "int8": 1,
+    "uint8": 1,
+    "signed char": 1,
+    "unsigned char": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
 }
 
 
@@ -37,7 +58,8 @@ class Shape(NamedTuple):
 
 
 def is_counted(name: str) -> bool:
-    """Whether shapes of the events of this name are of use: of counted operators, and of annotated collectives."""
+    """Whether shapes of the events of this name are of use: of counted operators, and of annotated
+    collectives."""
     return name in _COUNTERS or name.startswith("nccl:")
 
 
@@ -48,8 +70,12 @@ def shape_of(name: str, dims: bytes, types: bytes, concrete: bytes) -> Shape:
     try:
         if name not in _COUNTERS:
             dtype = _plain(kinds[tensors[0]])
-            return Shape(_said(of, tensors), dtype, None, float(sum(prod(of[place]) for place in tensors)
-                                                                * ITEM_BYTES[dtype]))
+            return Shape(
+                _said(of, tensors),
+                dtype,
+                None,
+                float(sum(prod(of[place]) for place in tensors) * ITEM_BYTES[dtype]),
+            )
         first, count = _COUNTERS[name]
         dtype = _plain(kinds[first])
         flops, elements = (float(number) for number in count(of, values))
@@ -84,28 +110,40 @@ def _said(dims: Dims, tensors: list[int]) -> str:
 
 def _product(at: int) -> Callable[[Dims, Dims], Count]:
     """Of the matrices, or batches of them, that are arguments `at` and `at + 1`."""
+
     def count(dims: Dims, values: Dims) -> Count:
         one, other = dims[at], dims[at + 1]
         *batch, rows, inner = one
         if other[-2] != inner or other[:-2] != batch or len(one) < 2:
             raise ValueError("these do not multiply")
         columns = other[-1]
-        return (2 * prod(batch) * rows * inner * columns,
-                prod(batch) * (rows * inner + inner * columns + rows * columns))
+        return (
+            2 * prod(batch) * rows * inner * columns,
+            prod(batch) * (rows * inner + inner * columns + rows * columns),
+        )
+
     return count
 
 
 def _convolution(dims: Dims, values: Dims) -> Count:
     image, weight = dims[0], dims[1]
     if _flag(values[6]):  # transposed: every pixel read meets the whole kernel
-        stride, padding, dilation, more = (_numbers(values[place], len(image) - 2) for place in (3, 4, 5, 7))
-        out = [(size - 1) * s - 2 * p + d * (k - 1) + m + 1 for size, s, p, d, k, m in
-               zip(image[2:], stride, padding, dilation, weight[2:], more, strict=True)]
+        stride, padding, dilation, more = (
+            _numbers(values[place], len(image) - 2) for place in (3, 4, 5, 7)
+        )
+        out = [
+            (size - 1) * s - 2 * p + d * (k - 1) + m + 1
+            for size, s, p, d, k, m in zip(
+                image[2:], stride, padding, dilation, weight[2:], more, strict=True
+            )
+        ]
         made = image[0] * weight[1] * int(values[8]) * prod(out)
         return 2 * prod(image) * prod(weight[1:]), prod(image) + prod(weight) + made
     stride, padding, dilation = (_numbers(values[place], len(image) - 2) for place in (3, 4, 5))
-    out = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, s, p, d, k in
-           zip(image[2:], stride, padding, dilation, weight[2:], strict=True)]
+    out = [
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, s, p, d, k in zip(image[2:], stride, padding, dilation, weight[2:], strict=True)
+    ]
     made = image[0] * weight[0] * prod(out)
     return 2 * made * prod(weight[1:]), prod(image) + prod(weight) + made
 
@@ -118,7 +156,9 @@ def _convolution_backward(dims: Dims, values: Dims) -> Count:
     return each * (mask[0] + mask[1]), prod(gradient) + prod(image) + prod(weight) + made
 
 
-def _attention(first: int, heads_first: bool, products: int, tensors: int) -> Callable[[Dims, Dims], Count]:
+def _attention(
+    first: int, heads_first: bool, products: int, tensors: int
+) -> Callable[[Dims, Dims], Count]:
     """Of query, key and value from argument `first` on.
 
     Args:
@@ -126,6 +166,7 @@ def _attention(first: int, heads_first: bool, products: int, tensors: int) -> Ca
         products: matrix products of scores' size.
         tensors: reads and writes of tensors of the query's size and of the keys', each.
     """
+
     def count(dims: Dims, values: Dims) -> Count:
         query, key = dims[first], dims[first + 1]
         if len(query) != 4 or len(key) != 4:
@@ -133,7 +174,10 @@ def _attention(first: int, heads_first: bool, products: int, tensors: int) -> Ca
         of = (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
         batch, heads, length, size = (query[place] for place in of)
         read = key[of[2]]
-        return products * 2 * batch * heads * length * read * size, tensors * (prod(query) + prod(key))
+        return products * 2 * batch * heads * length * read * size, tensors * (
+            prod(query) + prod(key)
+        )
+
     return count
 
 
@@ -147,18 +191,31 @@ def _numbers(value: Any, count: int) -> list[int]:
 
 
 #: Operator → the argument whose type it computes in, and what it counts.
-_COUNTERS: dict[str, tuple[int, Callable[[Dims, Dims], Count]]] = {
-    "aten::mm": (0, _product(0)), "aten::bmm": (0, _product(0)), "aten::addmm": (1, _product(1)),
-    "aten::baddbmm": (1, _product(1)), "aten::_addmm_activation": (1, _product(1)),
-    "aten::_scaled_mm": (0, _product(0)), "aten::_int_mm": (0, _product(0)),
-    "aten::convolution": (0, _convolution), "aten::convolution_backward": (0, _convolution_backward),
-} | {
-    f"aten::_scaled_dot_product_{kind}_attention{suffix}": (0, _attention(0, True, 2, 2))
-    for kind, suffix in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
-} | {
-    f"aten::_scaled_dot_product_{kind}_attention{suffix}_backward": (1, _attention(1, True, 5, 4))
-    for kind, suffix in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
-} | {
-    "flash_attn::_flash_attn_forward": (0, _attention(0, False, 2, 2)),
-    "flash_attn::_flash_attn_backward": (1, _attention(1, False, 5, 4)),
-}
+_COUNTERS: dict[str, tuple[int, Callable[[Dims, Dims], Count]]] = (
+    {
+        "aten::mm": (0, _product(0)),
+        "aten::bmm": (0, _product(0)),
+        "aten::addmm": (1, _product(1)),
+        "aten::baddbmm": (1, _product(1)),
+        "aten::_addmm_activation": (1, _product(1)),
+        "aten::_scaled_mm": (0, _product(0)),
+        "aten::_int_mm": (0, _product(0)),
+        "aten::convolution": (0, _convolution),
+        "aten::convolution_backward": (0, _convolution_backward),
+    }
+    | {
+        f"aten::_scaled_dot_product_{kind}_attention{suffix}": (0, _attention(0, True, 2, 2))
+        for kind, suffix in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+    }
+    | {
+        f"aten::_scaled_dot_product_{kind}_attention{suffix}_backward": (
+            1,
+            _attention(1, True, 5, 4),
+        )
+        for kind, suffix in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+    }
+    | {
+        "flash_attn::_flash_attn_forward": (0, _attention(0, False, 2, 2)),
+        "flash_attn::_flash_attn_backward": (1, _attention(1, False, 5, 4)),
+    }
+)

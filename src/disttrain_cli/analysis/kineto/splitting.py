@@ -1,10 +1,12 @@
-"""Whole events out of a JSON file that is read in chunks: a few MB in memory, whatever the size of the file.
+"""Whole events out of a JSON file that is read in chunks: a few MB in memory, whatever the size of
+the file.
 
-A chunk is cut behind its last `}` that is followed by `, {`, and decoded. A parser that starts at an event and ends
-outside of every string and object has met a true boundary, so a cut in the wrong place (`}, {` inside a string or
-inside arguments) is an error of decoding, never a wrong event. What cannot be decoded so is walked through string by
-string and bracket by bracket; an event whose quotes or braces do not match is given up, counted, and left behind
-where another event seems to begin.
+A chunk is cut behind its last `}` that is followed by `, {`, and decoded. A parser that starts at
+an event and ends outside of every string and object has met a true boundary, so a cut in the wrong
+place (`}, {` inside a string or inside arguments) is an error of decoding, never a wrong event.
+What cannot be decoded so is walked through string by string and bracket by bracket; an event whose
+quotes or braces do not match is given up, counted, and left behind where another event seems to
+begin.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def _counted(batch: Batch, found: Reading) -> Batch:
 
 
 def _decode_chunk(buffer: bytes) -> tuple[Batch | None, int]:
-    """The events up to a boundary near the end and the bytes they take; (None, 0) where none can be decoded."""
+    """The events up to a boundary near the end and the bytes they take; (None, 0) where none can be
+    decoded."""
     end, last = len(buffer), 0
     for _ in range(_CUTS_TRIED):
         end = _last_boundary(buffer, end)
@@ -112,7 +115,8 @@ def _decode_chunk(buffer: bytes) -> tuple[Batch | None, int]:
 
 
 def _last_boundary(buffer: bytes, end: int) -> int:
-    """Where the last object before `end` that another one follows ends, as it seems from the text nearby; or −1."""
+    """Where the last object before `end` that another one follows ends, as it seems from the text
+    nearby; or −1."""
     while True:
         at = buffer.rfind(b"}", 0, end)
         if at < 0 or _NEXT.match(buffer, at + 1):
@@ -121,7 +125,8 @@ def _last_boundary(buffer: bytes, end: int) -> int:
 
 
 def _walk(buffer: bytes, found: Reading, final: bool) -> tuple[Batch, int, bool]:
-    """The whole events of `buffer` one by one, the bytes they take, and whether the array ended behind them.
+    """The whole events of `buffer` one by one, the bytes they take, and whether the array ended
+    behind them.
 
     Args:
         final: do not wait for the end of a broken event: go on at the next one.
@@ -131,7 +136,11 @@ def _walk(buffer: bytes, found: Reading, final: bool) -> tuple[Batch, int, bool]
     while True:
         at, ended, next_event = _walk_on(buffer, at, events, found, final)
         if next_event is None:
-            return Batch([event for event, _ in events], b",".join(text for _, text in events)), at, ended
+            return (
+                Batch([event for event, _ in events], b",".join(text for _, text in events)),
+                at,
+                ended,
+            )
         found.unreadable += 1
         at = next_event
 
@@ -141,9 +150,10 @@ def _walk_on(
 ) -> tuple[int, bool, int | None]:
     """Walk from `at` until the text or the array ends, or an event turns out to be broken.
 
-    Returns where the whole events end, whether the array ended there, and where another event seems to begin behind
-    a broken one. Signs of that: an object that follows a comma inside an object (a brace is missing), and strings
-    that end like the beginning of an event (a quote is missing, what is outside of strings seems inside).
+    Returns where the whole events end, whether the array ended there, and where another event seems
+    to begin behind a broken one. Signs of that: an object that follows a comma inside an object (a
+    brace is missing), and strings that end like the beginning of an event (a quote is missing, what
+    is outside of strings seems inside).
     """
     open_brackets = bytearray()
     start, before, doubts = at, at, list[int]()

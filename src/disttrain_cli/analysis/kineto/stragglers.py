@@ -1,4 +1,5 @@
-"""Verdicts on ranks that the others wait for: why they are late, what mending them gains, how sure that is."""
+"""Verdicts on ranks that the others wait for: why they are late, what mending them gains, how sure
+that is."""
 
 from __future__ import annotations
 
@@ -7,111 +8,183 @@ from typing import Any
 from disttrain_cli.analysis.confidence import exceeds
 from disttrain_cli.analysis.figures import seconds
 from disttrain_cli.analysis.kineto.database import KinetoDatabase
-from disttrain_cli.analysis.kineto.losses import LEAST_STRAGGLER, LEAST_SURE, Late, Losses, Straggler
+from disttrain_cli.analysis.kineto.losses import (
+    LEAST_STRAGGLER,
+    LEAST_SURE,
+    Late,
+    Losses,
+    Straggler,
+)
 from disttrain_cli.analysis.kineto.unknown import of_step
 from disttrain_cli.analysis.result import Evidence, Place, Verdict
 
 #: Ranks that are named at once, of more the first.
 MOST_NAMED = 8
-_MORE_WORK = ("it has more work (uneven data, shards or stages) or a slower device (clocks, temperature).")
+_MORE_WORK = (
+    "it has more work (uneven data, shards or stages) or a slower device (clocks, temperature)."
+)
 _ITS_HOST = "other processes, data loading, garbage collection, pinning."
 
 
-def mended(losses: Losses, database: KinetoDatabase, evidence: list[Evidence], understood: bool = True) -> Verdict:
-    """Ranks without which the recorded collectives, played again, are done sooner; those first that gain most."""
+def mended(
+    losses: Losses, database: KinetoDatabase, evidence: list[Evidence], understood: bool = True
+) -> Verdict:
+    """Ranks without which the recorded collectives, played again, are done sooner; those first that
+    gain most."""
     span_s, first = losses.mean("span_ns"), losses.stragglers[0]
-    others = [one for one in losses.late if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s]
+    others = [
+        one
+        for one in losses.late
+        if one is not first and one.gain_s.mean() >= LEAST_STRAGGLER * span_s
+    ]
     single = _single_step(first, span_s)
     gain_s, who = float(first.gain_s.mean()), _named(first.ranks)
     one, met = len(first.ranks) == 1, _met(losses)
-    alone = [f" Rank {rank} alone gains {_costs(gain, span_s)}."
-             for rank, gain in zip(first.ranks, first.alone_s, strict=True)
-             if not one and gain >= LEAST_STRAGGLER * span_s][:MOST_NAMED]
+    alone = [
+        f" Rank {rank} alone gains {_costs(gain, span_s)}."
+        for rank, gain in zip(first.ranks, first.alone_s, strict=True)
+        if not one and gain >= LEAST_STRAGGLER * span_s
+    ][:MOST_NAMED]
     did = {row["is_it"]: row for row in database.query("before", rank=first.ranks[0])}
     rows = _before(first.ranks[0], did[True], did[False]) if understood and len(did) == 2 else []
     return Verdict(
         cause="worker",
-        headline=f"{who} {'is the straggler: it' if one else 'are the stragglers: one of them'} is last into "
-                 f"{first.last} of {first.joined} {met}, and mending {'it' if one else 'them'} gains "
-                 f"{of_step(gain_s, span_s, losses.marked)}." + "".join(alone)
-                 + "".join(_more(late, span_s) for late in others)
-                 + (f" Nearly all of it is in step {single}." if single is not None else ""),
+        headline=(
+            f"{who} {'is the straggler: it' if one else 'are the stragglers: one of them'} is last"
+            f" into {first.last} of {first.joined} {met}, and mending {'it' if one else 'them'}"
+            f" gains {of_step(gain_s, span_s, losses.marked)}."
+        )
+        + "".join(alone)
+        + "".join(_more(late, span_s) for late in others)
+        + (f" Nearly all of it is in step {single}." if single is not None else ""),
         place=Place(rank=first.ranks[0]),
         lost_s=sum(float(each.gain_s.mean()) for each in losses.stragglers),
-        confidence=round((1 - first.chance) * exceeds(first.gain_s / span_s, LEAST_STRAGGLER) * losses.present
-                         * _matched(database), 3),
+        confidence=round(
+            (1 - first.chance)
+            * exceeds(first.gain_s / span_s, LEAST_STRAGGLER)
+            * losses.present
+            * _matched(database),
+            3,
+        ),
         evidence=[
             *evidence,
-            Evidence(what=f"{met} into which {who.lower()} come{'s' * one} last", value=first.last / first.joined,
-                     unit="share"),
+            Evidence(
+                what=f"{met} into which {who.lower()} come{'s' * one} last",
+                value=first.last / first.joined,
+                unit="share",
+            ),
             Evidence(what="chance that this is chance", value=first.chance, unit="probability"),
-            *(Evidence(what=f"mending {_named(each.ranks).lower()}", value=float(each.gain_s.mean()), unit="s")
-              for each in losses.stragglers),
+            *(
+                Evidence(
+                    what=f"mending {_named(each.ranks).lower()}",
+                    value=float(each.gain_s.mean()),
+                    unit="s",
+                )
+                for each in losses.stragglers
+            ),
             *rows,
         ],
-        advice=_why(losses, first, understood) + (
-            " Ranks whose traces are missing may have held it up." if losses.present < 1 else ""),
+        advice=_why(losses, first, understood)
+        + (" Ranks whose traces are missing may have held it up." if losses.present < 1 else ""),
         next_command=_waits_of(first.ranks[0]),
     )
 
 
 def in_one_step(losses: Losses) -> tuple[str, float] | None:
-    """What is waited for, where that is ranks that are late in a single step; and the chance of more such steps."""
+    """What is waited for, where that is ranks that are late in a single step; and the chance of
+    more such steps."""
     span_s = losses.mean("span_ns")
     first = next(iter(losses.late), None)
     single = None if first is None else _single_step(first, span_s)
     if first is None or single is None:
         return None
-    return (f"Ranks wait for {_named(first.ranks).lower()} in one step, {single}, and little in the others",
-            exceeds(first.gain_s / span_s, LEAST_STRAGGLER))
+    return (
+        (
+            f"Ranks wait for {_named(first.ranks).lower()} in one step, {single}, and little in the"
+            " others"
+        ),
+        exceeds(first.gain_s / span_s, LEAST_STRAGGLER),
+    )
 
 
 def _single_step(late: Late, span_s: float) -> int | None:
     """The step without which mending would not gain enough, if it is one of several."""
     least_s, count, largest = LEAST_STRAGGLER * span_s, len(late.gain_s), int(late.gain_s.argmax())
-    if count < 2 or late.gain_s.mean() < least_s or late.gain_s.sum() - late.gain_s[largest] >= least_s * count:
+    if (
+        count < 2
+        or late.gain_s.mean() < least_s
+        or late.gain_s.sum() - late.gain_s[largest] >= least_s * count
+    ):
         return None
     return late.steps[largest]
 
 
 def unlikely(losses: Losses) -> float:
     """The chance that in more such steps no rank is a straggler."""
-    return 1 - max((exceeds(one.gain_s / losses.mean("span_ns"), LEAST_STRAGGLER) for one in losses.late if one.sure),
-                   default=0.0)
+    return 1 - max(
+        (
+            exceeds(one.gain_s / losses.mean("span_ns"), LEAST_STRAGGLER)
+            for one in losses.late
+            if one.sure
+        ),
+        default=0.0,
+    )
 
 
 def _why(losses: Losses, late: Late, understood: bool) -> str:
     """Why ranks are late, from what they do longer than the others."""
     who, one = _named(late.ranks), len(late.ranks) == 1
     if not understood:
-        return (f"Between its collectives {who.lower()} takes longer than the others; as nothing is known as work of a "
-                "device, it is not said whether its device, its host or its data are slow.")
+        return (
+            f"Between its collectives {who.lower()} takes longer than the others; as nothing is"
+            " known as work of a device, it is not said whether its device, its host or its data"
+            " are slow."
+        )
     longer = {part: value / len(late.ranks) for part, value in losses.longer_of(late.ranks).items()}
     host_s = longer["host_works"] + longer["host_silent"]
     if longer["compute"] > max(host_s, longer["data"]):
-        return (f"In a step {who.lower()} compute{'s' * one} {seconds(longer['compute'])} longer than the others: "
-                + _MORE_WORK)
+        return (
+            f"In a step {who.lower()} compute{'s' * one} {seconds(longer['compute'])} longer than"
+            " the others: " + _MORE_WORK
+        )
     if longer["data"] > host_s:
-        return (f"In a step the device{'' if one else 's'} of {who.lower()} wait{'s' * one} {seconds(longer['data'])} "
-                "longer for data than the others: look at its DataLoader (workers, prefetch_factor), its storage, and "
-                "other processes on its CPU.")
-    return (f"{'Its device does' if one else 'Their devices do'} not compute longer than the others': "
-            f"{'its host is' if one else 'their hosts are'} late. Look at the CPU of {who.lower()}: {_ITS_HOST}")
+        return (
+            f"In a step the device{'' if one else 's'} of {who.lower()} wait{'s' * one}"
+            f" {seconds(longer['data'])} longer for data than the others: look at its DataLoader"
+            " (workers, prefetch_factor), its storage, and other processes on its CPU."
+        )
+    return (
+        f"{'Its device does' if one else 'Their devices do'} not compute longer than the others':"
+        f" {'its host is' if one else 'their hosts are'} late. Look at the CPU of {who.lower()}:"
+        f" {_ITS_HOST}"
+    )
 
 
 def _named(ranks: list[int]) -> str:
     names = [str(rank) for rank in sorted(ranks[:MOST_NAMED])]
     if len(ranks) > MOST_NAMED:
         names.append(f"{len(ranks) - MOST_NAMED} more")
-    return f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
+    return (
+        f"Rank {names[0]}" if len(names) == 1 else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
+    )
 
 
 def _more(late: Late, span_s: float) -> str:
     """A sentence on further ranks that gain enough once those before them are mended."""
-    who, one, costs = _named(late.ranks), len(late.ranks) == 1, _costs(float(late.gain_s.mean()), span_s)
+    who, one, costs = (
+        _named(late.ranks),
+        len(late.ranks) == 1,
+        _costs(float(late.gain_s.mean()), span_s),
+    )
     if late.sure:
-        return f" So {'is' if one else 'are'} {who.lower()}: last into {late.last} of {late.joined}, {costs} more."
-    return f" {who} cost{'s' * one} {costs} more, last into {late.last} of {late.joined}, which may be chance."
+        return (
+            f" So {'is' if one else 'are'} {who.lower()}: last into {late.last} of {late.joined},"
+            f" {costs} more."
+        )
+    return (
+        f" {who} cost{'s' * one} {costs} more, last into {late.last} of {late.joined}, which may be"
+        " chance."
+    )
 
 
 def _matched(database: KinetoDatabase) -> float:
@@ -126,7 +199,11 @@ def _costs(value_s: float, span_s: float) -> str:
 
 def _before(rank: int, it: dict[str, Any], others: dict[str, Any]) -> list[Evidence]:
     return [
-        Evidence(what=f"rank {rank}: from its collective or message before to these", value=it["gap_s"], unit="s"),
+        Evidence(
+            what=f"rank {rank}: from its collective or message before to these",
+            value=it["gap_s"],
+            unit="s",
+        ),
         Evidence(what="the others: the same", value=others["gap_s"], unit="s"),
         Evidence(what=f"rank {rank}: compute in that time", value=it["compute_s"], unit="s"),
         Evidence(what="the others: the same", value=others["compute_s"], unit="s"),
@@ -134,44 +211,75 @@ def _before(rank: int, it: dict[str, Any], others: dict[str, Any]) -> list[Evide
 
 
 def _waits_of(rank: int) -> str:
-    return (f'disttrain analyze --sql "SELECT step, name, index, wait_ns / 1e3 AS waits_us, is_last FROM waits WHERE '
-            f'rank = {rank} ORDER BY start_ns"')
+    return (
+        'disttrain analyze --sql "SELECT step, name, index, wait_ns / 1e3 AS waits_us, is_last'
+        f' FROM waits WHERE rank = {rank} ORDER BY start_ns"'
+    )
 
 
 def waited_for(
-    losses: Losses, found: Straggler, costly: list[Straggler], database: KinetoDatabase, evidence: list[Evidence]
+    losses: Losses,
+    found: Straggler,
+    costly: list[Straggler],
+    database: KinetoDatabase,
+    evidence: list[Evidence],
 ) -> Verdict:
-    """The worst straggler where only waiting tells, and why; and every other rank for which waiting costs enough."""
-    span_s, sure = losses.mean("span_ns"), [one for one in costly if one.chance < LEAST_SURE] or [found]
+    """The worst straggler where only waiting tells, and why; and every other rank for which waiting
+    costs enough."""
+    span_s, sure = (
+        losses.mean("span_ns"),
+        [one for one in costly if one.chance < LEAST_SURE] or [found],
+    )
     rank, did = found.rank, {row["is_it"]: row for row in database.query("before", rank=found.rank)}
     met = _met(losses)
     it, others = did[True], did[False]
-    later_s, work_s, when = it["gap_s"] - others["gap_s"], it["compute_s"] - others["compute_s"], "Before them"
+    later_s, work_s, when = (
+        it["gap_s"] - others["gap_s"],
+        it["compute_s"] - others["compute_s"],
+        "Before them",
+    )
     if losses.at_messages > 0.5:
         later_s = work_s = losses.longer_ns(rank) / 1e9 / losses.steps
         when = "In a step"
     works_longer = work_s > 0.5 * later_s > 0
     advice = (
-        f"{when} rank {rank} computes {seconds(work_s)} longer than the others: {_MORE_WORK}" if works_longer else
-        f"Before them its device does not compute longer than the others': its host is late. Look at the CPU of rank "
-        f"{rank}: {_ITS_HOST}"
+        f"{when} rank {rank} computes {seconds(work_s)} longer than the others: {_MORE_WORK}"
+        if works_longer
+        else (
+            "Before them its device does not compute longer than the others': its host is late."
+            f" Look at the CPU of rank {rank}: {_ITS_HOST}"
+        )
     )
     return Verdict(
         cause="worker",
-        headline=f"Rank {rank} is the straggler: it is last into {found.last} of {found.joined} {met}, and "
-                 f"waiting for it costs every rank {of_step(losses.cost_s(found), span_s, losses.marked)}."
-                 + "".join(_another(losses, one) for one in costly if one != found),
+        headline=(
+            f"Rank {rank} is the straggler: it is last into {found.last} of {found.joined} {met},"
+            " and waiting for it costs every rank"
+            f" {of_step(losses.cost_s(found), span_s, losses.marked)}."
+        )
+        + "".join(_another(losses, one) for one in costly if one != found),
         place=Place(rank=rank),
         lost_s=min(sum(losses.cost_s(one) for one in sure), losses.mean("exposed_wait_ns")),
-        confidence=round((1 - found.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3),
+        confidence=round(
+            (1 - found.chance) * min(1.0, sum(one.share for one in sure)) * losses.present, 3
+        ),
         evidence=[
             *evidence,
-            Evidence(what=f"{met} into which rank {rank} comes last", value=found.last / found.joined, unit="share"),
-            Evidence(what="the same, were everyone last equally often", value=found.expected / found.joined,
-                     unit="share"),
+            Evidence(
+                what=f"{met} into which rank {rank} comes last",
+                value=found.last / found.joined,
+                unit="share",
+            ),
+            Evidence(
+                what="the same, were everyone last equally often",
+                value=found.expected / found.joined,
+                unit="share",
+            ),
             Evidence(what="chance that this is chance", value=found.chance, unit="probability"),
-            *(Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
-              for one in dict.fromkeys([found, *costly])),
+            *(
+                Evidence(what=f"waiting that is for rank {one.rank}", value=one.share, unit="share")
+                for one in dict.fromkeys([found, *costly])
+            ),
             *_before(rank, it, others),
         ],
         advice=advice,
@@ -180,8 +288,13 @@ def waited_for(
 
 
 def _met(losses: Losses) -> str:
-    return ("collectives" if not losses.at_messages else "messages" if losses.at_messages == 1 else
-            "collectives and messages")
+    return (
+        "collectives"
+        if not losses.at_messages
+        else "messages"
+        if losses.at_messages == 1
+        else "collectives and messages"
+    )
 
 
 def _another(losses: Losses, one: Straggler) -> str:
@@ -189,4 +302,7 @@ def _another(losses: Losses, one: Straggler) -> str:
     costs = _costs(losses.cost_s(one), losses.mean("span_ns"))
     if one.chance < LEAST_SURE:
         return f" So is rank {one.rank}: last into {one.last} of {one.joined}, {costs}."
-    return f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be chance."
+    return (
+        f" Rank {one.rank} costs {costs}, last into {one.last} of {one.joined}, which may be"
+        " chance."
+    )

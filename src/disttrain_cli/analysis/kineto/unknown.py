@@ -1,4 +1,5 @@
-"""When the traces do not tell what slows the job: what is not understood, what is still measured, how to tell."""
+"""When the traces do not tell what slows the job: what is not understood, what is still measured,
+how to tell."""
 
 from __future__ import annotations
 
@@ -14,86 +15,154 @@ from disttrain_cli.analysis.result import Evidence, Place, Verdict
 #: Above this share of the kernels' time nobody knows what the devices did.
 MOST_UNCLASSIFIED = 0.5
 MOST_NAMED, MOST_LINES, LONGEST_NAME = 5, 4, 60
-_EVENTS = ('disttrain analyze --sql "SELECT name, category, count(*), sum(duration_ns) / 1e6 AS ms FROM events '
-           'GROUP BY ALL ORDER BY ms DESC LIMIT 30"')
-_KERNELS = ('disttrain analyze --sql "SELECT name, count(*), sum(end_ns - start_ns) / 1e6 AS ms FROM kernels '
-            "WHERE kind = 'unclassified' GROUP BY ALL ORDER BY ms DESC LIMIT 30\"")
+_EVENTS = (
+    'disttrain analyze --sql "SELECT name, category, count(*), sum(duration_ns) / 1e6 AS ms FROM'
+    ' events GROUP BY ALL ORDER BY ms DESC LIMIT 30"'
+)
+_KERNELS = (
+    'disttrain analyze --sql "SELECT name, count(*), sum(end_ns - start_ns) / 1e6 AS ms FROM'
+    " kernels WHERE kind = 'unclassified' GROUP BY ALL ORDER BY ms DESC LIMIT 30\""
+)
 _IDLE = 'disttrain analyze --sql "SELECT * FROM times ORDER BY rank"'
-_MEASURED = "Still measured: the ranks, what is marked as steps, and the time of the events, in the tables below."
+_MEASURED = (
+    "Still measured: the ranks, what is marked as steps, and the time of the events, in the tables"
+    " below."
+)
 
 
 def not_understood(losses: Losses, database: KinetoDatabase) -> Verdict:
     """Nothing that was recorded is known as work of a device."""
     strange = database.answer("strange")
     step_s = database.answer("iterations")[0]["mean_s"]
-    evidence = [Evidence(what="recorded, from the first event to the last, mean over the ranks",
-                         value=losses.mean("span_ns") * losses.steps, unit="s")]
+    evidence = [
+        Evidence(
+            what="recorded, from the first event to the last, mean over the ranks",
+            value=losses.mean("span_ns") * losses.steps,
+            unit="s",
+        )
+    ]
     if step_s is not None:
         evidence.insert(0, Evidence(what="a step, as marked", value=step_s, unit="s"))
-    evidence += [Evidence(what="not known as work of a device, per rank: "
-                          f"{_short(row['family'])}, {row['count']} times",
-                          value=row["s"] / len(losses.ranks), unit="s") for row in strange[:MOST_NAMED]]
+    evidence += [
+        Evidence(
+            what=(
+                "not known as work of a device, per rank: "
+                f"{_short(row['family'])}, {row['count']} times"
+            ),
+            value=row["s"] / len(losses.ranks),
+            unit="s",
+        )
+        for row in strange[:MOST_NAMED]
+    ]
     if losses.straggler is not None:
         found = losses.straggler
-        evidence.append(Evidence(what=f"collectives outside of devices: last into them is rank {found.rank}",
-                                 value=found.last / found.joined, unit="share of collectives"))
+        evidence.append(
+            Evidence(
+                what=f"collectives outside of devices: last into them is rank {found.rank}",
+                value=found.last / found.joined,
+                unit="share of collectives",
+            )
+        )
     if not strange:
-        return _unknown("nothing that was recorded is known as work of a device, and no other event lasts",
-                        f"Record the devices too (ProfilerActivity.CUDA or XPU). {_MEASURED}", _EVENTS, evidence)
+        return _unknown(
+            "nothing that was recorded is known as work of a device, and no other event lasts",
+            f"Record the devices too (ProfilerActivity.CUDA or XPU). {_MEASURED}",
+            _EVENTS,
+            evidence,
+        )
     if all(row["operators"] for row in strange):
         lines = r'"compute ^aten::" and "communication ^(gloo|mpi):"'
         return _unknown(
-            "nothing that was recorded is known as work of a device: only operators of the CPU are there",
-            f"Record the devices too (activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] or XPU). {_MEASURED} If "
-            f"the CPU is the device, say so with the lines {lines} in {users_patterns()}.",
-            _EVENTS, evidence)
+            "nothing that was recorded is known as work of a device: only operators of the CPU are"
+            " there",
+            "Record the devices too (activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] or"
+            f" XPU). {_MEASURED} If the CPU is the device, say so with the lines {lines} in"
+            f" {users_patterns()}.",
+            _EVENTS,
+            evidence,
+        )
     names = ", ".join(_short(row["family"]) for row in strange[:3])
     return _unknown(
         f"nothing that was recorded is known as work of a device. What takes longest: {names}",
-        f"If these events are work of devices, say of which kind: {_lines(strange)} in {users_patterns()}, then "
-        f"analyse again. {_MEASURED}", _EVENTS, evidence)
+        f"If these events are work of devices, say of which kind: {_lines(strange)} in"
+        f" {users_patterns()}, then analyse again. {_MEASURED}",
+        _EVENTS,
+        evidence,
+    )
 
 
 def unclassified(share: float, database: KinetoDatabase, evidence: list[Evidence]) -> Verdict:
     """Most kernels are known neither as compute nor as communication."""
     kernels = [row for row in database.answer("top") if row["kind"] == "unclassified"]
     return _unknown(
-        f"{100 * share:.0f} % of the kernels' time is known neither as compute nor as communication",
-        f"Say of which kind they are: {_lines(kernels)} in {users_patterns()}, then analyse again. Until then they "
-        "count as compute.", _KERNELS,
-        [*evidence, Evidence(what="kernels of which the kind is not known", value=share,
-                             unit="share of the kernels' time")])
+        f"{100 * share:.0f} % of the kernels' time is known neither as compute nor as"
+        " communication",
+        f"Say of which kind they are: {_lines(kernels)} in {users_patterns()}, then analyse again."
+        " Until then they count as compute.",
+        _KERNELS,
+        [
+            *evidence,
+            Evidence(
+                what="kernels of which the kind is not known",
+                value=share,
+                unit="share of the kernels' time",
+            ),
+        ],
+    )
 
 
 def idle_without_reason(parts: dict[str, float], of_step: str, evidence: list[Evidence]) -> Verdict:
     """The devices idle, and no record says that their hosts are late."""
     if parts["queued"] > parts["unrecorded"]:
         return _unknown(
-            f"the devices idle {of_step} although their next kernel was launched long before, so it waited for "
-            "something else than its host",
-            "Look for what kernels wait for on the device: other streams, events, memory that another device writes, "
-            "or a collective that was not recorded.", _IDLE, evidence, parts["queued"] + parts["unrecorded"])
+            f"the devices idle {of_step} although their next kernel was launched long before, so it"
+            " waited for something else than its host",
+            "Look for what kernels wait for on the device: other streams, events, memory that"
+            " another device writes, or a collective that was not recorded.",
+            _IDLE,
+            evidence,
+            parts["queued"] + parts["unrecorded"],
+        )
     return _unknown(
         f"the devices idle {of_step}, and nothing that was recorded says why",
-        "Record the CPU too (ProfilerActivity.CPU): launches, operators and data loading tell a late host from other "
-        "causes. If other events are work of the devices, name them in "
-        f"{users_patterns()}.", _IDLE, evidence, parts["queued"] + parts["unrecorded"])
+        "Record the CPU too (ProfilerActivity.CPU): launches, operators and data loading tell a"
+        " late host from other causes. If other events are work of the devices, name them in"
+        f" {users_patterns()}.",
+        _IDLE,
+        evidence,
+        parts["queued"] + parts["unrecorded"],
+    )
 
 
 def no_compute(evidence: list[Evidence]) -> Verdict:
     """The devices only communicated: what that waited for, or was hidden by, nobody recorded."""
-    return _unknown("only communication of the devices was recorded, and no compute that could hide it or be waited "
-                    "for", f"Record all kernels of the devices, not only those of collectives. {_MEASURED}",
-                    _EVENTS, evidence)
+    return _unknown(
+        "only communication of the devices was recorded, and no compute that could hide it or be"
+        " waited for",
+        f"Record all kernels of the devices, not only those of collectives. {_MEASURED}",
+        _EVENTS,
+        evidence,
+    )
 
 
-def _unknown(why: str, advice: str, command: str, evidence: list[Evidence], lost_s: float = 0.0) -> Verdict:
-    return Verdict(cause="unknown", headline=f"No verdict: {why}.", place=Place(), lost_s=lost_s, confidence=0.0,
-                   evidence=evidence, advice=advice, next_command=command)
+def _unknown(
+    why: str, advice: str, command: str, evidence: list[Evidence], lost_s: float = 0.0
+) -> Verdict:
+    return Verdict(
+        cause="unknown",
+        headline=f"No verdict: {why}.",
+        place=Place(),
+        lost_s=lost_s,
+        confidence=0.0,
+        evidence=evidence,
+        advice=advice,
+        next_command=command,
+    )
 
 
 def _lines(rows: list[dict[str, Any]]) -> str:
-    """Lines for the list of patterns that fit the names, as far as the names tell; numbers may be any."""
+    """Lines for the list of patterns that fit the names, as far as the names tell; numbers may be
+    any."""
     lines = []
     for name in (row["name"] for row in rows):
         kind = "communication" if operation_in(name) is not None else "compute"
@@ -104,10 +173,13 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else name[:LONGEST_NAME - 1] + "…"
+    return name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
 
 
 def of_step(value: float, span_s: float, marked: bool) -> str:
-    """A time of every step: "12 ms of the 80 ms from the first kernel of a step to the last (15 %)"."""
-    return (f"{seconds(value)} of the {seconds(span_s)} from the first kernel {'of a step ' if marked else ''}to the "
-            f"last ({100 * value / span_s:.0f} %)")
+    """A time of every step: "12 ms of the 80 ms from the first kernel of a step to the last (15
+    %)"."""
+    return (
+        f"{seconds(value)} of the {seconds(span_s)} from the first kernel"
+        f" {'of a step ' if marked else ''}to the last ({100 * value / span_s:.0f} %)"
+    )

@@ -1,7 +1,9 @@
-"""This project's own traces: Parquet segments read in place, beside the plan and the profile they were made by.
+"""This project's own traces: Parquet segments read in place, beside the plan and the profile they
+were made by.
 
-`database` opens them (`files` finds them, `clocks` puts the hosts' times on one clock) and documents the views,
-`asking` answers `--sql`; `analysis` asks the questions of `queries/*.sql`, sets prediction and measurement side by
-side (`operations`, `costing`, `recorded`) and has the step judged. `staleness` says when a plan is made for other
-data, `inside` opens operations by torch's profiles, `chrome` writes steps as Chrome/Perfetto JSON.
+`database` opens them (`files` finds them, `clocks` puts the hosts' times on one clock) and
+documents the views, `asking` answers `--sql`; `analysis` asks the questions of `queries/*.sql`,
+sets prediction and measurement side by side (`operations`, `costing`, `recorded`) and has the step
+judged. `staleness` says when a plan is made for other data, `inside` opens operations by torch's
+profiles, `chrome` writes steps as Chrome/Perfetto JSON.
 """

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from disttrain_cli.analysis.causes import LEAST_LIMIT_SHARE, LEAST_SHARE, Finding, State, Suspect, find_causes, mend
+from disttrain_cli.analysis.causes import (
+    LEAST_LIMIT_SHARE,
+    LEAST_SHARE,
+    Finding,
+    State,
+    Suspect,
+    find_causes,
+    mend,
+)
 from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
@@ -56,10 +64,13 @@ def analyze_database(database: Database) -> Analysis:
         short = short_ranks(database)
         raise DataError(
             "The trace holds no whole step",
-            f"{times['recorded']} step(s) were recorded; a measured step needs "
-            f"forward and backward of every rank, and the first one is warm-up{short and f'; {short}'}",
-            "Analyse without their folders (rank-*), or record more: disttrain train --steps 5" if short else
-            "Record more: disttrain train --steps 5",
+            f"{times['recorded']} step(s) were recorded; a measured step needs forward and backward"
+            f" of every rank, and the first one is warm-up{short and f'; {short}'}",
+            (
+                "Analyse without their folders (rank-*), or record more: disttrain train --steps 5"
+                if short
+                else "Record more: disttrain train --steps 5"
+            ),
         )
     database.ask_ahead("exposed_communication", "cells", "slots", "memory")
     shares = database.query("idle_totals")[0]
@@ -72,15 +83,18 @@ def analyze_database(database: Database) -> Analysis:
     moved = moved_data(database)
     ranks = rank_summaries(database)
     stragglers, verdict, causes, study, helps = _straggle(
-        database, shares, ranks, comparisons, operations, bool(moved))
+        database, shares, ranks, comparisons, operations, bool(moved)
+    )
     summary = JobSummary(
         run=database.run,
         name=database.name,
         recorded_at=moment(times["first_ns"]),
         rehearsed=None if job is None else _rehearsed(job),
-        layout=job.layout.describe()
-        if job is not None
-        else " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units),
+        layout=(
+            job.layout.describe()
+            if job is not None
+            else " → ".join(f"{unit.name} (DP {unit.dp} PP {unit.pp})" for unit in units)
+        ),
         ranks=len(ranks),
         steps=times["recorded"],
         steps_measured=times["measured"],
@@ -124,20 +138,27 @@ def _rehearsed(job: Job) -> str | None:
     how = job.rehearsed
     if how is None:
         return None
-    parts = [f"slow {fault.slow} ({fault.unit}" + (f" stage {fault.stage}" if fault.slow != "worker" else "")
-             + ("" if fault.replica is None else f" replica {fault.replica}") + f", × {fault.factor:g})"
-             for fault in how.faults]
+    parts = [
+        f"slow {fault.slow} ({fault.unit}"
+        + (f" stage {fault.stage}" if fault.slow != "worker" else "")
+        + ("" if fault.replica is None else f" replica {fault.replica}")
+        + f", × {fault.factor:g})"
+        for fault in how.faults
+    ]
     parts += [f"noise of {100 * how.noise:g} %"] if how.noise else []
     parts += [f"data of {how.distribution}"] if how.distribution else []
-    return (f"Rehearsed: {how.processes} processes stood for {job.layout.gpus_used} GPUs; times are the cluster's"
-            + (f". Injected: {'; '.join(parts)}." if parts else "."))
+    return (
+        f"Rehearsed: {how.processes} processes stood for {job.layout.gpus_used} GPUs; times are the"
+        " cluster's" + (f". Injected: {'; '.join(parts)}." if parts else ".")
+    )
 
 
 def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
     """Per unit; its MFU is its model FLOPs ÷ (step time × its share of the peak).
 
-    On CUDA that share is the peak of its devices. A CPU is one device for all: every unit gets the part of the
-    machine's peak that its ranks are of all ranks, though it may use more while others wait.
+    On CUDA that share is the peak of its devices. A CPU is one device for all: every unit gets the
+    part of the machine's peak that its ranks are of all ranks, though it may use more while others
+    wait.
     """
     units = []
     total = sum(row["gpus"] for row in database.sql("SELECT gpus FROM units"))
@@ -146,7 +167,11 @@ def _units(database: Database, iteration_s: float) -> list[UnitSummary]:
         mfu = None
         if flops is not None and database.job is not None:
             mfu = flops / (iteration_s * 1e12 * peak_of(database.job, total) * row["gpus"] / total)
-        units.append(UnitSummary(**row, mfu=mfu, model_tflop_per_step=None if flops is None else flops / 1e12))
+        units.append(
+            UnitSummary(
+                **row, mfu=mfu, model_tflop_per_step=None if flops is None else flops / 1e12
+            )
+        )
     return units
 
 
@@ -163,16 +188,26 @@ def _job_mfu(database: Database, units: list[UnitSummary], iteration_s: float) -
 
 
 def _comparisons(
-    database: Database, times: dict[str, Any], operations: list[OperationRow], bubble: float, mfu: float | None
+    database: Database,
+    times: dict[str, Any],
+    operations: list[OperationRow],
+    bubble: float,
+    mfu: float | None,
 ) -> list[Comparison]:
-    """Predicted beside measured in sum: the plan's figures, and the profile at the recorded sizes."""
+    """Predicted beside measured in sum: the plan's figures, and the profile at the recorded
+    sizes."""
     job = database.job
     if job is None:
         return []
     rows: list[Comparison] = []
 
     def add(
-        what: str, unit: str | None, basis: str, predicted: float | None, measured: float | None, measure: str
+        what: str,
+        unit: str | None,
+        basis: str,
+        predicted: float | None,
+        measured: float | None,
+        measure: str,
     ) -> None:
         if predicted and measured is not None:
             rows.append(
@@ -191,7 +226,14 @@ def _comparisons(
     add("iteration_s", None, "plan", plan.iteration_s, iteration_s, "s")
     if operations:
         add("iteration_s", None, "same work", operations[0].predicted / 1e3, iteration_s, "s")
-    add("sequences_per_s", None, "plan", plan.sequences_per_s, job.layout.global_batch_size / iteration_s, "1/s")
+    add(
+        "sequences_per_s",
+        None,
+        "plan",
+        plan.sequences_per_s,
+        job.layout.global_batch_size / iteration_s,
+        "1/s",
+    )
     add("mfu", None, "plan", plan.mfu_used or plan.mfu, mfu, "fraction")
     add("bubble_fraction", None, "plan", plan.bubble_fraction, bubble, "fraction")
     sharing = {time.unit: time.sharing if shares_cores(job) else 1.0 for time in plan.units}
@@ -200,31 +242,55 @@ def _comparisons(
         for what in (*COMPUTE, "stage") if own else ():
             if unit.name in sharing:
                 planned_ms = sharing[unit.name] * _planned_ms(plan, unit.name, what)
-                add(f"{what}_ms", unit.name, "plan", planned_ms, _of_unit(own, what, "measured"), "ms")
-            add(f"{what}_ms", unit.name, "same work", _of_unit(own, what, "predicted"), _of_unit(own, what, "measured"),
-                "ms")
+                add(
+                    f"{what}_ms",
+                    unit.name,
+                    "plan",
+                    planned_ms,
+                    _of_unit(own, what, "measured"),
+                    "ms",
+                )
+            add(
+                f"{what}_ms",
+                unit.name,
+                "same work",
+                _of_unit(own, what, "predicted"),
+                _of_unit(own, what, "measured"),
+                "ms",
+            )
     return rows
 
 
 def _of_unit(rows: list[OperationRow], what: str, column: str) -> float:
-    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both together."""
+    """A unit's forward or backward for one slot, its stages summed; or its slowest stage, both
+    together."""
     if what != "stage":
         return sum(float(getattr(row, column)) for row in rows if row.operation == what)
-    return max(sum(float(getattr(row, column)) for row in rows if row.stage == stage)
-               for stage in {row.stage for row in rows})
+    return max(
+        sum(float(getattr(row, column)) for row in rows if row.stage == stage)
+        for stage in {row.stage for row in rows}
+    )
 
 
 def _planned_ms(predicted: Prediction, unit: str, operation: str) -> float:
-    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for "stage"."""
+    """What a plan expects of a unit's pass, mean over its replicas; of the slowest stage for
+    "stage"."""
     time = next(time for time in predicted.units if time.unit == unit)
     if operation != "stage":
         return float(getattr(time, f"{operation}_ms"))
-    return max((s.forward_ms + s.backward_ms for s in predicted.stages if s.unit == unit), default=time.stage_ms)
+    return max(
+        (s.forward_ms + s.backward_ms for s in predicted.stages if s.unit == unit),
+        default=time.stage_ms,
+    )
 
 
 def _straggle(
-    database: Database, shares: dict[str, float], ranks: list[RankSummary], comparisons: list[Comparison],
-    operations: list[OperationRow], moved_on: bool,
+    database: Database,
+    shares: dict[str, float],
+    ranks: list[RankSummary],
+    comparisons: list[Comparison],
+    operations: list[OperationRow],
+    moved_on: bool,
 ) -> tuple[Stragglers, Verdict, list[Cause], WhatIf | None, list[Remedy]]:
     graph, job = build_graph(database), database.job
     if graph is None:
@@ -237,7 +303,9 @@ def _straggle(
         )
     why = explain(graph, graph.recorded.compute, graph.predicted)
     where = {
-        rank.rank: Place(unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host)
+        rank.rank: Place(
+            unit=rank.unit, stage=rank.stage, replica=rank.replica, rank=rank.rank, host=rank.host
+        )
         for rank in ranks
     }
     losses, suspects = split_losses(graph, why), own_suspects(graph, why, where)
@@ -245,19 +313,39 @@ def _straggle(
     layouts = other_layouts(database, graph, why, moved_on)
     findings, state = _causes(graph, suspects, job, planned)
     helps = remedies(database, graph, suspects, layouts, [one for one in findings if one.regained])
-    measured_s, present = float(losses.measured.mean()), min(1.0, len(ranks) / expected_ranks(database))
+    measured_s, present = (
+        float(losses.measured.mean()),
+        min(1.0, len(ranks) / expected_ranks(database)),
+    )
     unexplained = abs(float(losses.lost["unexplained"].mean())) / measured_s
     if unexplained > 0.05:
-        database.warnings.append(f"the replay leaves {100 * unexplained:.0f} % of a step unexplained")
+        database.warnings.append(
+            f"the replay leaves {100 * unexplained:.0f} % of a step unexplained"
+        )
     record = Record(
-        losses=losses, where=where, comparisons=comparisons, shares=shares, kind="disttrain", remedies=helps,
-        gpus=len(ranks) if job is None else job.layout.gpus_used, present=present,
-        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1, operations=operations)
+        losses=losses,
+        where=where,
+        comparisons=comparisons,
+        shares=shares,
+        kind="disttrain",
+        remedies=helps,
+        gpus=len(ranks) if job is None else job.layout.gpus_used,
+        present=present,
+        shared_cores=job is not None and shares_cores(job) and len(ranks) > 1,
+        operations=operations,
+    )
     if findings:
         mended = replace(graph, recorded=Delays(*state))
-        layouts = other_layouts(database, mended, explain(mended, state[0], graph.predicted), moved_on)
-    findings = with_layouts(findings, layouts, losses, lambda some: replayed(graph, state) - replayed(
-        graph, mend(state, some)), [one for one in suspects if planned and is_split(one)])
+        layouts = other_layouts(
+            database, mended, explain(mended, state[0], graph.predicted), moved_on
+        )
+    findings = with_layouts(
+        findings,
+        layouts,
+        losses,
+        lambda some: replayed(graph, state) - replayed(graph, mend(state, some)),
+        [one for one in suspects if planned and is_split(one)],
+    )
     return (
         stragglers_of(losses),
         judge(record, findings),
@@ -267,23 +355,36 @@ def _straggle(
     )
 
 
-def _causes(graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool) -> tuple[list[Finding], State]:
+def _causes(
+    graph: Graph, suspects: list[Suspect], job: Job | None, planned: bool
+) -> tuple[list[Finding], State]:
     """What slows the steps, and the steps with all of it mended.
 
-    Uneven data are looked at last, and claim no more than another ordering gains; what an ordering has left of them,
-    and what no other ordering is known for, is a limit.
+    Uneven data are looked at last, and claim no more than another ordering gains; what an ordering
+    has left of them, and what no other ordering is known for, is a limit.
 
     Args:
-        planned: the planner can say what other plans gain: the layers of its stages are no fault, but a part of that.
+        planned: the planner can say what other plans gain: the layers of its stages are no fault,
+        but a part of that.
     """
     ordered = job is not None and job.predicted.ordering in ("paper", "best")
     uneven = [one for one in suspects if one.cause in UNEVEN and (planned or ordered)]
     others = [one for one in suspects if one not in uneven and not (planned and is_split(one))]
-    findings, state = find_causes(lambda times: replayed(graph, times), state_of(graph.recorded), others)
-    left, level = find_causes(lambda times: replayed(graph, times), state, uneven,
-                              LEAST_LIMIT_SHARE if ordered else LEAST_SHARE)
+    findings, state = find_causes(
+        lambda times: replayed(graph, times), state_of(graph.recorded), others
+    )
+    left, level = find_causes(
+        lambda times: replayed(graph, times),
+        state,
+        uneven,
+        LEAST_LIMIT_SHARE if ordered else LEAST_SHARE,
+    )
     gained_s, step_s = sum(float(one.gain_s.mean()) for one in left), float(graph.window.mean())
-    share = best_share(job) if job is not None and planned and gained_s >= LEAST_SHARE * step_s else None
+    share = (
+        best_share(job)
+        if job is not None and planned and gained_s >= LEAST_SHARE * step_s
+        else None
+    )
     if share is None:
         return [*findings, *(replace(one, limit=True) for one in left)], level
     regained = min(1.0, share * step_s / gained_s)
@@ -292,13 +393,21 @@ def _causes(graph: Graph, suspects: list[Suspect], job: Job | None, planned: boo
 
 def _memory(database: Database) -> list[MemoryRow]:
     """Recorded memory of every stage beside what the plan expects."""
-    planned = {} if database.job is None else {
-        (stage.unit, stage.stage): stage for stage in database.job.predicted.memory}
+    planned = (
+        {}
+        if database.job is None
+        else {(stage.unit, stage.stage): stage for stage in database.job.predicted.memory}
+    )
     rows = []
     for row in database.query("memory"):
         stage = planned.get((row["unit"], row["stage"]))
-        rows.append(MemoryRow(**row, predicted_gib=stage.peak_gib if stage else None,
-                              limit_gib=stage.limit_gib if stage else None))
+        rows.append(
+            MemoryRow(
+                **row,
+                predicted_gib=stage.peak_gib if stage else None,
+                limit_gib=stage.limit_gib if stage else None,
+            )
+        )
     return rows
 
 

@@ -1,7 +1,9 @@
-"""`--sql` over own traces: one SELECT of a stranger, answered from a database that is prepared once.
+"""`--sql` over own traces: one SELECT of a stranger, answered from a database that is prepared
+once.
 
-What is prepared (which rows count, windows, clocks, the layout) is kept as a DuckDB file in the user's cache folder. It
-holds no rows of the trace: its views read the segments in place, the only files that a query can reach.
+What is prepared (which rows count, windows, clocks, the layout) is kept as a DuckDB file in the
+user's cache folder. It holds no rows of the trace: its views read the segments in place, the only
+files that a query can reach.
 """
 
 from __future__ import annotations
@@ -40,12 +42,18 @@ def run_sql(paths: list[Path], query: str) -> Table:
 
 def _open(paths: list[Path]) -> DuckDBPyConnection:
     files = files_of("disttrain", paths)
-    if paths[0].is_file():  # Chrome JSON of own traces: its rows are in no segments that views could read in place
+    if (
+        paths[0].is_file()
+    ):  # Chrome JSON of own traces: its rows are in no segments that views could read in place
         return _in_memory(paths)
     try:
-        connection = open_cached(files, f"own {[str(path.resolve()) for path in paths]} {program()}",
-                                 lambda file: _prepare(paths, file))
-    except DataError:  # where only the cache's disk is full, memory does; what is wrong with traces is told once more
+        connection = open_cached(
+            files,
+            f"own {[str(path.resolve()) for path in paths]} {program()}",
+            lambda file: _prepare(paths, file),
+        )
+    # where only the cache's disk is full, memory does; what is wrong with traces is told once more
+    except DataError:
         return _in_memory(paths)
     connection.execute(f"SET allowed_paths = {literals(files, str, no_glob)}")
     ask_published(connection)
@@ -66,7 +74,9 @@ def _prepare(paths: list[Path], file: Path) -> None:
     database = open_database(paths, file, strangers=True)
     database.asker.close()
     with database.connection as connection:
-        connection.execute("CHECKPOINT")  # closing would do it too, but says nothing where that fails
+        connection.execute(
+            "CHECKPOINT"
+        )  # closing would do it too, but says nothing where that fails
 
 
 def _make_losses(connection: DuckDBPyConnection, paths: list[Path]) -> None:
@@ -74,8 +84,13 @@ def _make_losses(connection: DuckDBPyConnection, paths: list[Path]) -> None:
     from disttrain_cli.analysis.analyze import analyze
 
     connection.execute(
-        "CREATE TEMP TABLE losses (step INTEGER, cause VARCHAR, lost_s DOUBLE, ideal_s DOUBLE, step_s DOUBLE)")
-    rows = [[one.step, cause, seconds, one.ideal_s, one.step_s]
-            for one in analyze(paths).stragglers.by_step for cause, seconds in one.lost_s.items()]
+        "CREATE TEMP TABLE losses (step INTEGER, cause VARCHAR, lost_s DOUBLE, ideal_s DOUBLE,"
+        " step_s DOUBLE)"
+    )
+    rows = [
+        [one.step, cause, seconds, one.ideal_s, one.step_s]
+        for one in analyze(paths).stragglers.by_step
+        for cause, seconds in one.lost_s.items()
+    ]
     if rows:
         connection.executemany("INSERT INTO losses VALUES (?, ?, ?, ?, ?)", rows)

@@ -1,10 +1,11 @@
 """Own traces as Chrome JSON, which ui.perfetto.dev and chrome://tracing show.
 
-One process per unit, one thread per rank; arrows from the send to the receive that waited for it; counters of the
-ranks that compute, of memory, loss and MFU. Times are µs after `baseTimeNanoseconds` (Unix time), as in Kineto's
-files, so that both can be laid side by side. What events do not tell is in the header, so that `unpacking` reads
-the file back. Limits: as many measured steps as fit into `MOST_EVENTS`, from the first
-on; a receive from several ranks has one arrow, from the last to send.
+One process per unit, one thread per rank; arrows from the send to the receive that waited for it;
+counters of the ranks that compute, of memory, loss and MFU. Times are µs after
+`baseTimeNanoseconds` (Unix time), as in Kineto's files, so that both can be laid side by side. What
+events do not tell is in the header, so that `unpacking` reads the file back. Limits: as many
+measured steps as fit into `MOST_EVENTS`, from the first on; a receive from several ranks has one
+arrow, from the last to send.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class ChromeTrace:
     steps_left_out: int
 
 
-def write_chrome_trace(database: Database, out: Path, progress: Progress = silent,
-                       most_events: int = MOST_EVENTS) -> ChromeTrace:
+def write_chrome_trace(
+    database: Database, out: Path, progress: Progress = silent, most_events: int = MOST_EVENTS
+) -> ChromeTrace:
     """Write measured steps to `out` (compressed where its name ends in .gz), as `whole_file` does.
 
     Raises:
@@ -49,15 +51,22 @@ def write_chrome_trace(database: Database, out: Path, progress: Progress = silen
     steps = database.query("chrome_steps")
     chosen = _fitting([step for step in steps if step["measured"]] or steps, most_events)
     events = 0
-    with whole_file(out) as file, _packed(file) if out.name.endswith(".gz") else nullcontext(file) as lines:
+    with (
+        whole_file(out) as file,
+        _packed(file) if out.name.endswith(".gz") else nullcontext(file) as lines,
+    ):
         origin = min((step["first_ns"] for step in chosen), default=0)
-        lines.write(f'{{"displayTimeUnit": "ms", "disttrain": {_header(database, chosen)}, '
-                    f'"baseTimeNanoseconds": {origin}, "traceEvents": [\n'.encode())
+        lines.write(
+            f'{{"displayTimeUnit": "ms", "disttrain": {_header(database, chosen)}, '
+            f'"baseTimeNanoseconds": {origin}, "traceEvents": [\n'.encode()
+        )
         for line in _lines(database, chosen, origin, progress):
             lines.write(((",\n" if events else "") + line).encode())
             events += 1
         lines.write(b"\n]}\n")
-    return ChromeTrace(str(out), [step["step"] for step in chosen], events, len(steps) - len(chosen))
+    return ChromeTrace(
+        str(out), [step["step"] for step in chosen], events, len(steps) - len(chosen)
+    )
 
 
 def _packed(file: BinaryIO) -> gzip.GzipFile:
@@ -76,13 +85,17 @@ def _fitting(steps: list[dict[str, Any]], most_events: int) -> list[dict[str, An
     return fitting
 
 
-def _lines(database: Database, steps: list[dict[str, Any]], origin: int, progress: Progress) -> Iterator[str]:
+def _lines(
+    database: Database, steps: list[dict[str, Any]], origin: int, progress: Progress
+) -> Iterator[str]:
     """Every event as one line of JSON."""
     yield from map(json.dumps, _names(database))
     yield from map(json.dumps, _per_step(steps, origin))
     text, first_id, done = query_text("chrome_trace"), 0, 0
     for batch in _batches(steps):
-        cursor = database.connection.execute(text, {"steps": batch, "origin": origin, "first_id": first_id})
+        cursor = database.connection.execute(
+            text, {"steps": batch, "origin": origin, "first_id": first_id}
+        )
         while rows := cursor.fetchmany(10_000):
             yield from (row[0] for row in rows)
         first_id += sum(step["rows"] for step in steps if step["step"] in batch)
@@ -95,22 +108,32 @@ def _header(database: Database, chosen: list[dict[str, Any]]) -> str:
     steps = {"steps": [step["step"] for step in chosen]}
 
     def rows(query: str) -> Any:  # numbers that JSON does not have are null
-        text = database.connection.execute(f"SELECT coalesce(to_json(list(s)), '[]') FROM ({query}) s", steps)
+        text = database.connection.execute(
+            f"SELECT coalesce(to_json(list(s)), '[]') FROM ({query}) s", steps
+        )
         return json.loads(text.fetchall()[0][0], parse_constant=lambda name: None)
 
-    return json.dumps({
-        "version": VERSION,
-        "name": database.name,
-        "job": None if database.job is None else database.job.model_dump(mode="json"),
-        "ranks": rows(f"SELECT rank, {', '.join(f'any_value({name}) AS {name}' for name in PLACE)} FROM seen "
-                      "WHERE list_contains($steps, step) GROUP BY rank ORDER BY rank"),
-        "windows": rows("SELECT * REPLACE (measured AND list_contains($steps, step) AS measured) FROM windows "
-                        "ORDER BY step"),
-        "steps": rows("FROM steps WHERE list_contains($steps, step) ORDER BY step"),
-        "sizes": rows("FROM sizes WHERE list_contains($steps, step) ORDER BY step"),
-        "samples": rows("SELECT s.* FROM sample_segments s JOIN kept USING (step, run) "
-                        "WHERE list_contains($steps, step) ORDER BY step"),
-    })
+    return json.dumps(
+        {
+            "version": VERSION,
+            "name": database.name,
+            "job": None if database.job is None else database.job.model_dump(mode="json"),
+            "ranks": rows(
+                f"SELECT rank, {', '.join(f'any_value({name}) AS {name}' for name in PLACE)} FROM"
+                " seen WHERE list_contains($steps, step) GROUP BY rank ORDER BY rank"
+            ),
+            "windows": rows(
+                "SELECT * REPLACE (measured AND list_contains($steps, step) AS measured) FROM"
+                " windows ORDER BY step"
+            ),
+            "steps": rows("FROM steps WHERE list_contains($steps, step) ORDER BY step"),
+            "sizes": rows("FROM sizes WHERE list_contains($steps, step) ORDER BY step"),
+            "samples": rows(
+                "SELECT s.* FROM sample_segments s JOIN kept USING (step, run) "
+                "WHERE list_contains($steps, step) ORDER BY step"
+            ),
+        }
+    )
 
 
 def _names(database: Database) -> Iterable[dict[str, Any]]:
@@ -140,8 +163,16 @@ def _per_step(steps: list[dict[str, Any]], origin: int) -> Iterable[dict[str, An
     yield _meta("thread_name", _JOB, 0, {"name": "steps"})
     for step in steps:
         at = (step["start_ns"] - origin) / 1e3
-        yield {"ph": "X", "name": f"step {step['step']}", "cat": "iteration", "pid": _JOB, "tid": 0, "ts": at,
-               "dur": (step["end_ns"] - step["start_ns"]) / 1e3, "args": {"step": step["step"]}}
+        yield {
+            "ph": "X",
+            "name": f"step {step['step']}",
+            "cat": "iteration",
+            "pid": _JOB,
+            "tid": 0,
+            "ts": at,
+            "dur": (step["end_ns"] - step["start_ns"]) / 1e3,
+            "args": {"step": step["step"]},
+        }
         for name in ("loss", "mfu"):
             if step[name] is not None:
                 yield {"ph": "C", "name": name, "pid": _JOB, "ts": at, "args": {name: step[name]}}

@@ -1,11 +1,12 @@
 """Clocks of hosts put right by what cannot have happened: nothing arrives before it was sent.
 
-A host's clock shows offset more than the reference's (the host of the lowest rank). A message from A to B bounds
-offset(B) − offset(A) from above by (end of the receive − start of the send), one from B to A from below; a collective
-in which all meet bounds both, since none leaves before the last has come. The tightest bounds over any number of hosts
-are shortest paths. Every step gives an interval for each host, and a line through the intervals with the largest margin
-its offset and drift; half the width of what remains is the error. Clocks with which no message contradicts are left
-as they are.
+A host's clock shows offset more than the reference's (the host of the lowest rank). A message from
+A to B bounds offset(B) − offset(A) from above by (end of the receive − start of the send), one from
+B to A from below; a collective in which all meet bounds both, since none leaves before the last has
+come. The tightest bounds over any number of hosts are shortest paths. Every step gives an interval
+for each host, and a line through the intervals with the largest margin its offset and drift; half
+the width of what remains is the error. Clocks with which no message contradicts are left as they
+are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ TOLD_US = 1e3
 
 @dataclass(frozen=True)
 class Bound:
-    """offset(after) − offset(before) ≤ at_most_ns, in one step. A place may also be a meeting: a moment, no host."""
+    """offset(after) − offset(before) ≤ at_most_ns, in one step. A place may also be a meeting: a
+    moment, no host."""
 
     step: int
     before: str
@@ -40,8 +42,9 @@ class Bound:
     at_most_ns: int
 
 
-def bounds_of(messages: Iterable[tuple[int, str, str, int]],
-              meetings: Iterable[tuple[int, str, int, int]]) -> list[Bound]:
+def bounds_of(
+    messages: Iterable[tuple[int, str, str, int]], meetings: Iterable[tuple[int, str, int, int]]
+) -> list[Bound]:
     """Bounds from rows of `queries/clock_messages.sql` and `clock_meetings.sql`."""
     bounds = [Bound(step, sender, receiver, least) for step, sender, receiver, least in messages]
     for step, host, came_ns, left_ns in meetings:  # came − offset ≤ moment ≤ left − offset
@@ -65,31 +68,55 @@ def clocks_of(hosts: list[str], bounds: list[Bound], at_ns: dict[int, int]) -> l
     for bound in bounds:
         by_step.setdefault(bound.step, []).append(bound)
     steps = sorted(by_step)
-    longest_ns = max((later - one for one, later in itertools.pairwise(sorted(at_ns.values()))), default=0)
+    longest_ns = max(
+        (later - one for one, later in itertools.pairwise(sorted(at_ns.values()))), default=0
+    )
     for slack_ns in (0, int(longest_ns * MOST_DRIFT_PPM / 1e6)):
         found = [_intervals(by_step[step], place, slack_ns) for step in steps]
-        lower, upper = (np.array([interval[side] for interval in found]).reshape(len(steps), len(place))
-                        for side in (0, 1))
+        lower, upper = (
+            np.array([interval[side] for interval in found]).reshape(len(steps), len(place))
+            for side in (0, 1)
+        )
         if (lower <= upper).all():
             break
-    since_s = (np.array([at_ns[step] for step in steps], dtype=np.int64) - at_ns[steps[0]]) / 1e9 if steps else None
-    return [HostClock(host=hosts[0], offset_us=0.0, drift_ppm=0.0, error_us=0.0, applied=False),
-            *(_clock(name, since_s, lower[:, number], upper[:, number])
-              for number, name in enumerate(hosts) if number)]
+    since_s = (
+        (np.array([at_ns[step] for step in steps], dtype=np.int64) - at_ns[steps[0]]) / 1e9
+        if steps
+        else None
+    )
+    return [
+        HostClock(host=hosts[0], offset_us=0.0, drift_ppm=0.0, error_us=0.0, applied=False),
+        *(
+            _clock(name, since_s, lower[:, number], upper[:, number])
+            for number, name in enumerate(hosts)
+            if number
+        ),
+    ]
 
 
 def _intervals(bounds: list[Bound], place: dict[str, int], slack_ns: int) -> tuple[Floats, Floats]:
     """What bounds of one step leave for the offset of every place, in ns."""
-    before, after = (np.array([place[getattr(bound, side)] for bound in bounds]) for side in ("before", "after"))
-    # float64 holds the ns of a wall clock to 256 only: those of a meeting are taken from the first that left
+    before, after = (
+        np.array([place[getattr(bound, side)] for bound in bounds]) for side in ("before", "after")
+    )
+    # float64 holds the ns of a wall clock to 256 only: those of a meeting are taken from the first
+    # that left
     origin = min((bound.at_most_ns for bound in bounds if bound.before == MEETING), default=0)
-    most = np.array([slack_ns + bound.at_most_ns + origin * ((bound.after == MEETING) - (bound.before == MEETING))
-                     for bound in bounds], dtype=np.float64)
+    most = np.array(
+        [
+            slack_ns
+            + bound.at_most_ns
+            + origin * ((bound.after == MEETING) - (bound.before == MEETING))
+            for bound in bounds
+        ],
+        dtype=np.float64,
+    )
     return -_shortest(after, before, most, len(place)), _shortest(before, after, most, len(place))
 
 
 def _shortest(before: np.ndarray, after: np.ndarray, most: Floats, places: int) -> Floats:
-    """Least upper bounds from the first place to all (Bellman and Ford); infinite where nothing ties them."""
+    """Least upper bounds from the first place to all (Bellman and Ford); infinite where nothing
+    ties them."""
     found = np.full(places, np.inf)
     found[0] = 0.0
     for _ in range(places):
@@ -111,11 +138,21 @@ def _clock(host: str, since_s: Floats | None, lower: Floats, upper: Floats) -> H
         offset, drift, error = (least + most) / 2, 0.0, (most - least) / 2
     else:
         offset, drift, margin = _line(at_s, low, high)
-        error = float(np.median(high - low)) / 2 if margin >= 0 else float(np.median(high - low)) / 2 - margin
-    # Clocks that agree with every message are taken to be right: those of most clusters are, to less than the error.
+        error = (
+            float(np.median(high - low)) / 2
+            if margin >= 0
+            else float(np.median(high - low)) / 2 - margin
+        )
+    # Clocks that agree with every message are taken to be right: those of most clusters are, to
+    # less than the error.
     explained = bool((low <= 0.0).all() and (high >= 0.0).all())
-    return HostClock(host=host, offset_us=offset / 1e3, drift_ppm=drift / 1e3, error_us=error / 1e3,
-                     applied=not explained)
+    return HostClock(
+        host=host,
+        offset_us=offset / 1e3,
+        drift_ppm=drift / 1e3,
+        error_us=error / 1e3,
+        applied=not explained,
+    )
 
 
 def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]:
@@ -124,41 +161,74 @@ def _line(at_s: Floats, low: Floats, high: Floats) -> tuple[float, float, float]
 
     scale = max(1.0, float(np.abs([low, high]).max()))
     span_s = max(1e-9, float(at_s.max()))
-    rows = np.concatenate([np.stack([np.ones_like(at_s), at_s / span_s, np.ones_like(at_s)], axis=1),
-                           np.stack([-np.ones_like(at_s), -at_s / span_s, np.ones_like(at_s)], axis=1)])
-    found = linprog([0.0, 0.0, -1.0], A_ub=rows, b_ub=np.concatenate([high, -low]) / scale,
-                    bounds=[(None, None)] * 3).x * scale
+    rows = np.concatenate(
+        [
+            np.stack([np.ones_like(at_s), at_s / span_s, np.ones_like(at_s)], axis=1),
+            np.stack([-np.ones_like(at_s), -at_s / span_s, np.ones_like(at_s)], axis=1),
+        ]
+    )
+    found = (
+        linprog(
+            [0.0, 0.0, -1.0],
+            A_ub=rows,
+            b_ub=np.concatenate([high, -low]) / scale,
+            bounds=[(None, None)] * 3,
+        ).x
+        * scale
+    )
     return float(found[0]), float(found[1]) / span_s, float(found[2])
 
 
 def repair_clocks(connection: DuckDBPyConnection, warnings: list[str]) -> list[HostClock]:
-    """Make the view `trace` of `recorded`, with the hosts' times on one clock, and the table `clocks`.
+    """Make the view `trace` of `recorded`, with the hosts' times on one clock, and the table
+    `clocks`.
 
     The times in `seen` are put right too.
 
     Returns: a row per host; none where there is one host.
     """
-    connection.execute("CREATE TABLE clocks (host VARCHAR, offset_us DOUBLE, drift_ppm DOUBLE, error_us DOUBLE, "
-                       "applied BOOLEAN)")
-    hosts = [str(row[0]) for row in connection.execute(
-        "SELECT host FROM seen JOIN kept USING (step, run) GROUP BY host ORDER BY min(rank), host").fetchall()]
+    connection.execute(
+        "CREATE TABLE clocks (host VARCHAR, offset_us DOUBLE, drift_ppm DOUBLE, error_us DOUBLE, "
+        "applied BOOLEAN)"
+    )
+    hosts = [
+        str(row[0])
+        for row in connection.execute(
+            "SELECT host FROM seen JOIN kept USING (step, run) GROUP BY host ORDER BY min(rank),"
+            " host"
+        ).fetchall()
+    ]
     if len(hosts) < 2:
         connection.execute("CREATE VIEW trace AS SELECT * FROM recorded")
         return []
-    at_ns = dict(connection.execute(
-        "SELECT step, min(first_ns) FROM seen JOIN kept USING (step, run) WHERE host = $host GROUP BY step",
-        {"host": hosts[0]}).fetchall())
-    bounds = [bound for bound in bounds_of(connection.execute(query_text("clock_messages")).fetchall(),
-                                           connection.execute(query_text("clock_meetings")).fetchall())
-              if bound.step in at_ns]
+    at_ns = dict(
+        connection.execute(
+            "SELECT step, min(first_ns) FROM seen JOIN kept USING (step, run) WHERE host = $host"
+            " GROUP BY step",
+            {"host": hosts[0]},
+        ).fetchall()
+    )
+    bounds = [
+        bound
+        for bound in bounds_of(
+            connection.execute(query_text("clock_messages")).fetchall(),
+            connection.execute(query_text("clock_meetings")).fetchall(),
+        )
+        if bound.step in at_ns
+    ]
     clocks = clocks_of(hosts, bounds, at_ns)
-    connection.executemany("INSERT INTO clocks VALUES (?, ?, ?, ?, ?)",
-                           [[clock.host, clock.offset_us, clock.drift_ppm, clock.error_us, clock.applied]
-                            for clock in clocks])
+    connection.executemany(
+        "INSERT INTO clocks VALUES (?, ?, ?, ?, ?)",
+        [
+            [clock.host, clock.offset_us, clock.drift_ppm, clock.error_us, clock.applied]
+            for clock in clocks
+        ],
+    )
     if any(clock.applied for clock in clocks):
         connection.execute(
             "CREATE MACRO clock_shift(ns, offset_us, drift_ppm) AS CAST(1e3 * offset_us "
-            f"+ (ns - 1e3 * offset_us - {min(at_ns.values())}) * drift_ppm / 1e6 AS BIGINT)")
+            f"+ (ns - 1e3 * offset_us - {min(at_ns.values())}) * drift_ppm / 1e6 AS BIGINT)"
+        )
         connection.execute(query_text("trace_repaired"))
     else:
         connection.execute("CREATE VIEW trace AS SELECT * FROM recorded")
@@ -170,18 +240,25 @@ def _told(clocks: list[HostClock]) -> list[str]:
     """What the user must know of the clocks."""
     reference = clocks[0].host
     loose = [clock.host for clock in clocks if clock.offset_us is None]
-    told = [f"no message ties the clock of host {host!r} to that of {reference!r}: its times may be shifted"
-            for host in loose[:3]]
+    told = [
+        f"no message ties the clock of host {host!r} to that of {reference!r}: its times may be"
+        " shifted"
+        for host in loose[:3]
+    ]
     if len(loose) > 3:
         told.append(f"the clocks of {len(loose) - 3} more hosts cannot be tied to the others")
-    wrong = sorted((clock for clock in clocks if clock.applied and abs(clock.offset_us or 0.0) >= TOLD_US),
-                   key=lambda clock: -abs(clock.offset_us or 0.0))
+    wrong = sorted(
+        (clock for clock in clocks if clock.applied and abs(clock.offset_us or 0.0) >= TOLD_US),
+        key=lambda clock: -abs(clock.offset_us or 0.0),
+    )
     if wrong:
         far = wrong[0]
         assert far.offset_us is not None and far.error_us is not None
-        told.append(f"the clocks of {len(wrong)} host(s) were put right by their messages; the furthest, of host "
-                    f"{far.host!r}, was {_duration(abs(far.offset_us))} {'ahead' if far.offset_us > 0 else 'behind'} "
-                    f"(± {_duration(far.error_us)})")
+        told.append(
+            f"the clocks of {len(wrong)} host(s) were put right by their messages; the furthest, of"
+            f" host {far.host!r}, was {_duration(abs(far.offset_us))}"
+            f" {'ahead' if far.offset_us > 0 else 'behind'} (± {_duration(far.error_us)})"
+        )
     return told
 
 

@@ -1,6 +1,7 @@
 """FLOPs and predicted times of trace rows: the costs of a layout's stages, as SQL evaluates them.
 
-An amount of a row is base + per_item·items + per_token·tokens + per_length_sq·Σ length² at the row's own work.
+An amount of a row is base + per_item·items + per_token·tokens + per_length_sq·Σ length² at the
+row's own work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from disttrain_cli.spec.trace import Job
 
 
 class StageCost(NamedTuple):
-    """One module on one stage of a unit: FLOPs of one TP rank, and time in ms at the unit's TP size."""
+    """One module on one stage of a unit: FLOPs of one TP rank, and time in ms at the unit's TP
+    size."""
 
     unit: str
     stage: int
@@ -32,12 +34,20 @@ class StageCost(NamedTuple):
 
 
 def known_stages(job: Job, warnings: list[str]) -> list[CostedStage]:
-    """The stages of the job's layout; none, and a warning, where its profile does not describe them."""
+    """The stages of the job's layout; none, and a warning, where its profile does not describe
+    them."""
     left_out = "its FLOPs and predicted times are left out"
     for unit in job.layout.units:
-        layers = [len(job.profile.modules[name].layers) for name in unit.modules if name in job.profile.modules]
+        layers = [
+            len(job.profile.modules[name].layers)
+            for name in unit.modules
+            if name in job.profile.modules
+        ]
         if len(layers) < len(unit.modules) or sum(layers) != sum(unit.layers_per_stage):
-            warnings.append(f"the profile in job.json does not describe the layers of unit {unit.name!r}: {left_out}")
+            warnings.append(
+                f"the profile in job.json does not describe the layers of unit {unit.name!r}:"
+                f" {left_out}"
+            )
             return []
     try:
         return stages_of(job.profile, job.layout)
@@ -51,21 +61,34 @@ def stage_costs(job: Job, stages: list[CostedStage]) -> list[StageCost]:
     rows = []
     for stage in stages:
         for cost in stage.costs:
-            directions = (("forward", cost.forward_flops, cost.forward_ms),
-                          ("backward", cost.flops - cost.forward_flops, cost.backward_ms))
-            rows += [StageCost(stage.unit.name, stage.index, cost.module, job.profile.modules[cost.module].kind,
-                               operation, *(flops / stage.unit.tp).tolist(), *times.tolist())
-                     for operation, flops, times in directions]
+            directions = (
+                ("forward", cost.forward_flops, cost.forward_ms),
+                ("backward", cost.flops - cost.forward_flops, cost.backward_ms),
+            )
+            rows += [
+                StageCost(
+                    stage.unit.name,
+                    stage.index,
+                    cost.module,
+                    job.profile.modules[cost.module].kind,
+                    operation,
+                    *(flops / stage.unit.tp).tolist(),
+                    *times.tolist(),
+                )
+                for operation, flops, times in directions
+            ]
     return rows
 
 
 def shares_cores(job: Job) -> bool:
-    """Whether the ranks ran on one CPU and took its cores from each other; emulated devices do not."""
+    """Whether the ranks ran on one CPU and took its cores from each other; emulated devices do
+    not."""
     return job.profile.device.kind == "cpu" and job.rehearsed is None
 
 
 def peak_of(job: Job, gpus: int) -> float:
-    """Peak of so many of the job's devices, in TFLOP/s; an emulated CPU rank has what it had while it was measured."""
+    """Peak of so many of the job's devices, in TFLOP/s; an emulated CPU rank has what it had while
+    it was measured."""
     device = job.profile.device
     if device.kind == "cpu" and not shares_cores(job):
         return device.peak_tflops * gpus / max(device.cores, device.shared_by)

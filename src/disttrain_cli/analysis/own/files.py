@@ -1,6 +1,8 @@
-"""Finding the files of a trace: which folder, which segments can be read, and what is wrong with the others.
+"""Finding the files of a trace: which folder, which segments can be read, and what is wrong with
+the others.
 
-Segments are Parquet, read in place; of a process that ended early, or still records, one is a stream of Arrow batches.
+Segments are Parquet, read in place; of a process that ended early, or still records, one is a
+stream of Arrow batches.
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ class Footer(NamedTuple):
 
 @dataclass
 class TraceFiles:
-    """Readable segments of one or several trace folders, the job they describe, and what had to be left out."""
+    """Readable segments of one or several trace folders, the job they describe, and what had to be
+    left out."""
 
     segments: dict[Path, Footer] = field(default_factory=dict)
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
     samples: dict[Path, Footer] = field(default_factory=dict)
-    open_segments: dict[str, pa.Table] = field(default_factory=dict)  # rows by the name of the fields above
+    open_segments: dict[str, pa.Table] = field(
+        default_factory=dict
+    )  # rows by the name of the fields above
     job: Job | None = None
     name: str | None = None  # of the run, where a file tells it
     warnings: list[str] = field(default_factory=list)
@@ -51,7 +56,9 @@ class TraceFiles:
     @property
     def rows(self) -> int:
         """Of all segments."""
-        return sum(footer.rows for footer in self.segments.values()) + sum(map(len, self.open_segments.values()))
+        return sum(footer.rows for footer in self.segments.values()) + sum(
+            map(len, self.open_segments.values())
+        )
 
     @property
     def all(self) -> list[Path]:
@@ -61,7 +68,8 @@ class TraceFiles:
 def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles:
     """Look through folders (a run's folder or its `traces` folder) for readable segments.
 
-    Several folders are parts of one job's trace, each with ranks of its own (hosts without a shared disk).
+    Several folders are parts of one job's trace, each with ranks of its own (hosts without a shared
+    disk).
 
     Raises:
         DataError: a path does not exist, or no segment with rows can be read in any of them.
@@ -87,8 +95,12 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             continue
         _read_job(folder, found)
         before = found.rows
-        for name, pattern, columns in (("segments", "rank-*", TRACE_COLUMNS), ("steps", "steps", STEP_COLUMNS),
-                                       ("sizes", "sizes", SIZE_COLUMNS), ("samples", "samples", SAMPLE_COLUMNS)):
+        for name, pattern, columns in (
+            ("segments", "rank-*", TRACE_COLUMNS),
+            ("steps", "steps", STEP_COLUMNS),
+            ("sizes", "sizes", SIZE_COLUMNS),
+            ("samples", "samples", SAMPLE_COLUMNS),
+        ):
             files, recorded = segments_of(folder.glob(pattern))
             kept: dict[Path, Footer] = getattr(found, name)
             kept |= _readable(files, folder, columns, connection, problems)
@@ -98,7 +110,9 @@ def find_traces(paths: list[Path], connection: DuckDBPyConnection) -> TraceFiles
             problems.append(f"{path} holds no readable trace segment")
     if not found.rows:
         raise DataError(
-            f"No trace can be read in {', '.join(str(path) for path in paths)}", "; ".join(problems[:5]), RECORD
+            f"No trace can be read in {', '.join(str(path) for path in paths)}",
+            "; ".join(problems[:5]),
+            RECORD,
         )
     found.warnings += problems[:5]
     if len(problems) > 5:
@@ -113,12 +127,20 @@ def _read_job(folder: Path, found: TraceFiles) -> None:
         found.job = read_job(folder / "job.json")
     except SpecError as error:
         why = f" ({error.why.splitlines()[0].strip()})" if error.why else ""
-        found.warnings.append(f"{error.what}{why}: no MFU, no prediction and no plan can be shown beside the trace")
+        found.warnings.append(
+            f"{error.what}{why}: no MFU, no prediction and no plan can be shown beside the trace"
+        )
 
 
-def _readable(files: list[Path], folder: Path, columns: dict[str, str], connection: DuckDBPyConnection,
-              problems: list[str]) -> dict[Path, Footer]:
-    """Of the files those whose footer can be read, that have all columns and rows; the others become problems."""
+def _readable(
+    files: list[Path],
+    folder: Path,
+    columns: dict[str, str],
+    connection: DuckDBPyConnection,
+    problems: list[str],
+) -> dict[Path, Footer]:
+    """Of the files those whose footer can be read, that have all columns and rows; the others
+    become problems."""
     footers = _footers(files, connection)
     kept = {}
     for file in files:
@@ -127,7 +149,9 @@ def _readable(files: list[Path], folder: Path, columns: dict[str, str], connecti
             problems.append(f"{name} is empty or half-written; skipped")
             continue
         there = {column for column, _ in footers[file].columns}
-        missing = [column for column in columns if column not in LATER_COLUMNS and column not in there]
+        missing = [
+            column for column in columns if column not in LATER_COLUMNS and column not in there
+        ]
         if missing:
             problems.append(f"{name} lacks the column(s) {', '.join(missing[:4])}; skipped")
         elif footers[file].rows:
@@ -135,17 +159,24 @@ def _readable(files: list[Path], folder: Path, columns: dict[str, str], connecti
     return kept
 
 
-def _add_open(tables: dict[str, pa.Table], name: str, files: list[Path], columns: dict[str, str]) -> None:
+def _add_open(
+    tables: dict[str, pa.Table], name: str, files: list[Path], columns: dict[str, str]
+) -> None:
     """Rows of open segments that have all columns, up to where their processes ended."""
-    batches = [batch for file in files for batch in _batches(file)
-               if set(columns) - LATER_COLUMNS <= set(batch.schema.names)]
+    batches = [
+        batch
+        for file in files
+        for batch in _batches(file)
+        if set(columns) - LATER_COLUMNS <= set(batch.schema.names)
+    ]
     if not batches:
         return
     import pyarrow as pa
 
     known = [tables[name]] if name in tables else []
-    tables[name] = pa.concat_tables([*known, *(pa.Table.from_batches([batch]) for batch in batches)],
-                                    promote_options="default").combine_chunks()
+    tables[name] = pa.concat_tables(
+        [*known, *(pa.Table.from_batches([batch]) for batch in batches)], promote_options="default"
+    ).combine_chunks()
 
 
 def _batches(file: Path) -> list[Any]:
@@ -162,7 +193,8 @@ def _batches(file: Path) -> list[Any]:
 
 
 def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Footer]:
-    """Footers of all files at once, or of each half where some cannot be read; those are left out."""
+    """Footers of all files at once, or of each half where some cannot be read; those are left
+    out."""
     import duckdb
 
     if not files:
@@ -172,7 +204,8 @@ def _footers(files: list[Path], connection: DuckDBPyConnection) -> dict[Path, Fo
         found = connection.execute(
             "SELECT file_name, list((name, coalesce(type, 'group'))), any_value(num_rows) "
             f"FROM parquet_schema({names}) JOIN parquet_file_metadata({names}) USING (file_name) "
-            "GROUP BY file_name").fetchall()
+            "GROUP BY file_name"
+        ).fetchall()
     except duckdb.Error:
         if len(files) == 1:
             return {}

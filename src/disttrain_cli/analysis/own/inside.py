@@ -1,8 +1,10 @@
-"""What an operation's time is made of: torch's profiles of some steps, joined with our rows by rank and step.
+"""What an operation's time is made of: torch's profiles of some steps, joined with our rows by rank
+and step.
 
-`train --profile-steps` marks every operation of ours in Kineto's files. A mark's time is divided among the kernels that
-ran meanwhile, or, on a CPU, among the operators of its thread, each without those inside it; the rest is idle. Marks
-and rows of the same operations also tell whether a rank's profile and its trace go by different clocks.
+`train --profile-steps` marks every operation of ours in Kineto's files. A mark's time is divided
+among the kernels that ran meanwhile, or, on a CPU, among the operators of its thread, each without
+those inside it; the rest is idle. Marks and rows of the same operations also tell whether a rank's
+profile and its trace go by different clocks.
 """
 
 from __future__ import annotations
@@ -29,15 +31,23 @@ MOST_PARTS = 8
 #: Clocks further apart than this are said.
 TOLD_APART_NS = 5e6
 #: Kinds by what a name contains, the first that fits.
-_KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
-    ("communication",
-     r"nccl|rccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|broadcast|sendrecv|record_param_comms"),
-    ("attention", r"attention|flash|fmha|sdpa"),
-    ("convolution", r"conv|winograd|cudnn"),
-    ("gemm", r"gemm|cutlass|cublas|nvjet|cijk_|::(add|b)?mm\b|::baddbmm|::matmul|::linear|::einsum"),
-    ("normalization", r"norm"),
-    ("copies", r"memcpy|memset|copy_?|::to\b|::cat\b|::clone|::contiguous|::index|fill_|zero_"),
-)]
+_KINDS = [
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        (
+            "communication",
+            r"nccl|rccl|c10d|gloo|all_?reduce|all_?gather|reduce_?scatter|broadcast|sendrecv|record_param_comms",
+        ),
+        ("attention", r"attention|flash|fmha|sdpa"),
+        ("convolution", r"conv|winograd|cudnn"),
+        (
+            "gemm",
+            r"gemm|cutlass|cublas|nvjet|cijk_|::(add|b)?mm\b|::baddbmm|::matmul|::linear|::einsum",
+        ),
+        ("normalization", r"norm"),
+        ("copies", r"memcpy|memset|copy_?|::to\b|::cat\b|::clone|::contiguous|::index|fill_|zero_"),
+    )
+]
 
 
 def kind_of(name: str) -> str:
@@ -52,11 +62,14 @@ class _Sum:
     ranks: set[int] = field(default_factory=set)
     count: int = 0
     ns: int = 0
-    parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))  # name → ns, runs
+    parts: dict[int, list[int]] = field(
+        default_factory=lambda: defaultdict(lambda: [0, 0])
+    )  # name → ns, runs
 
 
 def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
-    """One row per stage, module and operation of those steps, the busiest first; empty where none was profiled."""
+    """One row per stage, module and operation of those steps, the busiest first; empty where none
+    was profiled."""
     places = {row["rank"]: row for row in database.query("chrome_threads")}
     files = _files(database, places)
     if not files:
@@ -67,15 +80,18 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
     try:
         profiles = open_kineto(files, progress)
     except DataError as error:
-        database.warnings.append(f"torch's profiles of this run are left out: {error.what}: {error.why}")
+        database.warnings.append(
+            f"torch's profiles of this run are left out: {error.what}: {error.why}"
+        )
         return []
     database.warnings += [f"torch's profiles: {warning}" for warning in profiles.warnings]
     marks: dict[int, list[dict[str, Any]]] = {}
     for mark in profiles.query("marks"):
         known = read_mark(mark["name"])
         if known is not None and mark["rank"] in places and _has_rows(*known):
-            marks.setdefault(mark["rank"], []).append(mark | dict(zip(("operation", "step", "slot", "module"), known,
-                                                                      strict=True)))
+            marks.setdefault(mark["rank"], []).append(
+                mark | dict(zip(("operation", "step", "slot", "module"), known, strict=True))
+            )
     sums: dict[tuple[str, int, str, str], _Sum] = defaultdict(_Sum)
     for rank, own in marks.items():
         place = places[rank]
@@ -90,10 +106,14 @@ def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:
     if marks:
         _say(database, marks)
     names = {row["id"]: row["name"] for row in profiles.sql("SELECT id, name FROM names")}
-    usual = {(row["unit"], row["stage"], row["module"] or "", row["operation"]): row["measured_ms"]
-             for row in database.query("operation_means")}
+    usual = {
+        (row["unit"], row["stage"], row["module"] or "", row["operation"]): row["measured_ms"]
+        for row in database.query("operation_means")
+    }
     rows = [_row(key, found, names, usual) for key, found in sums.items() if found.ns]
-    return sorted(rows, key=lambda row: -row.profiled_ms * row.count / row.ranks * (1 - row.shares["idle"]))
+    return sorted(
+        rows, key=lambda row: -row.profiled_ms * row.count / row.ranks * (1 - row.shares["idle"])
+    )
 
 
 def _has_rows(operation: str, step: int, slot: int, module: str) -> bool:
@@ -111,11 +131,16 @@ def _files(database: Database, places: dict[int, dict[str, Any]]) -> list[Path]:
             if file.is_file():
                 found.setdefault((place["unit"], place["stage"]), []).append(file)
     turns = max((len(files) for files in found.values()), default=0)
-    return [files[turn] for turn in range(turns) for files in found.values() if turn < len(files)][:MOST_PROFILES]
+    return [files[turn] for turn in range(turns) for files in found.values() if turn < len(files)][
+        :MOST_PROFILES
+    ]
 
 
-def _divided(profiles: KinetoDatabase, rank: int, marks: list[dict[str, Any]]) -> list[dict[int, tuple[int, int]]]:
-    """By mark: name → (ns, runs). What overlaps counts for what began first or, on one thread, for the inner one."""
+def _divided(
+    profiles: KinetoDatabase, rank: int, marks: list[dict[str, Any]]
+) -> list[dict[int, tuple[int, int]]]:
+    """By mark: name → (ns, runs). What overlaps counts for what began first or, on one thread, for
+    the inner one."""
     rows = profiles.connection.execute(*_asked(rank)).fetchnumpy()
     names, threads, starts, ends = (rows[key] for key in ("name", "thread", "start_ns", "end_ns"))
     threads = np.asarray(threads)
@@ -126,8 +151,11 @@ def _divided(profiles: KinetoDatabase, rank: int, marks: list[dict[str, Any]]) -
         chosen = own.get(-1 if on_device else mark["thread"], np.empty(0, np.int64))
         first, last = np.searchsorted(starts[chosen], [mark["start_ns"], mark["end_ns"]])
         these = chosen[first:last]
-        ns = _uncovered(starts[these], np.minimum(ends[these], mark["end_ns"])) if on_device else \
-            _without_inner(starts[these], np.minimum(ends[these], mark["end_ns"]))
+        ns = (
+            _uncovered(starts[these], np.minimum(ends[these], mark["end_ns"]))
+            if on_device
+            else _without_inner(starts[these], np.minimum(ends[these], mark["end_ns"]))
+        )
         parts: dict[int, tuple[int, int]] = {}
         for name in np.unique(names[these]):
             of = names[these] == name
@@ -152,7 +180,9 @@ def _uncovered(starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> np.n
     return np.asarray(np.maximum(0, ends - begins))
 
 
-def _without_inner(starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _without_inner(
+    starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
     """Length of each interval less those directly inside it; sorted by start, outer ones first.
 
     One is inside another if its middle is: times are rounded.
@@ -168,21 +198,34 @@ def _without_inner(starts: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> 
     return np.asarray(np.maximum(0, own))
 
 
-def _row(key: tuple[str, int, str, str], found: _Sum, names: dict[int, str],
-         usual: dict[tuple[str, int, str, str], float]) -> InsideRow:
+def _row(
+    key: tuple[str, int, str, str],
+    found: _Sum,
+    names: dict[int, str],
+    usual: dict[tuple[str, int, str, str], float],
+) -> InsideRow:
     unit, stage, module, operation = key
     shares: dict[str, float] = defaultdict(float)
     parts = []
     for number, (ns, runs) in found.parts.items():
         kind = kind_of(names[number])
         shares[kind] += ns / found.ns
-        parts.append(Part(name=names[number], kind=kind, count=runs / found.count, share=ns / found.ns))
+        parts.append(
+            Part(name=names[number], kind=kind, count=runs / found.count, share=ns / found.ns)
+        )
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
     return InsideRow(
-        unit=unit, stage=stage, module=module or None, operation=operation, ranks=len(found.ranks), count=found.count,
-        profiled_ms=found.ns / 1e6 / found.count, usual_ms=usual.get(key),
+        unit=unit,
+        stage=stage,
+        module=module or None,
+        operation=operation,
+        ranks=len(found.ranks),
+        count=found.count,
+        profiled_ms=found.ns / 1e6 / found.count,
+        usual_ms=usual.get(key),
         shares=ordered | {"idle": max(0.0, 1.0 - sum(shares.values()))},
-        top=sorted(parts, key=lambda part: -part.share)[:MOST_PARTS])
+        top=sorted(parts, key=lambda part: -part.share)[:MOST_PARTS],
+    )
 
 
 def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
@@ -191,17 +234,31 @@ def _say(database: Database, marks: dict[int, list[dict[str, Any]]]) -> None:
     shown = f"step {steps[0]} was" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} were"
     database.warnings.append(f"{shown} recorded by torch's profiler too, which slows them")
     rows = database.sql(
-        "SELECT rank, step, slot, operation, module, start_ns FROM operations WHERE list_contains($steps, step)",
-        {"steps": steps})
-    recorded = {(row["rank"], row["step"], row["slot"], row["operation"], row["module"]): row["start_ns"]
-                for row in rows}
-    apart_ns = {rank: float(np.median(differences)) for rank, own in marks.items()
-                if (differences := [
-                    mark["start_ns"] - recorded[key] for mark in own
-                    if (key := (rank, mark["step"], mark["slot"], mark["operation"], mark["module"])) in recorded])}
+        "SELECT rank, step, slot, operation, module, start_ns FROM operations WHERE"
+        " list_contains($steps, step)",
+        {"steps": steps},
+    )
+    recorded = {
+        (row["rank"], row["step"], row["slot"], row["operation"], row["module"]): row["start_ns"]
+        for row in rows
+    }
+    apart_ns = {
+        rank: float(np.median(differences))
+        for rank, own in marks.items()
+        if (
+            differences := [
+                mark["start_ns"] - recorded[key]
+                for mark in own
+                if (key := (rank, mark["step"], mark["slot"], mark["operation"], mark["module"]))
+                in recorded
+            ]
+        )
+    }
     usual_ns = float(np.median(list(apart_ns.values()))) if apart_ns else 0.0
     for rank, ns in apart_ns.items():
         if abs(ns - usual_ns) > TOLD_APART_NS:
             database.warnings.append(
-                f"rank {rank}: from its trace to torch's profile the clock moves by {(ns - usual_ns) / 1e6:+.1f} ms "
-                "more than on other ranks; operations are joined by their marks")
+                f"rank {rank}: from its trace to torch's profile the clock moves by"
+                f" {(ns - usual_ns) / 1e6:+.1f} ms more than on other ranks; operations are joined"
+                " by their marks"
+            )

@@ -1,7 +1,9 @@
-"""Time breakdown of every rank over the measured steps, in the definitions of HolisticTraceAnalysis.
+"""Time breakdown of every rank over the measured steps, in the definitions of
+HolisticTraceAnalysis.
 
-span = last end − first start; compute = |union of forward and backward|; non-compute = the other operations outside
-compute; idle = the rest, waiting for data included. overlap = |communication ∩ compute| ÷ |communication|.
+span = last end − first start; compute = |union of forward and backward|; non-compute = the other
+operations outside compute; idle = the rest, waiting for data included. overlap = |communication ∩
+compute| ÷ |communication|.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def rank_summaries(database: Database) -> list[RankSummary]:
     return [_summary(row, *unions.get(row["rank"], (0.0,) * 4)) for row in database.query("ranks")]
 
 
-def union_us(ranks: NDArray[Any], start_ns: NDArray[Any], end_ns: NDArray[Any],
-             chosen: NDArray[np.bool_]) -> dict[int, float]:
-    """|union| of the chosen intervals of each rank in µs: what each adds beyond the furthest end before it.
+def union_us(
+    ranks: NDArray[Any], start_ns: NDArray[Any], end_ns: NDArray[Any], chosen: NDArray[np.bool_]
+) -> dict[int, float]:
+    """|union| of the chosen intervals of each rank in µs: what each adds beyond the furthest end
+    before it.
 
     Args:
         ranks, start_ns, end_ns: [rows], sorted by rank, then start.
@@ -61,10 +65,19 @@ def _batches(database: Database) -> Iterator[tuple[int, int]]:
             first, held = None, 0
 
 
-def _summary(row: dict[str, Any], every_us: float, compute_us: float, communication_us: float,
-             either_us: float) -> RankSummary:
+def _summary(
+    row: dict[str, Any],
+    every_us: float,
+    compute_us: float,
+    communication_us: float,
+    either_us: float,
+) -> RankSummary:
     overlap_us = compute_us + communication_us - either_us
     return RankSummary(
-        **row, idle_us=row["span_us"] - every_us, compute_us=compute_us, non_compute_us=every_us - compute_us,
+        **row,
+        idle_us=row["span_us"] - every_us,
+        compute_us=compute_us,
+        non_compute_us=every_us - compute_us,
         communication_us=communication_us,
-        overlap_pct=100 * overlap_us / communication_us if communication_us else None)
+        overlap_pct=100 * overlap_us / communication_us if communication_us else None,
+    )

@@ -1,4 +1,5 @@
-"""The recorded steps as the simulator sees them: the profile's times for the very work that every replica had."""
+"""The recorded steps as the simulator sees them: the profile's times for the very work that every
+replica had."""
 
 from __future__ import annotations
 
@@ -21,47 +22,77 @@ MOST_STEPS = 32
 
 def chosen_steps(database: Database) -> list[int]:
     """Numbers of the measured steps, at most `MOST_STEPS` of them."""
-    steps = [int(row["step"]) for row in database.sql("SELECT step FROM windows WHERE measured ORDER BY step")]
+    steps = [
+        int(row["step"])
+        for row in database.sql("SELECT step FROM windows WHERE measured ORDER BY step")
+    ]
     if len(steps) <= MOST_STEPS:
         return steps
     return [steps[place] for place in np.linspace(0, len(steps) - 1, MOST_STEPS).astype(int)]
 
 
 def waited_transfers(database: Database) -> list[dict[str, Any]]:
-    """How long tensors travel over every cut at which a rank waited for them (rows of `queries/transfers.sql`)."""
+    """How long tensors travel over every cut at which a rank waited for them (rows of
+    `queries/transfers.sql`)."""
     number = {stage.name: depth for depth, stage in enumerate(database.stages)}
     cuts = crossings(database.stages)
-    return database.query(
-        "transfers", steps=chosen_steps(database), before=[number[before.name] for before, _ in cuts],
-        after=[number[after.name] for _, after in cuts],
-        crosses=[before.unit.name != after.unit.name for before, after in cuts]) if cuts else []
+    return (
+        database.query(
+            "transfers",
+            steps=chosen_steps(database),
+            before=[number[before.name] for before, _ in cuts],
+            after=[number[after.name] for _, after in cuts],
+            crosses=[before.unit.name != after.unit.name for before, after in cuts],
+        )
+        if cuts
+        else []
+    )
 
 
 def recorded_loads(database: Database) -> tuple[list[int], dict[str, Floats]]:
-    """The chosen steps, and by module [steps, n slots, DP, 3] the work of every replica; none without job.json."""
+    """The chosen steps, and by module [steps, n slots, DP, 3] the work of every replica; none
+    without job.json."""
     job, steps = database.job, chosen_steps(database)
     if job is None:
         return steps, {}
     rows = database.columns("loads", steps=steps)
-    loads = {module: np.zeros((len(steps), job.layout.microbatches, unit.dp, 3))
-             for unit in job.layout.units for module in unit.modules}
+    loads = {
+        module: np.zeros((len(steps), job.layout.microbatches, unit.dp, 3))
+        for unit in job.layout.units
+        for module in unit.modules
+    }
     place = np.searchsorted(steps, rows["step"])
-    work = np.stack([np.asarray(rows[name], dtype=float) for name in ("items", "tokens", "sum_length_sq")], axis=1)
+    work = np.stack(
+        [np.asarray(rows[name], dtype=float) for name in ("items", "tokens", "sum_length_sq")],
+        axis=1,
+    )
     for module, load in loads.items():
-        own = (rows["module"] == module) & (rows["slot"] < load.shape[1]) & (rows["replica"] < load.shape[2])
+        own = (
+            (rows["module"] == module)
+            & (rows["slot"] < load.shape[1])
+            & (rows["replica"] < load.shape[2])
+        )
         load[place[own], rows["slot"][own], rows["replica"][own]] = work[own]
     return steps, loads
 
 
 def recorded_pipelines(database: Database) -> dict[int, Pipeline]:
-    """By step, what the simulator takes for the recorded work; empty where job.json describes no stages."""
+    """By step, what the simulator takes for the recorded work; empty where job.json describes no
+    stages."""
     job = database.job
     if job is None or not database.stages:
         return {}
     steps, loads = recorded_loads(database)
-    return {step: pipeline_of(job.profile, job.layout, database.stages,
-                              {module: load[number] for module, load in loads.items()}, job.gpus_per_node)
-            for number, step in enumerate(steps)}
+    return {
+        step: pipeline_of(
+            job.profile,
+            job.layout,
+            database.stages,
+            {module: load[number] for module, load in loads.items()},
+            job.gpus_per_node,
+        )
+        for number, step in enumerate(steps)
+    }
 
 
 def expected_s(database: Database) -> dict[int, float]:
@@ -71,6 +102,8 @@ def expected_s(database: Database) -> dict[int, float]:
         return {}
     device, pipelines = job.profile.device, recorded_pipelines(database)
     if shares_cores(job):
-        return {step: simulate_shared(pipeline, device.cores, device.shared_by).iteration_s
-                for step, pipeline in pipelines.items()}
+        return {
+            step: simulate_shared(pipeline, device.cores, device.shared_by).iteration_s
+            for step, pipeline in pipelines.items()
+        }
     return {step: simulate(pipeline).iteration_s for step, pipeline in pipelines.items()}

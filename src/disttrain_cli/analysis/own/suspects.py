@@ -1,4 +1,5 @@
-"""What could be mended in recorded steps of ours: what all formats have, and transfers, data, hosts, whole units."""
+"""What could be mended in recorded steps of ours: what all formats have, and transfers, data,
+hosts, whole units."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
 COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
-#: Stages and units are slow that take so many times as long for their work as others do, by the profile.
+# : Stages and units are slow that take so many times as long for their work as others do, by the
+# profile.
 SLOW_STAGE, SLOW_UNIT = 1.03, 1.1
 
 
 def state_of(delays: Delays) -> State:
     """Times of a replay."""
-    return (delays.compute, delays.transfer, delays.handover, delays.load, delays.gap, delays.update)
+    return (
+        delays.compute,
+        delays.transfer,
+        delays.handover,
+        delays.load,
+        delays.gap,
+        delays.update,
+    )
 
 
 def replayed(graph: Graph, state: State) -> Floats:
@@ -32,8 +41,14 @@ def replayed(graph: Graph, state: State) -> Floats:
 
 def own_suspects(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """Everything that could be mended without another layout."""
-    return [*of_passes(graph, why, _scaled, where), *_slow_places(graph), *_transfers(graph), *_unheard(graph),
-            *_data(graph), *_hosts(graph, why, where)]
+    return [
+        *of_passes(graph, why, _scaled, where),
+        *_slow_places(graph),
+        *_transfers(graph),
+        *_unheard(graph),
+        *_data(graph),
+        *_hosts(graph, why, where),
+    ]
 
 
 def is_split(suspect: Suspect) -> bool:
@@ -51,45 +66,63 @@ def _scaled(state: State, factor: Floats, more: Floats) -> State:
 
 
 def _with(state: State, column: int, values: Floats) -> State:
-    return (*state[:column], values, *state[column + 1:])
+    return (*state[:column], values, *state[column + 1 :])
 
 
 def _slow_places(graph: Graph) -> Iterator[Suspect]:
-    """Stages that take longer for their work than the others of their unit, and units of which all stages do."""
+    """Stages that take longer for their work than the others of their unit, and units of which all
+    stages do."""
     units, none = np.asarray(graph.unit), np.zeros_like(graph.predicted)
     took = {unit: _factors(graph, units == unit) for unit in dict.fromkeys(graph.unit)}
     best = {unit: min(factors.values(), key=np.mean) for unit, factors in took.items() if factors}
     usual = max(1.0, min((float(factor.mean()) for factor in best.values()), default=1.0))
 
-    def suspect(cause: str, place: Place, own: NDArray[np.bool_], factor: Floats | float) -> Suspect:
+    def suspect(
+        cause: str, place: Place, own: NDArray[np.bool_], factor: Floats | float
+    ) -> Suspect:
         times = np.where(own[:, None], factor, 1.0)
-        return Suspect(cause, place, lambda state: _scaled(state, times, none),
-                       most_s(graph, graph.recorded.compute * (1 - times)))
+        return Suspect(
+            cause,
+            place,
+            lambda state: _scaled(state, times, none),
+            most_s(graph, graph.recorded.compute * (1 - times)),
+        )
 
     for unit, factor in best.items():
         for stage, own in took[unit].items():
             if own.mean() > SLOW_STAGE * factor.mean():
-                yield suspect("stage", Place(unit=unit, stage=stage), (units == unit) & (graph.stage == stage),
-                              np.minimum(1.0, factor / own))
+                yield suspect(
+                    "stage",
+                    Place(unit=unit, stage=stage),
+                    (units == unit) & (graph.stage == stage),
+                    np.minimum(1.0, factor / own),
+                )
         if factor.mean() > SLOW_UNIT * usual:
             yield suspect("unit", Place(unit=unit), units == unit, usual / float(factor.mean()))
 
 
 def _factors(graph: Graph, own: NDArray[np.bool_]) -> dict[int, Floats]:
-    """By stage of a unit, its time over the profile's [steps], of its usual rank (lower median); or empty."""
+    """By stage of a unit, its time over the profile's [steps], of its usual rank (lower median); or
+    empty."""
     found: dict[int, Floats] = {}
     for stage in np.unique(graph.stage[own]).tolist() if not graph.crowded else ():
         pick = own & (graph.stage == stage)
         _, ranks = np.unique(graph.rank[pick], return_inverse=True)
-        took, expected = (np.stack([values[pick][ranks == rank].sum(axis=0) for rank in range(ranks.max() + 1)])
-                          for values in (graph.recorded.compute, graph.predicted))
+        took, expected = (
+            np.stack([values[pick][ranks == rank].sum(axis=0) for rank in range(ranks.max() + 1)])
+            for values in (graph.recorded.compute, graph.predicted)
+        )
         known = expected.sum(axis=1) > 0
         if not known.any():
             return {}
         whole = took[known].sum(axis=1) / expected[known].sum(axis=1)
         usual = int(np.argsort(whole)[(len(whole) - 1) // 2])
-        found[stage] = np.divide(took[known][usual], expected[known][usual], where=expected[known][usual] > 0,
-                                 out=np.full(took.shape[1], whole[usual]))
+        found[stage] = np.divide(
+            took[known][usual],
+            expected[known][usual],
+            where=expected[known][usual] > 0,
+            out=np.full(took.shape[1], whole[usual]),
+        )
     return found
 
 
@@ -104,21 +137,35 @@ def _transfers(graph: Graph) -> Iterator[Suspect]:
         waits = np.where(pick, (graph.recorded.handover - usual.handover).clip(0.0), 0.0)
         if graph.crowded > CROWDED:  # who is ready to receive waits for a core
             late = np.zeros_like(late)
-        yield Suspect("communication", Place(unit=place[0], stage=place[1]), partial(_sooner, late=late, waits=waits),
-                      most_s(graph, late + waits))
+        yield Suspect(
+            "communication",
+            Place(unit=place[0], stage=place[1]),
+            partial(_sooner, late=late, waits=waits),
+            most_s(graph, late + waits),
+        )
     late_update = (graph.recorded.update - usual.update).clip(0.0)
-    yield Suspect("communication", Place(), lambda state: _with(state, UPDATE, state[UPDATE] - late_update),
-                  float(late_update.mean()))
+    yield Suspect(
+        "communication",
+        Place(),
+        lambda state: _with(state, UPDATE, state[UPDATE] - late_update),
+        float(late_update.mean()),
+    )
 
 
 def _unheard(graph: Graph) -> Iterator[Suspect]:
-    """Ranks without a trace: nothing that they may have sent later than usual, be it their fault or their link's."""
+    """Ranks without a trace: nothing that they may have sent later than usual, be it their fault or
+    their link's."""
     late = (graph.recorded.transfer - graph.without_delays().transfer).clip(0.0)
     for number, ranks in enumerate(graph.lost):
         own = np.where((graph.unheard == number)[:, None], late, 0.0)
-        yield Suspect("unknown", common([Place(unit=unit, stage=stage, replica=replica)
-                                         for unit, stage, replica in ranks]),
-                      partial(_sooner, late=own, waits=np.zeros_like(own)), most_s(graph, own))
+        yield Suspect(
+            "unknown",
+            common(
+                [Place(unit=unit, stage=stage, replica=replica) for unit, stage, replica in ranks]
+            ),
+            partial(_sooner, late=own, waits=np.zeros_like(own)),
+            most_s(graph, own),
+        )
 
 
 def _sooner(state: State, late: Floats, waits: Floats) -> State:
@@ -132,15 +179,23 @@ def _ready(state: State, own: NDArray[np.bool_]) -> State:
 def _data(graph: Graph) -> Iterator[Suspect]:
     for unit in dict.fromkeys(graph.unit):
         own = (np.asarray(graph.unit) == unit)[:, None]
-        yield Suspect("data", Place(unit=unit), partial(_ready, own=own),
-                      most_s(graph, np.where(own, graph.recorded.load, 0.0)))
+        yield Suspect(
+            "data",
+            Place(unit=unit),
+            partial(_ready, own=own),
+            most_s(graph, np.where(own, graph.recorded.load, 0.0)),
+        )
 
 
 def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
     """No moments between passes, and passes that take what their rank's usually do."""
     recorded = graph.recorded
-    late = (recorded.transfer - graph.without_delays().transfer).clip(0.0) * (graph.crowded > CROWDED)
-    steady = np.divide(why.ranked, recorded.compute, out=np.ones_like(why.ranked), where=recorded.compute > 0)
+    late = (recorded.transfer - graph.without_delays().transfer).clip(0.0) * (
+        graph.crowded > CROWDED
+    )
+    steady = np.divide(
+        why.ranked, recorded.compute, out=np.ones_like(why.ranked), where=recorded.compute > 0
+    )
 
     def mend(pick: NDArray[np.bool_]) -> Callable[[State], State]:
         own = pick[:, None]
@@ -149,6 +204,13 @@ def _hosts(graph: Graph, why: Explained, where: Mapping[int, Place]) -> list[Sus
             state = _scaled(state, np.where(own, steady, 1.0), np.zeros_like(steady))
             state = _with(state, TRANSFER, state[TRANSFER] - np.where(own, late, 0.0))
             return _with(state, GAP, np.where(own, 0.0, state[GAP]))
+
         return mended
 
-    return by_rank("host", graph.rank, where, recorded.gap + late + (recorded.compute - why.ranked).clip(0.0), mend)
+    return by_rank(
+        "host",
+        graph.rank,
+        where,
+        recorded.gap + late + (recorded.compute - why.ranked).clip(0.0),
+        mend,
+    )

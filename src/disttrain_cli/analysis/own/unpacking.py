@@ -1,7 +1,9 @@
-"""Own traces that were written as Chrome JSON (`analyze --perfetto`), read back: the same rows, the same figures.
+"""Own traces that were written as Chrome JSON (`analyze --perfetto`), read back: the same rows, the
+same figures.
 
-The file's header holds what is no event: the job, the ranks' places, which steps are measured, and the rows of steps
-and sizes. Rows of the trace are its events: bars, and counters of memory. Times are already on one clock.
+The file's header holds what is no event: the job, the ranks' places, which steps are measured, and
+the rows of steps and sizes. Rows of the trace are its events: bars, and counters of memory. Times
+are already on one clock.
 """
 
 from __future__ import annotations
@@ -26,11 +28,28 @@ if TYPE_CHECKING:
 
 VERSION = 1
 #: Types in DuckDB of the types of the trace's columns.
-TYPES = {"string": "VARCHAR", "int32": "INTEGER", "int64": "BIGINT", "float64": "DOUBLE", "list<int64>": "BIGINT[]",
-         "list<string>": "VARCHAR[]", "map<string,float64>": "MAP(VARCHAR, DOUBLE)"}
-_WINDOWS = {"step": "INTEGER", "run": "VARCHAR", "start_ns": "BIGINT", "end_ns": "BIGINT", "compute_end_ns": "BIGINT",
-            "window_s": "DOUBLE", "covered_s": "DOUBLE", "ranks": "BIGINT", "warmup": "BOOLEAN", "complete": "BOOLEAN",
-            "measured": "BOOLEAN"}
+TYPES = {
+    "string": "VARCHAR",
+    "int32": "INTEGER",
+    "int64": "BIGINT",
+    "float64": "DOUBLE",
+    "list<int64>": "BIGINT[]",
+    "list<string>": "VARCHAR[]",
+    "map<string,float64>": "MAP(VARCHAR, DOUBLE)",
+}
+_WINDOWS = {
+    "step": "INTEGER",
+    "run": "VARCHAR",
+    "start_ns": "BIGINT",
+    "end_ns": "BIGINT",
+    "compute_end_ns": "BIGINT",
+    "window_s": "DOUBLE",
+    "covered_s": "DOUBLE",
+    "ranks": "BIGINT",
+    "warmup": "BOOLEAN",
+    "complete": "BOOLEAN",
+    "measured": "BOOLEAN",
+}
 #: Of a rank, the same in all of its rows.
 PLACE = ("unit", "stage", "replica", "tp_rank", "host")
 #: Of a bar, in its arguments.
@@ -76,7 +95,8 @@ _EVENTS = msgspec.json.Decoder(list[_Event])
 
 
 def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
-    """Fill the tables `segments`, `step_segments`, `size_segments` and `windows` with what the file holds.
+    """Fill the tables `segments`, `step_segments`, `size_segments` and `windows` with what the file
+    holds.
 
     Raises:
         DataError: it is damaged, or of another version.
@@ -94,14 +114,23 @@ def unpack(file: Path, connection: DuckDBPyConnection) -> TraceFiles:
             events = _EVENTS.decode(b"[" + batch.text + b"]")
         except ValueError as error:
             raise _damaged(file, str(error)) from None
-        _insert(connection, [row for event in events if (row := _row(event, origin, runs, places)) is not None])
+        _insert(
+            connection,
+            [row for event in events if (row := _row(event, origin, runs, places)) is not None],
+        )
     rows = connection.execute("SELECT count(*) FROM segments").fetchall()[0][0]
     if header is None or found.truncated or found.unreadable or found.failure or not rows:
-        raise _damaged(file, found.problem or found.failure or f"it ends or breaks after {found.events} events")
-    for table, columns, rows in (("step_segments", STEP_COLUMNS, header.steps),
-                                 ("size_segments", SIZE_COLUMNS, header.sizes),
-                                 ("sample_segments", SAMPLE_COLUMNS, header.samples)):
-        _from_json(connection, table, {column: TYPES[kind] for column, kind in columns.items()}, rows)
+        raise _damaged(
+            file, found.problem or found.failure or f"it ends or breaks after {found.events} events"
+        )
+    for table, columns, rows in (
+        ("step_segments", STEP_COLUMNS, header.steps),
+        ("size_segments", SIZE_COLUMNS, header.sizes),
+        ("sample_segments", SAMPLE_COLUMNS, header.samples),
+    ):
+        _from_json(
+            connection, table, {column: TYPES[kind] for column, kind in columns.items()}, rows
+        )
     _from_json(connection, "windows", _WINDOWS, header.windows)
     try:
         job = None if header.job is None else Job.model_validate(header.job)
@@ -118,18 +147,24 @@ def _header(file: Path, header: dict[str, Any]) -> tuple[_Header, int]:
     except msgspec.ValidationError as error:
         raise _damaged(file, f"its header is not whole: {error}") from None
     whole = all({"rank", *PLACE} <= row.keys() for row in own.ranks) and all(
-        _WINDOWS.keys() <= row.keys() for row in own.windows)
+        _WINDOWS.keys() <= row.keys() for row in own.windows
+    )
     if not whole or own.version != VERSION:
         raise _damaged(file, "its header is not whole, or of another version")
     return own, origin
 
 
 def _damaged(file: Path, why: str) -> DataError:
-    return DataError(f"{file} cannot be read back", why,
-                     "Write it again: disttrain analyze RUN --perfetto FILE, or analyse the run itself.")
+    return DataError(
+        f"{file} cannot be read back",
+        why,
+        "Write it again: disttrain analyze RUN --perfetto FILE, or analyse the run itself.",
+    )
 
 
-def _row(event: _Event, origin: int, runs: dict[int, str], places: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+def _row(
+    event: _Event, origin: int, runs: dict[int, str], places: dict[int, dict[str, Any]]
+) -> dict[str, Any] | None:
     """A row of the trace, as its event tells it; None where the event is none."""
     place, args = places.get(event.tid), event.args
     if place is None or args is None:
@@ -137,26 +172,59 @@ def _row(event: _Event, origin: int, runs: dict[int, str], places: dict[int, dic
     start_ns = origin + round(event.ts * 1000)
     of_rank = {name: place[name] for name in PLACE} | {"rank": event.tid}
     if event.ph == "C" and args.gib is not None and event.step in runs:
-        return dict.fromkeys(AMOUNTS, 0) | of_rank | {
-            "run": runs[event.step], "step": event.step, "slot": -1, "module": event.module, "peer": -1,
-            "operation": "memory", "start_ns": start_ns, "end_ns": start_ns, "bytes": round(args.gib * 2**30)}
-    if event.ph != "X" or args.step not in runs or args.slot is None:  # of no slot: a bar of a whole step
+        return (
+            dict.fromkeys(AMOUNTS, 0)
+            | of_rank
+            | {
+                "run": runs[event.step],
+                "step": event.step,
+                "slot": -1,
+                "module": event.module,
+                "peer": -1,
+                "operation": "memory",
+                "start_ns": start_ns,
+                "end_ns": start_ns,
+                "bytes": round(args.gib * 2**30),
+            }
+        )
+    if (
+        event.ph != "X" or args.step not in runs or args.slot is None
+    ):  # of no slot: a bar of a whole step
         return None
-    return {name: getattr(args, name) for name in AMOUNTS} | of_rank | {
-        "run": runs[args.step], "step": args.step, "operation": event.cat, "start_ns": start_ns,
-        "end_ns": start_ns + round(event.dur * 1000)}
+    return (
+        {name: getattr(args, name) for name in AMOUNTS}
+        | of_rank
+        | {
+            "run": runs[args.step],
+            "step": args.step,
+            "operation": event.cat,
+            "start_ns": start_ns,
+            "end_ns": start_ns + round(event.dur * 1000),
+        }
+    )
 
 
 def _insert(connection: DuckDBPyConnection, rows: list[dict[str, Any]]) -> None:
     if rows:
-        connection.register("batch", {name: np.array([row[name] for row in rows], dtype=object if kind == "string"
-                                                     else None) for name, kind in TRACE_COLUMNS.items()})
+        connection.register(
+            "batch",
+            {
+                name: np.array(
+                    [row[name] for row in rows], dtype=object if kind == "string" else None
+                )
+                for name, kind in TRACE_COLUMNS.items()
+            },
+        )
         connection.execute("INSERT INTO segments BY NAME SELECT * FROM batch")
         connection.unregister("batch")
 
 
-def _from_json(connection: DuckDBPyConnection, table: str, columns: dict[str, str], rows: list[Any]) -> None:
+def _from_json(
+    connection: DuckDBPyConnection, table: str, columns: dict[str, str], rows: list[Any]
+) -> None:
     shape = ", ".join(f"{column} {kind}" for column, kind in columns.items())
     connection.execute(f"CREATE TABLE {table} ({shape})")
-    connection.execute(f"INSERT INTO {table} SELECT unnest(from_json($rows, $shape), max_depth := 2)",
-                       {"rows": json.dumps(rows), "shape": json.dumps([columns])})
+    connection.execute(
+        f"INSERT INTO {table} SELECT unnest(from_json($rows, $shape), max_depth := 2)",
+        {"rows": json.dumps(rows), "shape": json.dumps([columns])},
+    )

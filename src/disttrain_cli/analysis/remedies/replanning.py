@@ -1,12 +1,14 @@
 """A new plan for the recorded job on as many devices, from costs corrected by what was recorded.
 
-What `disttrain profile --calibrate RUN && disttrain plan` would gain: the profile's times are scaled, unit by unit and
-direction by direction, to what usual ranks took for the recorded work, and the planner's best layouts are simulated
-beside the present one on the same global batch, drawn from the profile's sizes and ordered as training would.
+What `disttrain profile --calibrate RUN && disttrain plan` would gain: the profile's times are
+scaled, unit by unit and direction by direction, to what usual ranks took for the recorded work, and
+the planner's best layouts are simulated beside the present one on the same global batch, drawn from
+the profile's sizes and ordered as training would.
 
-The planner itself simulates more layouts and more batches, so the gain found here is the least it will find; it knows
-no slow rank and no waits, which stay as they are. Data that have moved are not seen here (`own.staleness` has them).
-It takes 0.1 to 0.4 s; 0.7 s for a model of 72B parameters on 1,296 GPUs.
+The planner itself simulates more layouts and more batches, so the gain found here is the least it
+will find; it knows no slow rank and no waits, which stay as they are. Data that have moved are not
+seen here (`own.staleness` has them). It takes 0.1 to 0.4 s; 0.7 s for a model of 72B parameters on
+1,296 GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from disttrain_cli.spec.trace import Job
 if TYPE_CHECKING:
     from disttrain_cli.planning.units import Cluster
 
-TRIED = 3  # of the formula's best, with any number of the LLM's replicas, and with no more than there are
+# of the formula's best, with any number of the LLM's replicas, and with no more than there are
+TRIED = 3
 _TIMES = {"forward_ms": False, "backward_ms": True, "backward_input_ms": True}
 
 
@@ -38,7 +41,8 @@ class Replanned(NamedTuple):
 
 
 def replan(record: Record, why: Explained) -> Replanned | None:
-    """The best of the planner's layouts, which may be the present one; None where the profile lacks what it needs."""
+    """The best of the planner's layouts, which may be the present one; None where the profile lacks
+    what it needs."""
     job = record.job
     if not _complete(job.profile):
         return None
@@ -53,11 +57,19 @@ def replan(record: Record, why: Explained) -> Replanned | None:
         units = group(profile, cluster, "disaggregated")
     except InfeasibleError:
         return None
-    found = [candidate for keep in (None, fewer_replicas(units, llm.dp))
-             for candidate in search(units, cluster, TRIED, keep=keep).best]
-    layouts = [layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(found)]
+    found = [
+        candidate
+        for keep in (None, fewer_replicas(units, llm.dp))
+        for candidate in search(units, cluster, TRIED, keep=keep).best
+    ]
+    layouts = [
+        layout_of(units, cluster, candidate, "disaggregated") for candidate in dict.fromkeys(found)
+    ]
     present_s = one_batch_s(profile, job.layout, cluster)
-    times = [(present_s, job.layout), *((one_batch_s(profile, layout, cluster), layout) for layout in layouts)]
+    times = [
+        (present_s, job.layout),
+        *((one_batch_s(profile, layout, cluster), layout) for layout in layouts),
+    ]
     then_s, layout = min(times, key=lambda pair: pair[0])
     return Replanned(layout, present_s, then_s)
 
@@ -75,21 +87,28 @@ def _complete(profile: Profile) -> bool:
 
 
 def cluster_of(job: Job) -> Cluster:
-    """What a layout must fit into: the devices of the recorded one, and its choices, as far as job.json tells them."""
+    """What a layout must fit into: the devices of the recorded one, and its choices, as far as
+    job.json tells them."""
     from disttrain_cli.planning.units import Cluster
 
     layout, cpu = job.layout, job.profile.device.kind == "cpu"
     recomputed = {unit.checkpointing for unit in layout.units}
     return Cluster(
-        gpus=layout.gpus_used, gpus_per_node=min(job.gpus_per_node, layout.gpus_used), memory_gib=memory_gib(job),
-        zero_stage=layout.zero_stage, batch=layout.global_batch_size,
+        gpus=layout.gpus_used,
+        gpus_per_node=min(job.gpus_per_node, layout.gpus_used),
+        memory_gib=memory_gib(job),
+        zero_stage=layout.zero_stage,
+        batch=layout.global_batch_size,
         trained=None if layout.trained is None else tuple(layout.trained),
-        ordering=job.predicted.ordering or "paper", most_tp=1 if cpu else None,
-        checkpointing="auto" if len(recomputed) > 1 else "full" if True in recomputed else "none")
+        ordering=job.predicted.ordering or "paper",
+        most_tp=1 if cpu else None,
+        checkpointing="auto" if len(recomputed) > 1 else "full" if True in recomputed else "none",
+    )
 
 
 def corrected(record: Record, why: Explained) -> Profile:
-    """The profile with the times of each unit's layers as its usual ranks took for the recorded work."""
+    """The profile with the times of each unit's layers as its usual ranks took for the recorded
+    work."""
     graph, profile = record.graph, record.job.profile
     modules = dict(profile.modules)
     for unit in record.job.layout.units:
@@ -99,16 +118,25 @@ def corrected(record: Record, why: Explained) -> Profile:
             expected = float(graph.predicted[own].sum())
             factors[backward] = float(why.staged[own].sum()) / expected if expected else 1.0
         for name in unit.modules:
-            costs = {kind: cost.model_copy(update={
-                "tp": {tp: _scaled(shard, factors) for tp, shard in cost.tp.items()}})
-                for kind, cost in modules[name].costs.items()}
+            costs = {
+                kind: cost.model_copy(
+                    update={"tp": {tp: _scaled(shard, factors) for tp, shard in cost.tp.items()}}
+                )
+                for kind, cost in modules[name].costs.items()
+            }
             modules[name] = modules[name].model_copy(update={"costs": costs})
     return profile.model_copy(update={"modules": modules})
 
 
 def _scaled(shard: LayerShard, factors: dict[bool, float]) -> LayerShard:
     def times(polynomial: Polynomial, factor: float) -> Polynomial:
-        return polynomial.model_copy(update={
-            term: factor * getattr(polynomial, term) for term in ("base", "per_item", "per_token", "per_length_sq")})
+        return polynomial.model_copy(
+            update={
+                term: factor * getattr(polynomial, term)
+                for term in ("base", "per_item", "per_token", "per_length_sq")
+            }
+        )
 
-    return shard.model_copy(update={name: times(getattr(shard, name), factors[back]) for name, back in _TIMES.items()})
+    return shard.model_copy(
+        update={name: times(getattr(shard, name), factors[back]) for name, back in _TIMES.items()}
+    )

@@ -1,4 +1,5 @@
-"""Small pictures of the report as SVG text: lines over steps, stacked shares, bars. Every string is escaped."""
+"""Small pictures of the report as SVG text: lines over steps, stacked shares, bars. Every string is
+escaped."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ from disttrain_cli.analysis.report.words import figure, seconds
 Series = tuple[str, list[tuple[float, float]]]  # name, (step, value)
 
 
-def line_chart(title: str, series: Sequence[Series], unit: str = "", expected: float | None = None,
-               last: Literal["last", "mean"] = "last") -> str:
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    unit: str = "",
+    expected: float | None = None,
+    last: Literal["last", "mean"] = "last",
+) -> str:
     """Lines over steps, at most 400 points each; empty text where there is nothing to draw.
 
-    `expected` is drawn as a dashed line across: what the plan said. `last` is the figure in the legend.
+    `expected` is drawn as a dashed line across: what the plan said. `last` is the figure in the
+    legend.
     """
     means = [sum(y for _, y in points) / len(points) for _, points in series if points]
     series = [(name, thin(points)) for name, points in series if points]
@@ -28,61 +35,98 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "", expected: f
     x1, y1 = (x1 if x1 > x0 else x0 + 1), (y1 if y1 > y0 else y0 + 1)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return (left + (x - x0) / (x1 - x0) * (width - left - right),
-                height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom))
+        return (
+            left + (x - x0) / (x1 - x0) * (width - left - right),
+            height - bottom - (y - y0) / (y1 - y0) * (height - top - bottom),
+        )
 
-    parts = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" '
-             f'aria-label="{escape(_summary(title, series, unit))}">']
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(_summary(title, series, unit))}">'
+    ]
     for index in range(4):
         value = y0 + (y1 - y0) * index / 3
         y = at(x0, value)[1]
-        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-                     f'<text class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>')
-    parts.append(f'<text class="axis" x="{left}" y="{height - 8}">step {x0:.0f}</text>'
-                 f'<text class="axis" x="{width - right}" y="{height - 8}" text-anchor="end">{x1:.0f}</text>')
+        parts.append(
+            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/><text'
+            f' class="axis" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{figure(value)}</text>'
+        )
+    parts.append(
+        f'<text class="axis" x="{left}" y="{height - 8}">step {x0:.0f}</text>'
+        f'<text class="axis" x="{width - right}" y="{height - 8}" text-anchor="end">{x1:.0f}</text>'
+    )
     if expected is not None:
         y = at(x0, expected)[1]
-        parts.append(f'<line class="expected" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<line class="expected" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
     for index, (_, points) in enumerate(series):
         places = [at(x, y) for x, y in points]
-        parts.append(f'<polyline class="line s{index}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+        parts.append(
+            f'<polyline class="line s{index}"'
+            f' points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+        )
         if len(places) == 1:
-            parts.append(f'<circle class="dot s{index}" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}" r="3"/>')
+            parts.append(
+                f'<circle class="dot s{index}" cx="{places[0][0]:.1f}" cy="{places[0][1]:.1f}"'
+                ' r="3"/>'
+            )
     parts.append("</svg>")
-    legend = [f'<span><i class="s{index}"></i>{escape(name)} <b>'
-              f"{figure(points[-1][1] if last == 'last' else means[index])}{escape(unit)}</b></span>"
-              for index, (name, points) in enumerate(series)]
+    legend = [
+        f'<span><i class="s{index}"></i>{escape(name)} <b>'
+        f"{figure(points[-1][1] if last == 'last' else means[index])}{escape(unit)}</b></span>"
+        for index, (name, points) in enumerate(series)
+    ]
     if expected is not None:
-        legend.append(f'<span><i class="expected"></i>plan <b>{figure(expected)}{escape(unit)}</b></span>')
-    return (f'<figure><figcaption>{escape(title)}<div class="legend">{"".join(legend)}</div></figcaption>'
-            f'{"".join(parts)}</figure>')
+        legend.append(
+            f'<span><i class="expected"></i>plan <b>{figure(expected)}{escape(unit)}</b></span>'
+        )
+    return (
+        f"<figure><figcaption>{escape(title)}<div"
+        f' class="legend">{"".join(legend)}</div></figcaption>'
+        f"{''.join(parts)}</figure>"
+    )
 
 
 def _summary(title: str, series: Sequence[Series], unit: str) -> str:
     """A chart in a sentence."""
-    ends = [f"{name} from {figure(points[0][1])}{unit} to {figure(points[-1][1])}{unit}" for name, points in series]
+    ends = [
+        f"{name} from {figure(points[0][1])}{unit} to {figure(points[-1][1])}{unit}"
+        for name, points in series
+    ]
     return f"{title} over steps: {', '.join(ends)}"
 
 
 def share_bar(shares: Sequence[tuple[str, str, float]]) -> str:
-    """One stacked bar of (class, name, share) with a legend; every part is named and numbered there."""
+    """One stacked bar of (class, name, share) with a legend; every part is named and numbered
+    there."""
     x, parts, legend = 0.0, [], []
     total = sum(max(0.0, share) for _, _, share in shares) or 1.0
     for kind, name, share in shares:
         size = 1000 * max(0.0, share) / total
-        parts.append(f'<rect class="k-{escape(kind)}" x="{x:.2f}" y="0" width="{size:.2f}" height="34">'
-                     f"<title>{escape(name)}: {100 * share:.1f} %</title></rect>")
+        parts.append(
+            f'<rect class="k-{escape(kind)}" x="{x:.2f}" y="0" width="{size:.2f}" height="34">'
+            f"<title>{escape(name)}: {100 * share:.1f} %</title></rect>"
+        )
         if size > 1.5:
-            parts.append(f'<rect class="edge" x="{x + size - 1:.2f}" y="0" width="1.5" height="34"/>')
+            parts.append(
+                f'<rect class="edge" x="{x + size - 1:.2f}" y="0" width="1.5" height="34"/>'
+            )
         x += size
-        legend.append(f'<span><i class="k-{escape(kind)}"></i>{escape(name)} <b>{100 * share:.1f} %</b></span>')
-    return ('<svg class="share" viewBox="0 0 1000 34" preserveAspectRatio="none" role="img" '
-            f'aria-label="Shares of time; the legend has the figures">{"".join(parts)}</svg>'
-            f'<div class="legend">{"".join(legend)}</div>')
+        legend.append(
+            f'<span><i class="k-{escape(kind)}"></i>{escape(name)} <b>{100 * share:.1f}'
+            " %</b></span>"
+        )
+    return (
+        '<svg class="share" viewBox="0 0 1000 34" preserveAspectRatio="none" role="img" '
+        f'aria-label="Shares of time; the legend has the figures">{"".join(parts)}</svg>'
+        f'<div class="legend">{"".join(legend)}</div>'
+    )
 
 
 def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
-    """Bars of (class, name, seconds), each beginning where the one before ended; of class total: beginning at 0."""
+    """Bars of (class, name, seconds), each beginning where the one before ended; of class total:
+    beginning at 0."""
     reach, at = 1e-12, 0.0
     for kind, _, value in parts:
         at = value if kind == "total" else at + value
@@ -93,7 +137,13 @@ def waterfall(parts: Sequence[tuple[str, str, float]], label: str) -> str:
         low, high = max(0.0, min(start, end)), max(start, end)
         text = seconds(abs(value))
         sign = "" if kind == "total" or text == "0" else "−" if value < 0 else "+"
-        drawn.append((name, sign + text, [(kind if text != "0" else "nothing", low / reach, (high - low) / reach)]))
+        drawn.append(
+            (
+                name,
+                sign + text,
+                [(kind if text != "0" else "nothing", low / reach, (high - low) / reach)],
+            )
+        )
         at = end
     return _bars(drawn, label)
 
@@ -111,18 +161,29 @@ def stacked_rows(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], label:
     return _bars(drawn, label, " dense" if len(rows) > 24 else "")
 
 
-def _bars(rows: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]], label: str, more: str = "") -> str:
-    """Rows of (name, figure, bars of (class, where it begins, how long it is, both as shares of the whole width)).
+def _bars(
+    rows: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]], label: str, more: str = ""
+) -> str:
+    """Rows of (name, figure, bars of (class, where it begins, how long it is, both as shares of the
+    whole width)).
 
-    Names and figures are text of the page; only the bars stretch with it, so that a phone shows all of them.
+    Names and figures are text of the page; only the bars stretch with it, so that a phone shows all
+    of them.
     """
     drawn = []
     for name, value, bars in rows:
-        rects = "".join(f'<rect class="{escape(kind)}" x="{1000 * at:.2f}" y="0" width="{1000 * size:.2f}" '
-                        'height="10"/>' for kind, at, size in bars)
-        drawn.append(f'<span>{escape(name)}</span><span class="soft">{value}</span>'
-                     f'<svg viewBox="0 0 1000 10" preserveAspectRatio="none" aria-hidden="true">{rects}</svg>')
-    return f'<div class="bars{more}" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
+        rects = "".join(
+            f'<rect class="{escape(kind)}" x="{1000 * at:.2f}" y="0" width="{1000 * size:.2f}" '
+            'height="10"/>'
+            for kind, at, size in bars
+        )
+        drawn.append(
+            f'<span>{escape(name)}</span><span class="soft">{value}</span><svg viewBox="0 0 1000'
+            f' 10" preserveAspectRatio="none" aria-hidden="true">{rects}</svg>'
+        )
+    return (
+        f'<div class="bars{more}" role="group" aria-label="{escape(label)}">{"".join(drawn)}</div>'
+    )
 
 
 def thin(points: list[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:

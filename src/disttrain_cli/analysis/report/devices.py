@@ -1,51 +1,146 @@
-"""Sections about devices and what their hosts launch, of Kineto traces; empty text where an analysis has none."""
+"""Sections about devices and what their hosts launch, of Kineto traces; empty text where an
+analysis has none."""
 
 from __future__ import annotations
 
 from html import escape
 
 from disttrain_cli.analysis.report.charts import share_bar
-from disttrain_cli.analysis.report.words import figure, folded, kernel, percent, seconds, section, table
+from disttrain_cli.analysis.report.words import (
+    figure,
+    folded,
+    kernel,
+    percent,
+    seconds,
+    section,
+    table,
+)
 from disttrain_cli.analysis.result import Analysis
 
 MOST_ROWS, SHOWN = 24, 10
 #: Kinds of a critical path: class of the colour, and name.
-_PATH = {"compute": ("compute", "Compute"), "communication": ("communication", "Communication"),
-         "memory": ("memory", "Copies"), "unclassified": ("other", "Kernels of no known kind"),
-         "host": ("gap", "Host, while the device waits"), "launch": ("load", "Launches and gaps")}
+_PATH = {
+    "compute": ("compute", "Compute"),
+    "communication": ("communication", "Communication"),
+    "memory": ("memory", "Copies"),
+    "unclassified": ("other", "Kernels of no known kind"),
+    "host": ("gap", "Host, while the device waits"),
+    "launch": ("load", "Launches and gaps"),
+}
 
 
 def collective_kinds(analysis: Analysis) -> str:
     """Bandwidth and distribution of every kind of collective."""
-    rows = [[escape(row.kind), str(row.ranks), f"{row.count:,}", _bytes(row.bytes_p50),
-             *(seconds(value / 1e6) for value in (row.transfer_p50_us, row.transfer_p95_us, row.transfer_max_us,
-                                                  row.wait_p50_us, row.wait_p95_us, row.wait_max_us)),
-             "–" if row.bus_gbytes_s is None else f"<b>{figure(row.bus_gbytes_s)}</b> GB/s"]
-            for row in analysis.collective_kinds[:MOST_ROWS]]
-    return section(
-        "Collectives by kind", "Transfer: from the last arrival to the last end. Wait: of the rank that waited "
-        "longest. Bandwidth of a rank’s link as nccl-tests counts it (busbw), median.",
-        table(["Kind", "Ranks", "Count", "Bytes of a rank", "Transfer p50", "p95", "longest", "Wait p50", "p95",
-               "longest", "Bandwidth"], rows, label="Collectives by kind"), "collective-kinds") if rows else ""
+    rows = [
+        [
+            escape(row.kind),
+            str(row.ranks),
+            f"{row.count:,}",
+            _bytes(row.bytes_p50),
+            *(
+                seconds(value / 1e6)
+                for value in (
+                    row.transfer_p50_us,
+                    row.transfer_p95_us,
+                    row.transfer_max_us,
+                    row.wait_p50_us,
+                    row.wait_p95_us,
+                    row.wait_max_us,
+                )
+            ),
+            "–" if row.bus_gbytes_s is None else f"<b>{figure(row.bus_gbytes_s)}</b> GB/s",
+        ]
+        for row in analysis.collective_kinds[:MOST_ROWS]
+    ]
+    return (
+        section(
+            "Collectives by kind",
+            "Transfer: from the last arrival to the last end. Wait: of the rank that waited "
+            "longest. Bandwidth of a rank’s link as nccl-tests counts it (busbw), median.",
+            table(
+                [
+                    "Kind",
+                    "Ranks",
+                    "Count",
+                    "Bytes of a rank",
+                    "Transfer p50",
+                    "p95",
+                    "longest",
+                    "Wait p50",
+                    "p95",
+                    "longest",
+                    "Bandwidth",
+                ],
+                rows,
+                label="Collectives by kind",
+            ),
+            "collective-kinds",
+        )
+        if rows
+        else ""
+    )
 
 
 def operators(analysis: Analysis) -> str:
     """FLOPs of operators, and how near they come to the roof of the device."""
-    rows = [[kernel(row.name), f'<span class="shapes">{escape(row.shapes)}</span>', escape(row.dtype or "–"),
-             f"{row.count:,}", seconds(row.total_us / 1e6), percent(row.share), _flops(row.flops),
-             "–" if row.tflops is None else f"<b>{figure(row.tflops)}</b>", figure(row.flops_per_byte),
-             "–" if row.roof_tflops is None else figure(row.roof_tflops),
-             "–" if row.roof_tflops is None or row.tflops is None else percent(row.tflops / row.roof_tflops),
-             row.bound or "–"] for row in analysis.operators[:4 * MOST_ROWS]]
-    head = ["Operator", "Shapes", "Type", "Calls", "In all", "Of compute", "FLOPs of a call", "TFLOP/s",
-            "FLOPs per byte", "Roof", "Of the roof", "Bound by"]
-    unknown = "" if any(row.roof_tflops is not None for row in analysis.operators) else \
-        " The roof is not known: the catalogue lacks this device or its figures for these types."
-    rest = folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:])) if len(rows) > SHOWN else ""
-    return section(
-        "FLOPs by operator", "By shapes, as executed, over the time of the kernels that each launches. The roof is the "
-        "device’s peak, or its memory bandwidth times the FLOPs per byte, whichever is less (fp32 without TF32)."
-        + unknown, table(head, rows[:SHOWN], label="FLOPs by operator") + rest, "operators-flops") if rows else ""
+    rows = [
+        [
+            kernel(row.name),
+            f'<span class="shapes">{escape(row.shapes)}</span>',
+            escape(row.dtype or "–"),
+            f"{row.count:,}",
+            seconds(row.total_us / 1e6),
+            percent(row.share),
+            _flops(row.flops),
+            "–" if row.tflops is None else f"<b>{figure(row.tflops)}</b>",
+            figure(row.flops_per_byte),
+            "–" if row.roof_tflops is None else figure(row.roof_tflops),
+            (
+                "–"
+                if row.roof_tflops is None or row.tflops is None
+                else percent(row.tflops / row.roof_tflops)
+            ),
+            row.bound or "–",
+        ]
+        for row in analysis.operators[: 4 * MOST_ROWS]
+    ]
+    head = [
+        "Operator",
+        "Shapes",
+        "Type",
+        "Calls",
+        "In all",
+        "Of compute",
+        "FLOPs of a call",
+        "TFLOP/s",
+        "FLOPs per byte",
+        "Roof",
+        "Of the roof",
+        "Bound by",
+    ]
+    unknown = (
+        ""
+        if any(row.roof_tflops is not None for row in analysis.operators)
+        else (
+            " The roof is not known: the catalogue lacks this device or its figures for these"
+            " types."
+        )
+    )
+    rest = (
+        folded(f"{len(rows) - SHOWN} more", table(head, rows[SHOWN:])) if len(rows) > SHOWN else ""
+    )
+    return (
+        section(
+            "FLOPs by operator",
+            "By shapes, as executed, over the time of the kernels that each launches. The roof is"
+            " the device’s peak, or its memory bandwidth times the FLOPs per byte, whichever is"
+            " less (fp32 without TF32)." + unknown,
+            table(head, rows[:SHOWN], label="FLOPs by operator") + rest,
+            "operators-flops",
+        )
+        if rows
+        else ""
+    )
 
 
 def critical_path(analysis: Analysis) -> str:
@@ -53,39 +148,100 @@ def critical_path(analysis: Analysis) -> str:
     path = analysis.critical_path
     if path is None:
         return ""
-    bar = share_bar([(*_PATH.get(kind, ("other", kind)), share) for kind, share in path.shares.items()])
-    ranks = ", ".join(f"rank {rank} {percent(share)}" for rank, share in
-                      sorted(path.ranks.items(), key=lambda item: -item[1])[:8])
-    rows = [[kernel(part.name), escape(part.kind), str(part.rank), f"{part.count:,}", seconds(part.us / 1e6),
-             percent(part.share)] for part in path.parts]
+    bar = share_bar(
+        [(*_PATH.get(kind, ("other", kind)), share) for kind, share in path.shares.items()]
+    )
+    ranks = ", ".join(
+        f"rank {rank} {percent(share)}"
+        for rank, share in sorted(path.ranks.items(), key=lambda item: -item[1])[:8]
+    )
+    rows = [
+        [
+            kernel(part.name),
+            escape(part.kind),
+            str(part.rank),
+            f"{part.count:,}",
+            seconds(part.us / 1e6),
+            percent(part.share),
+        ]
+        for part in path.parts
+    ]
     step = "everything recorded" if path.step is None else f"step {path.step}"
     return section(
-        "Critical path", f"Of {step}: {seconds(path.length_us / 1e6)}, backwards from the last kernel to what had to "
-        f"end before, over hosts and ranks. It runs through {ranks}.",
-        bar + folded(f"Parts ({len(rows)})", table(["Kernel", "Kind", "Rank", "Times", "On the path", "Share"], rows)),
-        "critical-path")
+        "Critical path",
+        f"Of {step}: {seconds(path.length_us / 1e6)}, backwards from the last kernel to what had to"
+        f" end before, over hosts and ranks. It runs through {ranks}.",
+        bar
+        + folded(
+            f"Parts ({len(rows)})",
+            table(["Kernel", "Kind", "Rank", "Times", "On the path", "Share"], rows),
+        ),
+        "critical-path",
+    )
 
 
 def launches(analysis: Analysis) -> str:
     """How hosts launch, and what devices have waiting."""
-    rows = [[str(row.rank), f"{row.launched:,}", f"{row.short:,}", percent(row.short / row.launched),
-             *(f"{figure(value)} µs" for value in (row.kernel_p50_us, row.call_p50_us, row.delay_p50_us,
-                                                   row.delay_p95_us, row.delay_max_us))]
-            for row in analysis.launches[:4 * MOST_ROWS]]
-    queues = [[str(row.rank), str(row.stream), f"{row.kernels:,}", figure(row.mean), str(row.longest),
-               percent(row.empty_share)] for row in analysis.queues[:4 * MOST_ROWS]]
+    rows = [
+        [
+            str(row.rank),
+            f"{row.launched:,}",
+            f"{row.short:,}",
+            percent(row.short / row.launched),
+            *(
+                f"{figure(value)} µs"
+                for value in (
+                    row.kernel_p50_us,
+                    row.call_p50_us,
+                    row.delay_p50_us,
+                    row.delay_p95_us,
+                    row.delay_max_us,
+                )
+            ),
+        ]
+        for row in analysis.launches[: 4 * MOST_ROWS]
+    ]
+    queues = [
+        [
+            str(row.rank),
+            str(row.stream),
+            f"{row.kernels:,}",
+            figure(row.mean),
+            str(row.longest),
+            percent(row.empty_share),
+        ]
+        for row in analysis.queues[: 4 * MOST_ROWS]
+    ]
     if not rows:
         return ""
-    head = ["Rank", "Launched", "Shorter than their launch", "share", "Kernel p50", "Call p50", "Delay p50", "p95",
-            "longest"]
+    head = [
+        "Rank",
+        "Launched",
+        "Shorter than their launch",
+        "share",
+        "Kernel p50",
+        "Call p50",
+        "Delay p50",
+        "p95",
+        "longest",
+    ]
     return section(
-        "Launches", "Kernels, copies and fills; the delay is from the end of the call to the start on the device. Many "
-        "kernels that are shorter than the call that launches them, and an empty queue, mean that the host sets the "
-        "pace.",
+        "Launches",
+        "Kernels, copies and fills; the delay is from the end of the call to the start on the"
+        " device. Many kernels that are shorter than the call that launches them, and an empty"
+        " queue, mean that the host sets the pace.",
         table(head, rows[:SHOWN], label="Launches")
-        + (folded(f"{len(rows) - SHOWN} more ranks", table(head, rows[SHOWN:])) if len(rows) > SHOWN else "")
-        + folded(f"Queues of the streams ({len(queues)})", table(
-            ["Rank", "Stream", "Kernels", "Mean length", "Longest", "Empty"], queues)), "launches")
+        + (
+            folded(f"{len(rows) - SHOWN} more ranks", table(head, rows[SHOWN:]))
+            if len(rows) > SHOWN
+            else ""
+        )
+        + folded(
+            f"Queues of the streams ({len(queues)})",
+            table(["Rank", "Stream", "Kernels", "Mean length", "Longest", "Empty"], queues),
+        ),
+        "launches",
+    )
 
 
 def _bytes(value: float | None) -> str:

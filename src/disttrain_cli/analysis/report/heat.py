@@ -1,4 +1,5 @@
-"""The heatmap of stage × replica: mean time of a slot, and the same divided by the time that its work should take."""
+"""The heatmap of stage × replica: mean time of a slot, and the same divided by the time that its
+work should take."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from disttrain_cli.analysis.report.words import figure, folded, percent, scrolle
 
 #: Rows and columns drawn; of more replicas those that are furthest from the mean.
 MOST_STAGES, MOST_REPLICAS = 48, 64
-_STRIPES = ('<defs><pattern id="{name}" width="5" height="5" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><rect class="stripe" width="1.6" height="5"/></pattern></defs>')
+_STRIPES = (
+    '<defs><pattern id="{name}" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect class="stripe" width="1.6" height="5"/></pattern></defs>'
+)
 
 
 def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
@@ -20,11 +23,25 @@ def heat_maps(cells: Sequence[dict[str, Any]]) -> str:
         return ""
     drawn = _map("time", cells, "ratio", "Compute of a slot in ms, against the unit’s mean")
     if any(cell["normalised"] is not None for cell in cells):
-        drawn += _map("work", cells, "normalised", "The same, against the time that its work should take")
-    rows = [[escape(f"{cell['unit']} · stage {cell['stage']}"), str(cell["replica"]), f"{figure(cell['mean_ms'])} ms",
-             percent(cell["ratio"]), percent(cell["normalised"])] for cell in _chosen(cells)]
-    return drawn + folded("As a table", table(["Stage", "Replica", "Compute of a slot", "of the mean",
-                                               "of the mean, same work"], rows))
+        drawn += _map(
+            "work", cells, "normalised", "The same, against the time that its work should take"
+        )
+    rows = [
+        [
+            escape(f"{cell['unit']} · stage {cell['stage']}"),
+            str(cell["replica"]),
+            f"{figure(cell['mean_ms'])} ms",
+            percent(cell["ratio"]),
+            percent(cell["normalised"]),
+        ]
+        for cell in _chosen(cells)
+    ]
+    return drawn + folded(
+        "As a table",
+        table(
+            ["Stage", "Replica", "Compute of a slot", "of the mean", "of the mean, same work"], rows
+        ),
+    )
 
 
 def _chosen(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -39,7 +56,8 @@ def _chosen(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> str:
-    """Stages (rows, through the pipeline) × replicas (columns), coloured by a ratio to the unit's mean.
+    """Stages (rows, through the pipeline) × replicas (columns), coloured by a ratio to the unit's
+    mean.
 
     Slower is full, faster is striped, so that they stay apart in grey.
     """
@@ -50,12 +68,23 @@ def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> st
     width, height = max(11, min(72, (1040 - left) // len(replicas))), 30
     every = max(1, -(-22 // width))
     columns = {replica: left + width * place for place, replica in enumerate(replicas)}
-    parts = [f'<text class="axis" x="{x + width / 2:.0f}" y="12" text-anchor="middle">{replica}</text>'
-             for place, (replica, x) in enumerate(columns.items()) if place % every == 0]
+    parts = [
+        f'<text class="axis" x="{x + width / 2:.0f}" y="12" text-anchor="middle">{replica}</text>'
+        for place, (replica, x) in enumerate(columns.items())
+        if place % every == 0
+    ]
     rows = {depth: 20 + height * place for place, (depth, _, _) in enumerate(stages)}
-    parts += [f'<text x="0" y="{rows[depth] + 19}">{escape(unit)} · {stage}</text>' for depth, unit, stage in stages]
-    texts = {(cell["depth"], cell["replica"]): figure(cell["mean_ms"]) if key == "ratio" else f"{cell[key]:.2f}"
-             for cell in shown if cell[key] is not None}
+    parts += [
+        f'<text x="0" y="{rows[depth] + 19}">{escape(unit)} · {stage}</text>'
+        for depth, unit, stage in stages
+    ]
+    texts = {
+        (cell["depth"], cell["replica"]): (
+            figure(cell["mean_ms"]) if key == "ratio" else f"{cell[key]:.2f}"
+        )
+        for cell in shown
+        if cell[key] is not None
+    }
     longest = max((len(text) for text in texts.values()), default=0)
     unit = " ms" if key == "ratio" else " ×"
     if 7.5 * (longest + len(unit)) <= width:
@@ -67,19 +96,38 @@ def _map(name: str, cells: Sequence[dict[str, Any]], key: str, title: str) -> st
             continue
         x, y, away = columns[cell["replica"]], rows[cell["depth"]], cell[key] - 1.0
         strength = min(0.9, 0.05 + 1.6 * abs(away))
-        fill = f'<rect class="{"hot" if away >= 0 else "cool"}" x="{x}" y="{y}" width="{width - 2}" ' \
-               f'height="{height - 2}" rx="2" fill-opacity="{strength:.2f}"><title>' \
-               f"{escape(str(cell['unit']))} stage {cell['stage']} replica {cell['replica']}: " \
-               f"{figure(cell['mean_ms'])} ms, {percent(cell[key])} of the mean</title></rect>"
-        stripes = f'<rect fill="url(#{name})" x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="2" ' \
-                  'class="over"/>' if away < -0.02 else ""
-        label = f'<text{" class=small" if small else ""} x="{x + width / 2 - 1:.0f}" y="{y + 19}" ' \
-                f'text-anchor="middle">{texts[cell["depth"], cell["replica"]]}</text>' if labelled else ""
+        fill = (
+            f'<rect class="{"hot" if away >= 0 else "cool"}" x="{x}" y="{y}" width="{width - 2}" '
+            f'height="{height - 2}" rx="2" fill-opacity="{strength:.2f}"><title>'
+            f"{escape(str(cell['unit']))} stage {cell['stage']} replica {cell['replica']}: "
+            f"{figure(cell['mean_ms'])} ms, {percent(cell[key])} of the mean</title></rect>"
+        )
+        stripes = (
+            f'<rect fill="url(#{name})" x="{x}" y="{y}" width="{width - 2}" height="{height - 2}"'
+            ' rx="2" class="over"/>'
+            if away < -0.02
+            else ""
+        )
+        label = (
+            f'<text{" class=small" if small else ""} x="{x + width / 2 - 1:.0f}" y="{y + 19}" '
+            f'text-anchor="middle">{texts[cell["depth"], cell["replica"]]}</text>'
+            if labelled
+            else ""
+        )
         parts.append(fill + stripes + label)
     w, h = left + width * len(replicas), 24 + height * len(stages)
     count = len({cell["replica"] for cell in cells})
-    more = f" The {len(replicas)} of {count} replicas furthest from the mean." if count > len(replicas) else ""
-    drawn = (f'<svg class="heat" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img" '
-             f'aria-label="{title}, by stage and replica">{_STRIPES.format(name=name)}{"".join(parts)}</svg>')
-    return (f'<figure class="map"><figcaption>{title}<span class="plain">rows: stages, columns: replicas.{more}</span>'
-            f"</figcaption>{scrolled(drawn, title)}</figure>")
+    more = (
+        f" The {len(replicas)} of {count} replicas furthest from the mean."
+        if count > len(replicas)
+        else ""
+    )
+    drawn = (
+        f'<svg class="heat" width="{w}" height="{h}" viewBox="0 0 {w} {h}" role="img"'
+        f' aria-label="{title}, by stage and'
+        f' replica">{_STRIPES.format(name=name)}{"".join(parts)}</svg>'
+    )
+    return (
+        f'<figure class="map"><figcaption>{title}<span class="plain">rows: stages, columns:'
+        f" replicas.{more}</span></figcaption>{scrolled(drawn, title)}</figure>"
+    )

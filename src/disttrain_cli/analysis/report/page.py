@@ -1,8 +1,9 @@
 """The page itself: sections in their order, one template, and a policy that lets nothing else in.
 
-Everything that can be text or SVG is written here, so that the page reads without a script and in print; the
-script (`templates/report.js`) only draws the zoomable timeline. The page's policy allows exactly this script and
-this style sheet, by hash, and images in `data:` form; every string of the trace is escaped.
+Everything that can be text or SVG is written here, so that the page reads without a script and in
+print; the script (`templates/report.js`) only draws the zoomable timeline. The page's policy allows
+exactly this script and this style sheet, by hash, and images in `data:` form; every string of the
+trace is escaped.
 """
 
 from __future__ import annotations
@@ -59,41 +60,72 @@ def body(analysis: Analysis, pictures: Pictures, images: list[Path]) -> str:
         (sections.rehearsed(analysis.job), ""),
         (sections.verdict(analysis), ""),
         (sections.tiles(analysis), ""),
-        (sections.timeline(pictures.timelines), "Timeline: these traces have no steps and ranks to draw."),
-        (sections.time_shares(analysis), "Where the ranks’ time goes: these traces do not tell units and stages."),
-        (sections.losses(analysis), "What a step loses: no recorded step was whole enough to be replayed."),
+        (
+            sections.timeline(pictures.timelines),
+            "Timeline: these traces have no steps and ranks to draw.",
+        ),
+        (
+            sections.time_shares(analysis),
+            "Where the ranks’ time goes: these traces do not tell units and stages.",
+        ),
+        (
+            sections.losses(analysis),
+            "What a step loses: no recorded step was whole enough to be replayed.",
+        ),
         (sections.losses_by_step(analysis), ""),
         (tables.remedies(analysis), ""),
-        (sections.heat(pictures), "Stage × replica: these traces do not tell what each replica computed."),
+        (
+            sections.heat(pictures),
+            "Stage × replica: these traces do not tell what each replica computed.",
+        ),
         (tables.units(analysis), "Units: these traces do not name units."),
         (tables.slowest(analysis), ""),
         (sections.ranks_chart(analysis), ""),
         (tables.hosts(analysis), "Hosts: these traces do not name them."),
         (devices.collective_kinds(analysis), ""),
-        (tables.collectives(analysis),
-         "Collectives: none was matched over ranks." if analysis.format == "kineto" else ""),
+        (
+            tables.collectives(analysis),
+            "Collectives: none was matched over ranks." if analysis.format == "kineto" else "",
+        ),
         (tables.kernels(analysis), ""),
-        (devices.operators(analysis),
-         "FLOPs by operator: no shapes were recorded (record_shapes=True)." if analysis.format == "kineto" else ""),
+        (
+            devices.operators(analysis),
+            "FLOPs by operator: no shapes were recorded (record_shapes=True)."
+            if analysis.format == "kineto"
+            else "",
+        ),
         (devices.critical_path(analysis), ""),
         (devices.launches(analysis), ""),
         (tables.inside(analysis), ""),
         (tables.what_if(analysis), "What if: no recorded step was whole enough to be replayed."),
-        (tables.predicted(analysis), "Predicted against measured: there is no plan beside these traces."),
+        (
+            tables.predicted(analysis),
+            "Predicted against measured: there is no plan beside these traces.",
+        ),
         (tables.operations(analysis), ""),
         (tables.memory(analysis), "Memory: it was not recorded."),
-        ("", "Losses: emulated devices compute none." if analysis.job.rehearsed is not None else ""),
-        (sections.curves(analysis, pictures.steps), "Loss and MFU over steps: these traces do not tell them."),
+        (
+            "",
+            "Losses: emulated devices compute none." if analysis.job.rehearsed is not None else "",
+        ),
+        (
+            sections.curves(analysis, pictures.steps),
+            "Loss and MFU over steps: these traces do not tell them.",
+        ),
         (generated(images), ""),
         (sections.warnings(analysis), ""),
         (tables.ranks(analysis), ""),
     ]
-    return "\n".join([text for text, _ in parts if text] + [sections.left_out([why for text, why in parts
-                                                                               if why and not text])])
+    return "\n".join(
+        [text for text, _ in parts if text]
+        + [sections.left_out([why for text, why in parts if why and not text])]
+    )
 
 
 def _template(name: str) -> str:
-    return (resources.files("disttrain_cli") / "templates" / name).read_text(encoding="utf-8").strip()
+    return (
+        (resources.files("disttrain_cli") / "templates" / name).read_text(encoding="utf-8").strip()
+    )
 
 
 def _sha256(text: str) -> str:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.analysis.report.timeline import drawable, drawable_kineto, kineto_steps, representative_steps
+from disttrain_cli.analysis.report.timeline import (
+    drawable,
+    drawable_kineto,
+    kineto_steps,
+    representative_steps,
+)
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.kineto.database import KinetoDatabase
@@ -14,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Timelines as `timeline.drawn_lanes` makes them, rows of `cells.sql`, rows of `step_series.sql`."""
+    """Timelines as `timeline.drawn_lanes` makes them, rows of `cells.sql`, rows of
+    `step_series.sql`."""
 
     timelines: list[dict[str, Any]] = field(default_factory=list)
     cells: list[dict[str, Any]] = field(default_factory=list)
@@ -23,11 +29,17 @@ class Pictures:
 
 def pictures_of(database: Database, rank: int | None = None) -> Pictures:
     """Of own traces; `rank` is the one that the verdict names."""
-    return Pictures([drawable(database, step, why, rank) for step, why in representative_steps(database)],
-                    database.cells, database.query("step_series"))
+    return Pictures(
+        [drawable(database, step, why, rank) for step, why in representative_steps(database)],
+        database.cells,
+        database.query("step_series"),
+    )
 
 
 def kineto_pictures(database: KinetoDatabase, rank: int | None = None) -> Pictures:
     """Of Kineto traces: kernels of some steps, time by step."""
-    return Pictures([drawable_kineto(database, step, why, rank) for step, why in kineto_steps(database)], [],
-                    database.query("step_series"))
+    return Pictures(
+        [drawable_kineto(database, step, why, rank) for step, why in kineto_steps(database)],
+        [],
+        database.query("step_series"),
+    )

@@ -1,4 +1,5 @@
-"""Sections of the page that are drawn or written out; empty text where an analysis has nothing for them."""
+"""Sections of the page that are drawn or written out; empty text where an analysis has nothing for
+them."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ from disttrain_cli import __version__
 from disttrain_cli.analysis.report.charts import line_chart, share_bar, stacked_rows, waterfall
 from disttrain_cli.analysis.report.heat import heat_maps
 from disttrain_cli.analysis.report.pictures import Pictures
-from disttrain_cli.analysis.report.words import CAUSES, figure, folded, percent, place, prose, seconds, section, table
+from disttrain_cli.analysis.report.words import (
+    CAUSES,
+    figure,
+    folded,
+    percent,
+    place,
+    prose,
+    seconds,
+    section,
+    table,
+)
 from disttrain_cli.analysis.result import Analysis, JobSummary
 
 #: Ranks that have a bar of their own.
@@ -35,20 +46,35 @@ _SHARES = (
     ("idle", "idle", "Idle"),
 )
 _KINDS = {
-    "forward": "forward", "backward": "backward", "receive": "receive (waiting included)", "load": "load",
-    "send": "send", "reduce": "reduce", "step": "step", "compute": "compute", "communication": "communication",
-    "memory": "memory", "host": "host (operators and calls)", "other": "other",
+    "forward": "forward",
+    "backward": "backward",
+    "receive": "receive (waiting included)",
+    "load": "load",
+    "send": "send",
+    "reduce": "reduce",
+    "step": "step",
+    "compute": "compute",
+    "communication": "communication",
+    "memory": "memory",
+    "host": "host (operators and calls)",
+    "other": "other",
 }
 
 
 def dates(job: JobSummary) -> str:
     """When it was recorded, what wrote the page, and when."""
     recorded = [f"recorded {job.recorded_at}"] if job.recorded_at is not None else []
-    return " · ".join([*recorded, f"disttrain {__version__}", f"report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"])
+    return " · ".join(
+        [*recorded, f"disttrain {__version__}", f"report of {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"]
+    )
 
 
 def rehearsed(job: JobSummary) -> str:
-    return f'<section class="rehearsed">{escape(job.rehearsed)}</section>' if job.rehearsed is not None else ""
+    return (
+        f'<section class="rehearsed">{escape(job.rehearsed)}</section>'
+        if job.rehearsed is not None
+        else ""
+    )
 
 
 def verdict(analysis: Analysis) -> str:
@@ -56,35 +82,64 @@ def verdict(analysis: Analysis) -> str:
     found = analysis.verdict
     kind = "good" if found.cause == "none" else "bad" if found.confidence >= 0.5 else "unsure"
     where = place(**asdict(found.place))
-    rows = [[escape(row.what), seconds(row.value) if row.unit == "s" else f"{figure(value, 4)} {escape(unit)}"]
-            for row in found.evidence for value, unit in [row.shown]]
+    rows = [
+        [
+            escape(row.what),
+            seconds(row.value) if row.unit == "s" else f"{figure(value, 4)} {escape(unit)}",
+        ]
+        for row in found.evidence
+        for value, unit in [row.shown]
+    ]
     evidence = table(["Evidence", "Measured"], rows[:MOST_EVIDENCE], narrow=True) if rows else ""
     if len(rows) > MOST_EVIDENCE:
-        evidence += folded(f"{len(rows) - MOST_EVIDENCE} more", table(["Evidence", "Measured"], rows[MOST_EVIDENCE:],
-                                                                   narrow=True))
+        evidence += folded(
+            f"{len(rows) - MOST_EVIDENCE} more",
+            table(["Evidence", "Measured"], rows[MOST_EVIDENCE:], narrow=True),
+        )
     return (
-        f'<section id="verdict" class="{kind}"><p class="kicker">Verdict{" · " + where if where else ""} · '
-        f"confidence {100 * found.confidence:.0f} %</p><h1>{prose(found.headline)}</h1>"
-        f'<p class="advice">{prose(found.advice)}</p><p><code class="command">{escape(found.next_command)}</code></p>'
-        f"{evidence}</section>")
+        f'<section id="verdict" class="{kind}"><p'
+        f' class="kicker">Verdict{" · " + where if where else ""} · confidence'
+        f" {100 * found.confidence:.0f} %</p><h1>{prose(found.headline)}</h1><p"
+        f' class="advice">{prose(found.advice)}</p><p><code'
+        f' class="command">{escape(found.next_command)}</code></p>{evidence}</section>'
+    )
 
 
 def tiles(analysis: Analysis) -> str:
     """The job's figures, large; those that the traces tell."""
     job = analysis.job
-    steps = f" · {job.steps_measured} step{'s' * (job.steps_measured != 1)} measured" if job.steps_measured else ""
+    steps = (
+        f" · {job.steps_measured} step{'s' * (job.steps_measured != 1)} measured"
+        if job.steps_measured
+        else ""
+    )
     values = [
         (None if job.iteration_s is None else seconds(job.iteration_s), "mean step"),
         (None if job.mfu is None else percent(job.mfu), "MFU"),
         (None if job.bubble_fraction is None else percent(job.bubble_fraction), "bubble"),
-        (None if job.exposed_communication_fraction is None else percent(job.exposed_communication_fraction),
-         "exposed communication"),
-        (None if job.sequences_per_s is None else figure(job.sequences_per_s), "sequences per second"),
+        (
+            (
+                None
+                if job.exposed_communication_fraction is None
+                else percent(job.exposed_communication_fraction)
+            ),
+            "exposed communication",
+        ),
+        (
+            None if job.sequences_per_s is None else figure(job.sequences_per_s),
+            "sequences per second",
+        ),
         (f"{job.ranks}", f"ranks{steps}"),
     ]
-    return '<div class="tiles">' + "".join(
-        f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for value, name in values if value is not None
-    ) + "</div>"
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile"><b>{value}</b><span>{name}</span></div>'
+            for value, name in values
+            if value is not None
+        )
+        + "</div>"
+    )
 
 
 def timeline(timelines: list[dict[str, Any]]) -> str:
@@ -92,29 +147,42 @@ def timeline(timelines: list[dict[str, Any]]) -> str:
     if not timelines:
         return ""
     buttons = "".join(
-        f'<button type="button" data-step="{index}" aria-pressed="{str(index == 0).lower()}">{escape(item["title"])}'
-        f" <small>{escape(item['why'])}</small></button>" for index, item in enumerate(timelines))
+        f'<button type="button" data-step="{index}"'
+        f' aria-pressed="{str(index == 0).lower()}">{escape(item["title"])}'
+        f" <small>{escape(item['why'])}</small></button>"
+        for index, item in enumerate(timelines)
+    )
     used = {kind for item in timelines for _, kind in item["names"]}
-    legend = "".join(f'<span><i class="k-{kind}"></i>{escape(name)}</span>'
-                     for kind, name in _KINDS.items() if kind in used)
-    slots = "Numbers are slots. " if any(slot >= 0 for item in timelines for slot in item["bars"]["slot"]) else ""
+    legend = "".join(
+        f'<span><i class="k-{kind}"></i>{escape(name)}</span>'
+        for kind, name in _KINDS.items()
+        if kind in used
+    )
+    slots = (
+        "Numbers are slots. "
+        if any(slot >= 0 for item in timelines for slot in item["bars"]["slot"])
+        else ""
+    )
     return section(
         "Timeline by unit and rank",
-        f'{slots}<span class="how">Drag to move; <kbd>Shift</kbd> and drag, double-click, or the wheel with '
-        "<kbd>Ctrl</kbd> to zoom. With the picture focused: <kbd>+</kbd> <kbd>−</kbd> <kbd>0</kbd> zoom, <kbd>←</kbd> "
-        "<kbd>→</kbd> move, <kbd>↑</kbd> <kbd>↓</kbd> choose a rank, <kbd>N</kbd> <kbd>P</kbd> its next and previous "
-        "operation. </span>"
-        '<span id="timeline-note"></span>',
-        f'<div class="controls" role="group" aria-label="Timeline"><span class="steps">{buttons}</span>'
-        '<span class="spacer"></span><button type="button" id="zoom-out" aria-label="Zoom out">−</button>'
-        '<button type="button" id="zoom-in" aria-label="Zoom in">+</button>'
-        '<button type="button" id="zoom-all">Whole step</button></div><div id="timeline-box"><div id="corner">busy '
-        'ranks</div><div id="strip-box"><canvas id="strip" aria-hidden="true"></canvas></div><div id="lanes" '
-        'aria-hidden="true"></div><div id="canvas-box"><canvas id="timeline" tabindex="0" role="application" '
-        'aria-label="Timeline: operations of every rank over time. The tables below hold the figures." '
-        'aria-describedby="said"></canvas><div id="tip" hidden></div></div></div>'
-        f'<p id="said" class="unseen" aria-live="polite"></p><div class="legend">{legend}</div>'
-        '<noscript><p class="note">The timeline needs this page’s script; everything else does not.</p></noscript>')
+        f'{slots}<span class="how">Drag to move; <kbd>Shift</kbd> and drag, double-click, or the'
+        " wheel with <kbd>Ctrl</kbd> to zoom. With the picture focused: <kbd>+</kbd> <kbd>−</kbd>"
+        " <kbd>0</kbd> zoom, <kbd>←</kbd> <kbd>→</kbd> move, <kbd>↑</kbd> <kbd>↓</kbd> choose a"
+        " rank, <kbd>N</kbd> <kbd>P</kbd> its next and previous operation. </span><span"
+        ' id="timeline-note"></span>',
+        '<div class="controls" role="group" aria-label="Timeline"><span'
+        f' class="steps">{buttons}</span><span class="spacer"></span><button type="button"'
+        ' id="zoom-out" aria-label="Zoom out">−</button><button type="button" id="zoom-in"'
+        ' aria-label="Zoom in">+</button><button type="button" id="zoom-all">Whole'
+        ' step</button></div><div id="timeline-box"><div id="corner">busy ranks</div><div'
+        ' id="strip-box"><canvas id="strip" aria-hidden="true"></canvas></div><div id="lanes"'
+        ' aria-hidden="true"></div><div id="canvas-box"><canvas id="timeline" tabindex="0"'
+        ' role="application" aria-label="Timeline: operations of every rank over time. The tables'
+        ' below hold the figures." aria-describedby="said"></canvas><div id="tip"'
+        ' hidden></div></div></div><p id="said" class="unseen" aria-live="polite"></p><div'
+        f' class="legend">{legend}</div><noscript><p class="note">The timeline needs this page’s'
+        " script; everything else does not.</p></noscript>",
+    )
 
 
 def time_shares(analysis: Analysis) -> str:
@@ -123,12 +191,22 @@ def time_shares(analysis: Analysis) -> str:
     if not shares:
         return ""
     told = {"transfer": "Exposed communication"} if analysis.format == "kineto" else {}
-    parts = [(kind, told.get(key, name), shares[key]) for kind, key, name in _SHARES
-             if key in shares and not (key == "data_wait" and "data" in analysis.stragglers.not_told)]
+    parts = [
+        (kind, told.get(key, name), shares[key])
+        for kind, key, name in _SHARES
+        if key in shares and not (key == "data_wait" and "data" in analysis.stragglers.not_told)
+    ]
     known = {key for _, key, _ in _SHARES}
-    parts += [("other", key.replace("_", " "), share) for key, share in shares.items() if key not in known]
-    return section("Where the ranks’ time goes", "Shares of ranks × window of a step, over the measured steps. "
-                   "Everything but compute is bubble.", share_bar(parts), "shares")
+    parts += [
+        ("other", key.replace("_", " "), share) for key, share in shares.items() if key not in known
+    ]
+    return section(
+        "Where the ranks’ time goes",
+        "Shares of ranks × window of a step, over the measured steps. "
+        "Everything but compute is bubble.",
+        share_bar(parts),
+        "shares",
+    )
 
 
 def losses(analysis: Analysis) -> str:
@@ -138,18 +216,43 @@ def losses(analysis: Analysis) -> str:
         return ""
     kineto = analysis.format == "kineto"
     parts = [("total", "compute alone" if kineto else "ideal step", lost.ideal_s)]
-    parts += [("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
-              for cause, value in lost.lost_s.items() if cause not in lost.not_told]
-    parts += [("total", "first kernel to last" if kineto else "step as recorded", lost.ideal_s * lost.slowdown)]
-    ideal = "compute alone; mean over ranks, per step, from the first kernel to the last" if kineto else \
-        "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed with one cause after " \
-        f"another; mean of the {len(lost.by_step)} steps that were replayed"
-    untold = f" These traces do not tell: {', '.join(CAUSES.get(cause, cause) for cause in lost.not_told)}." \
-        if lost.not_told else ""
+    parts += [
+        ("lost" if value > 0 else "gain", CAUSES.get(cause, cause), value)
+        for cause, value in lost.lost_s.items()
+        if cause not in lost.not_told
+    ]
+    parts += [
+        (
+            "total",
+            "first kernel to last" if kineto else "step as recorded",
+            lost.ideal_s * lost.slowdown,
+        )
+    ]
+    ideal = (
+        "compute alone; mean over ranks, per step, from the first kernel to the last"
+        if kineto
+        else (
+            "the ideal step (work of each unit even, GPUs perfectly shared, no delays), replayed"
+            f" with one cause after another; mean of the {len(lost.by_step)} steps that were"
+            " replayed"
+        )
+    )
+    untold = (
+        " These traces do not tell:"
+        f" {', '.join(CAUSES.get(cause, cause) for cause in lost.not_told)}."
+        if lost.not_told
+        else ""
+    )
     return section(
-        "What a step loses", f"Slowdown {lost.slowdown:.3f} against {ideal}.{untold}",
-        waterfall(parts, "Lost seconds by cause, from the ideal step to the recorded one: "
-                  + ", ".join(f"{name} {seconds(value)}" for _, name, value in parts)), "losses")
+        "What a step loses",
+        f"Slowdown {lost.slowdown:.3f} against {ideal}.{untold}",
+        waterfall(
+            parts,
+            "Lost seconds by cause, from the ideal step to the recorded one: "
+            + ", ".join(f"{name} {seconds(value)}" for _, name, value in parts),
+        ),
+        "losses",
+    )
 
 
 def losses_by_step(analysis: Analysis) -> str:
@@ -158,55 +261,131 @@ def losses_by_step(analysis: Analysis) -> str:
     if len(steps) < 2:
         return ""
     means = analysis.stragglers.lost_s or {}
-    most = sorted((cause for cause in means if cause not in analysis.stragglers.not_told),
-                  key=lambda cause: -means[cause])[:MOST_CURVES]
-    chart = line_chart("Lost by step", [(CAUSES.get(cause, cause), [(one.step, one.lost_s[cause]) for one in steps])
-                                        for cause in most], " s", last="mean")
+    most = sorted(
+        (cause for cause in means if cause not in analysis.stragglers.not_told),
+        key=lambda cause: -means[cause],
+    )[:MOST_CURVES]
+    chart = line_chart(
+        "Lost by step",
+        [
+            (CAUSES.get(cause, cause), [(one.step, one.lost_s[cause]) for one in steps])
+            for cause in most
+        ],
+        " s",
+        last="mean",
+    )
     return f'<section id="losses-by-step">{chart}</section>'
 
 
 def heat(pictures: Pictures) -> str:
     drawn = heat_maps(pictures.cells)
-    both = (" What is red in both maps is slow hardware or a wrong profile; what is red in the first only is heavy "
-            "data." if any(cell["normalised"] is not None for cell in pictures.cells) else "")
-    return section("Stage × replica", "Forward and backward of a slot, mean over the measured steps. Red is slower "
-                   f"than the unit’s mean, striped blue faster.{both}", drawn, "heat") if drawn else ""
+    both = (
+        " What is red in both maps is slow hardware or a wrong profile; what is red in the first"
+        " only is heavy data."
+        if any(cell["normalised"] is not None for cell in pictures.cells)
+        else ""
+    )
+    return (
+        section(
+            "Stage × replica",
+            "Forward and backward of a slot, mean over the measured steps. Red is slower "
+            f"than the unit’s mean, striped blue faster.{both}",
+            drawn,
+            "heat",
+        )
+        if drawn
+        else ""
+    )
 
 
 def ranks_chart(analysis: Analysis) -> str:
-    """A bar per rank: what it computed, communicated outside of compute, and idled; the slowest ranks of many."""
-    ranks = sorted(sorted(analysis.ranks, key=lambda rank: -rank.span_us)[:MOST_BARS], key=lambda rank: rank.rank)
-    if len(ranks) < 2 or analysis.format == "disttrain" or any(rank.compute_us is None for rank in ranks):
+    """A bar per rank: what it computed, communicated outside of compute, and idled; the slowest
+    ranks of many."""
+    ranks = sorted(
+        sorted(analysis.ranks, key=lambda rank: -rank.span_us)[:MOST_BARS],
+        key=lambda rank: rank.rank,
+    )
+    if (
+        len(ranks) < 2
+        or analysis.format == "disttrain"
+        or any(rank.compute_us is None for rank in ranks)
+    ):
         return ""  # the timeline of own traces shows them
-    more = f" The {len(ranks)} of {len(analysis.ranks)} ranks that were active longest." \
-        if len(ranks) < len(analysis.ranks) else ""
-    rows = [(f"rank {rank.rank}" + (f" · {rank.unit[:12]}" if rank.unit else ""),
-             [("compute", rank.compute_us or 0.0), ("communication", rank.non_compute_us or 0.0),
-              ("idle", rank.idle_us)])
-            for rank in ranks]
-    legend = "".join(f'<span><i class="k-{kind}"></i>{name}</span>' for kind, name in (
-        ("compute", "compute"), ("communication", "other operations outside compute"), ("idle", "idle")))
-    return section("Time by rank", f"From the first to the last operation of each rank over the measured steps.{more} "
-                   "The figures are in the table of ranks at the end.",
-                   stacked_rows(rows, "Compute, other operations and idle time of every rank")
-                   + f'<div class="legend">{legend}</div>', "by-rank")
+    more = (
+        f" The {len(ranks)} of {len(analysis.ranks)} ranks that were active longest."
+        if len(ranks) < len(analysis.ranks)
+        else ""
+    )
+    rows = [
+        (
+            f"rank {rank.rank}" + (f" · {rank.unit[:12]}" if rank.unit else ""),
+            [
+                ("compute", rank.compute_us or 0.0),
+                ("communication", rank.non_compute_us or 0.0),
+                ("idle", rank.idle_us),
+            ],
+        )
+        for rank in ranks
+    ]
+    legend = "".join(
+        f'<span><i class="k-{kind}"></i>{name}</span>'
+        for kind, name in (
+            ("compute", "compute"),
+            ("communication", "other operations outside compute"),
+            ("idle", "idle"),
+        )
+    )
+    return section(
+        "Time by rank",
+        f"From the first to the last operation of each rank over the measured steps.{more} "
+        "The figures are in the table of ranks at the end.",
+        stacked_rows(rows, "Compute, other operations and idle time of every rank")
+        + f'<div class="legend">{legend}</div>',
+        "by-rank",
+    )
 
 
 def curves(analysis: Analysis, rows: list[dict[str, Any]]) -> str:
     """Losses, MFU, time and gradient norm over steps, beside what the plan said."""
-    def points(name: str) -> list[tuple[float, float]]:
-        return [(row["step"], row[name]) for row in rows if row.get(name) is not None and row["step"] is not None]
 
-    plan = {row.what: row.predicted for row in analysis.predicted_vs_measured
-            if row.unit is None and row.basis == "plan"}
+    def points(name: str) -> list[tuple[float, float]]:
+        return [
+            (row["step"], row[name])
+            for row in rows
+            if row.get(name) is not None and row["step"] is not None
+        ]
+
+    plan = {
+        row.what: row.predicted
+        for row in analysis.predicted_vs_measured
+        if row.unit is None and row.basis == "plan"
+    }
     learns = analysis.job.rehearsed is None  # emulated devices compute no loss
     charts = [
-        line_chart("Losses", [("text", points("loss_text")), ("image", points("loss_image")), ("sum", points("loss"))])
-        if learns else "",
-        line_chart("MFU", [("job", [(x, 100 * y) for x, y in points("mfu")])], " %",
-                   100 * plan["mfu"] if "mfu" in plan else None),
-        line_chart("Step time", [("step", points("iteration_s")), ("waiting for data", points("data_wait_s"))], " s",
-                   plan.get("iteration_s")),
+        (
+            line_chart(
+                "Losses",
+                [
+                    ("text", points("loss_text")),
+                    ("image", points("loss_image")),
+                    ("sum", points("loss")),
+                ],
+            )
+            if learns
+            else ""
+        ),
+        line_chart(
+            "MFU",
+            [("job", [(x, 100 * y) for x, y in points("mfu")])],
+            " %",
+            100 * plan["mfu"] if "mfu" in plan else None,
+        ),
+        line_chart(
+            "Step time",
+            [("step", points("iteration_s")), ("waiting for data", points("data_wait_s"))],
+            " s",
+            plan.get("iteration_s"),
+        ),
         line_chart("Gradient norm", [("global", points("grad_norm"))]) if learns else "",
     ]
     drawn = "".join(f"<section>{chart}</section>" for chart in charts if chart)
@@ -231,8 +410,16 @@ def left_out(reasons: list[str]) -> str:
 def footer(analysis: Analysis) -> str:
     """What the figures are of."""
     job = analysis.job
-    origin = {"disttrain": f"Start {job.run}", "kineto": "Kineto or Chrome JSON", "operations": "Recorded operations"}
+    origin = {
+        "disttrain": f"Start {job.run}",
+        "kineto": "Kineto or Chrome JSON",
+        "operations": "Recorded operations",
+    }
     steps = f"{job.steps} steps" if job.steps else "no marked steps"
-    measured = (f"; figures are of {job.steps_measured} measured steps, {job.warmup_steps_excluded} warm-up step(s) "
-                "left out") if job.steps_measured else ""
+    measured = (
+        f"; figures are of {job.steps_measured} measured steps, {job.warmup_steps_excluded} warm-up"
+        " step(s) left out"
+        if job.steps_measured
+        else ""
+    )
     return f"{origin[analysis.format]}: {steps} recorded on {job.ranks} ranks{measured}."

@@ -37,40 +37,61 @@ def prose(text: str) -> str:
 
 def place(**parts: object) -> str:
     """The parts that are known, in words: "llm · stage 0 · replica 1"; escaped."""
-    named = [str(value) if name in ("unit", "host") else f"{name} {value}"
-             for name, value in parts.items() if value is not None]
+    named = [
+        str(value) if name in ("unit", "host") else f"{name} {value}"
+        for name, value in parts.items()
+        if value is not None
+    ]
     return escape(" · ".join(named))
 
 
 def kernel(name: str) -> str:
-    """A name of a trace, cut by the page where it is long, whole where it is pointed at or tapped; escaped."""
+    """A name of a trace, cut by the page where it is long, whole where it is pointed at or tapped;
+    escaped."""
     whole = escape(name[:LONGEST_NAME])
     return f'<code class="name" tabindex="0" title="{whole}">{whole}</code>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", narrow: bool = False) -> str:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", narrow: bool = False
+) -> str:
     """An HTML table whose rows begin with their heads; heads and cells must be escaped already.
 
     Args:
-        label: what it shows, for whoever does not see the heading above it; else its first columns do.
-        narrow: no wider than its text.
+        label: what it shows, for whoever does not see the heading above it; else its first columns
+        do. narrow: no wider than its text.
     """
     top = "".join(f'<th scope="col">{name}</th>' for name in head)
-    body = "".join(f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>"
-                   for row in rows)
-    return scrolled(f'<table{" class=narrow" if narrow else ""}><thead><tr>{top}</tr></thead><tbody>{body}</tbody>'
-                    "</table>", label or ", ".join(head[:2]))
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(f"<td>{cell}</td>" for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return scrolled(
+        f"<table{' class=narrow' if narrow else ''}><thead><tr>{top}</tr></thead>"
+        f"<tbody>{body}</tbody>"
+        "</table>",
+        label or ", ".join(head[:2]),
+    )
 
 
 def scrolled(body: str, label: str) -> str:
     """What may be wider than the page, and is then moved by finger, wheel or arrow keys."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label, quote=True)}">{body}</div>'
+    return (
+        '<div class="scroll" tabindex="0" role="region"'
+        f' aria-label="{escape(label, quote=True)}">{body}</div>'
+    )
 
 
 def section(title: str, note: str, body: str, name: str = "") -> str:
     """A card; `title` and `note` must be escaped already."""
     about = f' id="{name}"' if name else ""
-    return (f"<section{about}><h2>{title}</h2>" + (f'<p class="note">{note}</p>' if note else "") + f"{body}</section>")
+    return (
+        f"<section{about}><h2>{title}</h2>"
+        + (f'<p class="note">{note}</p>' if note else "")
+        + f"{body}</section>"
+    )
 
 
 def folded(summary: str, body: str) -> str:

@@ -12,25 +12,39 @@ from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.replays import Replays
 
 _SQL = 'disttrain analyze --sql "SELECT {what} FROM operations {rest}"'
-_BY_STAGE = _SQL.format(what="stage, optype, avg(duration) * 1e3 AS ms",
-                        rest="WHERE optype LIKE '%-compute' GROUP BY ALL ORDER BY ALL")
-_BY_MICROBATCH = _SQL.format(what="step, mb_id, dp_rank, sum(duration) AS s",
-                             rest="WHERE optype LIKE '%-compute' GROUP BY ALL ORDER BY s DESC LIMIT 20")
-_TRANSFERS = _SQL.format(what="optype, stage, min(duration) * 1e3 AS least_ms, max(duration) * 1e3 AS most_ms",
-                         rest="WHERE optype NOT LIKE '%-compute' GROUP BY ALL ORDER BY most_ms DESC")
+_BY_STAGE = _SQL.format(
+    what="stage, optype, avg(duration) * 1e3 AS ms",
+    rest="WHERE optype LIKE '%-compute' GROUP BY ALL ORDER BY ALL",
+)
+_BY_MICROBATCH = _SQL.format(
+    what="step, mb_id, dp_rank, sum(duration) AS s",
+    rest="WHERE optype LIKE '%-compute' GROUP BY ALL ORDER BY s DESC LIMIT 20",
+)
+_TRANSFERS = _SQL.format(
+    what="optype, stage, min(duration) * 1e3 AS least_ms, max(duration) * 1e3 AS most_ms",
+    rest="WHERE optype NOT LIKE '%-compute' GROUP BY ALL ORDER BY most_ms DESC",
+)
 
 
-_HOST = _SQL.format(what="rank, step, min(start_ts) AS first_pass_s",
-                    rest="WHERE optype = 'forward-compute' GROUP BY ALL ORDER BY 3 DESC LIMIT 20")
+_HOST = _SQL.format(
+    what="rank, step, min(start_ts) AS first_pass_s",
+    rest="WHERE optype = 'forward-compute' GROUP BY ALL ORDER BY 3 DESC LIMIT 20",
+)
 
 
 def command_of(cause: str, place: Place) -> str:
     """The rows that show a cause."""
     if cause == "worker":
-        return _SQL.format(what="step, avg(duration) * 1e3 AS ms",
-                           rest=f"WHERE rank = {place.rank} AND optype = '{FORWARD}' GROUP BY ALL ORDER BY ALL")
-    return {"communication": _TRANSFERS, "host": _HOST, "intra_microbatch": _BY_MICROBATCH,
-            "inter_microbatch": _BY_MICROBATCH}.get(cause, _BY_STAGE)
+        return _SQL.format(
+            what="step, avg(duration) * 1e3 AS ms",
+            rest=f"WHERE rank = {place.rank} AND optype = '{FORWARD}' GROUP BY ALL ORDER BY ALL",
+        )
+    return {
+        "communication": _TRANSFERS,
+        "host": _HOST,
+        "intra_microbatch": _BY_MICROBATCH,
+        "inter_microbatch": _BY_MICROBATCH,
+    }.get(cause, _BY_STAGE)
 
 
 def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) -> Verdict:
@@ -43,44 +57,94 @@ def told(verdict: Verdict, graph: StudyGraph, replays: Replays, losses: Losses) 
         advice, more = _worker(place, graph)
     elif cause in ("intra_microbatch", "inter_microbatch"):
         over = "replicas" if cause == "intra_microbatch" else "microbatches"
-        advice = f"Sequences of unequal length: level Σ length² over the {over} when batches are put together."
+        advice = (
+            f"Sequences of unequal length: level Σ length² over the {over} when batches are put"
+            " together."
+        )
     elif cause == "communication":
-        slow = max(replays.what_if.by_operation.items(), key=lambda item: item[1] if "compute" not in item[0] else 0.0)
-        advice = "Look at the links and at what else runs on them: transfers take longer in some steps or places."
+        slow = max(
+            replays.what_if.by_operation.items(),
+            key=lambda item: item[1] if "compute" not in item[0] else 0.0,
+        )
+        advice = (
+            "Look at the links and at what else runs on them: transfers take longer in some steps"
+            " or places."
+        )
         more = [Evidence(what=f"slowdown by {slow[0]} alone", value=slow[1], unit="ratio")]
     elif cause == "host":
-        advice = ("Operations start late though nothing they wait for is late: loading data, Python, garbage "
-                  "collection or other processes on the hosts.")
+        advice = (
+            "Operations start late though nothing they wait for is late: loading data, Python,"
+            " garbage collection or other processes on the hosts."
+        )
     elif cause == "none":
         advice = "Nothing to repair; more speed needs more GPUs or faster kernels."
-    more.append(Evidence(what="slowdown S in the study's definition", value=replays.what_if.slowdown, unit="ratio"))
-    return replace(verdict, place=place, advice=advice, next_command=command, evidence=[*verdict.evidence, *more])
+    more.append(
+        Evidence(
+            what="slowdown S in the study's definition",
+            value=replays.what_if.slowdown,
+            unit="ratio",
+        )
+    )
+    return replace(
+        verdict,
+        place=place,
+        advice=advice,
+        next_command=command,
+        evidence=[*verdict.evidence, *more],
+    )
 
 
-def _stage(place: Place, graph: StudyGraph, replays: Replays,
-           losses: Losses) -> tuple[str, list[Evidence]]:
+def _stage(
+    place: Place, graph: StudyGraph, replays: Replays, losses: Losses
+) -> tuple[str, list[Evidence]]:
     stage = place.stage
     of_stage, whole = graph.stage == stage, np.isin(graph.optype, (FORWARD, BACKWARD))
     stages = len(np.unique(graph.stage))
     share = 1 - graph.taken[whole].mean() / graph.taken[whole & of_stage].mean()
-    last = " It is the last one, which computes the vocabulary's head and the loss too." if stage == stages - 1 else ""
+    last = (
+        " It is the last one, which computes the vocabulary's head and the loss too."
+        if stage == stages - 1
+        else ""
+    )
     gain = float(replays.measured.mean() / (replays.measured - losses.lost["stage"]).mean())
-    return (f"Move about {100 * share:.0f} % of the work of stage {stage} to the others: give it fewer layers.{last} "
-            f"Even stages would make steps {100 * (gain - 1):.0f} % faster.",
-            [row for kind in (FORWARD, BACKWARD) for row in _beside(graph, kind, of_stage, f"stage {stage}", "stages")])
+    return (
+        (
+            f"Move about {100 * share:.0f} % of the work of stage {stage} to the others: give it"
+            f" fewer layers.{last} Even stages would make steps {100 * (gain - 1):.0f} % faster."
+        ),
+        [
+            row
+            for kind in (FORWARD, BACKWARD)
+            for row in _beside(graph, kind, of_stage, f"stage {stage}", "stages")
+        ],
+    )
 
 
 def _worker(place: Place, graph: StudyGraph) -> tuple[str, list[Evidence]]:
     own = graph.rank == place.rank
-    return (f"Look at the device of rank {place.rank} and at the other processes of its host; leave the host out if it "
-            "stays slow.",
-            [row for kind in (FORWARD, BACKWARD) for row in _beside(graph, kind, own, f"rank {place.rank}", "ranks")])
+    return (
+        (
+            f"Look at the device of rank {place.rank} and at the other processes of its host; leave"
+            " the host out if it stays slow."
+        ),
+        [
+            row
+            for kind in (FORWARD, BACKWARD)
+            for row in _beside(graph, kind, own, f"rank {place.rank}", "ranks")
+        ],
+    )
 
 
-def _beside(graph: StudyGraph, kind: str, own: np.ndarray, name: str, others: str) -> list[Evidence]:
-    """Mean time of a type of pass of a microbatch, all parts of a stage, at a place and elsewhere."""
+def _beside(
+    graph: StudyGraph, kind: str, own: np.ndarray, name: str, others: str
+) -> list[Evidence]:
+    """Mean time of a type of pass of a microbatch, all parts of a stage, at a place and
+    elsewhere."""
     what, same = kind.removesuffix("-compute"), graph.optype == kind
     places = {name: same & own, f"the other {others}": same & ~own}
     ms = 1e3 * graph.trace.chunks * graph.taken
-    return [Evidence(what=f"{place}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")
-            for place, pick in places.items() if pick.any()]
+    return [
+        Evidence(what=f"{place}: {what} of a microbatch", value=float(ms[pick].mean()), unit="ms")
+        for place, pick in places.items()
+        if pick.any()
+    ]

@@ -24,7 +24,13 @@ from disttrain_cli.analysis.result import (
 from disttrain_cli.analysis.sql import query_text
 from disttrain_cli.analysis.study.advice import command_of, told
 from disttrain_cli.analysis.study.graph import NoGraphError, StudyGraph, graph_of
-from disttrain_cli.analysis.study.losses import NOT_TOLD, UNIT, explain_study, passes_of, split_study
+from disttrain_cli.analysis.study.losses import (
+    NOT_TOLD,
+    UNIT,
+    explain_study,
+    passes_of,
+    split_study,
+)
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD
 from disttrain_cli.analysis.study.reader import StudyTrace, open_study, read_study
 from disttrain_cli.analysis.study.replays import replay
@@ -60,22 +66,46 @@ def analyze_study(files: list[Path]) -> Analysis:
         format="operations",
         job=JobSummary(
             run=", ".join(file.name for file in trace.files),
-            name=", ".join(file.stem for file in trace.files), rehearsed=None, layout=_layout(trace), ranks=len(ranks),
-            steps=trace.steps_recorded, steps_measured=len(trace.steps), warmup_steps_excluded=0,
-            iteration_s=float(measured.mean()), iteration_p50_s=float(np.quantile(measured, 0.5)),
-            iteration_p95_s=float(np.quantile(measured, 0.95)), sequences_per_s=None, mfu=None,
+            name=", ".join(file.stem for file in trace.files),
+            rehearsed=None,
+            layout=_layout(trace),
+            ranks=len(ranks),
+            steps=trace.steps_recorded,
+            steps_measured=len(trace.steps),
+            warmup_steps_excluded=0,
+            iteration_s=float(measured.mean()),
+            iteration_p50_s=float(np.quantile(measured, 0.5)),
+            iteration_p95_s=float(np.quantile(measured, 0.95)),
+            sequences_per_s=None,
+            mfu=None,
             bubble_fraction=1 - compute / (1e6 * float(measured.sum()) * len(ranks)),
             exposed_communication_fraction=None,
-            time_shares={"compute": compute / span, "communication": sum(r.non_compute_us or 0.0 for r in ranks) / span,
-                         "idle": sum(r.idle_us for r in ranks) / span}),
-        units=[], stragglers=stragglers, verdict=verdict, ranks=ranks, what_if=study, causes=causes,
-        predicted_vs_measured=[], operations=[], drift=[], slowest=slowest,
-        warnings=list(dict.fromkeys(trace.warnings)))
+            time_shares={
+                "compute": compute / span,
+                "communication": sum(r.non_compute_us or 0.0 for r in ranks) / span,
+                "idle": sum(r.idle_us for r in ranks) / span,
+            },
+        ),
+        units=[],
+        stragglers=stragglers,
+        verdict=verdict,
+        ranks=ranks,
+        what_if=study,
+        causes=causes,
+        predicted_vs_measured=[],
+        operations=[],
+        drift=[],
+        slowest=slowest,
+        warnings=list(dict.fromkeys(trace.warnings)),
+    )
 
 
 def _layout(trace: StudyTrace) -> str:
     parts = f", {trace.chunks} parts per stage" if trace.chunks > 1 else ""
-    return f"DP {len(trace.replicas)}, PP {int(trace.stage.max()) + 1}{parts}, {int(trace.slot.max()) + 1} microbatches"
+    return (
+        f"DP {len(trace.replicas)}, PP {int(trace.stage.max()) + 1}{parts},"
+        f" {int(trace.slot.max()) + 1} microbatches"
+    )
 
 
 def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], WhatIf, list[Slowest]]:
@@ -83,52 +113,96 @@ def _straggle(graph: StudyGraph) -> tuple[Stragglers, Verdict, list[Cause], What
     why = explain_study(graph)
     losses = split_study(graph, replays, why)
     if graph.contradictions:
-        graph.trace.warnings.append(f"{graph.contradictions} transfer(s) end before all that take part have begun: the "
-                                    "clocks of the hosts are apart")
-    places = {int(rank): Place(unit=UNIT, stage=int(stage), replica=int(replica), rank=int(rank))
-              for rank, stage, replica in zip(graph.rank, graph.stage, graph.replica, strict=True)}
+        graph.trace.warnings.append(
+            f"{graph.contradictions} transfer(s) end before all that take part have begun: the "
+            "clocks of the hosts are apart"
+        )
+    places = {
+        int(rank): Place(unit=UNIT, stage=int(stage), replica=int(replica), rank=int(rank))
+        for rank, stage, replica in zip(graph.rank, graph.stage, graph.replica, strict=True)
+    }
     stages, slots = int(graph.stage.max()) + 1, int(graph.seq[graph.optype == FORWARD].max()) + 1
     fill = (stages - 1) / (slots + stages - 1)  # of 1F1B with equal stages
-    record = Record(losses=losses, where=places, comparisons=[], gpus=len(places), kind="operations",
-                    shares={"warmup": fill / 2, "drain": fill / 2}, present=graph.trace.present)
+    record = Record(
+        losses=losses,
+        where=places,
+        comparisons=[],
+        gpus=len(places),
+        kind="operations",
+        shares={"warmup": fill / 2, "drain": fill / 2},
+        present=graph.trace.present,
+    )
     findings = study_causes(graph, why, places)
     verdict = judge(record, findings)
-    causes = [replace(row, place=replace(row.place, unit=None), places=[replace(one, unit=None) for one in row.places],
-                      next_command=command_of(row.cause, row.place)) for row in rows_of(record, findings)]
-    return (stragglers_of(losses, NOT_TOLD), told(verdict, graph, replays, losses), causes, replays.what_if,
-            _slowest(graph, passes_of(graph)))
+    causes = [
+        replace(
+            row,
+            place=replace(row.place, unit=None),
+            places=[replace(one, unit=None) for one in row.places],
+            next_command=command_of(row.cause, row.place),
+        )
+        for row in rows_of(record, findings)
+    ]
+    return (
+        stragglers_of(losses, NOT_TOLD),
+        told(verdict, graph, replays, losses),
+        causes,
+        replays.what_if,
+        _slowest(graph, passes_of(graph)),
+    )
 
 
 def _slowest(graph: StudyGraph, passes: Passes) -> list[Slowest]:
-    """The slowest stage, replica and slot by the time of a microbatch on one stage, forward and backward together."""
+    """The slowest stage, replica and slot by the time of a microbatch on one stage, forward and
+    backward together."""
     own = np.isin(graph.optype, (FORWARD, BACKWARD))
     ms = 1e3 * graph.taken[own].mean(axis=1)
     rows = []
-    for kind, numbers in (("stage", passes.stage), ("replica", passes.replica), ("slot", passes.slot)):
-        means = {int(number): _of_a_slot(passes, ms, numbers == number) for number in np.unique(numbers)}
+    for kind, numbers in (
+        ("stage", passes.stage),
+        ("replica", passes.replica),
+        ("slot", passes.slot),
+    ):
+        means = {
+            int(number): _of_a_slot(passes, ms, numbers == number) for number in np.unique(numbers)
+        }
         if len(means) > 1:
             slow = max(means, key=lambda number: means[number])
-            rows.append(Slowest(kind=kind, unit=None, number=slow, mean_ms=means[slow],
-                                ratio=means[slow] / _of_a_slot(passes, ms, np.ones_like(numbers, bool)),
-                                normalised_ratio=None))
+            rows.append(
+                Slowest(
+                    kind=kind,
+                    unit=None,
+                    number=slow,
+                    mean_ms=means[slow],
+                    ratio=means[slow] / _of_a_slot(passes, ms, np.ones_like(numbers, bool)),
+                    normalised_ratio=None,
+                )
+            )
     return rows
 
 
 def _of_a_slot(passes: Passes, ms: Floats, own: NDArray[np.bool_]) -> float:
-    """Time of a microbatch on one rank, mean over the ranks and microbatches of the chosen passes."""
-    return float(ms[own].sum() / len(np.unique(np.stack([passes.rank[own], passes.slot[own]]), axis=1)[0]))
+    """Time of a microbatch on one rank, mean over the ranks and microbatches of the chosen
+    passes."""
+    return float(
+        ms[own].sum() / len(np.unique(np.stack([passes.rank[own], passes.slot[own]]), axis=1)[0])
+    )
 
 
 def _waits(graph: StudyGraph) -> dict[int, float]:
     """By rank, µs from the start of its transfers to the latest start of their groups."""
     waited = (graph.trace.end - graph.taken - graph.trace.start).clip(0.0)
-    return {int(rank): 1e6 * float(waited[graph.rank == rank].sum()) for rank in np.unique(graph.rank)}
+    return {
+        int(rank): 1e6 * float(waited[graph.rank == rank].sum()) for rank in np.unique(graph.rank)
+    }
 
 
 def _ranks(trace: StudyTrace, waits: dict[int, float]) -> list[RankSummary]:
     connection, _ = open_study(trace.files)
-    cursor = connection.execute(query_text("study/ranks"),
-                                {"steps": trace.steps.tolist(), "replicas": trace.replicas.tolist()})
+    cursor = connection.execute(
+        query_text("study/ranks"),
+        {"steps": trace.steps.tolist(), "replicas": trace.replicas.tolist()},
+    )
     names = [column[0] for column in cursor.description or []]
     rows = [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
     return [RankSummary(**row, collective_wait_us=waits.get(row["rank"])) for row in rows]

@@ -1,10 +1,11 @@
 """Ranks of an operation-level trace on one clock, where it shows that theirs are apart.
 
-A rank's row names no host, so every rank has a clock of its own here. That of the lowest one is the reference; the
-others are bounded as the hosts of our own traces are (`own.clocks`): a receive does not end before its send has begun,
-and nobody is done with clipping gradients before the last rank has come to it. What is off by less than `APART_S` may
-be rounding and is left: published traces, whose clocks are right, are. Where shifts leave more than half of the
-contradictions, the rows are wrong, not the clocks.
+A rank's row names no host, so every rank has a clock of its own here. That of the lowest one is the
+reference; the others are bounded as the hosts of our own traces are (`own.clocks`): a receive does
+not end before its send has begun, and nobody is done with clipping gradients before the last rank
+has come to it. What is off by less than `APART_S` may be rounding and is left: published traces,
+whose clocks are right, are. Where shifts leave more than half of the contradictions, the rows are
+wrong, not the clocks.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from disttrain_cli.analysis.walk import Floats
 APART_S = 1e-3
 _SHOWN = 5  # ranks that a warning names
 
-Sent = dict[tuple[int, int], Floats]  # by sender and receiver, seconds from a send to the end of its receive, [steps]
+Sent = dict[
+    tuple[int, int], Floats
+]  # by sender and receiver, seconds from a send to the end of its receive, [steps]
 
 
 def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
-    """The trace with the times of ranks shifted whose clocks contradict others', said in its warnings.
+    """The trace with the times of ranks shifted whose clocks contradict others', said in its
+    warnings.
 
     Args:
-        trace: as read.
-        groups: operations of a replica that are two sides of one transfer, the send first; others are passed over.
+        trace: as read. groups: operations of a replica that are two sides of one transfer, the send
+        first; others are passed over.
     """
     sent, left_s = _sent(trace, groups), _left(trace)
     contradictions = _contradictions(sent, left_s)
@@ -43,48 +47,92 @@ def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:
     for place, clock in enumerate(clocks):
         if clock.applied:
             assert clock.offset_us is not None and clock.drift_ppm is not None
-            shift_s[place] = (clock.offset_us + clock.drift_ppm * (trace.origin - trace.origin[0])) / 1e6
+            shift_s[place] = (
+                clock.offset_us + clock.drift_ppm * (trace.origin - trace.origin[0])
+            ) / 1e6
     shifted = _shifted(trace, shift_s[np.searchsorted(numbers, trace.rank.reshape(-1))])
     explained = 2 * _contradictions(_sent(shifted, groups), _left(shifted)) <= contradictions
-    early = [(-1e3 * float(least.min()), pair) for pair, least in sent.items() if least.min() < -APART_S]
+    early = [
+        (-1e3 * float(least.min()), pair) for pair, least in sent.items() if least.min() < -APART_S
+    ]
     if early:
         most_ms, (one, other) = max(early)
-        told = (f"transfers between {len(early)} pair(s) of ranks end before they were sent, by {most_ms:.3g} ms at "
-                f"most, from rank {one} to rank {other}")
+        told = (
+            f"transfers between {len(early)} pair(s) of ranks end before they were sent, by"
+            f" {most_ms:.3g} ms at most, from rank {one} to rank {other}"
+        )
     else:
-        told = f"ranks are done with clipping gradients up to {-1e3 * left_s.min():.3g} ms before the last has come"
+        told = (
+            f"ranks are done with clipping gradients up to {-1e3 * left_s.min():.3g} ms before the"
+            " last has come"
+        )
     if not explained:
-        return replace(trace, warnings=[*trace.warnings, f"{told}: no shift of clocks explains that, so none is made"])
+        return replace(
+            trace,
+            warnings=[
+                *trace.warnings,
+                f"{told}: no shift of clocks explains that, so none is made",
+            ],
+        )
     moved = np.flatnonzero([clock.applied for clock in clocks]).tolist()
-    listed = ", ".join(f"rank {numbers[place]} ({1e3 * shift_s[place].mean():+.3g} ± "
-                       f"{(clocks[place].error_us or 0.0) / 1e3:.2g} ms)" for place in moved[:_SHOWN])
+    listed = ", ".join(
+        f"rank {numbers[place]} ({1e3 * shift_s[place].mean():+.3g} ± "
+        f"{(clocks[place].error_us or 0.0) / 1e3:.2g} ms)"
+        for place in moved[:_SHOWN]
+    )
     more = f" and {len(moved) - _SHOWN} more" if len(moved) > _SHOWN else ""
-    return replace(shifted, warnings=[
-        *trace.warnings, f"{told}: the clocks of their hosts are apart. Put right by what they show more than that of "
-                         f"rank {numbers[0]}: {listed}{more}"])
+    return replace(
+        shifted,
+        warnings=[
+            *trace.warnings,
+            (
+                f"{told}: the clocks of their hosts are apart. Put right by what they show more"
+                f" than that of rank {numbers[0]}: {listed}{more}"
+            ),
+        ],
+    )
 
 
 def _clocks(trace: StudyTrace, sent: Sent, ranks: list[int]) -> list[HostClock]:
-    """The clock of every rank against the first one's, of bounds that are `APART_S` looser than they are."""
+    """The clock of every rank against the first one's, of bounds that are `APART_S` looser than
+    they are."""
     slack_ns, steps = round(1e9 * APART_S), range(len(trace.steps))
-    messages = [(step, str(one), str(other), round(1e9 * least[step]) + slack_ns)
-                for (one, other), least in sent.items() for step in steps]
-    meetings = [(step, str(trace.rank.reshape(-1)[op]), round(1e9 * trace.start[op, step]),
-                 round(1e9 * trace.end[op, step]) + slack_ns) for op in _clips(trace) for step in steps]
-    return clocks_of([str(rank) for rank in ranks], bounds_of(messages, meetings),
-                     {step: round(1e9 * trace.origin[step]) for step in steps})
+    messages = [
+        (step, str(one), str(other), round(1e9 * least[step]) + slack_ns)
+        for (one, other), least in sent.items()
+        for step in steps
+    ]
+    meetings = [
+        (
+            step,
+            str(trace.rank.reshape(-1)[op]),
+            round(1e9 * trace.start[op, step]),
+            round(1e9 * trace.end[op, step]) + slack_ns,
+        )
+        for op in _clips(trace)
+        for step in steps
+    ]
+    return clocks_of(
+        [str(rank) for rank in ranks],
+        bounds_of(messages, meetings),
+        {step: round(1e9 * trace.origin[step]) for step in steps},
+    )
 
 
 def _sent(trace: StudyTrace, groups: list[list[int]]) -> Sent:
     """The least over the messages of a step."""
     start, end = (times.reshape(*trace.rank.shape, -1) for times in (trace.start, trace.end))
     found: Sent = {}
-    pairs = [group for group in groups if len(group) == 2 and trace.optype[group[0]].endswith("-send")]
+    pairs = [
+        group for group in groups if len(group) == 2 and trace.optype[group[0]].endswith("-send")
+    ]
     for cut in np.unique(trace.stage[pairs], axis=0) if pairs else ():
         own = np.array(pairs)[(trace.stage[pairs] == cut).all(axis=1)]
         least = (end[:, own[:, 1]] - start[:, own[:, 0]]).min(axis=1)
-        found |= {(int(ranks[own[0, 0]]), int(ranks[own[0, 1]])): seconds
-                  for ranks, seconds in zip(trace.rank, least, strict=True)}
+        found |= {
+            (int(ranks[own[0, 0]]), int(ranks[own[0, 1]])): seconds
+            for ranks, seconds in zip(trace.rank, least, strict=True)
+        }
     return found
 
 
@@ -96,7 +144,11 @@ def _clips(trace: StudyTrace) -> list[int]:
 def _left(trace: StudyTrace) -> Floats:
     """Seconds from when the last rank came to clipping to when the first one left it, [steps]."""
     clips = _clips(trace)
-    return trace.end[clips].min(axis=0) - trace.start[clips].max(axis=0) if clips else np.zeros(len(trace.steps))
+    return (
+        trace.end[clips].min(axis=0) - trace.start[clips].max(axis=0)
+        if clips
+        else np.zeros(len(trace.steps))
+    )
 
 
 def _contradictions(sent: Sent, left_s: Floats) -> int:
@@ -104,8 +156,13 @@ def _contradictions(sent: Sent, left_s: Floats) -> int:
 
 
 def _shifted(trace: StudyTrace, shift_s: Floats) -> StudyTrace:
-    """The trace with clocks that showed so much more, [operations, steps], put back; steps start with their first row.
+    """The trace with clocks that showed so much more, [operations, steps], put back; steps start
+    with their first row.
     """
     first = (trace.start - shift_s).min(axis=0)
-    return replace(trace, origin=trace.origin + first, start=trace.start - shift_s - first,
-                   end=trace.end - shift_s - first)
+    return replace(
+        trace,
+        origin=trace.origin + first,
+        start=trace.start - shift_s - first,
+        end=trace.end - shift_s - first,
+    )

@@ -1,4 +1,5 @@
-"""What the report draws of an operation-level trace: operations of some steps, stage × replica, time by step."""
+"""What the report draws of an operation-level trace: operations of some steps, stage × replica,
+time by step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from disttrain_cli.analysis.walk import Floats
 def study_pictures(files: list[Path], rank: int | None = None) -> Pictures:
     """Of operation-level Parquet files; `rank` is the one that the verdict names.
 
-    A send is drawn while it moves, not while it waits for its receiver: ranks compute beside their sends.
+    A send is drawn while it moves, not while it waits for its receiver: ranks compute beside their
+    sends.
 
     Raises:
         DataError: as `reader.read_study`.
@@ -36,31 +38,64 @@ def study_pictures(files: list[Path], rank: int | None = None) -> Pictures:
     order = np.argsort(length, kind="stable").tolist()
     cells = _cells(trace)
     return Pictures(
-        [_drawn(trace, start, int(step), why, rank) for step, why in chosen_of(order)], cells,
-        [{"step": int(step), "iteration_s": float(seconds)} for step, seconds in zip(trace.steps, length, strict=True)])
+        [_drawn(trace, start, int(step), why, rank) for step, why in chosen_of(order)],
+        cells,
+        [
+            {"step": int(step), "iteration_s": float(seconds)}
+            for step, seconds in zip(trace.steps, length, strict=True)
+        ],
+    )
 
 
-def _drawn(trace: StudyTrace, start: Floats, step: int, why: str, rank: int | None) -> dict[str, Any]:
+def _drawn(
+    trace: StudyTrace, start: Floats, step: int, why: str, rank: int | None
+) -> dict[str, Any]:
     """The step at a place among those of the trace."""
     passes = np.isin(trace.optype, (FORWARD, BACKWARD))
-    began, length = (values[:, step].reshape(trace.rank.shape) for values in (start, trace.end - start))
+    began, length = (
+        values[:, step].reshape(trace.rank.shape) for values in (start, trace.end - start)
+    )
     lanes, places = list[dict[str, Any]](), dict[int, tuple[int, Any]]()
     for stage in np.unique(trace.stage):
         own = np.flatnonzero(trace.stage == stage)
         for block, replica in enumerate(trace.replicas):
             number = int(trace.rank[block, own[0]])
-            places[number] = block, own[np.lexsort((began[block, own], passes[own]))]  # passes over what waits
-            lanes.append({"unit": UNIT, "stage": int(stage), "replica": int(replica), "rank": number,
-                          "compute_ns": int(1e9 * length[block, own[passes[own]]].sum())})
+            places[number] = (
+                block,
+                own[np.lexsort((began[block, own], passes[own]))],
+            )  # passes over what waits
+            lanes.append(
+                {
+                    "unit": UNIT,
+                    "stage": int(stage),
+                    "replica": int(replica),
+                    "rank": number,
+                    "compute_ns": int(1e9 * length[block, own[passes[own]]].sum()),
+                }
+            )
 
     def bars_of(ranks: list[int]) -> list[dict[str, Any]]:
-        return [{"rank": number, "operation": str(trace.optype[op]), "kind": _kind(str(trace.optype[op])),
-                 "module": f"part {trace.chunk[op]}" if trace.chunks > 1 and trace.chunk[op] >= 0 else None,
-                 "slot": int(trace.slot[op]), "start_us": 1e6 * float(began[block, op]),
-                 "duration_us": 1e6 * float(length[block, op])}
-                for number in ranks for block, own in [places[number]] for op in own if length[block, op] > 0]
+        return [
+            {
+                "rank": number,
+                "operation": str(trace.optype[op]),
+                "kind": _kind(str(trace.optype[op])),
+                "module": f"part {trace.chunk[op]}"
+                if trace.chunks > 1 and trace.chunk[op] >= 0
+                else None,
+                "slot": int(trace.slot[op]),
+                "start_us": 1e6 * float(began[block, op]),
+                "duration_us": 1e6 * float(length[block, op]),
+            }
+            for number in ranks
+            for block, own in [places[number]]
+            for op in own
+            if length[block, op] > 0
+        ]
 
-    return drawn_ranks(int(trace.steps[step]), why, lanes, bars_of, 1e6 * float(trace.end[:, step].max()), rank)
+    return drawn_ranks(
+        int(trace.steps[step]), why, lanes, bars_of, 1e6 * float(trace.end[:, step].max()), rank
+    )
 
 
 def _kind(optype: str) -> str:
@@ -73,12 +108,27 @@ def _kind(optype: str) -> str:
 
 
 def _cells(trace: StudyTrace) -> list[dict[str, Any]]:
-    """Forward and backward of a microbatch on every stage of every replica, mean over microbatches and steps."""
+    """Forward and backward of a microbatch on every stage of every replica, mean over microbatches
+    and steps."""
     passes = np.isin(trace.optype, (FORWARD, BACKWARD))
-    took = (trace.end - trace.start).reshape(len(trace.replicas), len(trace.optype), -1).mean(axis=2)
+    took = (
+        (trace.end - trace.start).reshape(len(trace.replicas), len(trace.optype), -1).mean(axis=2)
+    )
     stages = np.unique(trace.stage)
     own = [passes & (trace.stage == stage) for stage in stages]
-    ms = 1e3 * np.stack([took[:, pick].sum(axis=1) / len(np.unique(trace.slot[pick])) for pick in own])
-    return [{"unit": UNIT, "stage": int(stage), "replica": int(replica), "depth": int(stage), "mean_ms": float(mean),
-             "ratio": float(mean / ms.mean()), "normalised": None}
-            for stage, row in zip(stages, ms, strict=True) for replica, mean in zip(trace.replicas, row, strict=True)]
+    ms = 1e3 * np.stack(
+        [took[:, pick].sum(axis=1) / len(np.unique(trace.slot[pick])) for pick in own]
+    )
+    return [
+        {
+            "unit": UNIT,
+            "stage": int(stage),
+            "replica": int(replica),
+            "depth": int(stage),
+            "mean_ms": float(mean),
+            "ratio": float(mean / ms.mean()),
+            "normalised": None,
+        }
+        for stage, row in zip(stages, ms, strict=True)
+        for replica, mean in zip(trace.replicas, row, strict=True)
+    ]

@@ -1,17 +1,21 @@
-"""Which operation waits for which, in one step of a Megatron job with 1F1B (the study's dependency model).
+"""Which operation waits for which, in one step of a Megatron job with 1F1B (the study's dependency
+model).
 
-On a rank, passes follow each other as recorded; a receive comes before the pass it feeds and after the one before
-that, a send after the pass it sends from; each kind of transfer has a queue of its own. Parameters are gathered before
-the first forward; after the last backward follow the gradients of layer norms and embeddings, those of the rest,
-clipping, and the optimizer. A transfer is done by a group, and begins when its last member has:
+On a rank, passes follow each other as recorded; a receive comes before the pass it feeds and after
+the one before that, a send after the pass it sends from; each kind of transfer has a queue of its
+own. Parameters are gathered before the first forward; after the last backward follow the gradients
+of layer norms and embeddings, those of the rest, clipping, and the optimizer. A transfer is done by
+a group, and begins when its last member has:
 
-    end of a transfer = latest start in its group + transfer time; end of the rest = start + duration
+    end of a transfer = latest start in its group + transfer time; end of the rest = start +
+    duration
 
-Interleaved stages hold several parts of the model each (part c of stage s is the model's c × stages + s), so what the
-last stage sends goes to the next part on the first one. Each part's parameters are gathered before its first forward;
-where gradients are reduced beside backward passes, each part's follow its last backward. Recorders write a transfer for
-every pass then, also for those at the model's ends, which move nothing; transfers that belong to no pass, after the
-last or before the first of a step; and may lack the very first receive. The order of passes is the recorded one. (The
+Interleaved stages hold several parts of the model each (part c of stage s is the model's c × stages
++ s), so what the last stage sends goes to the next part on the first one. Each part's parameters
+are gathered before its first forward; where gradients are reduced beside backward passes, each
+part's follow its last backward. Recorders write a transfer for every pass then, also for those at
+the model's ends, which move nothing; transfers that belong to no pass, after the last or before the
+first of a step; and may lack the very first receive. The order of passes is the recorded one. (The
 three published traces have whole stages; this is what the study's program says of the others.)
 """
 
@@ -38,7 +42,8 @@ from disttrain_cli.analysis.study.operations import (
 from disttrain_cli.analysis.study.reader import StudyTrace
 from disttrain_cli.analysis.walk import Floats, Ints, Walk, walk_of
 
-#: What lies this many seconds before it can have happened is a contradiction of clocks, and counts as no time.
+# : What lies this many seconds before it can have happened is a contradiction of clocks, and counts
+# as no time.
 CLOCKS_APART_S = 1e-2
 
 
@@ -48,7 +53,8 @@ class NoGraphError(Exception):
 
 @dataclass(frozen=True)
 class StudyGraph:
-    """Operations of all replicas [operations], and how they wait for each other, in the columns of the trace."""
+    """Operations of all replicas [operations], and how they wait for each other, in the columns of
+    the trace."""
 
     trace: StudyTrace  # on one clock
     optype: NDArray[np.str_]
@@ -60,11 +66,13 @@ class StudyGraph:
     depth: Ints  # of a pass, the part of the model: its stage, where stages are whole
     walk: Walk  # every operation twice: as it begins, and as it ends
     launch: Floats  # [operations, steps] seconds from when it could begin to when it did
-    taken: Floats  # [operations, steps] seconds it took: of a transfer, from the latest start in its group
+    # [operations, steps] seconds it took: of a transfer, from the latest start in its group
+    taken: Floats
     contradictions: int  # ends before the latest start of the group
 
     def replay(self, taken: Floats, launch: Floats | None = None) -> Floats:
-        """Seconds of every step [steps] if operations take so long and nothing, or `launch`, holds them up."""
+        """Seconds of every step [steps] if operations take so long and nothing, or `launch`, holds
+        them up."""
         time = np.concatenate([np.zeros_like(taken) if launch is None else launch, taken])
         return np.asarray(self.walk.ends(time[self.walk.place]).max(axis=0), dtype=np.float64)
 
@@ -79,44 +87,78 @@ def graph_of(trace: StudyTrace) -> StudyGraph:
     trace = on_one_clock(trace, groups)
     count, replicas = len(trace.optype), len(trace.replicas)
     total = count * replicas
-    waits = [np.array(sorted(own), dtype=np.int64) + replica * count for replica in range(replicas) for own in after]
+    waits = [
+        np.array(sorted(own), dtype=np.int64) + replica * count
+        for replica in range(replicas)
+        for own in after
+    ]
     together = [np.array([node], dtype=np.int64) for node in range(total)]
     for group in groups:
         members = [np.array(group, dtype=np.int64) + replica * count for replica in range(replicas)]
         every = np.concatenate(members)
         for node in every:
-            together[node] = every if trace.optype[group[0]] in OVER_REPLICAS else members[node // count]
-    walk = walk_of(np.full(2 * total, -1, dtype=np.int64), [*(own + total for own in waits), *together])
+            together[node] = (
+                every if trace.optype[group[0]] in OVER_REPLICAS else members[node // count]
+            )
+    walk = walk_of(
+        np.full(2 * total, -1, dtype=np.int64), [*(own + total for own in waits), *together]
+    )
     if walk is None:
-        raise NoGraphError("the recorded order of its operations contradicts itself (clocks apart?)")
-    launch = np.stack([trace.start[node] - (trace.end[own].max(axis=0) if len(own) else 0.0)
-                       for node, own in enumerate(waits)])
-    taken = np.stack([trace.end[node] - trace.start[own].max(axis=0) for node, own in enumerate(together)])
+        raise NoGraphError(
+            "the recorded order of its operations contradicts itself (clocks apart?)"
+        )
+    launch = np.stack(
+        [
+            trace.start[node] - (trace.end[own].max(axis=0) if len(own) else 0.0)
+            for node, own in enumerate(waits)
+        ]
+    )
+    taken = np.stack(
+        [trace.end[node] - trace.start[own].max(axis=0) for node, own in enumerate(together)]
+    )
     contradictions = int((taken <= -CLOCKS_APART_S).sum())
     return StudyGraph(
-        trace=trace, optype=np.tile(trace.optype, replicas), stage=np.tile(trace.stage, replicas),
-        replica=np.repeat(trace.replicas, count), rank=trace.rank.reshape(-1), seq=np.tile(trace.seq, replicas),
-        slot=np.tile(trace.slot, replicas), depth=np.tile(_depth(trace), replicas),
-        walk=walk, launch=np.where(launch <= -CLOCKS_APART_S, 0.0, launch),
-        taken=np.where(taken <= -CLOCKS_APART_S, 0.0, taken), contradictions=contradictions)
+        trace=trace,
+        optype=np.tile(trace.optype, replicas),
+        stage=np.tile(trace.stage, replicas),
+        replica=np.repeat(trace.replicas, count),
+        rank=trace.rank.reshape(-1),
+        seq=np.tile(trace.seq, replicas),
+        slot=np.tile(trace.slot, replicas),
+        depth=np.tile(_depth(trace), replicas),
+        walk=walk,
+        launch=np.where(launch <= -CLOCKS_APART_S, 0.0, launch),
+        taken=np.where(taken <= -CLOCKS_APART_S, 0.0, taken),
+        contradictions=contradictions,
+    )
 
 
 def _one_replica(trace: StudyTrace) -> tuple[list[set[int]], list[list[int]]]:
-    """By operation, those of its rank that it waits for; and the groups that do a transfer together."""
+    """By operation, those of its rank that it waits for; and the groups that do a transfer
+    together."""
     after: list[set[int]] = [set() for _ in trace.optype]
     stages = int(trace.stage.max()) + 1
-    own = [{kind: _of(trace, stage, kind) for kind in np.unique(trace.optype).tolist()} for stage in range(stages)]
+    own = [
+        {kind: _of(trace, stage, kind) for kind in np.unique(trace.optype).tolist()}
+        for stage in range(stages)
+    ]
     crossing = []
     for stage, kinds in enumerate(own):
         crossing.append(_passes(trace, stage, kinds, after))
         _update(trace, kinds, after)
-    groups = [[op] for kinds in own for kind in (GATHER, SCATTER, SEPARATE) for op in kinds.get(kind, [])]
+    groups = [
+        [op] for kinds in own for kind in (GATHER, SCATTER, SEPARATE) for op in kinds.get(kind, [])
+    ]
     groups.append([op for kinds in own for op in kinds.get(CLIP, [])])
     groups.append([op for kinds in (own[0], own[-1])[:stages] for op in kinds.get(EMBEDDING, [])])
     for stage in range(stages):  # after the last comes the first, with its next part
         following = (stage + 1) % stages
-        groups += _pairs(trace, crossing[stage]["forward-send"], crossing[following]["forward-recv"])
-        groups += _pairs(trace, crossing[following]["backward-send"], crossing[stage]["backward-recv"])
+        groups += _pairs(
+            trace, crossing[stage]["forward-send"], crossing[following]["forward-recv"]
+        )
+        groups += _pairs(
+            trace, crossing[following]["backward-send"], crossing[stage]["backward-recv"]
+        )
     return after, [group for group in groups if group]
 
 
@@ -131,27 +173,42 @@ def _depth(trace: StudyTrace) -> Ints:
     return trace.chunk.clip(0) * (trace.stage.max() + 1) + trace.stage
 
 
-def _pairs(trace: StudyTrace, sends: list[tuple[int, int]], receives: list[tuple[int, int]]) -> list[list[int]]:
-    """The two sides of every transfer, in order; each is given with the part of the model that it leads to."""
+def _pairs(
+    trace: StudyTrace, sends: list[tuple[int, int]], receives: list[tuple[int, int]]
+) -> list[list[int]]:
+    """The two sides of every transfer, in order; each is given with the part of the model that it
+    leads to."""
     if [part for _, part in sends] != [part for _, part in receives]:
         kinds = [str(trace.optype[side[0][0]]) for side in (sends, receives) if side]
-        raise NoGraphError(f"its {' and '.join(kinds)} do not match: {len(sends)} against {len(receives)}, or in "
-                           "another order")
+        raise NoGraphError(
+            f"its {' and '.join(kinds)} do not match: {len(sends)} against {len(receives)}, or in "
+            "another order"
+        )
     return [[send, receive] for (send, _), (receive, _) in zip(sends, receives, strict=True)]
 
 
-def _passes(trace: StudyTrace, stage: int, kinds: dict[str, list[int]],
-            after: list[set[int]]) -> dict[str, list[tuple[int, int]]]:
+def _passes(
+    trace: StudyTrace, stage: int, kinds: dict[str, list[int]], after: list[set[int]]
+) -> dict[str, list[tuple[int, int]]]:
     """What the passes and transfers of a stage wait for.
 
-    Returns: by kind of transfer those that have another side, with the part of the model that each leads to.
+    Returns: by kind of transfer those that have another side, with the part of the model that each
+    leads to.
     """
     depth = _depth(trace)
-    parts, crossing = trace.chunks * (int(trace.stage.max()) + 1), dict[str, list[tuple[int, int]]]()
-    passes = sorted([*kinds.get(FORWARD, []), *kinds.get(BACKWARD, [])],
-                    key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op]))
+    parts, crossing = (
+        trace.chunks * (int(trace.stage.max()) + 1),
+        dict[str, list[tuple[int, int]]](),
+    )
+    passes = sorted(
+        [*kinds.get(FORWARD, []), *kinds.get(BACKWARD, [])],
+        key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op]),
+    )
     _chain(passes, after)
-    for direction, own in (("forward", kinds.get(FORWARD, [])), ("backward", kinds.get(BACKWARD, []))):
+    for direction, own in (
+        ("forward", kinds.get(FORWARD, [])),
+        ("backward", kinds.get(BACKWARD, [])),
+    ):
         if not own:
             raise NoGraphError(f"stage {stage} has no {direction} passes")
         ahead = 1 if direction == "forward" else -1
@@ -167,7 +224,9 @@ def _passes(trace: StudyTrace, stage: int, kinds: dict[str, list[int]],
                     after[own[number]].add(transfer)
                     after[transfer] |= {own[number - 1]} if number else set()
                 if crosses[number]:
-                    crossing[kind].append((transfer, int(depth[own[number]]) + ahead * kind.endswith("send")))
+                    crossing[kind].append(
+                        (transfer, int(depth[own[number]]) + ahead * kind.endswith("send"))
+                    )
     first = passes.index(kinds[BACKWARD][0])
     if first >= 2:
         for kind in ("backward-recv", "backward-send"):
@@ -176,12 +235,21 @@ def _passes(trace: StudyTrace, stage: int, kinds: dict[str, list[int]],
     return crossing
 
 
-def _of_passes(trace: StudyTrace, stage: int, kind: str, transfers: list[int], passes: list[int],
-               crosses: list[bool]) -> list[tuple[int, int]]:
+def _of_passes(
+    trace: StudyTrace,
+    stage: int,
+    kind: str,
+    transfers: list[int],
+    passes: list[int],
+    crosses: list[bool],
+) -> list[tuple[int, int]]:
     """Transfers of one kind, each with the number of the pass that it feeds or sends from."""
     if not any(crosses):
         return []
-    every, needed = list(range(len(passes))), [number for number, does in enumerate(crosses) if does]
+    every, needed = (
+        list(range(len(passes))),
+        [number for number, does in enumerate(crosses) if does],
+    )
     if len(transfers) > len(passes) and kind.endswith("recv"):
         transfers = [one for one in transfers if trace.start[one, 0] <= trace.start[passes[-1], 0]]
     elif len(transfers) > len(passes):
@@ -190,21 +258,31 @@ def _of_passes(trace: StudyTrace, stage: int, kind: str, transfers: list[int], p
     for numbers in (every, needed, lacking):
         if len(transfers) == len(numbers):
             return list(zip(transfers, numbers, strict=True))
-    raise NoGraphError(f"stage {stage} has {len(needed)} {kind.split('-')[0]} passes that need a {kind}, but "
-                       f"{len(transfers)} of these")
+    raise NoGraphError(
+        f"stage {stage} has {len(needed)} {kind.split('-')[0]} passes that need a {kind}, but "
+        f"{len(transfers)} of these"
+    )
 
 
 def _update(trace: StudyTrace, kinds: dict[str, list[int]], after: list[set[int]]) -> None:
     """What gathering, reduction and optimizer of a stage wait for."""
     gathers, scatters = kinds.get(GATHER, []), kinds.get(SCATTER, [])
-    _chain(sorted([*gathers, *scatters], key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op])), after)
+    _chain(
+        sorted(
+            [*gathers, *scatters],
+            key=lambda op: (trace.start[op, 0], trace.seq[op], trace.optype[op]),
+        ),
+        after,
+    )
     for part, gather in {trace.chunk[op]: op for op in gathers}.items():
         after[_of_part(trace, kinds[FORWARD], part)[0]].add(gather)
     last = kinds[BACKWARD][-1]
     overlapped = bool(kinds.get(SEPARATE))
     for part, scatter in {trace.chunk[op]: op for op in reversed(scatters) if overlapped}.items():
         after[scatter].add(_of_part(trace, kinds[BACKWARD], part)[-1])
-    closing = [op for kind in CLOSING if not (overlapped and kind == SCATTER) for op in kinds.get(kind, [])]
+    closing = [
+        op for kind in CLOSING if not (overlapped and kind == SCATTER) for op in kinds.get(kind, [])
+    ]
     _chain([last, *closing], after)
     if overlapped and scatters:
         following = [op for op in closing if trace.optype[op] != "gc"]

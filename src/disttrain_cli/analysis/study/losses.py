@@ -1,9 +1,10 @@
 """Lost seconds of an operation-level trace by cause, as `analysis.losses` has them for our own.
 
-The ideal is the study's, slow ranks left out: one unit whose stages are equal. No row tells the work of a microbatch,
-so it is taken from what its passes have in common: the median, over stages and directions, of their time over the mean
-of their rank (and part of the model). What then differs is the stage, the rank, communication (and the optimizer), and
-the host: launch delays, loading data among them.
+The ideal is the study's, slow ranks left out: one unit whose stages are equal. No row tells the
+work of a microbatch, so it is taken from what its passes have in common: the median, over stages
+and directions, of their time over the mean of their rank (and part of the model). What then differs
+is the stage, the rank, communication (and the optimizer), and the host: launch delays, loading data
+among them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
     own = np.flatnonzero(np.isin(graph.optype, (FORWARD, BACKWARD)))
     passes = passes_of(graph)
     compute, ideal = graph.taken[own], ideal_of(graph)
-    parts = [why.mean, why.mean, why.uneven, why.worked, why.staged, why.ranked]  # of one unit, its share is right
+    parts = [
+        why.mean,
+        why.mean,
+        why.uneven,
+        why.worked,
+        why.staged,
+        why.ranked,
+    ]  # of one unit, its share is right
     times = [graph.replay(_with(ideal, own, part)) for part in parts]
     times.append(graph.replay(_with(graph.taken, own, why.ranked)))
     times += [times[-1], graph.replay(graph.taken, graph.launch), replays.measured]
@@ -47,19 +55,37 @@ def split_study(graph: StudyGraph, replays: Replays, why: Explained) -> Losses:
     late = (graph.taken - ideal).clip(0.0)
     late[own] = 0.0
     return Losses(
-        ideal=times[0], measured=replays.measured, lost=successive(times), busy=per_rank(passes, why.staged),
-        data_wait={}, links={(UNIT, int(stage)): float(late[graph.stage == stage].sum(axis=0).mean())
-                             for stage in np.unique(graph.stage)},
-        gap={int(rank): float(graph.launch[graph.rank == rank].clip(0.0).sum(axis=0).mean()) for rank in ranks},
-        crowded=0.0, steps=graph.trace.steps, **factors(passes, compute, why))
+        ideal=times[0],
+        measured=replays.measured,
+        lost=successive(times),
+        busy=per_rank(passes, why.staged),
+        data_wait={},
+        links={
+            (UNIT, int(stage)): float(late[graph.stage == stage].sum(axis=0).mean())
+            for stage in np.unique(graph.stage)
+        },
+        gap={
+            int(rank): float(graph.launch[graph.rank == rank].clip(0.0).sum(axis=0).mean())
+            for rank in ranks
+        },
+        crowded=0.0,
+        steps=graph.trace.steps,
+        **factors(passes, compute, why),
+    )
 
 
 def passes_of(graph: StudyGraph) -> Passes:
     """Forward and backward passes among the operations."""
     own = np.isin(graph.optype, (FORWARD, BACKWARD))
-    return Passes(rank=graph.rank[own], slot=graph.slot[own], backward=graph.optype[own] == BACKWARD,
-                  unit=[UNIT] * int(own.sum()), stage=graph.stage[own], replica=graph.replica[own],
-                  depth=graph.depth[own])
+    return Passes(
+        rank=graph.rank[own],
+        slot=graph.slot[own],
+        backward=graph.optype[own] == BACKWARD,
+        unit=[UNIT] * int(own.sum()),
+        stage=graph.stage[own],
+        replica=graph.replica[own],
+        depth=graph.depth[own],
+    )
 
 
 def _with(taken: Floats, own: np.ndarray, compute: Floats) -> Floats:
@@ -70,8 +96,11 @@ def _with(taken: Floats, own: np.ndarray, compute: Floats) -> Floats:
 
 
 def _work(passes: Passes, compute: Floats) -> Floats:
-    """Work of every pass over the mean, [passes, steps], from what the passes of a microbatch have in common."""
-    ratio = compute / np.maximum(group_mean(compute, passes.groups("rank", "depth", "backward")), 1e-12)
+    """Work of every pass over the mean, [passes, steps], from what the passes of a microbatch have
+    in common."""
+    ratio = compute / np.maximum(
+        group_mean(compute, passes.groups("rank", "depth", "backward")), 1e-12
+    )
     work = np.empty_like(ratio)
     microbatches = passes.groups("replica", "slot")
     for microbatch in np.unique(microbatches):

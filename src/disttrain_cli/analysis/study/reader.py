@@ -1,9 +1,11 @@
-"""Reading operation-level Parquet: one row per operation of a rank; the steps and replicas that are whole are kept.
+"""Reading operation-level Parquet: one row per operation of a rank; the steps and replicas that are
+whole are kept.
 
-A row's rank is a worker: its place (dp_rank, stage). `seq_id` counts the operations of one type of a worker in a step;
-`mc` is the part of a stage that it works on where stages are interleaved (the model's part mc × stages + stage), and
-else 0, or -1 where that does not apply. It belongs to what an operation is, so steps whose passes go through the parts
-in another order than usual count as not whole.
+A row's rank is a worker: its place (dp_rank, stage). `seq_id` counts the operations of one type of
+a worker in a step; `mc` is the part of a stage that it works on where stages are interleaved (the
+model's part mc × stages + stage), and else 0, or -1 where that does not apply. It belongs to what
+an operation is, so steps whose passes go through the parts in another order than usual count as not
+whole.
 """
 
 from __future__ import annotations
@@ -25,12 +27,22 @@ from disttrain_cli.errors import DataError
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-COLUMNS = {"dp_rank": "BIGINT", "stage": "BIGINT", "rank": "BIGINT", "step": "BIGINT", "optype": "VARCHAR",
-           "start_ts": "DOUBLE", "duration": "DOUBLE", "seq_id": "BIGINT", "mc": "BIGINT", "mb_id": "BIGINT",
-           "gmc": "BIGINT"}
+COLUMNS = {
+    "dp_rank": "BIGINT",
+    "stage": "BIGINT",
+    "rank": "BIGINT",
+    "step": "BIGINT",
+    "optype": "VARCHAR",
+    "start_ts": "DOUBLE",
+    "duration": "DOUBLE",
+    "seq_id": "BIGINT",
+    "mc": "BIGINT",
+    "mb_id": "BIGINT",
+    "gmc": "BIGINT",
+}
 TIMES = ("start_ts", "duration")
-#: A pass over a microbatch takes no longer. Beyond it times are no seconds: the unit, how many of it are a second, and
-#: the longest median pass for which they are taken for it.
+# : A pass over a microbatch takes no longer. Beyond it times are no seconds: the unit, how many of
+# it are a second, and : the longest median pass for which they are taken for it.
 LONGEST_PASS_S = 100
 _UNITS = (("s", 1, LONGEST_PASS_S), ("ms", 10**3, 10**3), ("µs", 10**6, 10**7))
 #: Steps that are read, spread evenly, so that memory does not grow with the length of a job.
@@ -62,7 +74,8 @@ class StudyTrace:
 
 
 def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
-    """A connection with the view `operations` over the files that can be read, and what was left out.
+    """A connection with the view `operations` over the files that can be read, and what was left
+    out.
 
     Raises:
         DataError: no file can be read, or none has the study's columns.
@@ -77,14 +90,24 @@ def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
         else:
             warnings.append(f"{file}: {problem}; left out")
     if not read:
-        raise DataError("No operation-level trace can be read", "; ".join(warnings[:5]),
-                        f"A Parquet file with the columns {', '.join(COLUMNS)} is needed.")
+        raise DataError(
+            "No operation-level trace can be read",
+            "; ".join(warnings[:5]),
+            f"A Parquet file with the columns {', '.join(COLUMNS)} is needed.",
+        )
     unit, per_s = _unit(connection, read)
     if per_s > 1:
-        warnings.append(f"a pass would take over {LONGEST_PASS_S} s if times were seconds: they are taken for {unit}")
-    casts = ", ".join(f"CAST({column} AS {kind}){f' / {per_s}' * (column in TIMES)} AS {column}"
-                      for column, kind in COLUMNS.items())
-    connection.execute(f"CREATE VIEW operations AS SELECT {casts} FROM read_parquet({_quoted(read)})")
+        warnings.append(
+            f"a pass would take over {LONGEST_PASS_S} s if times were seconds: they are taken for"
+            f" {unit}"
+        )
+    casts = ", ".join(
+        f"CAST({column} AS {kind}){f' / {per_s}' * (column in TIMES)} AS {column}"
+        for column, kind in COLUMNS.items()
+    )
+    connection.execute(
+        f"CREATE VIEW operations AS SELECT {casts} FROM read_parquet({_quoted(read)})"
+    )
     connection.execute(f"SET allowed_paths = {_quoted(read)}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
@@ -96,16 +119,22 @@ def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> 
     import duckdb
 
     try:
-        found = connection.execute(f"DESCRIBE SELECT * FROM read_parquet({_quoted([file])})").fetchall()
+        found = connection.execute(
+            f"DESCRIBE SELECT * FROM read_parquet({_quoted([file])})"
+        ).fetchall()
         missing = [column for column in COLUMNS if column not in {name for name, *_ in found}]
         if missing:
             return f"lacks the column(s) {', '.join(missing)}"
         ours = f"(SELECT DISTINCT rank, step FROM read_parquet({_quoted([file])}))"
         if not connection.execute(f"SELECT count(*) FROM {ours}").fetchall()[0][0]:
             return "has no rows"
-        if before and connection.execute(
-                f"SELECT count(*) FROM {ours} JOIN (SELECT DISTINCT rank, step FROM read_parquet({_quoted(before)})) "
-                "USING (rank, step)").fetchall()[0][0]:
+        if (
+            before
+            and connection.execute(
+                f"SELECT count(*) FROM {ours} JOIN (SELECT DISTINCT rank, step FROM"
+                f" read_parquet({_quoted(before)})) USING (rank, step)"
+            ).fetchall()[0][0]
+        ):
             return "holds ranks and steps once more, so it is another job"
     except duckdb.Error:
         return "is damaged or half-written"
@@ -113,20 +142,29 @@ def _problem(connection: DuckDBPyConnection, file: Path, before: list[Path]) -> 
 
 
 def _unit(connection: DuckDBPyConnection, files: list[Path]) -> tuple[str, int]:
-    """The unit of the times, and how many of it are a second: as the median pass tells, which takes 1 ms to 100 s."""
+    """The unit of the times, and how many of it are a second: as the median pass tells, which takes
+    1 ms to 100 s."""
     import duckdb
 
     try:
         usual = connection.execute(
             f"SELECT median(CAST(duration AS DOUBLE)) FROM read_parquet({_quoted(files)}) "
-            "WHERE list_contains($passes, optype)", {"passes": [FORWARD, BACKWARD]}).fetchall()[0][0]
+            "WHERE list_contains($passes, optype)",
+            {"passes": [FORWARD, BACKWARD]},
+        ).fetchall()[0][0]
     except duckdb.Error:  # what is wrong is said when the rows are read
         return "s", 1
-    return next(((unit, per_s) for unit, per_s, longest in _UNITS if (usual or 0.0) <= longest), ("ns", 10**9))
+    return next(
+        ((unit, per_s) for unit, per_s, longest in _UNITS if (usual or 0.0) <= longest),
+        ("ns", 10**9),
+    )
 
 
 def _quoted(files: list[Path]) -> str:
-    names = ("".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(file.resolve())) for file in files)
+    names = (
+        "".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(file.resolve()))
+        for file in files
+    )
     return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
 
 
@@ -134,44 +172,77 @@ def read_study(files: list[Path]) -> StudyTrace:
     """The steps and replicas of a job that are whole.
 
     Raises:
-        DataError: nothing can be read, or no step or no replica is whole; says which ranks and operations lack.
+        DataError: nothing can be read, or no step or no replica is whole; says which ranks and
+        operations lack.
     """
     import duckdb
 
     connection, warnings = open_study(files)
     try:
-        numbers = [row[0] for row in connection.execute(
-            "SELECT DISTINCT step FROM operations WHERE step IS NOT NULL ORDER BY step").fetchall()]
-        chosen = numbers if len(numbers) <= MOST_STEPS else [
-            numbers[place] for place in np.linspace(0, len(numbers) - 1, MOST_STEPS).astype(int)]
+        numbers = [
+            row[0]
+            for row in connection.execute(
+                "SELECT DISTINCT step FROM operations WHERE step IS NOT NULL ORDER BY step"
+            ).fetchall()
+        ]
+        chosen = (
+            numbers
+            if len(numbers) <= MOST_STEPS
+            else [
+                numbers[place] for place in np.linspace(0, len(numbers) - 1, MOST_STEPS).astype(int)
+            ]
+        )
         if len(chosen) < len(numbers):
             warnings.append(f"{len(chosen)} of {len(numbers)} steps are analysed, spread evenly")
-        bad = connection.execute(f"SELECT count(*) FROM operations WHERE NOT ({_SOUND})").fetchall()[0][0]
+        bad = connection.execute(
+            f"SELECT count(*) FROM operations WHERE NOT ({_SOUND})"
+        ).fetchall()[0][0]
         if bad:
             warnings.append(f"{bad} row(s) have no place, no time or a negative duration; left out")
-        unknown = [row[0] for row in connection.execute(
-            "SELECT DISTINCT optype FROM operations WHERE NOT list_contains($known, optype) ORDER BY 1",
-            {"known": list(KNOWN)}).fetchall()]
+        unknown = [
+            row[0]
+            for row in connection.execute(
+                "SELECT DISTINCT optype FROM operations WHERE NOT list_contains($known, optype)"
+                " ORDER BY 1",
+                {"known": list(KNOWN)},
+            ).fetchall()
+        ]
         if unknown:
-            warnings.append(f"operations of unknown types are left out: {', '.join(map(repr, unknown[:5]))}")
+            warnings.append(
+                f"operations of unknown types are left out: {', '.join(map(repr, unknown[:5]))}"
+            )
         columns = connection.execute(
             "SELECT * REPLACE (greatest(coalesce(mc, -1), -1) AS mc) FROM operations "
             f"WHERE list_contains($steps, step) AND list_contains($known, optype) AND {_SOUND}",
-            {"steps": chosen, "known": list(KNOWN)}).fetchnumpy()
+            {"steps": chosen, "known": list(KNOWN)},
+        ).fetchnumpy()
     except duckdb.Error as error:
-        raise DataError("The trace cannot be read", str(error).splitlines()[0],
-                        "Delete the damaged file.") from None
+        raise DataError(
+            "The trace cannot be read", str(error).splitlines()[0], "Delete the damaged file."
+        ) from None
     if not len(columns["step"]):
-        raise DataError("The trace holds no operation with a place and a time", "; ".join(warnings[:5]),
-                        "Record the job again.")
-    return _whole({name: np.asarray(values) for name, values in columns.items()}, files, len(numbers), warnings)
+        raise DataError(
+            "The trace holds no operation with a place and a time",
+            "; ".join(warnings[:5]),
+            "Record the job again.",
+        )
+    return _whole(
+        {name: np.asarray(values) for name, values in columns.items()},
+        files,
+        len(numbers),
+        warnings,
+    )
 
 
-_SOUND = ("coalesce(dp_rank >= 0 AND stage >= 0 AND rank >= 0 AND seq_id >= 0 AND duration >= 0 "
-          "AND isfinite(start_ts) AND isfinite(duration) AND optype IS NOT NULL, false)")
+_SOUND = (
+    "coalesce(dp_rank >= 0 AND stage >= 0 AND rank >= 0 AND seq_id >= 0 AND duration >= 0 "
+    "AND isfinite(start_ts) AND isfinite(duration) AND optype IS NOT NULL, false)"
+)
 
 
-def _whole(columns: dict[str, Any], files: list[Path], recorded: int, warnings: list[str]) -> StudyTrace:
+def _whole(
+    columns: dict[str, Any], files: list[Path], recorded: int, warnings: list[str]
+) -> StudyTrace:
     """Arrange the rows by replica, operation and step; leave out what is not whole, and say so."""
     steps, step = np.unique(columns["step"], return_inverse=True)
     names, kind = np.unique(columns["optype"].astype(str), return_inverse=True)
@@ -195,42 +266,76 @@ def _whole(columns: dict[str, Any], files: list[Path], recorded: int, warnings: 
     usual = there.mean(axis=2).max(axis=0) >= USUAL_SHARE
     found = np.unique(columns["stage"][first][usual])
     if len(found) < stages:
-        raise DataError(f"The trace has no rows of stage {_missing(found, stages)[0]}",
-                        f"the last stage is {stages - 1}; operations of {len(found)} are there", "Record all ranks.")
-    kept = [place for place in range(len(replicas)) if _replica_is_whole(
-        place, replicas, there[:, usual], columns["stage"][first][usual], warnings)]
+        raise DataError(
+            f"The trace has no rows of stage {_missing(found, stages)[0]}",
+            f"the last stage is {stages - 1}; operations of {len(found)} are there",
+            "Record all ranks.",
+        )
+    kept = [
+        place
+        for place in range(len(replicas))
+        if _replica_is_whole(
+            place, replicas, there[:, usual], columns["stage"][first][usual], warnings
+        )
+    ]
     gone = _missing(replicas, int(replicas.max()) + 1)
     if gone:
-        warnings.append(f"replica(s) {_listed(gone)} are not in the trace: figures are of the others")
+        warnings.append(
+            f"replica(s) {_listed(gone)} are not in the trace: figures are of the others"
+        )
     if not kept:
-        raise DataError("No replica is whole: ranks are missing from each", "; ".join(warnings[-5:]),
-                        "Record all ranks.")
+        raise DataError(
+            "No replica is whole: ranks are missing from each",
+            "; ".join(warnings[-5:]),
+            "Record all ranks.",
+        )
     there = there[kept][:, usual]
     whole = there.all(axis=(0, 1))
     if not whole.all():
         lacking = steps[~whole].tolist()
-        warnings.append(f"{len(lacking)} step(s) lack operations that the others have and are left out: "
-                        f"{_listed(lacking)}")
+        warnings.append(
+            f"{len(lacking)} step(s) lack operations that the others have and are left out: "
+            f"{_listed(lacking)}"
+        )
     if not whole.any():
-        raise DataError("No step is whole: operations are missing from each", "; ".join(warnings[-5:]),
-                        "Record the job again.")
+        raise DataError(
+            "No step is whole: operations are missing from each",
+            "; ".join(warnings[-5:]),
+            "Record the job again.",
+        )
     if not usual.all():
         warnings.append(f"{int((~usual).sum())} operation(s) are in few steps only and left out")
     start, end, rank = (values[kept][:, usual] for values in (start, end, rank))
     start, end = start[..., whole], end[..., whole]
     origin = start.min(axis=(0, 1))
     start, end = ((values - origin).reshape(-1, len(origin)) for values in (start, end))
-    stage, seq, chunk = (columns[name][first][usual].astype(np.int64) for name in ("stage", "seq_id", "mc"))
+    stage, seq, chunk = (
+        columns[name][first][usual].astype(np.int64) for name in ("stage", "seq_id", "mc")
+    )
     optype = names[kind[first][usual]]
     return StudyTrace(
-        files=files, steps=steps[whole].astype(np.int64), steps_recorded=recorded, optype=optype, stage=stage, seq=seq,
-        chunk=chunk, slot=_slots(optype, stage, chunk, seq, chunks), replicas=replicas[kept].astype(np.int64),
-        rank=rank, origin=origin, start=start, end=end, chunks=chunks, present=len(kept) / (int(replicas.max()) + 1),
-        warnings=warnings)
+        files=files,
+        steps=steps[whole].astype(np.int64),
+        steps_recorded=recorded,
+        optype=optype,
+        stage=stage,
+        seq=seq,
+        chunk=chunk,
+        slot=_slots(optype, stage, chunk, seq, chunks),
+        replicas=replicas[kept].astype(np.int64),
+        rank=rank,
+        origin=origin,
+        start=start,
+        end=end,
+        chunks=chunks,
+        present=len(kept) / (int(replicas.max()) + 1),
+        warnings=warnings,
+    )
 
 
 def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks: int) -> Ints:
-    """The microbatch of every operation: a part of a stage has them in their order. -1 where it has none."""
+    """The microbatch of every operation: a part of a stage has them in their order. -1 where it has
+    none."""
     passes = np.isin(optype, (FORWARD, BACKWARD))
     slot = np.where(passes | (np.isin(optype, TRANSFERS) & (chunks == 1)), seq, -1)
     _, part = np.unique(np.stack([stage, chunk, optype == FORWARD]), axis=1, return_inverse=True)
@@ -240,24 +345,34 @@ def _slots(optype: NDArray[np.str_], stage: Ints, chunk: Ints, seq: Ints, chunks
     return slot
 
 
-def _replica_is_whole(place: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints,
-                      warnings: list[str]) -> bool:
+def _replica_is_whole(
+    place: int, replicas: Ints, there: NDArray[np.bool_], stages: Ints, warnings: list[str]
+) -> bool:
     """Whether a replica has every usual operation in most steps; says what it lacks."""
     lacks = there[place].mean(axis=1) < USUAL_SHARE
     if lacks.any():
         whole = [int(stage) for stage in np.unique(stages) if lacks[stages == stage].all()]
-        what = f"stage(s) {_listed(whole)} (ranks are missing)" if whole else f"{int(lacks.sum())} operation(s)"
-        warnings.append(f"replica {replicas[place]} lacks {what} and is left out: figures are of the others")
+        what = (
+            f"stage(s) {_listed(whole)} (ranks are missing)"
+            if whole
+            else f"{int(lacks.sum())} operation(s)"
+        )
+        warnings.append(
+            f"replica {replicas[place]} lacks {what} and is left out: figures are of the others"
+        )
     return not lacks.any()
 
 
 def _missing(numbers: Ints, count: int) -> list[int]:
-    """The first of 0 … count − 1 that are not among the numbers, at most as many as there are of these."""
+    """The first of 0 … count − 1 that are not among the numbers, at most as many as there are of
+    these."""
     return np.setdiff1d(np.arange(min(count, 2 * len(numbers))), numbers).tolist()
 
 
 def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+    return ", ".join(map(str, numbers[:5])) + (
+        f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    )
 
 
 def run_study_sql(files: list[Path], query: str) -> Table:

@@ -1,4 +1,5 @@
-"""What could be mended in an operation-level trace: what all formats have, and transfers and launch delays."""
+"""What could be mended in an operation-level trace: what all formats have, and transfers and launch
+delays."""
 
 from __future__ import annotations
 
@@ -23,13 +24,24 @@ from disttrain_cli.analysis.walk import Floats
 def study_causes(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> list[Finding]:
     """What slows the steps: of what operations take, and, as they are recorded, of when they begin.
 
-    When an operation is launched follows what others took: with them mended it would be launched earlier. So what is
-    mended of their times is tried on steps without launch delays, as the study has them.
+    When an operation is launched follows what others took: with them mended it would be launched
+    earlier. So what is mended of their times is tried on steps without launch delays, as the study
+    has them.
     """
-    slow, _ = find_causes(lambda state: graph.replay(*state), (graph.taken,), _suspects(graph, why, where))
-    delayed, _ = find_causes(lambda state: graph.replay(graph.taken, *state), (graph.launch,), by_rank(
-        "host", graph.rank, where, graph.launch.clip(0.0),
-        lambda own: lambda state: (np.where(own[:, None], 0.0, state[0]),)))
+    slow, _ = find_causes(
+        lambda state: graph.replay(*state), (graph.taken,), _suspects(graph, why, where)
+    )
+    delayed, _ = find_causes(
+        lambda state: graph.replay(graph.taken, *state),
+        (graph.launch,),
+        by_rank(
+            "host",
+            graph.rank,
+            where,
+            graph.launch.clip(0.0),
+            lambda own: lambda state: (np.where(own[:, None], 0.0, state[0]),),
+        ),
+    )
     late = bool(delayed) and (not slow or delayed[0].gain_s.mean() > slow[0].gain_s.mean())
     return [*delayed[:1], *slow] if late else [*slow, *delayed[:1]]
 
@@ -44,25 +56,39 @@ def _suspects(graph: StudyGraph, why: Explained, where: Mapping[int, Place]) -> 
         return (taken,)
 
     passes = passes_of(graph)
-    return [*of_passes(passes, why, scaled, where), *_stages(passes, why, scaled), *_transfers(graph, own),
-            *_hosts(graph, own, why, where)]
+    return [
+        *of_passes(passes, why, scaled, where),
+        *_stages(passes, why, scaled),
+        *_transfers(graph, own),
+        *_hosts(graph, own, why, where),
+    ]
 
 
 def _stages(passes: Passes, why: Explained, scaled: Scale) -> Iterator[Suspect]:
-    """Stages whose passes take longer than the median of the others': nothing tells whether they have more work."""
+    """Stages whose passes take longer than the median of the others': nothing tells whether they
+    have more work."""
     stages = np.unique(passes.stage)
     if len(stages) < 2:
         return
     for stage in stages.tolist():
         factor = np.ones_like(why.staged)
         for backward in (False, True):
-            own = {int(one): float(why.staged[(passes.stage == one) & (passes.backward == backward)].mean())
-                   for one in stages}
+            own = {
+                int(one): float(
+                    why.staged[(passes.stage == one) & (passes.backward == backward)].mean()
+                )
+                for one in stages
+            }
             others = float(np.median([ms for one, ms in own.items() if one != stage]))
-            factor[(passes.stage == stage) & (passes.backward == backward)] = min(1.0, others / own[stage])
-        yield Suspect("stage", Place(unit=UNIT, stage=stage),
-                      partial(scaled, factor=factor, more=np.zeros_like(factor)),
-                      most_s(passes, why.staged * (1 - factor)))
+            factor[(passes.stage == stage) & (passes.backward == backward)] = min(
+                1.0, others / own[stage]
+            )
+        yield Suspect(
+            "stage",
+            Place(unit=UNIT, stage=stage),
+            partial(scaled, factor=factor, more=np.zeros_like(factor)),
+            most_s(passes, why.staged * (1 - factor)),
+        )
 
 
 def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect]:
@@ -71,18 +97,29 @@ def _transfers(graph: StudyGraph, passes: NDArray[np.int64]) -> Iterator[Suspect
     late[passes] = 0.0
     for stage in np.unique(graph.stage):
         own = np.where((graph.stage == stage)[:, None], late, 0.0)
-        yield Suspect("communication", Place(unit=UNIT, stage=int(stage)), partial(_sooner, late=own),
-                      float(own.sum(axis=0).mean()))
+        yield Suspect(
+            "communication",
+            Place(unit=UNIT, stage=int(stage)),
+            partial(_sooner, late=own),
+            float(own.sum(axis=0).mean()),
+        )
 
 
 def _sooner(state: State, late: Floats) -> State:
     return (state[0] - late,)
 
 
-def _hosts(graph: StudyGraph, passes: NDArray[np.int64], why: Explained, where: Mapping[int, Place]) -> list[Suspect]:
+def _hosts(
+    graph: StudyGraph, passes: NDArray[np.int64], why: Explained, where: Mapping[int, Place]
+) -> list[Suspect]:
     """Passes that take what their rank's usually do."""
     steady, added = np.ones_like(graph.taken), np.zeros_like(graph.taken)
     steady[passes] = ratio(why.ranked, graph.taken[passes])
     added[passes] = (graph.taken[passes] - why.ranked).clip(0.0)
-    return by_rank("host", graph.rank, where, added,
-                   lambda own: lambda state: (state[0] * np.where(own[:, None], steady, 1.0),))
+    return by_rank(
+        "host",
+        graph.rank,
+        where,
+        added,
+        lambda own: lambda state: (state[0] * np.where(own[:, None], steady, 1.0),),
+    )

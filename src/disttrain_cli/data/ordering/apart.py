@@ -1,8 +1,9 @@
-"""Orders for a unit that holds all modules: nothing joins its replicas before the gradients are reduced.
+"""Orders for a unit that holds all modules: nothing joins its replicas before the gradients are
+reduced.
 
-So every replica has an order of its own, and a step takes as long as the slowest of them. A search over orders makes
-the slowest replica faster; where it finds nothing more, that replica exchanges a microbatch with one of the fastest,
-as long as the step's busiest stage stays level.
+So every replica has an order of its own, and a step takes as long as the slowest of them. A search
+over orders makes the slowest replica faster; where it finds nothing more, that replica exchanges a
+microbatch with one of the fastest, as long as the step's busiest stage stays level.
 """
 
 from __future__ import annotations
@@ -21,17 +22,25 @@ EVALUATIONS = 120_000  # of one replica's step, about, at most; fewer of many sl
 PARTNERS = 2  # the fastest replicas, with which an exchange is tried
 PAIRS = 1024  # of microbatches that are tried with each partner, at most
 LEAST_GAIN = 1e-4  # of a step, for an exchange
-LEVEL = 1.005  # times the mean of the busiest stage, that no replica's work on a stage may pass by an exchange
+# times the mean of the busiest stage, that no replica's work on a stage may pass by an exchange
+LEVEL = 1.005
 
 
 def order_apart(pipeline: Pipeline, places: Ints) -> Ints:
-    """Places [n, DP, M] with every replica's microbatches in the order that suits it, and some exchanged."""
+    """Places [n, DP, M] with every replica's microbatches in the order that suits it, and some
+    exchanged."""
     slots, replicas, _ = places.shape
     base = of_replica(pipeline, 0)
-    times = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()  # [R, n, 2, S]
+    times = (
+        np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()
+    )  # [R, n, 2, S]
     orders = np.array([_start(base, own) for own in times])
-    times_s = np.array([float(_times_s(base, own[order])[0]) for own, order in zip(times, orders, strict=True)])
-    who, which = np.divmod(np.arange(replicas * slots).reshape(replicas, slots), slots)  # where each came from
+    times_s = np.array(
+        [float(_times_s(base, own[order])[0]) for own, order in zip(times, orders, strict=True)]
+    )
+    who, which = np.divmod(
+        np.arange(replicas * slots).reshape(replicas, slots), slots
+    )  # where each came from
     settled = np.zeros(replicas, dtype=bool)  # whether a search over orders found nothing more
     left, pairs = affordable(EVALUATIONS, slots), affordable(PAIRS, slots)
     while left > 0:
@@ -52,8 +61,13 @@ def order_apart(pipeline: Pipeline, places: Ints) -> Ints:
         for replica in (slowest, partner):
             times_s[replica] = float(_times_s(base, times[replica][orders[replica]])[0])
             settled[replica] = False
-    return np.stack([places[which[replica, order], who[replica, order]] for replica, order in enumerate(orders)],
-                    axis=1)
+    return np.stack(
+        [
+            places[which[replica, order], who[replica, order]]
+            for replica, order in enumerate(orders)
+        ],
+        axis=1,
+    )
 
 
 def _start(base: Pipeline, times: Floats) -> Ints:
@@ -63,18 +77,22 @@ def _start(base: Pipeline, times: Floats) -> Ints:
     return starts[int(orders_s(_with(base, times), starts).argmin())]
 
 
-def _exchange(base: Pipeline, times: Floats, orders: Ints, times_s: Floats, slowest: int,
-              pairs: int) -> tuple[int, int, int] | None:
-    """(microbatch of the slowest replica, partner, its microbatch) after which both are fastest; None: no gain."""
+def _exchange(
+    base: Pipeline, times: Floats, orders: Ints, times_s: Floats, slowest: int, pairs: int
+) -> tuple[int, int, int] | None:
+    """(microbatch of the slowest replica, partner, its microbatch) after which both are fastest;
+    None: no gain."""
     slots, loads = orders.shape[1], times.sum(axis=(1, 2))  # [R, S]
     most = max(LEVEL * float(loads.mean(axis=0).max()), float(loads.max()))
     best: tuple[float, int, int, int] | None = None
-    mine, theirs = np.divmod(np.arange(0, slots**2, -(-slots**2 // pairs)), slots)
+    mine, theirs = np.divmod(np.arange(0, slots**2, -(-(slots**2) // pairs)), slots)
     for partner in np.argsort(times_s, kind="stable")[:PARTNERS].tolist():
         if partner == slowest:
             continue
-        both = np.maximum(_replaced_s(base, times[slowest], orders[slowest], mine, times[partner][theirs]),
-                          _replaced_s(base, times[partner], orders[partner], theirs, times[slowest][mine]))
+        both = np.maximum(
+            _replaced_s(base, times[slowest], orders[slowest], mine, times[partner][theirs]),
+            _replaced_s(base, times[partner], orders[partner], theirs, times[slowest][mine]),
+        )
         gained = (times[partner][theirs] - times[slowest][mine]).sum(axis=1)
         level = np.maximum(loads[slowest] + gained, loads[partner] - gained).max(axis=1) <= most
         both = np.where(level, both, np.inf)
@@ -87,7 +105,8 @@ def _exchange(base: Pipeline, times: Floats, orders: Ints, times_s: Floats, slow
 
 
 def _replaced_s(base: Pipeline, times: Floats, order: Ints, away: Ints, others: Floats) -> Floats:
-    """[K] times of a replica's order [n] with microbatch away[k] replaced by one that takes others[k] [2, S]."""
+    """[K] times of a replica's order [n] with microbatch away[k] replaced by one that takes
+    others[k] [2, S]."""
     cases = np.repeat(times[None], len(away), axis=0)  # [K, n, 2, S]
     cases[np.arange(len(away)), away] = others
     return _times_s(base, cases[:, order])
@@ -95,10 +114,14 @@ def _replaced_s(base: Pipeline, times: Floats, order: Ints, away: Ints, others: 
 
 def _times_s(base: Pipeline, times: Floats) -> Floats:
     """[K] times of one replica whose microbatches take times [..., n, 2, S]."""
-    cases = times.reshape(-1, *times.shape[-3:]).transpose(1, 3, 2, 0)[:, :, :, None]  # [n, S, 2, 1, K]
+    cases = times.reshape(-1, *times.shape[-3:]).transpose(1, 3, 2, 0)[
+        :, :, :, None
+    ]  # [n, S, 2, 1, K]
     return iterations_s(base, cases[:, :, 0], cases[:, :, 1])
 
 
 def _with(base: Pipeline, times: Floats) -> Pipeline:
     """One replica's pipeline with its own times [n, 2, S]."""
-    return dataclasses.replace(base, forward_s=times[:, 0, :, None], backward_s=times[:, 1, :, None])
+    return dataclasses.replace(
+        base, forward_s=times[:, 0, :, None], backward_s=times[:, 1, :, None]
+    )

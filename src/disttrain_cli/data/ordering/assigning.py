@@ -1,12 +1,13 @@
-"""Which sequences, images, clips and targets every replica gets in every slot of a step: pure functions.
+"""Which sequences, images, clips and targets every replica gets in every slot of a step: pure
+functions.
 
-Policy `none` keeps the packed order. Policy `paper` levels the sequences of the global batch over the LLM's
-replicas (each still gets n * M), levels each replica's microbatches, puts the k-th largest of every replica into
-one slot, and orders the slots by the interval rule.
-Under every policy encoders and generators on their own units are levelled image by image within a slot.
+Policy `none` keeps the packed order. Policy `paper` levels the sequences of the global batch over
+the LLM's replicas (each still gets n * M), levels each replica's microbatches, puts the k-th
+largest of every replica into one slot, and orders the slots by the interval rule. Under every
+policy encoders and generators on their own units are levelled image by image within a slot.
 
-`assign` gives the sequences their places from sizes alone, in training and in the planner's simulation;
-`order_step` adds the items of every replica, `loads.replica_loads` their amounts.
+`assign` gives the sequences their places from sizes alone, in training and in the planner's
+simulation; `order_step` adds the items of every replica, `loads.replica_loads` their amounts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ NO_ITEMS: Ints = np.zeros(0, dtype=np.int64)
 
 
 def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
-    """Costs where nothing was measured: tokens, patches read, positions heard, latent pixels generated."""
+    """Costs where nothing was measured: tokens, patches read, positions heard, latent pixels
+    generated."""
     costs = {inputs.llm: sizes.tokens}
     for image in inputs.images:
         costs[image.module] = sizes.per_sequence(sizes.patches)
@@ -43,10 +45,11 @@ def count_costs(sizes: Sizes, inputs: ModelInputs) -> dict[str, Ints]:
 
 
 def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
-    """Places of the sequences under the policies `none` and `paper`; `llm` names the LLM among the modules.
+    """Places of the sequences under the policies `none` and `paper`; `llm` names the LLM among the
+    modules.
 
-    Every sequence of the global batch has one place. Modules without costs count nothing; the policy `none` needs
-    no costs.
+    Every sequence of the global batch has one place. Modules without costs count nothing; the
+    policy `none` needs no costs.
     """
     dp, n, m = layout.unit_of(llm).dp, layout.microbatches, layout.microbatch_size
     assert dp * n * m == layout.global_batch_size
@@ -66,22 +69,27 @@ def assign(costs: Costs, layout: Layout, llm: str, policy: str) -> Assignment:
 def order_step(batch: Packing, layout: Layout, step: int, assignment: Assignment) -> StepOrder:
     """Order one global batch: the sequences step · BS … (step + 1) · BS - 1 of the stream.
 
-    Depends on nothing but its arguments. The set of sequences never changes, and every image, clip and target is
-    given to exactly one replica of each unit that works on it.
+    Depends on nothing but its arguments. The set of sequences never changes, and every image, clip
+    and target is given to exactly one replica of each unit that works on it.
     """
     assert len(batch) == layout.global_batch_size
     owners = _owners(batch, layout, assignment)
     return StepOrder(
         step=step,
-        slots=[_slot(batch, layout, members, {key: own[slot] for key, own in owners.items()})
-               for slot, members in enumerate(assignment.places)],
+        slots=[
+            _slot(batch, layout, members, {key: own[slot] for key, own in owners.items()})
+            for slot, members in enumerate(assignment.places)
+        ],
         label_tokens=int(batch.label_tokens.sum()),
         targets=len(batch.target_segment),
     )
 
 
-def _owners(batch: Packing, layout: Layout, assignment: Assignment) -> dict[tuple[str, Item], list[Ints]]:
-    """By unit and item, for every slot: the replica of each of its images, clips and targets, in canonical order.
+def _owners(
+    batch: Packing, layout: Layout, assignment: Assignment
+) -> dict[tuple[str, Item], list[Ints]]:
+    """By unit and item, for every slot: the replica of each of its images, clips and targets, in
+    canonical order.
 
     Only of units that work on them.
     """
@@ -101,7 +109,8 @@ def _owners(batch: Packing, layout: Layout, assignment: Assignment) -> dict[tupl
                 listed = ranges(start[places.reshape(-1)], counts.reshape(-1))
                 owner = image_owners(batch.image_grid[listed].prod(axis=1), of_slot, unit.dp, carry)
                 found[unit.name, item] = np.split(owner, np.cumsum(of_slot)[:-1])
-            else:  # all clips cost the same, as do targets: neighbours stay together, for fewer transfers
+            # all clips cost the same, as do targets: neighbours stay together, for fewer transfers
+            else:
                 shares = item_shares(of_slot, unit.dp, carry)
                 found[unit.name, item] = [np.repeat(np.arange(unit.dp), own) for own in shares]
     return found
@@ -115,12 +124,14 @@ def _starts(batch: Packing) -> dict[Item, Ints]:
 def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
     """Cost of each slot on each stage of the pipeline [slots, stages]: the slowest replica's share.
 
-    Encoders on units of their own stand side by side, and so do generators: of their stages as far from the LLM the
-    slowest counts.
+    Encoders on units of their own stand side by side, and so do generators: of their stages as far
+    from the LLM the slowest counts.
     """
     meet = layout.index_of(llm)
-    beside, behind = (np.zeros((len(places), max([0, *(unit.pp for unit in units)])), np.int64)
-                      for units in (layout.units[:meet], layout.units[meet + 1:]))
+    beside, behind = (
+        np.zeros((len(places), max([0, *(unit.pp for unit in units)])), np.int64)
+        for units in (layout.units[:meet], layout.units[meet + 1 :])
+    )
     line: list[Ints] = []
     for place, unit in enumerate(layout.units):
         of_replicas = _unit_costs(unit, costs)[places].sum(axis=2)  # [slots, LLM replicas]
@@ -130,7 +141,7 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
         if place == meet:
             line += [of_slot] * unit.pp
         else:
-            own = beside[:, beside.shape[1] - unit.pp:] if place < meet else behind[:, :unit.pp]
+            own = beside[:, beside.shape[1] - unit.pp :] if place < meet else behind[:, : unit.pp]
             np.maximum(own, of_slot[:, None], out=own)
     return np.concatenate([beside, np.stack(line, axis=1), behind], axis=1)
 
@@ -138,23 +149,40 @@ def _stage_costs(layout: Layout, llm: str, costs: Costs, places: Ints) -> Ints:
 def _unit_costs(unit: UnitPlan, costs: Costs) -> Ints:
     """Cost of each sequence in one unit; modules without costs count nothing."""
     some = next(iter(costs.values()))
-    return sum((costs[module] for module in unit.modules if module in costs), np.zeros(len(some), dtype=np.int64))
+    return sum(
+        (costs[module] for module in unit.modules if module in costs),
+        np.zeros(len(some), dtype=np.int64),
+    )
 
 
-def _slot(batch: Packing, layout: Layout, members: Ints, owners: Mapping[tuple[str, Item], Ints]) -> Slot:
-    """One slot from the places of its sequences [LLM replicas, M] and, by unit and item, the replica of every item."""
+def _slot(
+    batch: Packing, layout: Layout, members: Ints, owners: Mapping[tuple[str, Item], Ints]
+) -> Slot:
+    """One slot from the places of its sequences [LLM replicas, M] and, by unit and item, the
+    replica of every item."""
     inputs, chosen = batch.index.inputs, members.reshape(-1)
     counts = {item: np.diff(start)[chosen] for item, start in _starts(batch).items()}
     grid = batch.image_grid[ranges(batch.image_start[chosen], counts["image"])]
     sequence = {item: np.repeat(np.arange(len(chosen)), own) for item, own in counts.items()}
     replicas = {}
     for unit in layout.units:
-        own = {item: _by_owner(owners[unit.name, item], unit.dp, grid if item == "image" else None)
-               if (unit.name, item) in owners else [NO_ITEMS] * unit.dp for item in counts}
-        sequences = list(np.arange(len(chosen)).reshape(members.shape)) if inputs.llm in unit.modules \
+        own = {
+            item: (
+                _by_owner(owners[unit.name, item], unit.dp, grid if item == "image" else None)
+                if (unit.name, item) in owners
+                else [NO_ITEMS] * unit.dp
+            )
+            for item in counts
+        }
+        sequences = (
+            list(np.arange(len(chosen)).reshape(members.shape))
+            if inputs.llm in unit.modules
             else [NO_ITEMS] * unit.dp
-        replicas[unit.name] = [ReplicaItems(*items) for items in zip(
-            sequences, own["image"], own["target"], own["audio"], strict=True)]
+        )
+        replicas[unit.name] = [
+            ReplicaItems(*items)
+            for items in zip(sequences, own["image"], own["target"], own["audio"], strict=True)
+        ]
     return Slot(
         inputs=inputs,
         sequences=batch.ids[chosen],
@@ -169,6 +197,7 @@ def _slot(batch: Packing, layout: Layout, members: Ints, owners: Mapping[tuple[s
 
 
 def _by_owner(owner: Ints, dp: int, grid: Ints | None = None) -> list[Ints]:
-    """Item numbers of each replica in ascending order; with `grid`, equal grids (rows, columns) adjacent."""
+    """Item numbers of each replica in ascending order; with `grid`, equal grids (rows, columns)
+    adjacent."""
     keys = (owner,) if grid is None else (grid[:, 1], grid[:, 0], owner)
     return np.split(np.lexsort(keys), np.cumsum(np.bincount(owner, minlength=dp))[:-1])

@@ -1,12 +1,14 @@
-"""The policy `best`: several orders of a global batch are made, each is simulated, and the fastest is taken.
+"""The policy `best`: several orders of a global batch are made, each is simulated, and the fastest
+is taken.
 
-Among them are the packed order and the paper's, so that no step is slower than under those policies in the
-simulator. The others level sequences in every unit's cost at once (`fitting`), give the slots the work that suits the
-pipeline (`shaping`), and search over the order of the slots (`sequencing`). Where one unit holds all modules, each of
-its replicas has an order of its own (`apart`). Costs are the profile's.
+Among them are the packed order and the paper's, so that no step is slower than under those policies
+in the simulator. The others level sequences in every unit's cost at once (`fitting`), give the
+slots the work that suits the pipeline (`shaping`), and search over the order of the slots
+(`sequencing`). Where one unit holds all modules, each of its replicas has an order of its own
+(`apart`). Costs are the profile's.
 
-Every machine finds the same: times are sums and maxima of the same numbers, ties go to the first, and searches end
-after a fixed number of evaluations.
+Every machine finds the same: times are sums and maxima of the same numbers, ties go to the first,
+and searches end after a fixed number of evaluations.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Profile
 
-MOST_SLOTS = 2048  # for which slots are shaped and searched: of more, the first and last are too few to matter
+# for which slots are shaped and searched: of more, the first and last are too few to matter
+MOST_SLOTS = 2048
 MOST_WORK = 1.5  # times the mean that slots whose activations are kept at once may hold
 ROOM = 0.95  # of a device's memory that heavier slots may fill
 
@@ -44,7 +47,9 @@ ROOM = 0.95  # of a device's memory that heavier slots may fill
 class Best:
     """The policy for one profile and layout; what does not depend on the batch is found once."""
 
-    def __init__(self, profile: Profile, layout: Layout, gpus_per_node: int, memory_gib: float) -> None:
+    def __init__(
+        self, profile: Profile, layout: Layout, gpus_per_node: int, memory_gib: float
+    ) -> None:
         self._profile, self._layout, self._inputs = profile, layout, profile.inputs
         self._gpus_per_node, self._memory_gib = gpus_per_node, memory_gib
         self._stages = stages_of(profile, layout)
@@ -64,7 +69,11 @@ class Best:
         yield from (paper, assign(counts, self._layout, self._inputs.llm, "none"))
         if len(self._layout.units) == 1:
             levelled = Assignment(self._levelled(costs))
-            yield levelled if many else Assignment(order_apart(self.pipeline(sizes, levelled), levelled.places))
+            yield (
+                levelled
+                if many
+                else Assignment(order_apart(self.pipeline(sizes, levelled), levelled.places))
+            )
             return
         levelled = Assignment(paper.places, carry=True)
         yield levelled
@@ -93,63 +102,110 @@ class Best:
         return pipeline_of(self._profile, self._layout, self._stages, loads, self._gpus_per_node)
 
     def _levelled(self, costs: dict[str, Ints]) -> Ints:
-        """Places of one unit's sequences: replicas level in every module's cost, microbatches by the sum."""
+        """Places of one unit's sequences: replicas level in every module's cost, microbatches by
+        the sum."""
         layout, total = self._layout, _total(costs, self._llm)
         columns = [own for own in costs.values() if np.ptp(own)] or [total]
-        replicas = fit(np.stack(columns, axis=1), np.ones((self._llm.dp, len(columns)), dtype=np.int64))
-        return np.stack([own[np.stack(level(total[own], layout.microbatches, layout.microbatch_size))]
-                         for own in replicas], axis=1)
+        replicas = fit(
+            np.stack(columns, axis=1), np.ones((self._llm.dp, len(columns)), dtype=np.int64)
+        )
+        return np.stack(
+            [
+                own[np.stack(level(total[own], layout.microbatches, layout.microbatch_size))]
+                for own in replicas
+            ],
+            axis=1,
+        )
 
     @cached_property
     def _alone(self) -> list[UnitPlan]:
-        """Units without the LLM that sequences bring different amounts of work: whose slots need not be alike."""
+        """Units without the LLM that sequences bring different amounts of work: whose slots need
+        not be alike."""
         costs = self.costs(sizes_of_sample(self._profile.data.sample))
-        return [unit for unit in self._layout.units if unit is not self._llm and np.ptp(_total(costs, unit))]
+        return [
+            unit
+            for unit in self._layout.units
+            if unit is not self._llm and np.ptp(_total(costs, unit))
+        ]
 
     @cached_property
     def _weights(self) -> Ints:
-        """[n, units of `_alone`] what each slot should hold of their work, in millionths of the mean slot's."""
+        """[n, units of `_alone`] what each slot should hold of their work, in millionths of the
+        mean slot's."""
         layout, n = self._layout, self._layout.microbatches
         sizes = sizes_of_sample(self._profile.data.sample)
         costs, work = self.costs(sizes), sizes.work(self._inputs)
-        loads = {module: np.broadcast_to(
-            work[module].sum(axis=0) * (layout.global_batch_size / len(sizes) / n / unit.dp), (n, unit.dp, 3))
-            for unit in layout.units for module in unit.modules}
+        loads = {
+            module: np.broadcast_to(
+                work[module].sum(axis=0) * (layout.global_batch_size / len(sizes) / n / unit.dp),
+                (n, unit.dp, 3),
+            )
+            for unit in layout.units
+            for module in unit.modules
+        }
         pipeline = self._pipeline(loads)
         pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])
         memory = layout_memory(self._profile, layout, self._memory_gib)
         units = []
         for unit in self._alone:
-            own = slice(*np.flatnonzero([stage.unit is unit for stage in self._stages])[[0, -1]] + [0, 1])
-            base_s = np.array([[sum(getattr(cost, part).tolist()[0] for cost in stage.costs) / 1e3
-                                for stage in self._stages[own]] for part in ("forward_ms", "backward_ms")])
+            own = slice(
+                *np.flatnonzero([stage.unit is unit for stage in self._stages])[[0, -1]] + [0, 1]
+            )
+            base_s = np.array(
+                [
+                    [
+                        sum(getattr(cost, part).tolist()[0] for cost in stage.costs) / 1e3
+                        for stage in self._stages[own]
+                    ]
+                    for part in ("forward_ms", "backward_ms")
+                ]
+            )
             even_s = np.stack([pipeline.forward_s[0, own, 0], pipeline.backward_s[0, own, 0]])
             ascending = starts_of(np.sort(_total(costs, unit)))
             parts = len(sizes) * np.arange(1, n + 1) / n
-            room = min((ROOM * stage.limit_gib - stage.peak_gib) / max(stage.moving_gib, 1e-9) + 1.0
-                       for stage in memory[own])
+            room = min(
+                (ROOM * stage.limit_gib - stage.peak_gib) / max(stage.moving_gib, 1e-9) + 1.0
+                for stage in memory[own]
+            )
             lightest = np.interp(parts, np.arange(len(ascending)), ascending) * (n / ascending[-1])
-            units.append(Shaped(own, base_s, even_s - base_s, lightest, int(pipeline.to_end[own.start]),
-                                min(MOST_WORK, room)))
+            units.append(
+                Shaped(
+                    own,
+                    base_s,
+                    even_s - base_s,
+                    lightest,
+                    int(pipeline.to_end[own.start]),
+                    min(MOST_WORK, room),
+                )
+            )
         return np.rint(1e6 * shape(pipeline, units)).astype(np.int64)
 
     def _filled(self, costs: dict[str, Ints]) -> Ints:
-        """Places whose slots hold the wanted work; the LLM's replicas are level in every slot, and over the step."""
+        """Places whose slots hold the wanted work; the LLM's replicas are level in every slot, and
+        over the step."""
         own, m = _total(costs, self._llm), self._layout.microbatch_size
         columns, wanted = [_total(costs, unit) for unit in self._alone], self._weights
         if np.ptp(own) or not columns:
-            columns, wanted = [*columns, own], np.column_stack([wanted, np.full(len(wanted), 10**6)])
+            columns, wanted = (
+                [*columns, own],
+                np.column_stack([wanted, np.full(len(wanted), 10**6)]),
+            )
         slots = fit(np.stack(columns, axis=1), wanted)
-        shares = np.stack([members[np.stack(level(own[members], self._llm.dp, m))] for members in slots])
+        shares = np.stack(
+            [members[np.stack(level(own[members], self._llm.dp, m))] for members in slots]
+        )
         places = np.empty_like(shares)  # [n, DP, M]
         np.put_along_axis(places, deal(own[shares].sum(axis=2))[..., None], shares, axis=1)
         return places
 
     def _searched(self, sizes: Sizes, assignment: Assignment) -> Assignment:
-        """The slots in the order that a search finds, each as slow on a stage as on its slowest replica."""
+        """The slots in the order that a search finds, each as slow on a stage as on its slowest
+        replica."""
         pipeline = self.pipeline(sizes, assignment)
         pipeline = grouped(pipeline, [[int(count)] for count in pipeline.replicas])
-        costs_ns = np.rint(1e9 * (pipeline.forward_s + pipeline.backward_s)[..., 0]).astype(np.int64)
+        costs_ns = np.rint(1e9 * (pipeline.forward_s + pipeline.backward_s)[..., 0]).astype(
+            np.int64
+        )
         found, _ = search_order(pipeline, [np.arange(len(costs_ns)), interval_order(costs_ns)])
         return Assignment(assignment.places[found], assignment.carry)
 

@@ -1,8 +1,10 @@
-"""Sequences into bins (the replicas of a unit, the slots of a step) so that several loads fit their targets at once.
+"""Sequences into bins (the replicas of a unit, the slots of a step) so that several loads fit their
+targets at once.
 
-Image-heavy and text-heavy sequences load different units, so one number per sequence cannot level them all. A first
-deal by the sum of the loads, longest first with equal counts as the paper levels; then exchanges of two sequences of
-different bins while they bring the loads nearer to the targets. Integers throughout: the same on every machine.
+Image-heavy and text-heavy sequences load different units, so one number per sequence cannot level
+them all. A first deal by the sum of the loads, longest first with equal counts as the paper levels;
+then exchanges of two sequences of different bins while they bring the loads nearer to the targets.
+Integers throughout: the same on every machine.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from disttrain_cli.data.slots import Ints
 
 UNIT = 2**16  # a load's mean per sequence, as integers
 EXCHANGES_PER_BIN = 6  # at most, on average
-MOST_WEIGHED = 6 * 2048**2  # exchanges weighed in all, beyond the first: what 2,048 sequences take at most
+MOST_WEIGHED = (
+    6 * 2048**2
+)  # exchanges weighed in all, beyond the first: what 2,048 sequences take at most
 TOLERANCE = 0.0005  # of a bin's mean load: nearer is near enough
 
 
@@ -23,8 +27,8 @@ def fit(costs: Ints, targets: Ints) -> Ints:
     """[bins, N / bins] positions of the sequences of every bin, ascending.
 
     Args:
-        costs: [N, U] integer loads of every sequence.
-        targets: [bins, U] the loads wanted in every bin, in any unit: their sums are scaled to those of `costs`.
+        costs: [N, U] integer loads of every sequence. targets: [bins, U] the loads wanted in every
+        bin, in any unit: their sums are scaled to those of `costs`.
     """
     bins = len(targets)
     count, own = len(costs) // bins, _scaled(costs, len(costs))
@@ -41,7 +45,8 @@ def fit(costs: Ints, targets: Ints) -> Ints:
         if distance[worst] <= near:
             break
         mine = members[worst]
-        # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d = own_j - own_i.
+        # An exchange of i for j changes the squares of both bins by 2 · Σ d (d + apart_j), d =
+        # own_j - own_i.
         apart = over[worst] - over[bin_of]
         change = np.add.outer((own[mine] ** 2).sum(axis=1), (own * (own + apart)).sum(axis=1))
         for column, pull in zip(own[mine].T, (2 * own + apart).T, strict=True):
@@ -68,7 +73,8 @@ def _scaled(amounts: Ints, sequences: int) -> Ints:
 
 
 def _dealt(costs: Ints, goal: Ints, count: int) -> Ints:
-    """[bins, count] largest first, each to the bin that still wants the most (ties: the lower number)."""
+    """[bins, count] largest first, each to the bin that still wants the most (ties: the lower
+    number)."""
     bins = len(goal)
     heap = [(-want, number) for number, want in enumerate(goal.tolist())]
     heapq.heapify(heap)

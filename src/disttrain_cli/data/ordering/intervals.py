@@ -1,9 +1,10 @@
 """Order of the microbatches in a 1F1B pipeline (the inter-microbatch reordering of the paper).
 
-Between two backwards, the first stage waits an interval that a forward can fill. The smallest microbatch
-goes first (short warm-up), the p - 1 smallest of the rest are kept for the end (short cool-down), and every
-other place gets the microbatch whose forward fits its interval best. Intervals come from a 1F1B schedule that
-is extended by one microbatch at a time, so that l microbatches over p stages take O(l * (l + p)).
+Between two backwards, the first stage waits an interval that a forward can fill. The smallest
+microbatch goes first (short warm-up), the p - 1 smallest of the rest are kept for the end (short
+cool-down), and every other place gets the microbatch whose forward fits its interval best.
+Intervals come from a 1F1B schedule that is extended by one microbatch at a time, so that l
+microbatches over p stages take O(l * (l + p)).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ TAKEN = 2**62  # farther from every interval than a time
 def interval_order(costs: Ints) -> Ints:
     """Positions of the microbatches in the order to run them.
 
-    `costs` [l, p]: integer time (forward and backward together) of each microbatch on each stage; a third of
-    it is taken for the forward.
+    `costs` [l, p]: integer time (forward and backward together) of each microbatch on each stage; a
+    third of it is taken for the forward.
     """
     total, stages = costs.sum(axis=1), costs.shape[1]
     forward = costs // 3
@@ -34,7 +35,9 @@ def interval_order(costs: Ints) -> Ints:
     first_interval = int(costs[order[0], 1:].sum())
     for _ in range(len(left)):
         if len(order) < stages:
-            target = max(0, first_interval - int(forward[order[1:], 0].sum())) // (stages - len(order))
+            target = max(0, first_interval - int(forward[order[1:], 0].sum())) // (
+                stages - len(order)
+            )
         else:
             target = clock.interval()
         place = int(np.abs(forward_left - target).argmin())
@@ -50,7 +53,9 @@ class _Clock:
 
     def __init__(self, stages: int) -> None:
         self._free = [0] * stages
-        self._returned: list[int | None] = [None] * stages  # end of the latest backward on each stage
+        self._returned: list[int | None] = [
+            None
+        ] * stages  # end of the latest backward on each stage
         self._backward: list[list[int]] = []
 
     def interval(self) -> int:
@@ -61,7 +66,8 @@ class _Clock:
         return 0 if arrival is None else max(0, arrival - self._free[0])
 
     def run(self, forward: Ints, backward: Ints) -> None:
-        """Add a microbatch: its forward on every stage, then the backward that 1F1B puts after it."""
+        """Add a microbatch: its forward on every stage, then the backward that 1F1B puts after
+        it."""
         number, last = len(self._backward), len(self._free) - 1
         self._backward.append([int(time) for time in backward])
         arrived = 0

@@ -1,4 +1,5 @@
-"""Levelling over replicas, longest processing time first: the intra-microbatch reordering of the paper."""
+"""Levelling over replicas, longest processing time first: the intra-microbatch reordering of the
+paper."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from disttrain_cli.data.slots import Ints
 def level(costs: Ints, replicas: int, count: int | None = None) -> list[Ints]:
     """Positions of `costs` for each replica, in the order they were given out (largest first).
 
-    The largest item left goes to the replica with the least load (ties: the lower number); with `count`, only
-    to replicas that have fewer than that many items. Without `count` no load exceeds
+    The largest item left goes to the replica with the least load (ties: the lower number); with
+    `count`, only to replicas that have fewer than that many items. Without `count` no load exceeds
     (Σ costs) / replicas + (1 - 1 / replicas) · max cost (Graham 1969). O(N log N).
     """
     places, owner = _give_out(costs, replicas, count)
@@ -30,10 +31,11 @@ def owners(costs: Ints, replicas: int) -> Ints:
 
 
 def deal(shares: Ints) -> Ints:
-    """[n, replicas] the replica that gets each share of a slot, from the amounts of the shares [n, replicas].
+    """[n, replicas] the replica that gets each share of a slot, from the amounts of the shares [n,
+    replicas].
 
-    Slot by slot, the largest share goes to the replica that has had the least so far (ties: the lower number), so
-    that images which cannot be cut do not load the same replicas again and again.
+    Slot by slot, the largest share goes to the replica that has had the least so far (ties: the
+    lower number), so that images which cannot be cut do not load the same replicas again and again.
     """
     taker = np.empty_like(shares)
     so_far = np.zeros_like(shares[0])
@@ -51,7 +53,9 @@ def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Int
         counts: [n] images of every slot.
         carry: level the slots' shares over the step too (`deal`).
     """
-    owner = np.concatenate([owners(own, replicas) for own in np.split(patches, np.cumsum(counts)[:-1])])
+    owner = np.concatenate(
+        [owners(own, replicas) for own in np.split(patches, np.cumsum(counts)[:-1])]
+    )
     if not carry:
         return owner
     slot = np.repeat(np.arange(len(counts)), counts)
@@ -60,7 +64,8 @@ def image_owners(patches: Ints, counts: Ints, replicas: int, carry: bool) -> Int
 
 
 def item_shares(counts: Ints, replicas: int, carry: bool) -> Ints:
-    """[n, replicas] how many of a slot's equal items every replica gets; with `carry`, what is left over goes round."""
+    """[n, replicas] how many of a slot's equal items every replica gets; with `carry`, what is left
+    over goes round."""
     shares = even_shares(counts, replicas)
     if carry:
         np.put_along_axis(shares, deal(shares), shares.copy(), axis=1)
@@ -68,7 +73,8 @@ def item_shares(counts: Ints, replicas: int, carry: bool) -> Ints:
 
 
 def even_shares(count: Ints | int, replicas: int) -> Ints:
-    """[..., replicas] how many of `count` equal items each replica gets: the first ones take what is left over."""
+    """[..., replicas] how many of `count` equal items each replica gets: the first ones take what
+    is left over."""
     return (np.asarray(count, dtype=np.int64)[..., None] + np.arange(replicas)[::-1]) // replicas
 
 

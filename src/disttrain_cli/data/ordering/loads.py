@@ -1,4 +1,5 @@
-"""Work of every replica in every slot of a step, from sizes and places alone: what the planner's simulation runs.
+"""Work of every replica in every slot of a step, from sizes and places alone: what the planner's
+simulation runs.
 
 The same amounts as `Slot.work` gives for the slots of `order_step`, without building them.
 """
@@ -19,12 +20,14 @@ from disttrain_cli.spec.plan import Layout
 Floats = NDArray[np.float64]
 
 
-def replica_loads(sizes: Sizes, inputs: ModelInputs, layout: Layout,
-                  assignment: Assignment) -> dict[str, Floats]:
-    """By module name, [n slots, DP of its unit, 3]: items, tokens, Σ length² of every replica (columns of `Work`).
+def replica_loads(
+    sizes: Sizes, inputs: ModelInputs, layout: Layout, assignment: Assignment
+) -> dict[str, Floats]:
+    """By module name, [n slots, DP of its unit, 3]: items, tokens, Σ length² of every replica
+    (columns of `Work`).
 
-    Modules in the LLM's unit work on the replica's own sequences; others get the slot's images levelled one by one, or
-    its clips or targets evenly.
+    Modules in the LLM's unit work on the replica's own sequences; others get the slot's images
+    levelled one by one, or its clips or targets evenly.
     """
     places, carry = assignment.places, assignment.carry
     work = sizes.work(inputs)
@@ -36,9 +39,14 @@ def replica_loads(sizes: Sizes, inputs: ModelInputs, layout: Layout,
             elif inputs.item(module) == "image":
                 loads[module] = _levelled_images(sizes, places, unit.dp, carry)
             else:
-                alike = {head.module: (head, counts) for head, counts in (
-                    (inputs.audio, sizes.clips), *((target, sizes.targets) for target in inputs.targets))
-                    if head is not None}
+                alike = {
+                    head.module: (head, counts)
+                    for head, counts in (
+                        (inputs.audio, sizes.clips),
+                        *((target, sizes.targets) for target in inputs.targets),
+                    )
+                    if head is not None
+                }
                 head, counts = alike[module]
                 shares = item_shares(counts[places].sum(axis=(1, 2)), unit.dp, carry)
                 loads[module] = shares[..., None] * np.array(head.work(1))
@@ -47,22 +55,39 @@ def replica_loads(sizes: Sizes, inputs: ModelInputs, layout: Layout,
 
 def order_loads(order: StepOrder, layout: Layout) -> dict[str, Floats]:
     """The same from the order of a step."""
-    return {module: loads for unit in layout.units for module, loads in unit_loads(
-        order, unit.name, range(len(order.slots[0].replicas[unit.name])), unit.modules).items()}
+    return {
+        module: loads
+        for unit in layout.units
+        for module, loads in unit_loads(
+            order, unit.name, range(len(order.slots[0].replicas[unit.name])), unit.modules
+        ).items()
+    }
 
 
-def unit_loads(order: StepOrder, unit: str, replicas: Iterable[int], modules: Iterable[str]) -> dict[str, Floats]:
+def unit_loads(
+    order: StepOrder, unit: str, replicas: Iterable[int], modules: Iterable[str]
+) -> dict[str, Floats]:
     """[n slots, replicas, 3] of some modules of a unit, on some of its replicas."""
     replicas = list(replicas)
-    return {module: np.array([[slot.work(module, slot.replicas[unit][replica]) for replica in replicas]
-                              for slot in order.slots]) for module in modules}
+    return {
+        module: np.array(
+            [
+                [slot.work(module, slot.replicas[unit][replica]) for replica in replicas]
+                for slot in order.slots
+            ]
+        )
+        for module in modules
+    }
 
 
 def _levelled_images(sizes: Sizes, places: Ints, dp: int, carry: bool) -> Floats:
-    """[n, DP, 3] images, patches and Σ patches² of every replica of an encoder on ranks of its own."""
+    """[n, DP, 3] images, patches and Σ patches² of every replica of an encoder on ranks of its
+    own."""
     slots = len(places)
     counts = np.diff(sizes.image_start)[places].sum(axis=(1, 2))
     patches = sizes.take(places.reshape(-1)).patches
     owner = np.repeat(np.arange(slots) * dp, counts) + image_owners(patches, counts, dp, carry)
     columns = (np.ones_like(patches), patches, patches**2)
-    return np.stack([np.bincount(owner, column, slots * dp).reshape(slots, dp) for column in columns], axis=2)
+    return np.stack(
+        [np.bincount(owner, column, slots * dp).reshape(slots, dp) for column in columns], axis=2
+    )

@@ -1,4 +1,5 @@
-"""The orders of a run's steps: functions of the index, the layout, the profile, the seed and the step.
+"""The orders of a run's steps: functions of the index, the layout, the profile, the seed and the
+step.
 
 The same on every rank and preprocessing worker.
 """
@@ -19,7 +20,8 @@ from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.runfile import RunFile
 
-KEPT = 4  # steps: the next one, this one, and those before it, whose last slots may still be in preparation
+# steps: the next one, this one, and those before it, whose last slots may still be in preparation
+KEPT = 4
 
 StepWork = tuple[StepOrder, Packing]
 
@@ -33,13 +35,22 @@ class Policy:
         memory_gib: of one device; None = what the profile says.
     """
 
-    def __init__(self, name: str, layout: Layout, inputs: ModelInputs, profile: Profile | None, gpus_per_node: int,
-                 memory_gib: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        inputs: ModelInputs,
+        profile: Profile | None,
+        gpus_per_node: int,
+        memory_gib: float | None = None,
+    ) -> None:
         self._name, self._layout, self._inputs = name, layout, inputs
         self._best: Best | None = None
         if name == "best":
             assert profile is not None, "the policy best simulates with a profile"
-            self._best = Best(profile, layout, gpus_per_node, memory_gib or profile.device.memory_gib)
+            self._best = Best(
+                profile, layout, gpus_per_node, memory_gib or profile.device.memory_gib
+            )
 
     def __call__(self, sizes: Sizes) -> Assignment:
         """What happens to a global batch of these sizes."""
@@ -56,14 +67,27 @@ class Orders:
         known: assignments of steps, found before for the very same arguments.
     """
 
-    def __init__(self, run: RunFile, layout: Layout, index: Index, profile: Profile | None = None,
-                 known: Mapping[int, Assignment] | None = None) -> None:
+    def __init__(
+        self,
+        run: RunFile,
+        layout: Layout,
+        index: Index,
+        profile: Profile | None = None,
+        known: Mapping[int, Assignment] | None = None,
+    ) -> None:
         self.layout, self.index = layout, index
-        self._policy = Policy(run.train.ordering, layout, index.inputs, profile, run.cluster.gpus_per_node,
-                              run.cluster.memory_gib)
+        self._policy = Policy(
+            run.train.ordering,
+            layout,
+            index.inputs,
+            profile,
+            run.cluster.gpus_per_node,
+            run.cluster.memory_gib,
+        )
         self._stream = SequenceStream(index, run.train.seed)
         self._known = known or {}
-        #: What every replica of every unit does in a step, and the global batch, in the order of the stream.
+        # : What every replica of every unit does in a step, and the global batch, in the order of
+        # the stream.
         self.of = Once(self._order, KEPT)
         #: What the policy decides for a step.
         self.assignment = Once(self._assign, KEPT)
@@ -73,7 +97,11 @@ class Orders:
         return order_step(batch, self.layout, step, self.assignment(step)), batch
 
     def _batch(self, step: int) -> Packing:
-        return self._stream.batch(step * self.layout.global_batch_size, self.layout.global_batch_size)
+        return self._stream.batch(
+            step * self.layout.global_batch_size, self.layout.global_batch_size
+        )
 
     def _assign(self, step: int) -> Assignment:
-        return self._known[step] if step in self._known else self._policy(sizes_of(self._batch(step)))
+        return (
+            self._known[step] if step in self._known else self._policy(sizes_of(self._batch(step)))
+        )

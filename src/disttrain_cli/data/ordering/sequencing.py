@@ -1,7 +1,9 @@
-"""Order of the slots of a pipeline: the simulator tries all of them where they are few, else a search drives it.
+"""Order of the slots of a pipeline: the simulator tries all of them where they are few, else a
+search drives it.
 
-The search exchanges two slots, or shifts one to another place, while the simulated step gets shorter; from where
-nothing helps any more it starts again elsewhere, until its evaluations are used up.
+The search exchanges two slots, or shifts one to another place, while the simulated step gets
+shorter; from where nothing helps any more it starts again elsewhere, until its evaluations are used
+up.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ RESTART = 5  # purpose of `mix`, beside those of packing and sizes
 
 
 def affordable(evaluations: int, slots: int) -> int:
-    """How many evaluations of a step of so many slots take the time of these of `MANY` slots; at least one."""
+    """How many evaluations of a step of so many slots take the time of these of `MANY` slots; at
+    least one."""
     return max(1, evaluations * MANY // max(slots, MANY))
 
 
-def search_order(pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = EVALUATIONS) -> tuple[Ints, float]:
+def search_order(
+    pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = EVALUATIONS
+) -> tuple[Ints, float]:
     """The best order found and its time in s; never worse than any of `starts`.
 
-    Evaluates all orders, or about `evaluations`, fewer where there are many slots; ties go to the first.
+    Evaluates all orders, or about `evaluations`, fewer where there are many slots; ties go to the
+    first.
     """
     slots = len(pipeline.forward_s)
     if factorial(min(slots, 20)) <= evaluations:
@@ -46,12 +52,16 @@ def search_order(pipeline: Pipeline, starts: Sequence[Ints], evaluations: int = 
             left -= evaluated
             if left <= 0:
                 break
-        start, number = np.argsort(mix(RESTART, number, np.arange(slots)), kind="stable"), number + 1
+        start, number = (
+            np.argsort(mix(RESTART, number, np.arange(slots)), kind="stable"),
+            number + 1,
+        )
     return order, best_s
 
 
 def _descent(pipeline: Pipeline, order: Ints) -> Iterator[tuple[Ints, float, int]]:
-    """Round by round the best order so far, its time and the evaluations; ends when no move shortens the step."""
+    """Round by round the best order so far, its time and the evaluations; ends when no move
+    shortens the step."""
     best_s = float(orders_s(pipeline, order[None])[0])
     slots = len(order)
     turns = -(-3 * slots**2 // (2 * affordable(MOVES_PER_ROUND, slots)))
@@ -73,7 +83,8 @@ def _fastest(pipeline: Pipeline, orders: Ints) -> tuple[Ints, float]:
 
 
 def _moves(slots: int, turn: int, turns: int) -> Ints:
-    """[moves, slots] exchanges of two places, and shifts of one to another that are none; those of one turn."""
+    """[moves, slots] exchanges of two places, and shifts of one to another that are none; those of
+    one turn."""
     kind, pair = np.divmod(np.arange(turn, 2 * slots**2, turns), slots**2)
     first, second = np.divmod(pair, slots)
     shifts = kind == 1
@@ -81,7 +92,9 @@ def _moves(slots: int, turn: int, turns: int) -> Ints:
     first, second, shifts = first[real], second[real], shifts[real]
     rows, places = np.arange(len(first)), np.tile(np.arange(slots), (len(first), 1))
     after, between = first[:, None], second[:, None]
-    moved = places + ((after <= places) & (places < between)) - ((between < places) & (places <= after))
+    moved = (
+        places + ((after <= places) & (places < between)) - ((between < places) & (places <= after))
+    )
     places[shifts] = moved[shifts]
     places[rows, second] = first
     places[rows[~shifts], first[~shifts]] = second[~shifts]

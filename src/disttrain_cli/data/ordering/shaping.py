@@ -1,11 +1,14 @@
-"""How much of each unit's work every slot of a step should hold: a search that the pipeline simulator drives.
+"""How much of each unit's work every slot of a step should hold: a search that the pipeline
+simulator drives.
 
-Encoders and generators on ranks of their own need not get equal work in every slot: the LLM starts sooner behind a
-first slot of few images, and ends sooner before a last one. The slots between are even, and may be a little heavier
-than the mean where the unit has time to spare and room for their activations.
+Encoders and generators on ranks of their own need not get equal work in every slot: the LLM starts
+sooner behind a first slot of few images, and ends sooner before a last one. The slots between are
+even, and may be a little heavier than the mean where the unit has time to spare and room for their
+activations.
 
-The search knows one rank per stage, which takes the unit's mean time for a slot, times the slot's weight. Weights of
-the first and last slots move in steps of falling size; the better the simulated step, the better the weights.
+The search knows one rank per stage, which takes the unit's mean time for a slot, times the slot's
+weight. Weights of the first and last slots move in steps of falling size; the better the simulated
+step, the better the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 MOVES = (0.4, 0.2, 0.1, 0.05)  # of a slot's mean work, one after the other
 ROUNDS = 24  # of each size, at most; each evaluates every move once
-SLOT_ROUNDS = 2400  # slots of the rounds of a size: pipelines of many slots have less to gain from their ends
+SLOT_ROUNDS = (
+    2400  # slots of the rounds of a size: pipelines of many slots have less to gain from their ends
+)
 ENDS = 8  # first and last slots whose weights move one by one, besides one for every two stages
 NEAR = 2  # places between which work moves directly; farther it moves by way of all slots
 LEAST_GAIN = 1e-5  # of a step
@@ -35,7 +40,8 @@ class Shaped:
     stages: slice
     base_s: Floats  # [2, stages] forward and backward of any work, on the mean replica
     work_s: Floats  # [2, stages] and of the mean slot's work
-    lightest: Floats  # [n] least sum of weights that any 1, 2, ... n slots can have: those of the lightest sequences
+    # [n] least sum of weights that any 1, 2, ... n slots can have: those of the lightest sequences
+    lightest: Floats
     window: int  # consecutive slots whose activations are kept at once
     most: float  # mean weight of a window at most
 
@@ -53,8 +59,10 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
     free = np.concatenate([np.arange((ends + 1) // 2), np.arange(slots - ends // 2, slots)])
     for size in MOVES:
         for _ in range(max(1, min(ROUNDS, SLOT_ROUNDS // slots))):
-            candidates = np.concatenate([_moved(weights, number, free, size, unit)
-                                         for number, unit in enumerate(units)] or [weights[None]])
+            candidates = np.concatenate(
+                [_moved(weights, number, free, size, unit) for number, unit in enumerate(units)]
+                or [weights[None]]
+            )
             if not len(candidates):
                 break
             times_s = _times_s(pipeline, units, candidates)
@@ -66,7 +74,8 @@ def shape(pipeline: Pipeline, units: Sequence[Shaped]) -> Floats:
 
 
 def _moved(weights: Floats, number: int, free: Ints, size: float, unit: Shaped) -> Floats:
-    """[K, n, units] the weights with a unit's work moved: between two of the free slots, or a free one and all."""
+    """[K, n, units] the weights with a unit's work moved: between two of the free slots, or a free
+    one and all."""
     slots = len(weights)
     source, target = (places.reshape(-1) for places in np.meshgrid(free, free, indexing="ij"))
     apart = (source != target) & (abs(source - target) <= NEAR)
@@ -94,11 +103,14 @@ def _possible(weights: Floats, unit: Shaped) -> NDArray[np.bool_]:
 
 def _times_s(pipeline: Pipeline, units: Sequence[Shaped], weights: Floats) -> Floats:
     """[K] simulated times of the steps with these weights [K, n, units]."""
-    durations = [np.repeat(times_s[..., None], len(weights), axis=-1)
-                 for times_s in (pipeline.forward_s, pipeline.backward_s)]
+    durations = [
+        np.repeat(times_s[..., None], len(weights), axis=-1)
+        for times_s in (pipeline.forward_s, pipeline.backward_s)
+    ]
     for number, unit in enumerate(units):
         own = weights[:, :, number].T[:, None, :]  # [n, 1, K]
         for part, times_s in enumerate(durations):
             times_s[:, unit.stages, 0] = np.where(own > 0, unit.base_s[part][:, None], 0.0) + (
-                unit.work_s[part][:, None] * own)
+                unit.work_s[part][:, None] * own
+            )
     return iterations_s(pipeline, durations[0], durations[1])

@@ -1,4 +1,5 @@
-"""Orders found in the background, each step on a thread of its own: a long one keeps no other waiting."""
+"""Orders found in the background, each step on a thread of its own: a long one keeps no other
+waiting."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from disttrain_cli.data.ordering.orders import Orders, StepWork
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.spec.plan import Layout
 
-AT_ONCE = 1024  # threads, made when needed: as many as requests under way, of which gRPC holds fewer
+AT_ONCE = (
+    1024  # threads, made when needed: as many as requests under way, of which gRPC holds fewer
+)
 
 
 class SharedOrders:
@@ -35,7 +38,8 @@ class SharedOrders:
             self._threads.submit(self._orders.of, step)
 
     def of(self, step: int) -> StepWork:
-        """What every replica of every unit does in a step, and the global batch, in the order of the stream."""
+        """What every replica of every unit does in a step, and the global batch, in the order of
+        the stream."""
         return self._orders.of(step)
 
     def assignment(self, step: int) -> Future[Assignment]:

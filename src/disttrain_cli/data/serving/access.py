@@ -1,4 +1,5 @@
-"""Who may ask a worker, and how: TLS and a token, which only a worker that loopback alone can reach does without."""
+"""Who may ask a worker, and how: TLS and a token, which only a worker that loopback alone can reach
+does without."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def access_of(run: Run) -> Access:
     """The certificate and the token that the run file names.
 
     Raises:
-        SpecError: a file cannot be read, the token is empty, or an address beyond loopback is not protected by both.
+        SpecError: a file cannot be read, the token is empty, or an address beyond loopback is not
+        protected by both.
     """
     spec = run.file.preprocess
     access = Access(
@@ -38,7 +40,8 @@ def access_of(run: Run) -> Access:
             raise SpecError(
                 f"preprocess.addresses.{place}: a worker beyond loopback needs TLS and a token",
                 f"given: {address}, preprocess.token_file: {spec.token_file or 'none'}",
-                f"Give {TLS}://{address.partition('://')[2]}, preprocess.tls_ca and preprocess.token_file.",
+                f"Give {TLS}://{address.partition('://')[2]}, preprocess.tls_ca and"
+                " preprocess.token_file.",
             )
     return access
 
@@ -68,7 +71,9 @@ def read_secret(path: Path, name: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise SpecError(f"{name}: cannot read {path}", str(error), "Give a file that can be read.") from None
+        raise SpecError(
+            f"{name}: cannot read {path}", str(error), "Give a file that can be read."
+        ) from None
 
 
 def _parts(address: str, name: str) -> tuple[str, str]:
@@ -76,5 +81,8 @@ def _parts(address: str, name: str) -> tuple[str, str]:
     try:
         return worker_host(address)
     except ValueError as error:
-        raise SpecError(f"{name}: {address!r} is not the address of a worker", str(error),
-                        "disttrain data serve shows the addresses of its workers.") from None
+        raise SpecError(
+            f"{name}: {address!r} is not the address of a worker",
+            str(error),
+            "disttrain data serve shows the addresses of its workers.",
+        ) from None

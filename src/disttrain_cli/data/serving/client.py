@@ -1,7 +1,8 @@
 """All workers of a run, as a source of prepared slots: requests go round those that answer.
 
-A worker that goes away is left out until it answers again; its requests go to others. One that would prepare other
-bytes, or refuses the token, is put aside with a warning. Without any worker a request waits, for `preprocess.wait_s`.
+A worker that goes away is left out until it answers again; its requests go to others. One that
+would prepare other bytes, or refuses the token, is put aside with a warning. Without any worker a
+request waits, for `preprocess.wait_s`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ class UnansweredError(RankFailedError):
 class Workers:
     """A `loader.Source`. `say` hears of workers put aside, and while no worker answers."""
 
-    def __init__(self, run: Run, layout: Layout, index: Index, profile: Profile | None, say: Progress = silent) -> None:
+    def __init__(
+        self,
+        run: Run,
+        layout: Layout,
+        index: Index,
+        profile: Profile | None,
+        say: Progress = silent,
+    ) -> None:
         self._wait_s, self._slots, self._say = run.file.preprocess.wait_s, layout.microbatches, say
         access, own = access_of(run), identity_of(run.file, layout, index, profile)
         self._all = [Connection(address, access, own) for address in run.file.preprocess.addresses]
-        self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(self._all, NOT_YET)  # and why
+        self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(
+            self._all, NOT_YET
+        )  # and why
         self._changed = threading.Condition()
         self._said_s, self._warned, self._closed = 0.0, set[str](), threading.Event()
         self._greeter = threading.Thread(target=self._keep_greeting, name="greet", daemon=True)
@@ -60,26 +70,40 @@ class Workers:
 
     def prepare(self, request: Request) -> Prepared:
         """A slot, from whichever worker; raises as `_ask`."""
-        number = request.step * self._slots + request.slot + zlib.crc32(f"{request.unit}/{request.replica}".encode())
-        return self._ask(number, f"slot {request.slot} of step {request.step}",
-                         lambda connection, beat: connection.fetch(request, beat))
+        number = (
+            request.step * self._slots
+            + request.slot
+            + zlib.crc32(f"{request.unit}/{request.replica}".encode())
+        )
+        return self._ask(
+            number,
+            f"slot {request.slot} of step {request.step}",
+            lambda connection, beat: connection.fetch(request, beat),
+        )
 
     def assignment(self, step: int) -> Assignment:
         """What the policy decides for a step, from one worker for all ranks; raises as `_ask`."""
-        return self._ask(step, f"the order of step {step}",
-                         lambda connection, beat: connection.assignment(step, beat))
+        return self._ask(
+            step,
+            f"the order of step {step}",
+            lambda connection, beat: connection.assignment(step, beat),
+        )
 
-    def _ask(self, number: int, what: str, ask: Callable[[Connection, Callable[[], None]], Answer]) -> Answer:
+    def _ask(
+        self, number: int, what: str, ask: Callable[[Connection, Callable[[], None]], Answer]
+    ) -> Answer:
         """An answer from worker `number` of those that answer, or from another one.
 
         Raises:
-            DataError: no worker can read a shard.
-            MismatchError, DisttrainError: all workers refuse this run, or would prepare other bytes.
-            RankFailedError: none answered for `preprocess.wait_s`, one lives and prepares this for as long, or all
+            DataError: no worker can read a shard. MismatchError, DisttrainError: all workers refuse
+            this run, or would prepare other bytes. RankFailedError: none answered for
+            `preprocess.wait_s`, one lives and prepares this for as long, or all
                 fail at it.
         """
         unread: dict[Connection, DisttrainError] = {}
-        lost_s: float | None = None  # since when; a slot at which every worker ends is lost for good
+        lost_s: float | None = (
+            None  # since when; a slot at which every worker ends is lost for good
+        )
         while True:
             connection = self._pick(number, unread, lost_s)
             try:
@@ -95,22 +119,30 @@ class Workers:
                 self._leave_out(connection, error)
 
     def _patience(self, connection: Connection, what: str) -> Callable[[], None]:
-        """To be called while a worker lives and has no answer: says so, and ends the wait after `wait_s`."""
+        """To be called while a worker lives and has no answer: says so, and ends the wait after
+        `wait_s`."""
         began_s = time.monotonic()
 
         def beat() -> None:
             waited_s = time.monotonic() - began_s
             if waited_s >= self._wait_s:
                 raise UnansweredError(
-                    f"The preprocessing worker {connection.address} did not prepare {what} in {self._wait_s:g} s "
-                    "(preprocess.wait_s)", "It lives and sends no answer: its disk or decoding may hang.",
-                    "Start it again, disttrain data serve, then: disttrain train --resume")
+                    f"The preprocessing worker {connection.address} did not prepare {what} in"
+                    f" {self._wait_s:g} s (preprocess.wait_s)",
+                    "It lives and sends no answer: its disk or decoding may hang.",
+                    "Start it again, disttrain data serve, then: disttrain train --resume",
+                )
             if waited_s >= SLOW_S:
-                self._say_now_and_then(f"waiting for the preprocessing worker {connection.address} to prepare {what}",
-                                       waited_s)
+                self._say_now_and_then(
+                    f"waiting for the preprocessing worker {connection.address} to prepare {what}",
+                    waited_s,
+                )
+
         return beat
 
-    def _pick(self, number: int, unread: dict[Connection, DisttrainError], lost_s: float | None) -> Connection:
+    def _pick(
+        self, number: int, unread: dict[Connection, DisttrainError], lost_s: float | None
+    ) -> Connection:
         """A worker that answers; waits where there is none."""
         began_s = lost_s or time.monotonic()
         with self._changed:
@@ -118,7 +150,9 @@ class Workers:
                 waited_s = time.monotonic() - began_s
                 if waited_s >= self._wait_s:
                     raise self._gone()
-                usable = [each for each in self._all if each not in self._out and each not in unread]
+                usable = [
+                    each for each in self._all if each not in self._out and each not in unread
+                ]
                 if usable:
                     return usable[number % len(usable)]
                 if unread:
@@ -132,7 +166,10 @@ class Workers:
         raise CancelledError
 
     def _gone(self) -> RankFailedError:
-        reasons = [f"{each.address}: {_reason(self._out.get(each, 'ends at this slot'))}" for each in self._all]
+        reasons = [
+            f"{each.address}: {_reason(self._out.get(each, 'ends at this slot'))}"
+            for each in self._all
+        ]
         return RankFailedError(
             f"No preprocessing worker answered for {self._wait_s:g} s (preprocess.wait_s)",
             "\n".join(reasons),
@@ -140,9 +177,13 @@ class Workers:
         )
 
     def _say_waiting(self, waited_s: float) -> None:
-        address, why = next((each.address, self._out[each]) for each in self._all if each in self._out)
+        address, why = next(
+            (each.address, self._out[each]) for each in self._all if each in self._out
+        )
         more = f" and {len(self._all) - 1} more" if len(self._all) > 1 else ""
-        self._say_now_and_then(f"waiting for a preprocessing worker: {address} ({_reason(why)}){more}", waited_s)
+        self._say_now_and_then(
+            f"waiting for a preprocessing worker: {address} ({_reason(why)}){more}", waited_s
+        )
 
     def _say_now_and_then(self, what: str, waited_s: float) -> None:
         if time.monotonic() - self._said_s >= SAY_EVERY_S:
@@ -153,7 +194,10 @@ class Workers:
         with self._changed:
             self._out[connection] = why
             self._changed.notify_all()
-        if isinstance(why, DisttrainError) and (warning := f"{why.what}: {_one_line(why.why)}") not in self._warned:
+        if (
+            isinstance(why, DisttrainError)
+            and (warning := f"{why.what}: {_one_line(why.why)}") not in self._warned
+        ):
             self._warned.add(warning)
             self._say(f"warning: {warning}", 0, 0)
 
@@ -178,9 +222,12 @@ class Workers:
 
 
 class PulledOrders(Orders):
-    """Orders whose assignments a worker finds: the search of the policy `best` has no place in a training process."""
+    """Orders whose assignments a worker finds: the search of the policy `best` has no place in a
+    training process."""
 
-    def __init__(self, run: RunFile, layout: Layout, index: Index, profile: Profile | None, workers: Workers) -> None:
+    def __init__(
+        self, run: RunFile, layout: Layout, index: Index, profile: Profile | None, workers: Workers
+    ) -> None:
         super().__init__(run, layout, index, profile)
         self._workers = workers
 
@@ -188,9 +235,16 @@ class PulledOrders(Orders):
         return self._workers.assignment(step)
 
 
-def check_workers(run: Run, layout: Layout, index: Index, profile: Profile | None, steps: int,
-                  say: Progress = silent) -> None:
-    """Greet all workers once; those that do not fit or answer are named to `say`. `steps` are those of the training.
+def check_workers(
+    run: Run,
+    layout: Layout,
+    index: Index,
+    profile: Profile | None,
+    steps: int,
+    say: Progress = silent,
+) -> None:
+    """Greet all workers once; those that do not fit or answer are named to `say`. `steps` are those
+    of the training.
 
     Raises:
         SpecError: `preprocess` cannot be used as it stands.
@@ -200,14 +254,16 @@ def check_workers(run: Run, layout: Layout, index: Index, profile: Profile | Non
     if wait_s >= hang_s:
         raise SpecError(
             "preprocess.wait_s must be shorter than train.hang_s",
-            f"given: {wait_s:g} s and {hang_s:g} s, after which a rank without progress is taken to hang",
+            f"given: {wait_s:g} s and {hang_s:g} s, after which a rank without progress is taken to"
+            " hang",
             "Raise train.timeout_s and train.hang_s, or wait less for workers.",
         )
     if steps > run.file.train.steps:
         raise SpecError(
             f"{steps} steps are more than train.steps = {run.file.train.steps}",
             "preprocessing workers answer no request beyond the last step of their run file",
-            f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data serve",
+            f"Set train.steps: {steps} in the run file, and start the workers again: disttrain data"
+            " serve",
         )
     access, own = access_of(run), identity_of(run.file, layout, index, profile)
 
@@ -222,7 +278,11 @@ def check_workers(run: Run, layout: Layout, index: Index, profile: Profile | Non
         return None
 
     with ThreadPoolExecutor(GREETINGS_AT_ONCE) as threads:
-        refused = [error for error in threads.map(greeted, run.file.preprocess.addresses) if error is not None]
+        refused = [
+            error
+            for error in threads.map(greeted, run.file.preprocess.addresses)
+            if error is not None
+        ]
     if refused and len(refused) == len(run.file.preprocess.addresses):
         raise all_refused(refused)
 

@@ -1,7 +1,7 @@
 """A rank's line to one worker: the greeting, a slot, and what each failure means.
 
-gRPC's keepalive notices a peer that is gone without a word within `KEEPALIVE_S` + `SILENCE_S`; a worker sends
-something every second of a call, so its pings are welcome.
+gRPC's keepalive notices a peer that is gone without a word within `KEEPALIVE_S` + `SILENCE_S`; a
+worker sends something every second of a call, so its pings are welcome.
 """
 
 from __future__ import annotations
@@ -31,16 +31,23 @@ OPTIONS = [
     ("grpc.keepalive_timeout_ms", int(1000 * SILENCE_S)),
     ("grpc.http2.ping_timeout_ms", int(1000 * SILENCE_S)),  # else a minute
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a line made anew tries at once, whatever an earlier one met
+    (
+        "grpc.use_local_subchannel_pool",
+        1,
+    ),  # a line made anew tries at once, whatever an earlier one met
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 #: What gRPC says before it comes to the point.
-PREAMBLE = re.compile(r"Flight returned \w+ error, with message: |failed to connect to all addresses; last error: "
-                      r"|UNKNOWN: ipv[46]:\S+: ")
+PREAMBLE = re.compile(
+    r"Flight returned \w+ error, with message: |failed to connect to all addresses; last error: "
+    r"|UNKNOWN: ipv[46]:\S+: "
+)
 #: What gRPC says of a certificate that does not fit.
-CERTIFICATE = re.compile(r"certificate|ssl|tls handshake|hostname verification|peer name", re.IGNORECASE)
+CERTIFICATE = re.compile(
+    r"certificate|ssl|tls handshake|hostname verification|peer name", re.IGNORECASE
+)
 
 
 class UnreachableError(Exception):
@@ -55,7 +62,9 @@ class Connection:
         self._access, self._own, self._fingerprint = access, own, fingerprint(own)
         self._client: flight.FlightClient | None = None
         self._calls: set[flight.FlightStreamReader] = set()
-        self._headers = [] if access.token is None else [(HEADER.encode(), f"Bearer {access.token}".encode())]
+        self._headers = (
+            [] if access.token is None else [(HEADER.encode(), f"Bearer {access.token}".encode())]
+        )
 
     def greet(self) -> None:
         """Make a new line, and compare what both sides must share.
@@ -68,7 +77,9 @@ class Connection:
         roots = self._access.authority if self.address.startswith(TLS) else None
         options = flight.FlightCallOptions(timeout=GREETING_S, headers=self._headers)
         try:
-            client = flight.FlightClient(self.address, tls_root_certs=roots, generic_options=OPTIONS)
+            client = flight.FlightClient(
+                self.address, tls_root_certs=roots, generic_options=OPTIONS
+            )
             (answer,) = client.do_action(flight.Action(IDENTITY_ACTION, b""), options)
             theirs = json.loads(answer.body.to_pybytes())
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -77,15 +88,20 @@ class Connection:
         self._client = client
 
     def fetch(self, request: Request, beat: Callable[[], None]) -> Prepared:
-        """A slot; `beat` is called while the worker shows that it lives and has no answer yet. Raises as `_get`."""
+        """A slot; `beat` is called while the worker shows that it lives and has no answer yet.
+        Raises as `_get`."""
         return self._get(request, wire.read_slot, beat)
 
     def assignment(self, step: int, beat: Callable[[], None]) -> Assignment:
         """What the policy decides for a step; `beat` as in `fetch`. Raises as `_get`."""
         return self._get(step, wire.read_assignment, beat)
 
-    def _get(self, request: Request | int, read: Callable[[Iterator[Any]], Answer],
-             beat: Callable[[], None]) -> Answer:
+    def _get(
+        self,
+        request: Request | int,
+        read: Callable[[Iterator[Any]], Answer],
+        beat: Callable[[], None],
+    ) -> Answer:
         """The answer to a request.
 
         Raises:
@@ -119,7 +135,9 @@ class Connection:
 
     def _meant(self, error: Exception) -> Exception:
         """What an error of Flight means."""
-        said = PREAMBLE.sub("", str(error).partition(". gRPC client debug context")[0].partition(". Detail:")[0])
+        said = PREAMBLE.sub(
+            "", str(error).partition(". gRPC client debug context")[0].partition(". Detail:")[0]
+        )
         told = getattr(error, "extra_info", b"")
         if told.startswith(b'{"kind"'):
             about = json.loads(told)
@@ -134,14 +152,19 @@ class Connection:
             return DisttrainError(
                 f"The preprocessing worker {self.address} refuses this run",
                 "the token is wrong or missing",
-                "Give preprocess.token_file the token of the worker, in its run file and in this one.",
+                "Give preprocess.token_file the token of the worker, in its run file and in this"
+                " one.",
             )
         if self.address.startswith(TLS) and CERTIFICATE.search(said):
             return DisttrainError(
-                f"The certificate of the preprocessing worker {self.address} is not the one expected",
+                f"The certificate of the preprocessing worker {self.address} is not the one"
+                " expected",
                 said,
-                "Give preprocess.tls_ca the certificate that signed the worker's, and an address that it names.",
+                "Give preprocess.tls_ca the certificate that signed the worker's, and an address"
+                " that it names.",
             )
         if isinstance(error, flight.FlightServerError):
-            return RankFailedError(f"The preprocessing worker {self.address} failed", said, "Its own output says more.")
+            return RankFailedError(
+                f"The preprocessing worker {self.address} failed", said, "Its own output says more."
+            )
         return UnreachableError(said)

@@ -1,4 +1,5 @@
-"""What a worker and a rank must share for either to prepare the same bytes; compared before anything is sent."""
+"""What a worker and a rank must share for either to prepare the same bytes; compared before
+anything is sent."""
 
 from __future__ import annotations
 
@@ -36,10 +37,14 @@ def identity_of(run: RunFile, layout: Layout, index: Index, profile: Profile | N
 
 
 def check_same(address: str, theirs: Identity, own: Identity) -> None:
-    """MismatchError where a worker would prepare other bytes; both sides of what differs are named."""
+    """MismatchError where a worker would prepare other bytes; both sides of what differs are
+    named."""
     names = [name for name in sorted({*theirs, *own}) if theirs.get(name) != own.get(name)]
     if names:
-        lines = [f"{name}: {theirs.get(name, 'none')} at the worker, {own.get(name, 'none')} here" for name in names]
+        lines = [
+            f"{name}: {theirs.get(name, 'none')} at the worker, {own.get(name, 'none')} here"
+            for name in names
+        ]
         raise MismatchError(
             f"The preprocessing worker {address} is not of this run",
             "\n".join(lines),

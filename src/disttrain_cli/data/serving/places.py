@@ -1,7 +1,9 @@
-"""How many slots a worker holds at a time, however many are asked for and however slowly they are read.
+"""How many slots a worker holds at a time, however many are asked for and however slowly they are
+read.
 
-Flight cannot end a call whose client reads nothing, be it stopped or gone without a word: such a one keeps its slot in
-memory. Its place goes to who waits, so that `AT_ONCE` of them do not stop a worker.
+Flight cannot end a call whose client reads nothing, be it stopped or gone without a word: such a
+one keeps its slot in memory. Its place goes to who waits, so that `AT_ONCE` of them do not stop a
+worker.
 """
 
 from __future__ import annotations

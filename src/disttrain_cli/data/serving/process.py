@@ -1,7 +1,8 @@
-"""The life of one worker process: `supervisor` starts it with its task as JSON, and reads one line of JSON from it.
+"""The life of one worker process: `supervisor` starts it with its task as JSON, and reads one line
+of JSON from it.
 
-The line is {"port": …} once it serves, or {"error": …}. The process ends when its standard input does: a worker
-without its supervisor would hold the port of the next one.
+The line is {"port": …} once it serves, or {"error": …}. The process ends when its standard input
+does: a worker without its supervisor would hold the port of the next one.
 """
 
 from __future__ import annotations
@@ -79,18 +80,29 @@ def open_worker(task: Task) -> Worker:
     token_file, tls = run.file.preprocess.token_file, None
     token = None if token_file is None else read_token(run.resolve(token_file))
     if task.tls_cert is not None and task.tls_key is not None:
-        tls = read_secret(Path(task.tls_cert), "--tls-cert"), read_secret(Path(task.tls_key), "--tls-key")
+        tls = (
+            read_secret(Path(task.tls_cert), "--tls-cert"),
+            read_secret(Path(task.tls_key), "--tls-key"),
+        )
     index = read_index(run, profile.inputs)
     orders = SharedOrders(Orders(run.file, plan.plan, index, profile))
     address = task.listens()
     steps = run.file.train.steps + run.file.preprocess.prefetch_slots + 1
     try:
-        return Worker(address, Preparer(run, orders), identity_of(run.file, plan.plan, index, profile), steps, token,
-                      tls)
+        return Worker(
+            address,
+            Preparer(run, orders),
+            identity_of(run.file, plan.plan, index, profile),
+            steps,
+            token,
+            tls,
+        )
     except (pa.ArrowException, OSError) as error:
-        raise DisttrainError(f"A preprocessing worker cannot listen on {address}", str(error),
-                             "Choose other ports, --port, or end what uses them; check --tls-cert and --tls-key.",
-                             ) from None
+        raise DisttrainError(
+            f"A preprocessing worker cannot listen on {address}",
+            str(error),
+            "Choose other ports, --port, or end what uses them; check --tls-cert and --tls-key.",
+        ) from None
 
 
 def _tell(document: dict[str, object]) -> None:

@@ -17,7 +17,10 @@ from disttrain_cli.data.serving.process import Task
 from disttrain_cli.errors import DisttrainError, UsageError
 
 POLL_S = 0.1
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # before a restart; doubled when a worker ends soon again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = (
+    0.5,
+    15.0,
+)  # before a restart; doubled when a worker ends soon again
 HEALTHY_S = 60.0  # after so long an end is a first one again
 GRACE_S = 5.0
 
@@ -34,39 +37,60 @@ class Process:
     due_s: float | None = None  # when to start it again; None: it runs
 
 
-def check_open(host: str, token_file: str | None, tls_cert: str | None, tls_key: str | None) -> None:
+def check_open(
+    host: str, token_file: str | None, tls_cert: str | None, tls_key: str | None
+) -> None:
     """UsageError where a worker would serve beyond this machine without TLS and a token."""
     if (tls_cert is None) != (tls_key is None):
-        raise UsageError("--tls-cert and --tls-key belong together", "given: only one of them",
-                         "disttrain data serve --help")
+        raise UsageError(
+            "--tls-cert and --tls-key belong together",
+            "given: only one of them",
+            "disttrain data serve --help",
+        )
     if is_loopback(host) or (token_file is not None and tls_cert is not None):
         return
-    missing = [name for name, value in (("--tls-cert and --tls-key", tls_cert), ("preprocess.token_file", token_file))
-               if value is None]
+    missing = [
+        name
+        for name, value in (
+            ("--tls-cert and --tls-key", tls_cert),
+            ("preprocess.token_file", token_file),
+        )
+        if value is None
+    ]
     raise UsageError(
         f"Serving on {host} opens the data to the network: that needs TLS and a token",
         f"missing: {', '.join(missing)}",
-        "Give --tls-cert FILE --tls-key FILE, and preprocess.token_file in the run file; or serve on 127.0.0.1.",
+        "Give --tls-cert FILE --tls-key FILE, and preprocess.token_file in the run file; or serve"
+        " on 127.0.0.1.",
     )
 
 
-def serve(tasks: list[Task], ready: Callable[[list[str], list[int]], None], note: Callable[[str], None]) -> None:
+def serve(
+    tasks: list[Task], ready: Callable[[list[str], list[int]], None], note: Callable[[str], None]
+) -> None:
     """Run a worker process for each task until SIGTERM or SIGINT; the main thread must call.
 
-    `ready` is called once with the addresses and process ids, when all of them serve; `note` hears of restarts.
+    `ready` is called once with the addresses and process ids, when all of them serve; `note` hears
+    of restarts.
 
     Raises:
         DisttrainError: a worker cannot start.
     """
     ended = threading.Event()
-    handlers = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {
+        number: signal.signal(number, lambda *_: ended.set())
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     processes: list[Process] = []
     try:
         processes += [Process(task, _start(task)) for task in tasks]
         for process in processes:
             process.port = _port(process)
         if not ended.is_set():
-            ready([each.task.address(each.port) for each in processes], [each.popen.pid for each in processes])
+            ready(
+                [each.task.address(each.port) for each in processes],
+                [each.popen.pid for each in processes],
+            )
         while not ended.wait(POLL_S):
             for process in processes:
                 _keep(process, note)
@@ -80,10 +104,16 @@ def serve(tasks: list[Task], ready: Callable[[list[str], list[int]], None], note
 
 
 def _start(task: Task) -> subprocess.Popen[str]:
-    # A session of its own: Ctrl-C reaches the supervisor alone, which ends them. What gRPC would log, errors tell.
-    return subprocess.Popen([sys.executable, "-m", "disttrain_cli.data.serving.process", json.dumps(task._asdict())],
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-                            env=os.environ | {"GRPC_VERBOSITY": "NONE"})
+    # A session of its own: Ctrl-C reaches the supervisor alone, which ends them. What gRPC would
+    # log, errors tell.
+    return subprocess.Popen(
+        [sys.executable, "-m", "disttrain_cli.data.serving.process", json.dumps(task._asdict())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"GRPC_VERBOSITY": "NONE"},
+    )
 
 
 def _port(process: Process) -> int:
@@ -91,8 +121,10 @@ def _port(process: Process) -> int:
     assert process.popen.stdout is not None
     line = process.popen.stdout.readline()
     if not line:
-        raise DisttrainError("A preprocessing worker ended before it served",
-                             f"exit code {process.popen.wait()}; its last words stand above")
+        raise DisttrainError(
+            "A preprocessing worker ended before it served",
+            f"exit code {process.popen.wait()}; its last words stand above",
+        )
     told = json.loads(line)
     if "error" in told:
         error = told["error"]
@@ -108,12 +140,19 @@ def _keep(process: Process, note: Callable[[str], None]) -> None:
             return
         if now_s - process.started_s > HEALTHY_S:
             process.pause_s = FIRST_PAUSE_S
-        note(f"The worker {address} ended ({_ending(process, code)}); it starts again in {process.pause_s:g} s")
+        note(
+            f"The worker {address} ended ({_ending(process, code)}); it starts again in"
+            f" {process.pause_s:g} s"
+        )
         process.due_s = now_s + process.pause_s
         process.pause_s = min(2 * process.pause_s, LONGEST_PAUSE_S)
     elif now_s >= process.due_s:
         _end(process.popen)
-        process.popen, process.started_s, process.due_s = _start(process.task._replace(port=process.port)), now_s, None
+        process.popen, process.started_s, process.due_s = (
+            _start(process.task._replace(port=process.port)),
+            now_s,
+            None,
+        )
 
 
 def _ending(process: Process, code: int) -> str:

@@ -1,9 +1,9 @@
 """What travels: JSON requests, and answers of Arrow record batches that are the tensors' own bytes.
 
-The schema is one column of bytes. The first batch with metadata has no rows and says which tensors follow, their
-types and shapes, and whatever else the answer holds; then every tensor comes in pieces of at most `PIECE_BYTES`.
-Batches without rows or metadata only show that the worker lives. A tensor of one piece is read where gRPC put it,
-without a copy.
+The schema is one column of bytes. The first batch with metadata has no rows and says which tensors
+follow, their types and shapes, and whatever else the answer holds; then every tensor comes in
+pieces of at most `PIECE_BYTES`. Batches without rows or metadata only show that the worker lives. A
+tensor of one piece is read where gRPC put it, without a copy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ Message = Any  # a record batch, or one with its metadata
 
 
 def request_bytes(request: Request | int, identity: str) -> bytes:
-    """A request for a slot, or for the assignment of a step, with the fingerprint of what both sides must share."""
-    asked = {"step": request} if isinstance(request, int) else request._asdict() | {"fields": sorted(request.fields)}
+    """A request for a slot, or for the assignment of a step, with the fingerprint of what both
+    sides must share."""
+    asked = (
+        {"step": request}
+        if isinstance(request, int)
+        else request._asdict() | {"fields": sorted(request.fields)}
+    )
     return json.dumps(asked | {"identity": identity}).encode()
 
 
@@ -46,8 +51,14 @@ def read_request(data: bytes) -> tuple[Request | int, str]:
     match told:
         case {"step": int(step), "identity": str(identity), **others} if not others:
             return step, identity
-        case {"step": int(step), "slot": int(slot), "unit": str(unit), "replica": int(replica),
-              "fields": list(fields), "identity": str(identity)}:
+        case {
+            "step": int(step),
+            "slot": int(slot),
+            "unit": str(unit),
+            "replica": int(replica),
+            "fields": list(fields),
+            "identity": str(identity),
+        }:
             return Request(step, slot, unit, replica, frozenset(map(str, fields))), identity
     raise ValueError("not a request")
 
@@ -63,13 +74,18 @@ def beating(chunks: Iterable[Any], beat: Callable[[], None]) -> Iterator[Any]:
 def slot_messages(prepared: Prepared) -> Iterator[Message]:
     """What a worker sends for a slot."""
     fields = {name: value for name, value in vars(prepared.batch).items() if value is not None}
-    return _messages(fields, {"broken": [[broken.segment, *broken.what] for broken in prepared.broken]})
+    return _messages(
+        fields, {"broken": [[broken.segment, *broken.what] for broken in prepared.broken]}
+    )
 
 
 def read_slot(chunks: Iterator[Any]) -> Prepared:
-    """The slot in the chunks of a Flight stream; its arrays are read-only. EOFError where it ends too early."""
+    """The slot in the chunks of a Flight stream; its arrays are read-only. EOFError where it ends
+    too early."""
     fields, about = _read_messages(chunks)
-    return Prepared(SlotBatch(**fields), [Broken(segment, Skipped(*what)) for segment, *what in about["broken"]])
+    return Prepared(
+        SlotBatch(**fields), [Broken(segment, Skipped(*what)) for segment, *what in about["broken"]]
+    )
 
 
 def assignment_messages(assignment: Assignment) -> Iterator[Message]:
@@ -80,7 +96,9 @@ def assignment_messages(assignment: Assignment) -> Iterator[Message]:
 def read_assignment(chunks: Iterator[Any]) -> Assignment:
     """The assignment in the chunks of a Flight stream. EOFError where it ends too early."""
     fields, about = _read_messages(chunks)
-    return Assignment(fields["places"].copy(), bool(about["carry"]))  # aligned, for whoever computes with it
+    return Assignment(
+        fields["places"].copy(), bool(about["carry"])
+    )  # aligned, for whoever computes with it
 
 
 def _messages(fields: dict[str, Any], about: dict[str, Any]) -> Iterator[Message]:
@@ -91,7 +109,9 @@ def _messages(fields: dict[str, Any], about: dict[str, Any]) -> Iterator[Message
             whole = pa.py_buffer(np.ascontiguousarray(array))
             for start in range(0, whole.size, PIECE_BYTES):
                 piece = whole.slice(start, min(PIECE_BYTES, whole.size - start))
-                yield pa.record_batch([pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])], schema=SCHEMA)
+                yield pa.record_batch(
+                    [pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])], schema=SCHEMA
+                )
 
 
 def _read_messages(chunks: Iterator[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -102,7 +122,11 @@ def _read_messages(chunks: Iterator[Any]) -> tuple[dict[str, Any], dict[str, Any
     about = json.loads(header.to_pybytes())
 
     def read(described: Any) -> Any:
-        return [_read(one, chunks) for one in described] if isinstance(described, list) else _read(described, chunks)
+        return (
+            [_read(one, chunks) for one in described]
+            if isinstance(described, list)
+            else _read(described, chunks)
+        )
 
     fields = {name: read(described) for name, described in about["tensors"].items()}
     for _ in chunks:

@@ -1,8 +1,9 @@
 """One preprocessing worker: answers requests of any replica, a bounded number at a time.
 
-A bounded number of slots is in preparation or on its way at any moment (`places`), whoever asks and however slowly it
-reads: that many slots, and one piece of each that gRPC holds, bound a worker's memory. Others wait; while they do, an
-empty batch every second shows them that the worker lives, and shows the worker whether they do.
+A bounded number of slots is in preparation or on its way at any moment (`places`), whoever asks and
+however slowly it reads: that many slots, and one piece of each that gRPC holds, bound a worker's
+memory. Others wait; while they do, an empty batch every second shows them that the worker lives,
+and shows the worker whether they do.
 """
 
 from __future__ import annotations
@@ -27,18 +28,32 @@ BEAT_S = 1.0
 
 
 class Worker(flight.FlightServerBase):
-    """Serves from when it is made: of a job, so many steps, those that ranks prefetch beyond its last included.
+    """Serves from when it is made: of a job, so many steps, those that ranks prefetch beyond its
+    last included.
 
     `tls` is a certificate and its key (PEM); without `token` anyone may ask.
     """
 
-    def __init__(self, location: str, preparer: Preparer, identity: Identity, steps: int, token: str | None = None,
-                 tls: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        location: str,
+        preparer: Preparer,
+        identity: Identity,
+        steps: int,
+        token: str | None = None,
+        tls: tuple[bytes, bytes] | None = None,
+    ) -> None:
         self._steps = steps
-        self._preparer, self._identity, self._fingerprint = preparer, identity, fingerprint(identity)
+        self._preparer, self._identity, self._fingerprint = (
+            preparer,
+            identity,
+            fingerprint(identity),
+        )
         self._places = Places()
         middleware = {} if token is None else {"token": _TokenCheck(token)}
-        super().__init__(location, tls_certificates=None if tls is None else [tls], middleware=middleware)
+        super().__init__(
+            location, tls_certificates=None if tls is None else [tls], middleware=middleware
+        )
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         """`identity`: what a rank must share with this worker, as JSON."""
@@ -86,7 +101,9 @@ class Worker(flight.FlightServerBase):
                 place.sent()
                 yield message
         except DataError as error:
-            raise _told("data", {"what": error.what, "why": error.why, "next_step": error.next_step}) from None
+            raise _told(
+                "data", {"what": error.what, "why": error.why, "next_step": error.next_step}
+            ) from None
         finally:  # also when the one who asked went away
             if work is not None:
                 work.cancel()
@@ -102,10 +119,14 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
 
     def start_call(self, info: Any, headers: dict[str, list[Any]]) -> None:
         given = headers.get(HEADER, [""])[0]
-        if not hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._expected):
+        if not hmac.compare_digest(
+            given if isinstance(given, bytes) else given.encode(), self._expected
+        ):
             raise flight.FlightUnauthenticatedError("the token is wrong or missing")
 
 
 def _told(kind: str, about: dict[str, str]) -> flight.FlightServerError:
     """An error that `connection` turns into one of ours."""
-    return flight.FlightServerError(kind, extra_info=json.dumps({"kind": kind} | {"about": about}).encode())
+    return flight.FlightServerError(
+        kind, extra_info=json.dumps({"kind": kind} | {"about": about}).encode()
+    )

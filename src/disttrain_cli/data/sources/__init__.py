@@ -1,8 +1,9 @@
-"""Sources of data: find the shards of one, read a shard from end to end, open it to read samples again in any order.
+"""Sources of data: find the shards of one, read a shard from end to end, open it to read samples
+again in any order.
 
-A form is a file: `tars`, `llava` (conversations), `tables` (Parquet and Arrow, with `columns`). What they give is in
-`samples`, where they read from in `files`. Names inside data are never a path outside it nor reach a shell; nothing
-is extracted or unpickled.
+A form is a file: `tars`, `llava` (conversations), `tables` (Parquet and Arrow, with `columns`).
+What they give is in `samples`, where they read from in `files`. Names inside data are never a path
+outside it nor reach a shell; nothing is extracted or unpickled.
 """
 
 from __future__ import annotations
@@ -13,64 +14,133 @@ from pathlib import PurePosixPath
 
 from disttrain_cli.data.sources.files import is_file, is_url, join, list_files, shown_url
 from disttrain_cli.data.sources.llava import LlavaShard, read_llava
-from disttrain_cli.data.sources.samples import OpenShard, Part, Place, Sample, Segment, Shard, Skipped, printable
-from disttrain_cli.data.sources.tables import ArrowShard, ParquetShard, RowGroups, read_arrow, read_parquet
+from disttrain_cli.data.sources.samples import (
+    OpenShard,
+    Part,
+    Place,
+    Sample,
+    Segment,
+    Shard,
+    Skipped,
+    printable,
+)
+from disttrain_cli.data.sources.tables import (
+    ArrowShard,
+    ParquetShard,
+    RowGroups,
+    read_arrow,
+    read_parquet,
+)
 from disttrain_cli.data.sources.tars import TarShard, read_tar
 from disttrain_cli.errors import DataError
 
-__all__ = ["OpenShard", "Part", "Place", "RowGroups", "Sample", "Segment", "Shard", "Skipped", "find_shards",
-           "open_shard", "printable", "read_shard", "shown"]
+__all__ = [
+    "OpenShard",
+    "Part",
+    "Place",
+    "RowGroups",
+    "Sample",
+    "Segment",
+    "Shard",
+    "Skipped",
+    "find_shards",
+    "open_shard",
+    "printable",
+    "read_shard",
+    "shown",
+]
 
-FORMS = {".tar": "tar", ".parquet": "parquet", ".arrow": "arrow", ".json": "llava", ".jsonl": "llava"}
-BELOW = ("parquet", "arrow")  # forms whose files lie anywhere below a folder; those of others lie in it
+FORMS = {
+    ".tar": "tar",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".json": "llava",
+    ".jsonl": "llava",
+}
+BELOW = (
+    "parquet",
+    "arrow",
+)  # forms whose files lie anywhere below a folder; those of others lie in it
 CAPTIONS = "metadata.jsonl"  # of an imagefolder: it may lie below too
 PICTURES = (".jpg", ".jpeg", ".png", ".webp")
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
 #: What Hugging Face and img2dataset write beside the data.
-BESIDE = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+BESIDE = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
+    "config.json",
+)
 
 
 def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]:
     """Shards of a source in order: the one file given, or a folder's by name.
 
-    A folder with tars is read as tars; else with Parquet files anywhere below as Parquet; else with Arrow files
-    anywhere below as a Hugging Face dataset; else as conversations or texts (*.json, *.jsonl), or the captions of a
-    Hugging Face imagefolder (metadata.jsonl anywhere below). `images`: folder of the images that a JSON names, else
-    that of the JSON.
+    A folder with tars is read as tars; else with Parquet files anywhere below as Parquet; else with
+    Arrow files anywhere below as a Hugging Face dataset; else as conversations or texts (*.json,
+    *.jsonl), or the captions of a Hugging Face imagefolder (metadata.jsonl anywhere below).
+    `images`: folder of the images that a JSON names, else that of the JSON.
 
     Raises:
-        DataError: there is nothing at `path`, nothing readable in it, or the URL cannot be reached; `field` is the
+        DataError: there is nothing at `path`, nothing readable in it, or the URL cannot be reached;
+        `field` is the
             run file's field.
     """
-    hint = "Correct data.sources in the run file, or write an example with: disttrain init DIR --sample-data"
+    hint = (
+        "Correct data.sources in the run file, or write an example with: disttrain init DIR"
+        " --sample-data"
+    )
     given = f"given by {printable(field)}"
     form = _form(path)
-    if (form or not is_url(path)) and is_file(path):  # a web page that lists files counts as a folder
+    if (form or not is_url(path)) and is_file(
+        path
+    ):  # a web page that lists files counts as a folder
         if form is None:
-            raise DataError(f"The form of {shown(path)} is not known", f"known: {', '.join(FORMS)}; {given}", hint)
+            raise DataError(
+                f"The form of {shown(path)} is not known",
+                f"known: {', '.join(FORMS)}; {given}",
+                hint,
+            )
         folder, _, name = path.partition("?")[0].rpartition("/")
         return [Shard(form, path, name, images or folder if form == "llava" else "")]
     if form:
-        raise DataError(f"There is no file at {shown(path)}, or it cannot be reached", given,
-                        "Correct data.sources in the run file, or check the network.")
+        raise DataError(
+            f"There is no file at {shown(path)}, or it cannot be reached",
+            given,
+            "Correct data.sources in the run file, or check the network.",
+        )
     files = sorted(list_files(path))
     names = [(name, own) for name in files if (own := _form(name)) and _counts(name, own)]
     if not names and not is_url(path) and not os.path.isdir(path):
         raise DataError(f"There is no dataset at {shown(path)}", given, hint)
     if not names and any(name.lower().endswith(PICTURES) for name in files):
-        raise DataError(f"The dataset {shown(path)} has pictures without texts", given,
-                        'Write metadata.jsonl beside them, one line a picture: {"file_name": "1.jpg", "text": "…"}')
+        raise DataError(
+            f"The dataset {shown(path)} has pictures without texts",
+            given,
+            'Write metadata.jsonl beside them, one line a picture: {"file_name": "1.jpg", "text":'
+            ' "…"}',
+        )
     if not names:
         known = ", ".join(f"*{suffix}" for suffix in FORMS)
         packed = any(name.lower().endswith(PACKED) for name in files)
         raise DataError(
-            f"The dataset {shown(path)} is empty" if not files else f"The dataset {shown(path)} holds no shard",
+            (
+                f"The dataset {shown(path)} is empty"
+                if not files
+                else f"The dataset {shown(path)} holds no shard"
+            ),
             f"no {known} in it{''.join(f', but {printable(name)}' for name in files[:3])}; {given}",
-            "Unpack what is compressed: samples are read in any order." if packed else hint)
-    chosen = next(form for form in dict.fromkeys(FORMS.values()) if any(own == form for _, own in names))
+            "Unpack what is compressed: samples are read in any order." if packed else hint,
+        )
+    chosen = next(
+        form for form in dict.fromkeys(FORMS.values()) if any(own == form for _, own in names)
+    )
     shards = [(name, join(path, name)) for name, form in names if form == chosen]
-    return [Shard(chosen, file, name, images or file.rpartition("/")[0] if chosen == "llava" else "")
-            for name, file in shards]
+    return [
+        Shard(chosen, file, name, images or file.rpartition("/")[0] if chosen == "llava" else "")
+        for name, file in shards
+    ]
 
 
 def read_shard(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
@@ -84,10 +154,15 @@ def read_shard(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
 
 
 def open_shard(shard: Shard, cache: RowGroups) -> OpenShard:
-    """A shard to read samples again; raises OSError, DataError or pyarrow's errors where it cannot be read."""
+    """A shard to read samples again; raises OSError, DataError or pyarrow's errors where it cannot
+    be read."""
     if shard.form == "parquet":
         return ParquetShard(shard, cache)
-    kinds: dict[str, Callable[[Shard], OpenShard]] = {"tar": TarShard, "llava": LlavaShard, "arrow": ArrowShard}
+    kinds: dict[str, Callable[[Shard], OpenShard]] = {
+        "tar": TarShard,
+        "llava": LlavaShard,
+        "arrow": ArrowShard,
+    }
     return kinds[shard.form](shard)
 
 

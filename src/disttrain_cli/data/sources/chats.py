@@ -1,12 +1,15 @@
-"""What a record of a JSON says: turns of a conversation, a document, or a caption, with the images it names.
+"""What a record of a JSON says: turns of a conversation, a document, or a caption, with the images
+it names.
 
-Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role, content}` (chat
-templates), whose content may be a list of parts `{type: text, text}` and `{type: image, image: NAME}`. `<image>` in a
-text marks where one of the record's images stands. They are written as `USER: … ASSISTANT: …EOS` behind what the system
-says; only what stands behind `ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485,
-section 4.2). The last EOS is the sample's own.
+Turns are those of `conversations` or `messages`: `{from, value}` (LLaVA, ShareGPT) or `{role,
+content}` (chat templates), whose content may be a list of parts `{type: text, text}` and `{type:
+image, image: NAME}`. `<image>` in a text marks where one of the record's images stands. They are
+written as `USER: … ASSISTANT: …EOS` behind what the system says; only what stands behind
+`ASSISTANT:`, EOS with it, is trained (LLaVA, Liu et al. 2023, arXiv 2304.08485, section 4.2). The
+last EOS is the sample's own.
 
-Without turns all of `text` is trained: a document, or, as `caption` too, that of the record's images.
+Without turns all of `text` is trained: a document, or, as `caption` too, that of the record's
+images.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class Turn(NamedTuple):
 
 
 def conversation(record: Any) -> list[Part]:
-    """Texts and images (by name) of a record, in order; index and loader both read it by this function.
+    """Texts and images (by name) of a record, in order; index and loader both read it by this
+    function.
 
     Raises ValueError with the reason.
     """
@@ -40,7 +44,11 @@ def conversation(record: Any) -> list[Part]:
     if not turns:
         return [*(Part(IMAGE, name) for name in names), Part(TEXT, _document(record, bool(names)))]
     parts: list[Part] = []
-    marks, before, answers = 0, "", True  # `before`: a text that is not trained and not in `parts` yet
+    marks, before, answers = (
+        0,
+        "",
+        True,
+    )  # `before`: a text that is not trained and not in `parts` yet
     for turn in turns:
         if answers and parts and parts[-1].kind == TEXT:
             parts[-1] = parts[-1]._replace(ended=True)
@@ -78,7 +86,8 @@ def image_names(record: Any) -> list[str]:
 
 
 def _turns(record: dict[str, Any]) -> list[Turn]:
-    """The turns of a record, none where it has a text instead; ValueError where they have no such form."""
+    """The turns of a record, none where it has a text instead; ValueError where they have no such
+    form."""
     field = next((name for name in TURNS if record.get(name) is not None), None)
     if field is None:
         return []
@@ -106,15 +115,19 @@ def _turn(turn: Any, where: str) -> Turn:
                 texts = []
                 break
     if not isinstance(who, str) or who not in ROLES or (parts and not texts):
-        raise ValueError(f"{where} must have `from` or `role` ({', '.join(ROLES)}), and `value` or `content` (a text, "
-                         "or a list of texts and images)")
+        raise ValueError(
+            f"{where} must have `from` or `role` ({', '.join(ROLES)}), and `value` or `content` (a"
+            " text, or a list of texts and images)"
+        )
     return Turn(ROLES[who], "".join(texts), images)
 
 
 def _document(record: dict[str, Any], caption: bool) -> str:
     field = "caption" if caption and "text" not in record else "text"
     if field not in record:
-        raise ValueError("a record has a list `conversations` or `messages` with at least one turn, or a `text`")
+        raise ValueError(
+            "a record has a list `conversations` or `messages` with at least one turn, or a `text`"
+        )
     if not isinstance(record[field], str) or not record[field]:
         raise ValueError(f"`{field}` must be a text that is not empty")
     return clean(record[field])

@@ -1,10 +1,11 @@
-"""Which columns of a Parquet or Arrow file hold images, sounds and texts, and what a row of them says.
+"""Which columns of a Parquet or Arrow file hold images, sounds and texts, and what a row of them
+says.
 
-Three forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) or of sounds (the same, by its
-name), or one of each, and one of texts; where there are several of a type, the usual names decide. Interleaved
-(OBELICS): lists `images` and `texts` of equal length, at each position exactly one of the two is not null. Texts alone:
-a column of texts where no other is named for images or sounds. The place of a segment is its row in the file and its
-position in the row.
+Three forms. Pairs: one column of images (binary, or Hugging Face's struct {bytes, path}) or of
+sounds (the same, by its name), or one of each, and one of texts; where there are several of a type,
+the usual names decide. Interleaved (OBELICS): lists `images` and `texts` of equal length, at each
+position exactly one of the two is not null. Texts alone: a column of texts where no other is named
+for images or sounds. The place of a segment is its row in the file and its position in the row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from disttrain_cli.data.sources.samples import MAX_TEXT_BYTES, Place, Sample, Segment, Skipped, read_duration, read_size
+from disttrain_cli.data.sources.samples import (
+    MAX_TEXT_BYTES,
+    Place,
+    Sample,
+    Segment,
+    Skipped,
+    read_duration,
+    read_size,
+)
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.index import AUDIO, IMAGE, TEXT
 
@@ -25,9 +34,16 @@ if TYPE_CHECKING:
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img")
 AUDIO_NAMES = ("audio", "wav", "flac", "ogg", "mp3", "sound", "speech")
 TEXT_NAMES = ("text", "caption", "txt")
-SPOKEN_NAMES = ("transcription", "transcript", "sentence", "normalized_text")  # where there is none of the others
+SPOKEN_NAMES = (
+    "transcription",
+    "transcript",
+    "sentence",
+    "normalized_text",
+)  # where there is none of the others
 LISTS = ("images", "texts")
-ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)  # names a column of URLs
+ELSEWHERE = re.compile(
+    r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE
+)  # names a column of URLs
 BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 
 
@@ -56,25 +72,40 @@ def find_columns(schema: pa.Schema, label: str) -> Columns:
         if kinds["images"] == "list of image":
             return Columns(*LISTS, interleaved=True)
         if kinds["images"] == "list of text":
-            raise _refused(label, schema, "`images` holds URLs or paths instead of image bytes",
-                           "Download them first, e.g. with img2dataset, and write their bytes into `images`.")
+            raise _refused(
+                label,
+                schema,
+                "`images` holds URLs or paths instead of image bytes",
+                "Download them first, e.g. with img2dataset, and write their bytes into `images`.",
+            )
     lists = [name for name, own in kinds.items() if own == "list of image"]
     if lists and "image" not in kinds.values():
-        raise _refused(label, schema, f"`{lists[0]}` holds lists of images, and there is no list `texts` of strings "
-                       "beside a list `images`",
-                       "Write texts and images in turn (`images` and `texts`), or conversations as JSON.")
-    sounds = {name: own for name, own in kinds.items() if own == "image" and name.lower() in AUDIO_NAMES}
+        raise _refused(
+            label,
+            schema,
+            f"`{lists[0]}` holds lists of images, and there is no list `texts` of strings "
+            "beside a list `images`",
+            "Write texts and images in turn (`images` and `texts`), or conversations as JSON.",
+        )
+    sounds = {
+        name: own for name, own in kinds.items() if own == "image" and name.lower() in AUDIO_NAMES
+    }
     others = {name: own for name, own in kinds.items() if name not in sounds}
     audio = _one(sounds, "image", AUDIO_NAMES, label, schema) if sounds else None
     texts_alone = not sounds and "image" not in others.values() and not _pictures_elsewhere(kinds)
-    image = None if texts_alone or (sounds and "image" not in others.values()) else \
-        _one(others, "image", IMAGE_NAMES, label, schema)
+    image = (
+        None
+        if texts_alone or (sounds and "image" not in others.values())
+        else _one(others, "image", IMAGE_NAMES, label, schema)
+    )
     usual = any(own == "text" and name.lower() in TEXT_NAMES for name, own in kinds.items())
     text = _one(kinds, "text", SPOKEN_NAMES if sounds and not usual else TEXT_NAMES, label, schema)
     return Columns(image, text, interleaved=False, audio=audio)
 
 
-def read_rows(batch: pa.RecordBatch, columns: Columns, first: int, label: str) -> Iterator[Sample | Skipped]:
+def read_rows(
+    batch: pa.RecordBatch, columns: Columns, first: int, label: str
+) -> Iterator[Sample | Skipped]:
     """Samples of consecutive rows, of which the first is row `first` of the file."""
     rows = _interleaved(batch, columns) if columns.interleaved else _pairs(batch, columns)
     for row, cells in enumerate(rows, first):
@@ -86,7 +117,8 @@ def read_rows(batch: pa.RecordBatch, columns: Columns, first: int, label: str) -
 
 
 def file_at(column: pa.Array, place: Place) -> bytes:
-    """The image or sound file at a place of a column whose only row is the place's; ValueError where there is none."""
+    """The image or sound file at a place of a column whose only row is the place's; ValueError
+    where there is none."""
     values, _ = _flat(column)
     data = _views(values)[place.size]
     if data is None:
@@ -100,8 +132,15 @@ def texts_at(column: pa.Array) -> list[str]:
 
 
 def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
-    wanted = [(kind, what, name) for kind, what, name in (
-        (IMAGE, "image", columns.image), (AUDIO, "sound", columns.audio), (TEXT, "text", columns.text)) if name]
+    wanted = [
+        (kind, what, name)
+        for kind, what, name in (
+            (IMAGE, "image", columns.image),
+            (AUDIO, "sound", columns.audio),
+            (TEXT, "text", columns.text),
+        )
+        if name
+    ]
     for cells in zip(*(_views(batch.column(name)) for _, _, name in wanted), strict=True):
         missing = [what for (_, what, _), cell in zip(wanted, cells, strict=True) if cell is None]
         if missing:
@@ -113,19 +152,28 @@ def _pairs(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
 
 
 def _interleaved(batch: pa.RecordBatch, columns: Columns) -> Iterator[Any]:
-    (image_values, image_counts), (text_values, text_counts) = (_flat(batch.column(name)) for name in LISTS)
+    (image_values, image_counts), (text_values, text_counts) = (
+        _flat(batch.column(name)) for name in LISTS
+    )
     images, texts = iter(_views(image_values)), iter(_views(text_values))
     for image_count, text_count in zip(image_counts, text_counts, strict=True):
-        own_images, own_texts = ([next(values) for _ in range(count or 0)]
-                                 for values, count in ((images, image_count), (texts, text_count)))
+        own_images, own_texts = (
+            [next(values) for _ in range(count or 0)]
+            for values, count in ((images, image_count), (texts, text_count))
+        )
         if image_count is None or text_count is None or image_count != text_count:
             yield f"`images` has {image_count} entries, `texts` {text_count}"
-        elif wrong := [at for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))
-                       if (image is None) == (text is None)]:
+        elif wrong := [
+            at
+            for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))
+            if (image is None) == (text is None)
+        ]:
             yield f"position {wrong[0]} must have either an image's bytes or a text"
         else:
-            yield [(TEXT, at, text) if text is not None else (IMAGE, at, image)
-                   for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))]
+            yield [
+                (TEXT, at, text) if text is not None else (IMAGE, at, image)
+                for at, (image, text) in enumerate(zip(own_images, own_texts, strict=True))
+            ]
 
 
 def _segments(row: int, cells: Any) -> Iterator[Segment]:
@@ -141,7 +189,9 @@ def _segments(row: int, cells: Any) -> Iterator[Segment]:
             except UnicodeDecodeError:
                 raise ValueError("text is not UTF-8") from None
         else:
-            header = (read_duration if kind == AUDIO else read_size)(partial(_part, value), len(value))
+            header = (read_duration if kind == AUDIO else read_size)(
+                partial(_part, value), len(value)
+            )
             yield Segment(kind, Place(row, at), "", *(header[:2] if kind == AUDIO else header[1:3]))
 
 
@@ -150,7 +200,8 @@ def _part(data: memoryview, offset: int, size: int) -> bytes:
 
 
 def _flat(column: pa.Array) -> tuple[pa.Array, list[int | None]]:
-    """Values of a column of lists laid out flat, with the length of each list (null: no list); or the column itself."""
+    """Values of a column of lists laid out flat, with the length of each list (null: no list); or
+    the column itself."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -175,12 +226,17 @@ def _views(values: pa.Array) -> list[memoryview | None]:
     _, offsets, data = values.buffers()
     if not len(values):
         return []
-    ends = np.frombuffer(offsets, dtype=np.int64)[values.offset : values.offset + len(values) + 1].tolist()
+    ends = np.frombuffer(offsets, dtype=np.int64)[
+        values.offset : values.offset + len(values) + 1
+    ].tolist()
     view = memoryview(data if data is not None else b"")
     cells = [view[a:b] for a, b in pairwise(ends)]
     if not values.null_count:
         return list(cells)
-    return [cell if valid else None for cell, valid in zip(cells, values.is_valid().to_pylist(), strict=True)]
+    return [
+        cell if valid else None
+        for cell, valid in zip(cells, values.is_valid().to_pylist(), strict=True)
+    ]
 
 
 def _kind(type_: pa.DataType) -> str:
@@ -203,19 +259,30 @@ def _kind(type_: pa.DataType) -> str:
 
 
 def _pictures_elsewhere(kinds: dict[str, str]) -> list[str]:
-    """Columns that seem to say where images or sounds are: of files, or of URLs beside captions or sizes.
+    """Columns that seem to say where images or sounds are: of files, or of URLs beside captions or
+    sizes.
 
     A `url` beside a `text` alone is where a page of a text corpus was found.
     """
-    media = [name for name, own in kinds.items() if name.lower() in (*IMAGE_NAMES, *AUDIO_NAMES, "images")
-             or (own in ("text", "list of text") and ELSEWHERE.search(name))]
+    media = [
+        name
+        for name, own in kinds.items()
+        if name.lower() in (*IMAGE_NAMES, *AUDIO_NAMES, "images")
+        or (own in ("text", "list of text") and ELSEWHERE.search(name))
+    ]
     lower = {name.lower() for name in kinds}
     captioned = "caption" in lower or {"width", "height"} <= lower
-    urls = [name for name, own in kinds.items() if own == "text" and "url" in name.lower()] if captioned else []
+    urls = (
+        [name for name, own in kinds.items() if own == "text" and "url" in name.lower()]
+        if captioned
+        else []
+    )
     return [*(name for name in media if kinds[name] == "text"), *urls, *media]
 
 
-def _one(kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, schema: pa.Schema) -> str:
+def _one(
+    kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, schema: pa.Schema
+) -> str:
     """The only column of a kind, or the only one of them with a usual name."""
     found = [name for name, own in kinds.items() if own == kind]
     usual = [name for name in found if name.lower() in names]
@@ -224,13 +291,25 @@ def _one(kinds: dict[str, str], kind: str, names: tuple[str, ...], label: str, s
     what = "image bytes" if kind == "image" else "texts"
     if not found:
         url = next(iter(_pictures_elsewhere(kinds)), None) if kind == "image" else None
-        advice = (f"`{url}` seems to name pictures elsewhere: download them first, e.g. with img2dataset." if url else
-                  "Images are binary or {bytes, path}, texts are strings; or lists `images` and `texts` of them.")
+        advice = (
+            f"`{url}` seems to name pictures elsewhere: download them first, e.g. with img2dataset."
+            if url
+            else (
+                "Images are binary or {bytes, path}, texts are strings; or lists `images` and"
+                " `texts` of them."
+            )
+        )
         raise _refused(label, schema, f"no column holds {what}", advice)
-    raise _refused(label, schema, f"several columns may hold the {what}: {', '.join(usual or found)}",
-                   f"Keep one of them, or name one {' or '.join(names[:3])}.")
+    raise _refused(
+        label,
+        schema,
+        f"several columns may hold the {what}: {', '.join(usual or found)}",
+        f"Keep one of them, or name one {' or '.join(names[:3])}.",
+    )
 
 
 def _refused(label: str, schema: pa.Schema, why: str, next_step: str) -> DataError:
     columns = ", ".join(f"{field.name} ({field.type})" for field in list(schema)[:40])
-    return DataError(f"Cannot tell images and texts in {label}", f"{why}\ncolumns: {columns}", next_step)
+    return DataError(
+        f"Cannot tell images and texts in {label}", f"{why}\ncolumns: {columns}", next_step
+    )

@@ -1,4 +1,5 @@
-"""Files on this machine and behind a URL that fsspec opens, read alike: once from end to end, then by ranges."""
+"""Files on this machine and behind a URL that fsspec opens, read alike: once from end to end, then
+by ranges."""
 
 from __future__ import annotations
 
@@ -22,8 +23,18 @@ ATTEMPTS = 3  # to read a range of a URL
 PAUSE_S = 0.5  # before the second attempt; twice as long before the third
 
 #: By which of them a file system tells a version of a file, the best first.
-VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "last_modified", "updated", "modified",
-            "created")
+VERSIONS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modified",
+    "created",
+)
 
 
 class File(Protocol):
@@ -32,7 +43,8 @@ class File(Protocol):
     size: int
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes at `offset`, fewer at the end of the file; raises OSError, or DataError for a URL."""
+        """Bytes at `offset`, fewer at the end of the file; raises OSError, or DataError for a
+        URL."""
 
     def stream(self) -> BinaryIO:
         """The file as an object to read from its beginning; seeking back is slow."""
@@ -43,7 +55,9 @@ class LocalFile:
 
     def __init__(self, path: str, flags: int = 0) -> None:
         self._path, self._descriptor = path, -1
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)  # a pipe would wait
+        self._descriptor = os.open(
+            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags
+        )  # a pipe would wait
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
@@ -84,10 +98,16 @@ class RemoteFile:
                     raise _unreachable(self._url, error) from None
                 time.sleep(PAUSE_S * attempt)
             else:
-                if offset and len(data) > max(0, min(size, self.size - offset)):  # its beginning would pass for damage
-                    raise DataError(f"The server of {shown_url(self._url)} answers requests for a part with the whole",
-                                    f"asked for {size} bytes at {offset}, sent {len(data)}",
-                                    "Copy the data to this machine, or serve them with support for HTTP ranges.")
+                if offset and len(data) > max(
+                    0, min(size, self.size - offset)
+                ):  # its beginning would pass for damage
+                    raise DataError(
+                        f"The server of {shown_url(self._url)} answers requests for a part with the"
+                        " whole",
+                        f"asked for {size} bytes at {offset}, sent {len(data)}",
+                        "Copy the data to this machine, or serve them with support for HTTP"
+                        " ranges.",
+                    )
                 return data[:size]
         raise AssertionError("unreachable")
 
@@ -96,12 +116,15 @@ class RemoteFile:
 
 
 class _Stream(io.RawIOBase):
-    """A file behind a URL, read ahead; what goes wrong on the way is a DataError, so that it passes for no damage."""
+    """A file behind a URL, read ahead; what goes wrong on the way is a DataError, so that it passes
+    for no damage."""
 
     def __init__(self, url: str, system: Any, path: str) -> None:
         self._url = url
         try:
-            self._file = system.open(path, "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead")
+            self._file = system.open(
+                path, "rb", block_size=READ_AHEAD_BYTES, cache_type="readahead"
+            )
         except Exception as error:
             raise _unreachable(url, error) from None
 
@@ -147,26 +170,34 @@ def open_file(path: str) -> File:
 
 
 def state_of(path: str) -> list[Any]:
-    """[size, time or version] of a file, by which a change is noticed; raises DataError where it is gone."""
+    """[size, time or version] of a file, by which a change is noticed; raises DataError where it is
+    gone."""
     if not is_url(path):
         try:
             status = os.stat(path)
         except OSError as error:
-            raise DataError(f"Cannot read the shard {printable(path)}", error.strerror or str(error),
-                            "Bring it back (a link may lead nowhere), or index what is there: "
-                            "disttrain profile --reindex") from None
+            raise DataError(
+                f"Cannot read the shard {printable(path)}",
+                error.strerror or str(error),
+                "Bring it back (a link may lead nowhere), or index what is there: "
+                "disttrain profile --reindex",
+            ) from None
         return [status.st_size, status.st_mtime_ns]
     system, inside = file_system(path)
     try:
         info = system.info(inside)
     except Exception as error:
         raise _unreachable(path, error) from None
-    return [info.get("size"), str(next((info[name] for name in VERSIONS if info.get(name) is not None), ""))]
+    return [
+        info.get("size"),
+        str(next((info[name] for name in VERSIONS if info.get(name) is not None), "")),
+    ]
 
 
 def content_of(path: str) -> str:
-    """A digest of the bytes of a local file, of a large one of `PIECES` pieces spread over it; "" of what is no file
-    that can be read, or a URL. By it a file is known again that was copied, and has another time."""
+    """A digest of the bytes of a local file, of a large one of `PIECES` pieces spread over it; ""
+    of what is no file that can be read, or a URL. By it a file is known again that was copied, and
+    has another time."""
     if is_url(path):
         return ""
     try:
@@ -181,18 +212,23 @@ def content_of(path: str) -> str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it; raises DataError where there is none of that name."""
+    """fsspec's file system of a URL, and the path in it; raises DataError where there is none of
+    that name."""
     from fsspec.core import url_to_fs
 
     try:
         return url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
-        raise DataError(f"Cannot open {shown_url(url)}", str(error),
-                        "Correct data.sources, or install what fsspec needs for that kind of URL.") from None
+        raise DataError(
+            f"Cannot open {shown_url(url)}",
+            str(error),
+            "Correct data.sources, or install what fsspec needs for that kind of URL.",
+        ) from None
 
 
 def list_files(folder: str) -> Iterator[str]:
-    """Names of all files below a folder, relative to it, without hidden ones; nothing where there is no folder.
+    """Names of all files below a folder, relative to it, without hidden ones; nothing where there
+    is no folder.
 
     Raises:
         DataError: the URL cannot be listed.
@@ -237,5 +273,8 @@ def shown_url(url: str) -> str:
 
 
 def _unreachable(url: str, error: Exception) -> DataError:
-    return DataError(f"Cannot read {shown_url(url)}", printable(f"{type(error).__name__}: {error}", 1000),
-                     "Check data.sources, the network and what the server allows.")
+    return DataError(
+        f"Cannot read {shown_url(url)}",
+        printable(f"{type(error).__name__}: {error}", 1000),
+        "Check data.sources, the network and what the server allows.",
+    )

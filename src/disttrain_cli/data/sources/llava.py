@@ -1,9 +1,12 @@
-"""Records of a JSON, a list of them or one a line, with images beside it: conversations, captions and documents.
+"""Records of a JSON, a list of them or one a line, with images beside it: conversations, captions
+and documents.
 
-What a record says is in `chats`. Whether the file is a list or lines its content says, whatever its name.
+What a record says is in `chats`. Whether the file is a list or lines its content says, whatever its
+name.
 
-The place of a text is its record in the JSON (byte offset, length); that of an image is its number among the images
-of the record, and the length of its file. A name that leads out of the folder of images is a bad sample.
+The place of a text is its record in the JSON (byte offset, length); that of an image is its number
+among the images of the record, and the length of its file. A name that leads out of the folder of
+images is a bad sample.
 """
 
 from __future__ import annotations
@@ -18,7 +21,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 from disttrain_cli.data.sources.chats import conversation, image_names
 from disttrain_cli.data.sources.files import File, LocalFile, is_url, join, open_file
-from disttrain_cli.data.sources.samples import MAX_TEXT_BYTES, Place, Sample, Segment, Shard, Skipped, read_size
+from disttrain_cli.data.sources.samples import (
+    MAX_TEXT_BYTES,
+    Place,
+    Sample,
+    Segment,
+    Shard,
+    Skipped,
+    read_size,
+)
 from disttrain_cli.spec.index import IMAGE, TEXT
 
 CHUNK_BYTES = 4 * 1024 * 1024  # of the JSON that are read at once
@@ -66,14 +77,19 @@ class LlavaShard:
 
 
 def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
-    """Samples of one JSON, in its order. Of images only headers are read; a list is read in pieces."""
+    """Samples of one JSON, in its order. Of images only headers are read; a list is read in
+    pieces."""
     try:
         file = open_file(shard.path)
     except OSError as error:
         yield Skipped(label, "", f"cannot be opened: {error.strerror}")
         return
     try:
-        records = _list(file) if _is_list(file, shard.path.partition("?")[0].endswith(".json")) else _lines(file)
+        records = (
+            _list(file)
+            if _is_list(file, shard.path.partition("?")[0].endswith(".json"))
+            else _lines(file)
+        )
         for number, record in enumerate(records):
             name = record.value.get("id") if isinstance(record.value, dict) else None
             key = str(name) if isinstance(name, str | int) else f"record {number}"
@@ -81,7 +97,9 @@ def read_llava(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
                 if record.wrong:
                     raise ValueError(record.wrong)
                 if record.place.size > MAX_TEXT_BYTES:
-                    raise ValueError(f"a record of {record.place.size} bytes, at most {MAX_TEXT_BYTES} are read")
+                    raise ValueError(
+                        f"a record of {record.place.size} bytes, at most {MAX_TEXT_BYTES} are read"
+                    )
                 yield Sample(key, _segments(record, shard.images))
             except ValueError as error:
                 yield Skipped(label, key, str(error))
@@ -123,20 +141,25 @@ def _segments(record: Record, folder: str) -> list[Segment]:
     segments, images = [], 0
     for part in conversation(record.value):
         if part.kind == TEXT:
-            segments.append(Segment(TEXT, record.place, part.value, trained=part.trained, ended=part.ended))
+            segments.append(
+                Segment(TEXT, record.place, part.value, trained=part.trained, ended=part.ended)
+            )
             continue
         file = open_image(folder, part.value)
         try:
             header = read_size(file.read, file.size)
         except ValueError as error:
             raise ValueError(f"{part.value}: {error}") from None
-        segments.append(Segment(IMAGE, Place(images, file.size), "", header.width_px, header.height_px))
+        segments.append(
+            Segment(IMAGE, Place(images, file.size), "", header.width_px, header.height_px)
+        )
         images += 1
     return segments
 
 
 def _is_list(file: File, named_so: bool) -> bool:
-    """Whether a file holds a list of records, and not one a line: its first line tells, and its name what that leaves.
+    """Whether a file holds a list of records, and not one a line: its first line tells, and its
+    name what that leaves.
     """
     with file.stream() as stream:
         line = stream.readline(MAX_TEXT_BYTES).removeprefix(b"\xef\xbb\xbf")
@@ -195,7 +218,11 @@ class _Window:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._done = stream, False
-        self.text, self.at, self.start = "", 0, 0  # `text[at]` is next; `text[0]` is at byte `start` of the file
+        self.text, self.at, self.start = (
+            "",
+            0,
+            0,
+        )  # `text[at]` is next; `text[0]` is at byte `start` of the file
         self._fill()
 
     def next(self) -> str:

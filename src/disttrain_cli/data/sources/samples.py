@@ -1,4 +1,5 @@
-"""What every form of dataset is read into: samples of segments with their sizes, and what is left out, by name."""
+"""What every form of dataset is read into: samples of segments with their sizes, and what is left
+out, by name."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ class Place(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows inside the sample.
+    """A piece of a sample. `trained`: the tokens of this text are labels; `ended`: EOS follows
+    inside the sample.
 
-    A clip has its duration in ms in the place of the width, its samples per second in that of the height; a piece of a
-    document (`data.documents`) its first character, and how many it has.
+    A clip has its duration in ms in the place of the width, its samples per second in that of the
+    height; a piece of a document (`data.documents`) its first character, and how many it has.
     """
 
     kind: int
@@ -73,9 +75,9 @@ class Shard(NamedTuple):
 class OpenShard(Protocol):
     """A shard whose samples are read again in any order, by any thread.
 
-    `record` is the place of a sample's first text, (-1, 0) where it has none. All methods raise OSError (DataError for
-    a URL) where the file cannot be read, ValueError or IndexError where what lies there is not what was indexed, and
-    pyarrow's own errors (ValueErrors, OSErrors).
+    `record` is the place of a sample's first text, (-1, 0) where it has none. All methods raise
+    OSError (DataError for a URL) where the file cannot be read, ValueError or IndexError where what
+    lies there is not what was indexed, and pyarrow's own errors (ValueErrors, OSErrors).
     """
 
     def image(self, place: Place, record: Place) -> bytes:
@@ -89,10 +91,13 @@ class OpenShard(Protocol):
 
 
 def read_size(read: Read, file_bytes: int) -> ImageHeader:
-    """Format and size in pixels of an image file of so many bytes; ValueError where it is none, or its end is missing.
+    """Format and size in pixels of an image file of so many bytes; ValueError where it is none, or
+    its end is missing.
     """
     if file_bytes > MAX_IMAGE_BYTES:
-        raise ValueError(f"oversized image file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read")
+        raise ValueError(
+            f"oversized image file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read"
+        )
     head = read(0, HEAD_BYTES)
 
     def part(offset: int, size: int) -> bytes:
@@ -107,7 +112,9 @@ def read_size(read: Read, file_bytes: int) -> ImageHeader:
 def read_duration(read: Read, file_bytes: int) -> ClipHeader:
     """Duration of a sound file of so many bytes; ValueError with the reason where it is none."""
     if file_bytes > MAX_IMAGE_BYTES:
-        raise ValueError(f"oversized sound file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read")
+        raise ValueError(
+            f"oversized sound file: {file_bytes} bytes, at most {MAX_IMAGE_BYTES} are read"
+        )
     return read_clip_header(read, file_bytes)
 
 
@@ -117,7 +124,8 @@ def clean(text: str) -> str:
 
 
 def printable(name: str, most: int | float = MOST_SHOWN) -> str:
-    """A name or reason as one line that no terminal takes for a command: control characters are written out."""
+    """A name or reason as one line that no terminal takes for a command: control characters are
+    written out."""
     if len(name) <= most and name.isprintable():
         return name
     shown = name if most == math.inf else name[: int(most)]

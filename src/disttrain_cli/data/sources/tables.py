@@ -1,7 +1,9 @@
-"""Parquet files, and Arrow files of Hugging Face datasets (save_to_disk): tables of images and texts.
+"""Parquet files, and Arrow files of Hugging Face datasets (save_to_disk): tables of images and
+texts.
 
-Row groups of Parquet are read whole: the ones used last are kept, up to `CACHE_BYTES` for all files of a reader (and
-one per file that is being read). Arrow files are mapped into memory: only what is used is read.
+Row groups of Parquet are read whole: the ones used last are kept, up to `CACHE_BYTES` for all files
+of a reader (and one per file that is being read). Arrow files are mapped into memory: only what is
+used is read.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.data.sources.columns import BATCH_ROWS, file_at, find_columns, read_rows, texts_at
+from disttrain_cli.data.sources.columns import (
+    BATCH_ROWS,
+    file_at,
+    find_columns,
+    read_rows,
+    texts_at,
+)
 from disttrain_cli.data.sources.files import is_url, open_file
 from disttrain_cli.data.sources.samples import Place, Sample, Shard, Skipped
 from disttrain_cli.errors import DataError
@@ -39,7 +47,8 @@ class RowGroups:
             return self._kept.get(key)
 
     def keep(self, key: Any, table: pa.Table) -> None:
-        """Keep a row group and let go of those not used for longest; the last one stays, however large."""
+        """Keep a row group and let go of those not used for longest; the last one stays, however
+        large."""
         with self._lock:
             self._bytes += table.nbytes
             self._kept[key] = table
@@ -55,7 +64,9 @@ class ParquetShard:
         self._file = _open_parquet(shard.path)
         self._columns = find_columns(self._file.schema_arrow, shard.name)
         groups = range(self._file.num_row_groups)
-        self._ends = list(accumulate(self._file.metadata.row_group(group).num_rows for group in groups))
+        self._ends = list(
+            accumulate(self._file.metadata.row_group(group).num_rows for group in groups)
+        )
         self._lock = threading.Lock()  # a Parquet reader is not for two threads
 
     def image(self, place: Place, record: Place) -> bytes:
@@ -77,7 +88,9 @@ class ParquetShard:
         table = self._cache.get(key)
         if table is None:
             with self._lock:
-                table = self._cache.get(key)  # another thread may have read it while this one waited
+                table = self._cache.get(
+                    key
+                )  # another thread may have read it while this one waited
                 if table is None:
                     table = self._file.read_row_group(group, columns=[column])
                     self._cache.keep(key, table)
@@ -166,12 +179,16 @@ def _open_parquet(path: str) -> Any:
 
 
 def _arrow_batches(path: str) -> Iterator[pa.RecordBatch | str]:
-    """Record batches of an Arrow file (either format); then, where there is more, what is wrong with it."""
+    """Record batches of an Arrow file (either format); then, where there is more, what is wrong
+    with it."""
     import pyarrow as pa
 
     if is_url(path):
-        raise DataError("Arrow files are not read over a URL", f"given: {path}",
-                        "Copy the folder to a local disk, or save the dataset as Parquet.")
+        raise DataError(
+            "Arrow files are not read over a URL",
+            f"given: {path}",
+            "Copy the folder to a local disk, or save the dataset as Parquet.",
+        )
     try:
         mapped = pa.memory_map(path)
         whole = mapped.read(6) == b"ARROW1"

@@ -1,10 +1,11 @@
-"""Tar shards, two forms: pictures or sounds with captions, as img2dataset writes them, and interleaved samples.
+"""Tar shards, two forms: pictures or sounds with captions, as img2dataset writes them, and
+interleaved samples.
 
-img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; `KEY.flac` with its transcript (or
-caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss: false` = not trained), and of image
-and sound files anywhere in the same tar. Places are the byte
-offset and length of a member's content. Names inside a tar are only ever looked up among the names of that tar;
-nothing is extracted.
+img2dataset: `KEY.jpg` with `KEY.txt`, or with `KEY.json` that has a `caption`; `KEY.flac` with its
+transcript (or caption) the same way. Interleaved: `KEY.json` with `segments` of texts (`loss:
+false` = not trained), and of image and sound files anywhere in the same tar. Places are the byte
+offset and length of a member's content. Names inside a tar are only ever looked up among the names
+of that tar; nothing is extracted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ CLIP_SUFFIXES = ("wav", "flac", "ogg", "mp3")
 
 
 class Member(NamedTuple):
-    """A file inside a tar: where its content lies; what a text says or a file's header, or what is wrong with it."""
+    """A file inside a tar: where its content lies; what a text says or a file's header, or what is
+    wrong with it."""
 
     name: str
     place: Place
@@ -57,7 +59,11 @@ class TarShard:
 
     def texts(self, record: Place) -> list[str]:
         parts = parse_parts(self._read(record))
-        return [parts] if isinstance(parts, str) else [part.value for part in parts if part.kind == TEXT]
+        return (
+            [parts]
+            if isinstance(parts, str)
+            else [part.value for part in parts if part.kind == TEXT]
+        )
 
     def _read(self, place: Place) -> bytes:
         data = self._file.read(*place)
@@ -67,10 +73,11 @@ class TarShard:
 
 
 def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
-    """Samples of one tar, in the order of their json, txt, image or sound members; it is read once, from end to end.
+    """Samples of one tar, in the order of their json, txt, image or sound members; it is read once,
+    from end to end.
 
-    Of images and sounds only headers are read. The texts of one tar are in memory together. A damaged tar yields what
-    is whole before the damage.
+    Of images and sounds only headers are read. The texts of one tar are in memory together. A
+    damaged tar yields what is whole before the damage.
     """
     try:
         file = open_file(shard.path)
@@ -92,7 +99,9 @@ def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
     captions = any("txt" in group for group in by_key.values())
     if by_name and not captions and not any("json" in group for group in by_key.values()):
         example = next(iter(by_name))
-        yield Skipped(label, "", f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot")
+        yield Skipped(
+            label, "", f"no KEY.txt or KEY.json in it, but {example}; a key ends at the first dot"
+        )
     for key, group in by_key.items():
         if "json" not in group and "txt" not in group and not captions:
             continue  # a picture or sound that interleaved samples refer to
@@ -109,7 +118,8 @@ def read_tar(shard: Shard, label: str) -> Iterator[Sample | Skipped]:
 def parse_parts(data: bytes) -> list[Part] | str:
     """What a json or txt member says: the parts of an interleaved sample, or a caption.
 
-    Index and loader both read texts by this function, so that they agree. Raises ValueError with the reason.
+    Index and loader both read texts by this function, so that they agree. Raises ValueError with
+    the reason.
     """
     try:
         return _parse_json(data)
@@ -121,7 +131,8 @@ def parse_parts(data: bytes) -> list[Part] | str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Key and suffix of a member (WebDataset): the suffix starts at the first dot of the file name."""
+    """Key and suffix of a member (WebDataset): the suffix starts at the first dot of the file
+    name."""
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
     return folder + slash + stem, suffix.lower()
@@ -130,8 +141,10 @@ def split_name(name: str) -> tuple[str, str]:
 def _members(file: File) -> Iterator[Member | str]:
     """Members whose content is whole; then, where there is more, what is wrong with it."""
     try:
-        with (file.stream() as stream,
-              tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="replace") as tar):
+        with (
+            file.stream() as stream,
+            tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="replace") as tar,
+        ):
             while (info := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 place = Place(info.offset_data, info.size)
@@ -152,7 +165,9 @@ def _members(file: File) -> Iterator[Member | str]:
         yield f"damaged tar: no valid header at byte {end}"
 
 
-def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | ImageHeader | ClipHeader | str:
+def _content(
+    file: File, stream: BinaryIO, name: str, place: Place
+) -> bytes | ImageHeader | ClipHeader | str:
     """A text, an image's or sound's header, or the reason why it is none of them."""
 
     def read(offset: int, length: int) -> bytes:
@@ -167,15 +182,22 @@ def _content(file: File, stream: BinaryIO, name: str, place: Place) -> bytes | I
             return f"{name} has {place.size} bytes, at most {MAX_TEXT_BYTES} are read"
         return read(0, place.size)
     try:
-        return (read_duration if name.lower().rpartition(".")[2] in CLIP_SUFFIXES else read_size)(read, place.size)
+        return (read_duration if name.lower().rpartition(".")[2] in CLIP_SUFFIXES else read_size)(
+            read, place.size
+        )
     except ValueError as error:
         return f"{name}: {error}"
 
 
 def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segment]:
-    """Segments of one sample: interleaved where its json says so, else an image or clip with its caption."""
-    media = [(kind, group[suffix]) for kind, suffixes in ((IMAGE, IMAGE_SUFFIXES), (AUDIO, CLIP_SUFFIXES))
-             for suffix in suffixes if suffix in group]
+    """Segments of one sample: interleaved where its json says so, else an image or clip with its
+    caption."""
+    media = [
+        (kind, group[suffix])
+        for kind, suffixes in ((IMAGE, IMAGE_SUFFIXES), (AUDIO, CLIP_SUFFIXES))
+        for suffix in suffixes
+        if suffix in group
+    ]
     described = group.get("txt") or group.get("json")
     if described is None:
         what = "an image" if not media or media[0][0] == IMAGE else "a clip"
@@ -185,15 +207,21 @@ def _segments(group: dict[str, Member], by_name: dict[str, Member]) -> list[Segm
     parts = parse_parts(described.content) if "txt" in group else _parse_json(described.content)
     if isinstance(parts, str):
         if not media:
-            raise ValueError("a caption without its image (KEY.jpg, .png or .webp) or clip (KEY.wav, .flac, .ogg or "
-                             ".mp3)")
+            raise ValueError(
+                "a caption without its image (KEY.jpg, .png or .webp) or clip (KEY.wav, .flac, .ogg"
+                " or .mp3)"
+            )
         first = dict(reversed(media))
-        return [*(_file(kind, first[kind]) for kind in (IMAGE, AUDIO) if kind in first),
-                Segment(TEXT, described.place, parts, trained=True)]
+        return [
+            *(_file(kind, first[kind]) for kind in (IMAGE, AUDIO) if kind in first),
+            Segment(TEXT, described.place, parts, trained=True),
+        ]
     return [
-        Segment(TEXT, described.place, part.value, trained=part.trained)
-        if part.kind == TEXT
-        else _file(part.kind, _find(part, described.name, by_name))
+        (
+            Segment(TEXT, described.place, part.value, trained=part.trained)
+            if part.kind == TEXT
+            else _file(part.kind, _find(part, described.name, by_name))
+        )
         for part in parts
     ]
 
@@ -218,14 +246,20 @@ def _parts(segments: Any) -> list[Part]:
     for place, segment in enumerate(segments):
         kind = segment.get("type") if isinstance(segment, dict) else None
         if kind == "text" and isinstance(value := segment.get("value"), str):
-            parts.append(Part(TEXT, clean(value), _flag(segment, place, "loss") if "loss" in segment else True))
+            parts.append(
+                Part(
+                    TEXT, clean(value), _flag(segment, place, "loss") if "loss" in segment else True
+                )
+            )
         elif kind == "image" and isinstance(value := segment.get("file"), str):
             generated = "generate" in segment and _flag(segment, place, "generate")
             parts.append(Part(TARGET if generated else IMAGE, value))
         elif kind == "audio" and isinstance(value := segment.get("file"), str):
             parts.append(Part(AUDIO, value))
         else:
-            raise ValueError(f"segments[{place}] must be a text with `value` or an image or audio with `file`")
+            raise ValueError(
+                f"segments[{place}] must be a text with `value` or an image or audio with `file`"
+            )
     return parts
 
 
@@ -239,7 +273,10 @@ def _find(part: Part, beside: str, by_name: dict[str, Member]) -> Member:
     folder, slash, _ = beside.rpartition("/")
     member = by_name.get(folder + slash + part.value) or by_name.get(part.value)
     if member is None:
-        raise ValueError(f"the {'clip' if part.kind == AUDIO else 'image'} {part.value} is missing from the shard")
+        raise ValueError(
+            f"the {'clip' if part.kind == AUDIO else 'image'} {part.value} is missing from the"
+            " shard"
+        )
     return member
 
 

@@ -1,7 +1,8 @@
-"""From the run file's modules to checked configurations of transformers and diffusers classes: one file per family.
+"""From the run file's modules to checked configurations of transformers and diffusers classes: one
+file per family.
 
-transformers swallows misspelt fields and diffusers raises tracebacks; here every wrong field is named. Which
-function reads which architecture, `models.architectures` says.
+transformers swallows misspelt fields and diffusers raises tracebacks; here every wrong field is
+named. Which function reads which architecture, `models.architectures` says.
 """
 
 from disttrain_cli.models.configs.checks import ModuleConfig, refused

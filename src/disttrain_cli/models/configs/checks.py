@@ -22,14 +22,19 @@ class ModuleConfig:
     name: str
     kind: str
     architecture: str
-    config: Any  # of transformers' class; for generators a dict of all arguments of diffusers' class
+    config: (
+        Any  # of transformers' class; for generators a dict of all arguments of diffusers' class
+    )
     vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
     noise: Noise | None = None  # how the generator's images become noise
 
 
 def refused(name: str, architecture: str, error: Exception, section: str = "config") -> SpecError:
-    """The error of a library's class that does not accept a module's configuration, as one of ours."""
-    return SpecError(f"model.modules.{name}.{section} does not fit {architecture}", " ".join(str(error).split()))
+    """The error of a library's class that does not accept a module's configuration, as one of
+    ours."""
+    return SpecError(
+        f"model.modules.{name}.{section} does not fit {architecture}", " ".join(str(error).split())
+    )
 
 
 def wrong(name: str, field: str, given: Any, allowed: str, section: str = "config") -> SpecError:
@@ -44,7 +49,9 @@ def wrong_field(name: str, field: str, given: Any, allowed: str) -> SpecError:
     return SpecError(what, f"given: {given!r}; allowed: {allowed}", "Correct it in the run file.")
 
 
-def refuse_unknown(name: str, architecture: str, given: Iterable[str], known: Iterable[str], section: str) -> None:
+def refuse_unknown(
+    name: str, architecture: str, given: Iterable[str], known: Iterable[str], section: str
+) -> None:
     """Raise SpecError for the first field that the architecture does not have."""
     fields = set(known)
     for field in given:
@@ -54,7 +61,8 @@ def refuse_unknown(name: str, architecture: str, given: Iterable[str], known: It
             raise SpecError(what, f"known: {', '.join(near)}")
 
 
-#: Largest numbers of a configuration: blocks in a row, ids and positions, and everything else that is whole.
+# : Largest numbers of a configuration: blocks in a row, ids and positions, and everything else that
+# is whole.
 MOST_LAYERS, MOST_IDS, MOST_WIDTH = 256, 2**24, 2**17
 LAYERS = re.compile(r"depth|(^|_)layers($|_)")
 IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$")
@@ -63,11 +71,16 @@ FREE = re.compile(r"^(rope|initializer|max_length|sample_size|num_train)")
 
 
 def check_numbers(name: str, fields: Mapping[str, Any], section: str = "config") -> None:
-    """Raise SpecError for the first number that no machine could build or count: in lists and mappings too."""
+    """Raise SpecError for the first number that no machine could build or count: in lists and
+    mappings too."""
     for field, given in fields.items():
-        most = MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
+        most = (
+            MOST_LAYERS if LAYERS.search(field) else MOST_IDS if IDS.search(field) else MOST_WIDTH
+        )
         for value in numbers_in(given):
-            if not math.isfinite(value) or (abs(value) > most and isinstance(value, int) and not FREE.search(field)):
+            if not math.isfinite(value) or (
+                abs(value) > most and isinstance(value, int) and not FREE.search(field)
+            ):
                 raise wrong(name, field, given, f"finite numbers up to {most:,}", section)
 
 
@@ -77,7 +90,9 @@ def numbers_in(value: Any) -> Iterator[int | float]:
         for part in value:
             yield from numbers_in(part)
     elif isinstance(value, dict):
-        yield from numbers_in([part for key, part in value.items() if not isinstance(key, str) or "rope" not in key])
+        yield from numbers_in(
+            [part for key, part in value.items() if not isinstance(key, str) or "rope" not in key]
+        )
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield value
 
@@ -99,9 +114,15 @@ Check = Callable[[str, ModuleSpec, Any], None]
 
 
 def read_transformer(
-    class_name: str, check: Check, name: str, architecture: str, spec: ModuleSpec, fields: dict[str, Any]
+    class_name: str,
+    check: Check,
+    name: str,
+    architecture: str,
+    spec: ModuleSpec,
+    fields: dict[str, Any],
 ) -> Any:
-    """The checked configuration of a transformers class, of a `config.json`'s fields and the run file's over them.
+    """The checked configuration of a transformers class, of a `config.json`'s fields and the run
+    file's over them.
 
     Raises:
         SpecError: a field of the run file is unknown, or a value is wrong.
@@ -124,9 +145,16 @@ def read_transformer(
 
 
 def check_widths(
-    name: str, config: Any, width: str, heads: str, activation: str, *counts: str, heads_divide_width: bool = True
+    name: str,
+    config: Any,
+    width: str,
+    heads: str,
+    activation: str,
+    *counts: str,
+    heads_divide_width: bool = True,
 ) -> None:
-    """Raise SpecError unless these fields are positive, heads divide the width and the activation is known."""
+    """Raise SpecError unless these fields are positive, heads divide the width and the activation
+    is known."""
     from transformers.activations import ACT2FN
 
     for field in (width, heads, *counts):
@@ -134,6 +162,8 @@ def check_widths(
         if not isinstance(value, int) or value < 1:
             raise wrong(name, field, value, "1 or more")
     if heads_divide_width and getattr(config, width) % getattr(config, heads):
-        raise wrong(name, width, getattr(config, width), f"a multiple of {heads} ({getattr(config, heads)})")
+        raise wrong(
+            name, width, getattr(config, width), f"a multiple of {heads} ({getattr(config, heads)})"
+        )
     if getattr(config, activation) not in ACT2FN:
         raise wrong(name, activation, getattr(config, activation), ", ".join(sorted(ACT2FN)))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from disttrain_cli.models.configs.checks import check_dropout, check_widths, refuse_dropout, wrong, wrong_field
+from disttrain_cli.models.configs.checks import (
+    check_dropout,
+    check_widths,
+    refuse_dropout,
+    wrong,
+    wrong_field,
+)
 from disttrain_cli.spec.runfile import ModuleSpec
 
 
@@ -26,57 +32,114 @@ def check_qwen_vision(name: str, spec: ModuleSpec, config: Any) -> None:
 
     The tower merges `spatial_merge_size`² patches itself, so that `merge` is this, or nothing (1).
     """
-    check_widths(name, config, "hidden_size", "num_heads", "hidden_act", "depth", "intermediate_size",
-                 "out_hidden_size", "patch_size", "spatial_merge_size", "temporal_patch_size", "window_size")
+    check_widths(
+        name,
+        config,
+        "hidden_size",
+        "num_heads",
+        "hidden_act",
+        "depth",
+        "intermediate_size",
+        "out_hidden_size",
+        "patch_size",
+        "spatial_merge_size",
+        "temporal_patch_size",
+        "window_size",
+    )
     _refuse_feature_layer(name, spec)
     if spec.merge not in (1, config.spatial_merge_size):
-        raise wrong_field(name, "merge", spec.merge, f"{config.spatial_merge_size}, the tower's own "
-                          "(spatial_merge_size), or nothing")
+        raise wrong_field(
+            name,
+            "merge",
+            spec.merge,
+            f"{config.spatial_merge_size}, the tower's own (spatial_merge_size), or nothing",
+        )
     if config.hidden_size // config.num_heads % 4:
-        raise wrong(name, "hidden_size", config.hidden_size, f"a multiple of 4 × num_heads ({config.num_heads}), "
-                    "for rotary positions by row and column")
+        raise wrong(
+            name,
+            "hidden_size",
+            config.hidden_size,
+            f"a multiple of 4 × num_heads ({config.num_heads}), "
+            "for rotary positions by row and column",
+        )
     if config.window_size % (config.patch_size * config.spatial_merge_size):
-        raise wrong(name, "window_size", config.window_size, "a multiple of patch_size × spatial_merge_size "
-                    f"({config.patch_size * config.spatial_merge_size})")
+        raise wrong(
+            name,
+            "window_size",
+            config.window_size,
+            "a multiple of patch_size × spatial_merge_size "
+            f"({config.patch_size * config.spatial_merge_size})",
+        )
     if config.in_channels != 3:
         raise wrong(name, "in_channels", config.in_channels, "3: images are read as RGB")
     beyond = [index for index in config.fullatt_block_indexes if not 0 <= index < config.depth]
     if beyond:
-        raise wrong(name, "fullatt_block_indexes", config.fullatt_block_indexes,
-                    f"numbers of blocks, 0 to {config.depth - 1}")
+        raise wrong(
+            name,
+            "fullatt_block_indexes",
+            config.fullatt_block_indexes,
+            f"numbers of blocks, 0 to {config.depth - 1}",
+        )
 
 
 def check_whisper(name: str, spec: ModuleSpec, config: Any) -> None:
     """WhisperConfig, of which the encoder is used."""
-    check_widths(name, config, "d_model", "encoder_attention_heads", "activation_function", "encoder_layers",
-                 "encoder_ffn_dim", "num_mel_bins", "max_source_positions")
+    check_widths(
+        name,
+        config,
+        "d_model",
+        "encoder_attention_heads",
+        "activation_function",
+        "encoder_layers",
+        "encoder_ffn_dim",
+        "num_mel_bins",
+        "max_source_positions",
+    )
     _refuse_feature_layer(name, spec)
     for field in ("attention_dropout", "encoder_layerdrop"):
         refuse_dropout(name, field, getattr(config, field))
     for field in ("dropout", "activation_dropout"):
         check_dropout(name, field, getattr(config, field))
     if config.d_model < 4 or config.d_model % 2:
-        raise wrong(name, "d_model", config.d_model, "even and at least 4, for sinusoidal positions")
+        raise wrong(
+            name, "d_model", config.d_model, "even and at least 4, for sinusoidal positions"
+        )
     if config.max_source_positions % spec.merge:
-        allowed = f"a divisor of {config.max_source_positions}, the positions of a clip (max_source_positions)"
+        allowed = (
+            f"a divisor of {config.max_source_positions}, the positions of a clip"
+            " (max_source_positions)"
+        )
         raise wrong_field(name, "merge", spec.merge, allowed)
 
 
 def _check_tower(name: str, spec: ModuleSpec, config: Any) -> None:
     """A transformer over square patches with learned positions."""
-    check_widths(name, config, "hidden_size", "num_attention_heads", "hidden_act", "num_hidden_layers",
-                 "intermediate_size")
+    check_widths(
+        name,
+        config,
+        "hidden_size",
+        "num_attention_heads",
+        "hidden_act",
+        "num_hidden_layers",
+        "intermediate_size",
+    )
     for field in ("image_size", "patch_size"):
         if not isinstance(getattr(config, field), int) or getattr(config, field) < 1:
             raise wrong(name, field, getattr(config, field), "one positive number (squares)")
     if config.image_size < config.patch_size:
-        raise wrong(name, "image_size", config.image_size, f"at least patch_size ({config.patch_size})")
+        raise wrong(
+            name, "image_size", config.image_size, f"at least patch_size ({config.patch_size})"
+        )
     if config.num_channels != 3:
         raise wrong(name, "num_channels", config.num_channels, "3: images are read as RGB")
     if spec.feature_layer is not None and -spec.feature_layer > config.num_hidden_layers:
-        raise wrong_field(name, "feature_layer", spec.feature_layer, f"-1 to -{config.num_hidden_layers}")
+        raise wrong_field(
+            name, "feature_layer", spec.feature_layer, f"-1 to -{config.num_hidden_layers}"
+        )
 
 
 def _refuse_feature_layer(name: str, spec: ModuleSpec) -> None:
     if spec.feature_layer is not None:
-        raise wrong_field(name, "feature_layer", spec.feature_layer, "nothing: this class gives its last layer")
+        raise wrong_field(
+            name, "feature_layer", spec.feature_layer, "nothing: this class gives its last layer"
+        )

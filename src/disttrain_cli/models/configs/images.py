@@ -1,4 +1,5 @@
-"""How an image is prepared for an encoder: its class's own processor, or the folder's `preprocessor_config.json`."""
+"""How an image is prepared for an encoder: its class's own processor, or the folder's
+`preprocessor_config.json`."""
 
 from __future__ import annotations
 
@@ -26,52 +27,82 @@ def image_input(
     extra_tokens: int = 0,
     window: int = 1,
 ) -> ImageInput:
-    """What an image encoder asks of its images; `normal` is the mean and deviation where no folder says otherwise.
+    """What an image encoder asks of its images; `normal` is the mean and deviation where no folder
+    says otherwise.
 
     Raises:
-        SpecError: the folder's `preprocessor_config.json` cannot be read, or holds values that are none.
+        SpecError: the folder's `preprocessor_config.json` cannot be read, or holds values that are
+        none.
     """
     most, block_px = run.file.data.max_image_pixels, patch_px * merge
     if block_px**2 > most:
-        raise SpecError(f"model.modules.{module}: one token stands for more pixels than an image may have",
-                        f"patch_size {patch_px} × merge {merge}: {block_px} × {block_px} pixels; "
-                        f"data.max_image_pixels: {most:,}",
-                        "Lower merge or patch_size, or raise data.max_image_pixels.")
+        raise SpecError(
+            f"model.modules.{module}: one token stands for more pixels than an image may have",
+            f"patch_size {patch_px} × merge {merge}: {block_px} × {block_px} pixels; "
+            f"data.max_image_pixels: {most:,}",
+            "Lower merge or patch_size, or raise data.max_image_pixels.",
+        )
     mean, std = _from_folder(run, module, *normal)
     return ImageInput(
-        module=module, patch_px=patch_px, merge=merge, mean=mean, std=std, extra_tokens=extra_tokens, window=window,
-        max_pixels=run.file.data.max_image_pixels)
+        module=module,
+        patch_px=patch_px,
+        merge=merge,
+        mean=mean,
+        std=std,
+        extra_tokens=extra_tokens,
+        window=window,
+        max_pixels=run.file.data.max_image_pixels,
+    )
 
 
-def _from_folder(run: Run, module: str, mean: _Channels, std: _Channels) -> tuple[_Channels, _Channels]:
+def _from_folder(
+    run: Run, module: str, mean: _Channels, std: _Channels
+) -> tuple[_Channels, _Channels]:
     """Mean and deviation of values scaled to 0..1.
 
-    A processor that scales bytes by another factor r gives (x·r - m) / s = (x / 255 - m / 255r) / (s / 255r).
+    A processor that scales bytes by another factor r gives (x·r - m) / s = (x / 255 - m / 255r) /
+    (s / 255r).
     """
     folder = run.file.model.modules[module].folder
     path = None if folder is None else run.resolve(folder) / "preprocessor_config.json"
     if path is None or not path.exists():
         return mean, std
-    fields = parse_json(path, "image processor configuration", f"Correct it, or model.modules.{module}.folder.")
+    fields = parse_json(
+        path, "image processor configuration", f"Correct it, or model.modules.{module}.folder."
+    )
     if not isinstance(fields, dict):
-        raise SpecError(f"The image processor configuration {path} must be a mapping", f"given: {type(fields)}")
+        raise SpecError(
+            f"The image processor configuration {path} must be a mapping", f"given: {type(fields)}"
+        )
     if fields.get("do_normalize", True):
         mean = _channels(path, "image_mean", fields.get("image_mean", mean))
         std = _channels(path, "image_std", fields.get("image_std", std))
         if min(std) <= 0:
-            raise SpecError(f"{path}: image_std does not fit", f"given: {std}; allowed: positive numbers")
+            raise SpecError(
+                f"{path}: image_std does not fit", f"given: {std}; allowed: positive numbers"
+            )
     else:
         mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     factor = fields.get("rescale_factor", 1 / 255) if fields.get("do_rescale", True) else 1.0
     if not isinstance(factor, (int, float)) or factor <= 0:
-        raise SpecError(f"{path}: rescale_factor does not fit", f"given: {factor!r}; allowed: a positive number")
+        raise SpecError(
+            f"{path}: rescale_factor does not fit", f"given: {factor!r}; allowed: a positive number"
+        )
     if abs(factor * 255 - 1) < 1e-6:
         return mean, std
-    return tuple(value / (255 * factor) for value in mean), tuple(value / (255 * factor) for value in std)
+    return tuple(value / (255 * factor) for value in mean), tuple(
+        value / (255 * factor) for value in std
+    )
 
 
 def _channels(path: Any, field: str, given: Any) -> _Channels:
     values = [given] * 3 if isinstance(given, (int, float)) else given
-    if isinstance(values, (list, tuple)) and len(values) == 3 and all(isinstance(v, (int, float)) for v in values):
+    if (
+        isinstance(values, (list, tuple))
+        and len(values) == 3
+        and all(isinstance(v, (int, float)) for v in values)
+    ):
         return tuple(float(value) for value in values)
-    raise SpecError(f"{path}: {field} does not fit", f"given: {given!r}; allowed: a number for each of RGB")
+    raise SpecError(
+        f"{path}: {field} does not fit", f"given: {given!r}; allowed: a number for each of RGB"
+    )

@@ -1,9 +1,10 @@
-"""Exponential moving averages of weights: what a generator makes images with is steadier than its last weights.
+"""Exponential moving averages of weights: what a generator makes images with is steadier than its
+last weights.
 
     average ← decay · average + (1 - decay) · weight,  after every step that updated
 
-Kept in fp32, by each rank for what it keeps of the optimizer's state (`checkpoints.owning`), so that nothing is sent
-and a layout changes nothing.
+Kept in fp32, by each rank for what it keeps of the optimizer's state (`checkpoints.owning`), so
+that nothing is sent and a layout changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Average:
-    """This rank's part of the averages of some modules' weights; they begin as the weights are now."""
+    """This rank's part of the averages of some modules' weights; they begin as the weights are
+    now."""
 
     def __init__(self, engine: UnitEngine, spec: EmaSpec) -> None:
         self._decay = spec.decay
@@ -36,7 +38,9 @@ class Average:
     def update(self) -> None:
         """Move the averages towards the weights after a step."""
         if self._values:
-            torch._foreach_lerp_(self._values, [weights(part).float() for part in self._parts], 1.0 - self._decay)
+            torch._foreach_lerp_(
+                self._values, [weights(part).float() for part in self._parts], 1.0 - self._decay
+            )
 
     def values(self) -> list[tuple[Part, Tensor]]:
         """Parts with their averages [elements]."""

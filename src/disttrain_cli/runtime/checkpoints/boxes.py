@@ -1,8 +1,10 @@
-"""Where a rank's values lie in a whole tensor: flat partitions and tensor-parallel parts as boxes of it.
+"""Where a rank's values lie in a whole tensor: flat partitions and tensor-parallel parts as boxes
+of it.
 
-ZeRO keeps flat ranges of parameters. A range of a tensor in row-major order is at most 2 · dims - 1 boxes (a partial
-row, whole rows, a partial row, and so on inward), and boxes are what torch.distributed.checkpoint moves between any
-two divisions. A tensor-parallel part is a box of the whole tensor too, or one for each half of a fused one.
+ZeRO keeps flat ranges of parameters. A range of a tensor in row-major order is at most 2 · dims - 1
+boxes (a partial row, whole rows, a partial row, and so on inward), and boxes are what
+torch.distributed.checkpoint moves between any two divisions. A tensor-parallel part is a box of the
+whole tensor too, or one for each half of a fused one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from disttrain_cli.models.division import Shard
@@ -22,7 +28,8 @@ Place = tuple[int, ...]  # offsets of a box in its tensor
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Place, Place]]:
-    """(offsets, sizes) of the boxes that make up elements start .. stop - 1 in row-major order, in that order."""
+    """(offsets, sizes) of the boxes that make up elements start .. stop - 1 in row-major order, in
+    that order."""
     if start >= stop:
         return
     if not shape:
@@ -46,7 +53,9 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[t
         yield (row, *offsets), (1, *sizes)
 
 
-def spread(offsets: Place, values: Tensor, shape: Sequence[int], shard: Shard | None) -> Iterator[tuple[Place, Tensor]]:
+def spread(
+    offsets: Place, values: Tensor, shape: Sequence[int], shard: Shard | None
+) -> Iterator[tuple[Place, Tensor]]:
     """A box of a rank's part as boxes of the whole tensor, each with its view of `values`.
 
     Args:
@@ -64,25 +73,30 @@ def spread(offsets: Place, values: Tensor, shape: Sequence[int], shard: Shard | 
         if start < stop:
             at = start + own * ((shard.tp - 1) * half + shard.rank)
             view = values.narrow(shard.dim, start - low, stop - start)
-            yield (*offsets[:shard.dim], at, *offsets[shard.dim + 1:]), view
+            yield (*offsets[: shard.dim], at, *offsets[shard.dim + 1 :]), view
 
 
-def flat_boxes(values: Tensor, start: int, shape: Sequence[int], shard: Shard | None) -> list[tuple[Place, Tensor]]:
-    """Elements start, start + 1, … of a rank's part, `values` [count], as boxes of the whole tensor."""
+def flat_boxes(
+    values: Tensor, start: int, shape: Sequence[int], shard: Shard | None
+) -> list[tuple[Place, Tensor]]:
+    """Elements start, start + 1, … of a rank's part, `values` [count], as boxes of the whole
+    tensor."""
     found: list[tuple[Place, Tensor]] = []
     at = 0
     for offsets, sizes in boxes(shape, start, start + len(values)):
         count = math.prod(sizes)
-        found += spread(offsets, values[at:at + count].view(sizes), shape, shard)
+        found += spread(offsets, values[at : at + count].view(sizes), shape, shard)
         at += count
     return found
 
 
 @dataclass
 class Pieces:
-    """Boxes of one tensor that this rank writes or reads: what torch.distributed.checkpoint calls checkpointable.
+    """Boxes of one tensor that this rank writes or reads: what torch.distributed.checkpoint calls
+    checkpointable.
 
-    Boxes that are read may overlap (a master weight's partition and the weight itself), also of different dtypes.
+    Boxes that are read may overlap (a master weight's partition and the weight itself), also of
+    different dtypes.
     """
 
     shape: torch.Size
@@ -91,12 +105,20 @@ class Pieces:
 
     def __create_write_items__(self, key: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
-        return [WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD,
-                          tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape))
-                for chunk in self.__create_chunk_list__()]
+        return [
+            WriteItem(
+                MetadataIndex(key, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(values.shape)) for offsets, values in self.boxes]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(values.shape))
+            for offsets, values in self.boxes
+        ]
 
     def at(self, offsets: Sequence[int]) -> Tensor:
         """The box that begins there."""

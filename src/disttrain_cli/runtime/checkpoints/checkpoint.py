@@ -1,9 +1,11 @@
-"""Checkpoints: per-parameter tensors keyed GROUP/LAYER/PARAMETER, which any layout and strategy can read.
+"""Checkpoints: per-parameter tensors keyed GROUP/LAYER/PARAMETER, which any layout and strategy can
+read.
 
-Groups are `weight` (fp32 masters where there are any), `exp_avg`, `exp_avg_sq`, and `ema` (`averaging`). Each rank
-keeps a part of them (`checkpoints.owning`): copied to the host while training stands still, and written by a
-thread while it goes on, through torch.distributed.checkpoint and files of our own (`checkpoints.storage`). Reading,
-a rank fills its own weights and partitions in place, whoever wrote them. Of random state there is none but the seed:
+Groups are `weight` (fp32 masters where there are any), `exp_avg`, `exp_avg_sq`, and `ema`
+(`averaging`). Each rank keeps a part of them (`checkpoints.owning`): copied to the host while
+training stands still, and written by a thread while it goes on, through
+torch.distributed.checkpoint and files of our own (`checkpoints.storage`). Reading, a rank fills its
+own weights and partitions in place, whoever wrote them. Of random state there is none but the seed:
 noise, dropout and the order of the data are functions of it and the step.
 """
 
@@ -31,8 +33,21 @@ from disttrain_cli.runtime.checkpoints.folder import (
     remove_leftovers,
     superseded,
 )
-from disttrain_cli.runtime.checkpoints.owning import AVERAGE, allocate_moments, named_parameters, staged, wanted
-from disttrain_cli.runtime.checkpoints.storage import LoadPieces, Reader, SavePieces, Writer, damaged, read_metadata
+from disttrain_cli.runtime.checkpoints.owning import (
+    AVERAGE,
+    allocate_moments,
+    named_parameters,
+    staged,
+    wanted,
+)
+from disttrain_cli.runtime.checkpoints.storage import (
+    LoadPieces,
+    Reader,
+    SavePieces,
+    Writer,
+    damaged,
+    read_metadata,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -44,18 +59,27 @@ __all__ = ["Opened", "Saver", "load", "named_parameters", "read_tensors", "resum
 
 
 class Saver:
-    """Writes checkpoints beside training, one at a time; every rank makes one and saves at the same steps.
+    """Writes checkpoints beside training, one at a time; every rank makes one and saves at the same
+    steps.
 
     Args:
         made_from: what the checkpoints say of themselves (`checkpoint_folder.made_from`).
         keep: newest sound checkpoints that stay (`folder.superseded`).
     """
 
-    def __init__(self, checkpoints: Path, made_from: Mapping[str, Any], engine: UnitEngine, keep: int,
-                 average: Average | None = None) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        made_from: Mapping[str, Any],
+        engine: UnitEngine,
+        keep: int,
+        average: Average | None = None,
+    ) -> None:
         self._checkpoints, self._made_from, self._keep = checkpoints, dict(made_from), keep
         self._engine, self._average = engine, average
-        self._group = dist.new_group(backend="gloo")  # its own, so that the thread's messages meet no others
+        self._group = dist.new_group(
+            backend="gloo"
+        )  # its own, so that the thread's messages meet no others
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._host: dict[str, Tensor] = {}
@@ -64,11 +88,17 @@ class Saver:
         dist.barrier(self._group)
 
     def save(self, step: int, sound: bool = True) -> None:
-        """Copy the state to the host, and begin to write it; it is not sound where the step before it was skipped."""
+        """Copy the state to the host, and begin to write it; it is not sound where the step before
+        it was skipped."""
         self.wait()
         pieces = self._copy()
-        about = {"step": step, "skipped_steps": self._engine.skipped_steps, "updates": self._engine.updates,
-                 "sound": sound, **self._made_from}
+        about = {
+            "step": step,
+            "skipped_steps": self._engine.skipped_steps,
+            "updates": self._engine.updates,
+            "sound": sound,
+            **self._made_from,
+        }
         self._writing = self._thread.submit(self._write, step, about, pieces)
 
     def check(self) -> None:
@@ -89,8 +119,11 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Finish what is being written, whatever went wrong meanwhile; the first thing that did is what is raised."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
+        """Finish what is being written, whatever went wrong meanwhile; the first thing that did is
+        what is raised."""
         try:
             self.wait()
         except Exception:
@@ -104,8 +137,11 @@ class Saver:
     def _copy(self) -> dict[str, Pieces]:
         allocate_moments(self._engine)
         kept = list(staged(self._engine))
-        kept += [(f"{AVERAGE}/{part.name}", part, values) for part, values in self._average.values()] \
-            if self._average else []
+        kept += (
+            [(f"{AVERAGE}/{part.name}", part, values) for part, values in self._average.values()]
+            if self._average
+            else []
+        )
         on_gpu = self._engine.device.type == "cuda"
         pieces = {}
         for key, part, values in kept:
@@ -131,12 +167,16 @@ class Saver:
             ranks: dict[str, list[int]] = {}
             for number, failure in sorted(error.failures.items()):
                 ranks.setdefault(str(failure[0]), []).append(number)
-            reasons = [f"{reason} (rank {', '.join(_shown(numbers))})" for reason, numbers in ranks.items()]
+            reasons = [
+                f"{reason} (rank {', '.join(_shown(numbers))})" for reason, numbers in ranks.items()
+            ]
             newest = latest(self._checkpoints)
             failed = DisttrainError(
-                f"The checkpoint of step {step} could not be written", "\n".join(_shown(reasons)),
+                f"The checkpoint of step {step} could not be written",
+                "\n".join(_shown(reasons)),
                 f"See that there is room in {self._checkpoints}; then "
-                + (f"go on from {newest.name} with --resume." if newest else "start again."))
+                + (f"go on from {newest.name} with --resume." if newest else "start again."),
+            )
             failed.on_every_rank = True
             raise failed from None
         if rank == 0:
@@ -144,26 +184,32 @@ class Saver:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def save(checkpoints: Path, step: int, made_from: Mapping[str, Any], engine: UnitEngine, keep: int) -> Path:
+def save(
+    checkpoints: Path, step: int, made_from: Mapping[str, Any], engine: UnitEngine, keep: int
+) -> Path:
     """Write one checkpoint and wait for it; every rank calls this. Returns its folder."""
     with Saver(checkpoints, made_from, engine, keep) as saver:
         saver.save(step)
     return checkpoints / f"step-{step:06d}"
 
 
-def resume(checkpoints: Path, here: Mapping[str, Any], engine: UnitEngine,
-           average: Average | None = None) -> int:
+def resume(
+    checkpoints: Path, here: Mapping[str, Any], engine: UnitEngine, average: Average | None = None
+) -> int:
     """Load the newest checkpoint, if there is one; returns its step. Raises what `load` raises."""
     newest = latest(checkpoints)
     return load(newest, here, engine, average) if newest else 0
 
 
-def load(folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Average | None = None) -> int:
-    """Set weights, optimizer state and averages of this rank from a checkpoint of any layout; returns its step.
+def load(
+    folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Average | None = None
+) -> int:
+    """Set weights, optimizer state and averages of this rank from a checkpoint of any layout;
+    returns its step.
 
-    Every rank calls this. Each checks the checksums of some of the files, so that all are read once.
-    A checkpoint without averages leaves them at its weights, and one in which other modules were frozen the moments of
-    those that are trained now at zero (`newly_trained`).
+    Every rank calls this. Each checks the checksums of some of the files, so that all are read
+    once. A checkpoint without averages leaves them at its weights, and one in which other modules
+    were frozen the moments of those that are trained now at zero (`newly_trained`).
 
     Raises:
         MismatchError: it was made from something else than `here` says.
@@ -181,14 +227,21 @@ def load(folder: Path, here: Mapping[str, Any], engine: UnitEngine, average: Ave
         if average is not None:
             average.start()
             if any(key.startswith(f"{AVERAGE}/") for key in metadata.state_dict_metadata):
-                _fill(folder, metadata, {f"{AVERAGE}/{part.name}": part.pieces(values)
-                                         for part, values in average.values()})
+                _fill(
+                    folder,
+                    metadata,
+                    {
+                        f"{AVERAGE}/{part.name}": part.pieces(values)
+                        for part, values in average.values()
+                    },
+                )
     dist.barrier()
     return step
 
 
 def load_weights(folder: Path, pieces: dict[str, Pieces]) -> None:
-    """Fill pieces of weights from a checkpoint of any layout and model; every rank calls this, as it does `load`.
+    """Fill pieces of weights from a checkpoint of any layout and model; every rank calls this, as
+    it does `load`.
 
     Raises:
         SpecError: the checkpoint is damaged, or lacks a tensor.
@@ -199,9 +252,11 @@ def load_weights(folder: Path, pieces: dict[str, Pieces]) -> None:
     dist.barrier()
 
 
-def read_tensors(folder: Path, layers: Collection[str] | None = None,
-                 groups: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-    """Whole tensors of some layers (None = all) and groups, by GROUP/LAYER/PARAMETER; files are checked.
+def read_tensors(
+    folder: Path, layers: Collection[str] | None = None, groups: Sequence[str] = ("weight",)
+) -> dict[str, Tensor]:
+    """Whole tensors of some layers (None = all) and groups, by GROUP/LAYER/PARAMETER; files are
+    checked.
 
     Raises:
         SpecError: a layer is not in it, or a file is damaged.
@@ -223,26 +278,51 @@ class Opened:
         files = describe(folder)["files"]
         _refuse(folder, damaged(folder, {TENSORS: files[TENSORS]}))
         self._folder, self._metadata = folder, read_metadata(folder)
-        used = {name for index, name in self._metadata.storage_data.items()
-                if layers is None or index.fqn.split("/", 2)[1] in layers}
+        used = {
+            name
+            for index, name in self._metadata.storage_data.items()
+            if layers is None or index.fqn.split("/", 2)[1] in layers
+        }
         _refuse(folder, damaged(folder, {name: files[name] for name in sorted(used)}))
 
     def layers(self, group: str) -> set[str]:
         """Names of the layers that have tensors of a group."""
-        return {key.split("/", 2)[1] for key in self._metadata.state_dict_metadata if key.startswith(f"{group}/")}
+        return {
+            key.split("/", 2)[1]
+            for key in self._metadata.state_dict_metadata
+            if key.startswith(f"{group}/")
+        }
 
-    def read(self, layers: Collection[str] | None = None, groups: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
+    def read(
+        self, layers: Collection[str] | None = None, groups: Sequence[str] = ("weight",)
+    ) -> dict[str, Tensor]:
         """What `read_tensors` gives."""
         tensors = self._metadata.state_dict_metadata
-        keys = [key for key in tensors
-                if key.split("/", 1)[0] in groups and (layers is None or key.split("/", 2)[1] in layers)]
+        keys = [
+            key
+            for key in tensors
+            if key.split("/", 1)[0] in groups and (layers is None or key.split("/", 2)[1] in layers)
+        ]
         lacking = set(layers or ()) - {key.split("/", 2)[1] for key in keys}
         if lacking:
-            raise SpecError(f"The checkpoint {self._folder} lacks the layers {', '.join(sorted(lacking))}",
-                            next_step="Go on from a checkpoint of this model, or start anew: disttrain train --restart")
-        found = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype) for key in keys}
-        _fill(self._folder, self._metadata, {key: Pieces(value.shape, value.dtype, [((0,) * value.ndim, value)])
-                                             for key, value in found.items()})
+            raise SpecError(
+                f"The checkpoint {self._folder} lacks the layers {', '.join(sorted(lacking))}",
+                next_step=(
+                    "Go on from a checkpoint of this model, or start anew: disttrain train"
+                    " --restart"
+                ),
+            )
+        found = {
+            key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype) for key in keys
+        }
+        _fill(
+            self._folder,
+            self._metadata,
+            {
+                key: Pieces(value.shape, value.dtype, [((0,) * value.ndim, value)])
+                for key, value in found.items()
+            },
+        )
         return found
 
 
@@ -251,17 +331,31 @@ def _fill(folder: Path, metadata: Metadata, pieces: dict[str, Pieces]) -> None:
 
     lacking = [key for key in pieces if key not in metadata.state_dict_metadata]
     if lacking:
-        raise SpecError(f"The checkpoint {folder} lacks {len(lacking)} tensors of this model",
-                        ", ".join(_shown(lacking)), how_to_go_on(folder))
+        raise SpecError(
+            f"The checkpoint {folder} lacks {len(lacking)} tensors of this model",
+            ", ".join(_shown(lacking)),
+            how_to_go_on(folder),
+        )
     stored = {key: metadata.state_dict_metadata[key].size for key in pieces}
-    other = [f"{key}: {tuple(stored[key])} in the checkpoint, {tuple(one.shape)} in the model"
-             for key, one in pieces.items() if stored[key] != one.shape]
+    other = [
+        f"{key}: {tuple(stored[key])} in the checkpoint, {tuple(one.shape)} in the model"
+        for key, one in pieces.items()
+        if stored[key] != one.shape
+    ]
     if other:
-        raise SpecError(f"{len(other)} tensors of the checkpoint {folder} have another shape",
-                        "\n".join(_shown(other)), how_to_go_on(folder))
+        raise SpecError(
+            f"{len(other)} tensors of the checkpoint {folder} have another shape",
+            "\n".join(_shown(other)),
+            how_to_go_on(folder),
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(pieces), storage_reader=Reader(folder, metadata), planner=LoadPieces(), no_dist=True)
+        dcp.load(
+            dict(pieces),
+            storage_reader=Reader(folder, metadata),
+            planner=LoadPieces(),
+            no_dist=True,
+        )
 
 
 def _verify(folder: Path, files: Mapping[str, Any]) -> None:
@@ -275,7 +369,9 @@ def _verify(folder: Path, files: Mapping[str, Any]) -> None:
 
 def _refuse(folder: Path, problems: list[str]) -> None:
     if problems:
-        raise SpecError(f"The checkpoint {folder} is damaged", "\n".join(_shown(problems)), how_to_go_on(folder))
+        raise SpecError(
+            f"The checkpoint {folder} is damaged", "\n".join(_shown(problems)), how_to_go_on(folder)
+        )
 
 
 def _shown(items: Iterable[object], most: int = 8) -> list[str]:

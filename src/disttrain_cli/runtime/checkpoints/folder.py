@@ -1,4 +1,5 @@
-"""Checkpoints from outside: which is the newest, what it says of itself, and whether it belongs to a run.
+"""Checkpoints from outside: which is the newest, what it says of itself, and whether it belongs to
+a run.
 
 Apart from `checkpoint.py`, which reads and writes the tensors, so that the launcher needs no torch.
 """
@@ -23,8 +24,10 @@ DESCRIPTION, TENSORS = "checkpoint.json", "tensors.json"
 
 def all_of(checkpoints: Path) -> list[Path]:
     """Folders of the checkpoints, the newest last, damaged ones too."""
-    return sorted((path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()),
-                  key=_step)
+    return sorted(
+        (path for path in checkpoints.glob("step-*") if path.name.removeprefix("step-").isdigit()),
+        key=_step,
+    )
 
 
 def _step(folder: Path) -> int:
@@ -32,15 +35,17 @@ def _step(folder: Path) -> int:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """Folder of the newest checkpoint. One that is being written has another name until all of it is there."""
+    """Folder of the newest checkpoint. One that is being written has another name until all of it
+    is there."""
     return found[-1] if (found := all_of(checkpoints)) else None
 
 
 def superseded(checkpoints: Path, keep: int) -> list[Path]:
-    """Checkpoints that need not stay: all but the newest `keep` sound ones, and the newest of those that are not.
+    """Checkpoints that need not stay: all but the newest `keep` sound ones, and the newest of those
+    that are not.
 
-    A checkpoint is not sound where the step before it was skipped: weights that led to bad losses must not push out
-    those before them.
+    A checkpoint is not sound where the step before it was skipped: weights that led to bad losses
+    must not push out those before them.
     """
     sound, doubtful = list[Path](), list[Path]()
     for folder in all_of(checkpoints):
@@ -72,37 +77,57 @@ def remove_leftovers(checkpoints: Path) -> None:
 def how_to_go_on(folder: Path) -> str:
     """What to do about a checkpoint that cannot be used."""
     earlier = [other for other in all_of(folder.parent) if _step(other) < _step(folder)]
-    return (f"Move {folder} away to go on from {earlier[-1].name}, or {ANEW}." if earlier
-            else f"There is none before it: {ANEW}.")
+    return (
+        f"Move {folder} away to go on from {earlier[-1].name}, or {ANEW}."
+        if earlier
+        else f"There is none before it: {ANEW}."
+    )
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """The description of a checkpoint; raises SpecError."""
     value = parse_json(folder / DESCRIPTION, "checkpoint", how_to_go_on(folder))
     if not isinstance(value, dict) or not {"version", "step", "model", "files"} <= value.keys():
-        raise SpecError(f"The checkpoint {folder} is damaged", f"{DESCRIPTION} lacks version, step, model or files",
-                        how_to_go_on(folder))
+        raise SpecError(
+            f"The checkpoint {folder} is damaged",
+            f"{DESCRIPTION} lacks version, step, model or files",
+            how_to_go_on(folder),
+        )
     if value["version"] != VERSION:
-        raise SpecError(f"The checkpoint {folder} has version {value['version']}", f"this disttrain reads {VERSION}",
-                        f"Go on with the disttrain that wrote it, or {ANEW}.")
+        raise SpecError(
+            f"The checkpoint {folder} has version {value['version']}",
+            f"this disttrain reads {VERSION}",
+            f"Go on with the disttrain that wrote it, or {ANEW}.",
+        )
     plain = {key: one for key, one in value.items() if key != "sha256"}
     if sealed(plain) != value:
-        raise SpecError(f"The checkpoint {folder} is damaged", f"{DESCRIPTION} has another checksum",
-                        how_to_go_on(folder))
+        raise SpecError(
+            f"The checkpoint {folder} is damaged",
+            f"{DESCRIPTION} has another checksum",
+            how_to_go_on(folder),
+        )
     return value
 
 
 def made_from(run: RunFile, data_fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint must have been made from for a run to go on from it: model, data, and its place in them."""
-    return {"model": run.model_fingerprint(), "dataset": data_fingerprint, "seed": run.train.seed,
-            "global_batch_size": run.train.global_batch_size}
+    """What a checkpoint must have been made from for a run to go on from it: model, data, and its
+    place in them."""
+    return {
+        "model": run.model_fingerprint(),
+        "dataset": data_fingerprint,
+        "seed": run.train.seed,
+        "global_batch_size": run.train.global_batch_size,
+    }
 
 
 REMEDIES = {
     "model": ("another model", "restore the model section of the run file"),
     "dataset": ("another dataset", "bring the data back as it was"),
     "seed": ("another seed", "give train.seed its old value"),
-    "global_batch_size": ("another global batch size", "give train.global_batch_size its old value"),
+    "global_batch_size": (
+        "another global batch size",
+        "give train.global_batch_size its old value",
+    ),
 }
 
 
@@ -118,14 +143,17 @@ def check_belongs(folder: Path, here: Mapping[str, Any]) -> int:
         theirs = described.get(what, own)
         if theirs != own:
             other, remedy = REMEDIES[what]
-            raise MismatchError(f"The checkpoint {folder} was made from {other}",
-                                f"{what} of the checkpoint: {theirs}; here: {own}",
-                                f"To go on from it, {remedy}; or {ANEW}.")
+            raise MismatchError(
+                f"The checkpoint {folder} was made from {other}",
+                f"{what} of the checkpoint: {theirs}; here: {own}",
+                f"To go on from it, {remedy}; or {ANEW}.",
+            )
     return int(described["step"])
 
 
 def newly_trained(folder: Path, trained: Iterable[str]) -> list[str]:
-    """Those of the names `trained` of which a checkpoint has no moments, as they were frozen up to it."""
+    """Those of the names `trained` of which a checkpoint has no moments, as they were frozen up to
+    it."""
     return [name for name in trained if name not in describe(folder)["updates"]]
 
 

@@ -1,8 +1,10 @@
-"""The weights that a run starts from: all of another run's, or of a folder of `disttrain export` (`train --from`).
+"""The weights that a run starts from: all of another run's, or of a folder of `disttrain export`
+(`train --from`).
 
-A run that starts so begins at step 0 with a fresh optimizer; model, data, schedule and layout are its own. Modules
-are found by name: one that the origin has takes all of its weights and its projector's from there, any other starts
-as it would without. Of a generator's VAE the run file's own folder goes first.
+A run that starts so begins at step 0 with a fresh optimizer; model, data, schedule and layout are
+its own. Modules are found by name: one that the origin has takes all of its weights and its
+projector's from there, any other starts as it would without. Of a generator's VAE the run file's
+own folder goes first.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, describe, latest, newly_trained
+from disttrain_cli.runtime.checkpoints.folder import (
+    DESCRIPTION,
+    TENSORS,
+    describe,
+    latest,
+    newly_trained,
+)
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run, read_run
 
@@ -28,24 +36,33 @@ ANEW = "give the module another name, so that it starts anew"
 
 
 def find(given: Path) -> Path:
-    """The folder of a checkpoint or an export that the user names: by itself, or by a run's folder or run file.
+    """The folder of a checkpoint or an export that the user names: by itself, or by a run's folder
+    or run file.
 
     Raises:
         SpecError: there is none.
     """
     named = given / "disttrain.yaml" if (given / "disttrain.yaml").is_file() else given
     root = read_run(named).dir.root if named.is_file() else named
-    found = root if any((root / name).is_file() for name in (DESCRIPTION, EXPORT)) else (
-        latest(root / "checkpoints") or latest(root))
+    found = (
+        root
+        if any((root / name).is_file() for name in (DESCRIPTION, EXPORT))
+        else (latest(root / "checkpoints") or latest(root))
+    )
     if found is None:
-        raise SpecError(f"There are no weights to start from in {given}",
-                        f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an export",
-                        "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain export wrote.")
+        raise SpecError(
+            f"There are no weights to start from in {given}",
+            f"sought: a checkpoint in {root / 'checkpoints'}; {DESCRIPTION}, or {EXPORT} of an"
+            " export",
+            "Name the folder of a run (runs/NAME), of a checkpoint, or one that disttrain export"
+            " wrote.",
+        )
     return found.resolve()
 
 
 def where(folder: Path, root: Path) -> Path:
-    """The folder of an origin; a checkpoint of this very run lies elsewhere when a fresh start has moved it."""
+    """The folder of an origin; a checkpoint of this very run lies elsewhere when a fresh start has
+    moved it."""
     if not folder.exists():
         return max((root / "earlier").glob(f"*/checkpoints/{folder.name}"), default=folder)
     return folder
@@ -60,8 +77,11 @@ def modules_in(run: Run, folder: Path) -> list[str]:
     theirs = _modules(run, folder)
     found = [name for name in run.file.model.order if name in theirs]
     if not found:
-        raise SpecError(f"{folder} has no weights of this model", f"modules there: {', '.join(sorted(theirs))}; here: "
-                        f"{', '.join(run.file.model.order)}", "Give the modules of the run file the names they had.")
+        raise SpecError(
+            f"{folder} has no weights of this model",
+            f"modules there: {', '.join(sorted(theirs))}; here: {', '.join(run.file.model.order)}",
+            "Give the modules of the run file the names they had.",
+        )
     return found
 
 
@@ -72,21 +92,30 @@ def given_layers(run: Run, folder: Path) -> frozenset[str]:
 
     modules = modules_in(run, folder)
     own_vae = {name for name in modules if source_of(run, name, "vae") is not None}
-    return frozenset(info.name for info in layer_table(run) if info.module in modules and not (
-        info.frozen and info.module in own_vae))
+    return frozenset(
+        info.name
+        for info in layer_table(run)
+        if info.module in modules and not (info.frozen and info.module in own_vae)
+    )
 
 
 def check(run: Run, folder: Path) -> list[str]:
-    """Compare an origin's tensors with the model; returns what every module starts from, a sentence each.
+    """Compare an origin's tensors with the model; returns what every module starts from, a sentence
+    each.
 
     Raises:
-        SpecError: a tensor is missing or has another shape; the origin is damaged or has nothing of this model.
+        SpecError: a tensor is missing or has another shape; the origin is damaged or has nothing of
+        this model.
     """
     from disttrain_cli.models.graph import build_layers, layer_table
 
     taken, given = modules_in(run, folder), given_layers(run, folder)
-    layers = [layer for place, info in enumerate(layer_table(run)) if info.name in given
-              for layer in build_layers(run, place, place + 1, device="meta")]
+    layers = [
+        layer
+        for place, info in enumerate(layer_table(run))
+        if info.name in given
+        for layer in build_layers(run, place, place + 1, device="meta")
+    ]
     if _is_checkpoint(folder):
         _check_stored(folder, layers)
         notes = [f"{name}: weights from {folder}." for name in taken]
@@ -95,14 +124,19 @@ def check(run: Run, folder: Path) -> list[str]:
     for name in run.file.model.order:
         spec = run.file.model.modules[name]
         if name not in taken:
-            start = f"starts from {spec.folder}" if spec.folder and spec.pretrained else "starts from random weights"
+            start = (
+                f"starts from {spec.folder}"
+                if spec.folder and spec.pretrained
+                else "starts from random weights"
+            )
             notes.append(f"{name}: not in {folder}; {start}.")
     unused = sorted(_modules(run, folder) - set(taken))
     return [*notes, *([f"Not used of {folder}: {', '.join(unused)}."] if unused else [])]
 
 
 def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
-    """What there is to say about where weights and moments come from, before the first step; a sentence each.
+    """What there is to say about where weights and moments come from, before the first step; a
+    sentence each.
 
     Raises:
         SpecError: an origin, or the folder of a module, does not fit the model.
@@ -114,13 +148,20 @@ def starts(run: Run, folder: Path | None, resume: bool) -> list[str]:
         notes, given = ([], []) if folder is None else (check(run, folder), modules_in(run, folder))
     else:
         fresh, given = newly_trained(newest, run.file.model.trained_names), run.file.model.order
-        notes = [f"{', '.join(fresh)}: frozen up to {newest.name}, trained from here on; moments start at zero."] \
-            if fresh else []
+        notes = (
+            [
+                f"{', '.join(fresh)}: frozen up to {newest.name}, trained from here on; moments"
+                " start at zero."
+            ]
+            if fresh
+            else []
+        )
     return notes + starting_weights(run, given)
 
 
 def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
-    """Set this rank's weights from an origin, whatever layout wrote it; every rank calls this, before its first step.
+    """Set this rank's weights from an origin, whatever layout wrote it; every rank calls this,
+    before its first step.
 
     Raises:
         SpecError: it is damaged, or lacks a tensor of the model.
@@ -135,7 +176,9 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
     def fill(layer: PipelineLayer, path: str, whole: Tensor) -> None:
         one = pieces[f"{WEIGHT}/{layer.name}/{path}"]
         for offsets, values in one.boxes:
-            own = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
+            own = tuple(
+                slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True)
+            )
             put(values, whole[own], layer, path)
 
     if _is_checkpoint(folder):
@@ -144,7 +187,9 @@ def start_from(folder: Path, engine: UnitEngine, run: Run) -> None:
         except SpecError as error:
             raise SpecError(error.what, error.why, _another(folder)) from None
     else:
-        _from_export(folder, run, [layer for layer in engine.module.layers if layer.name in given], fill)
+        _from_export(
+            folder, run, [layer for layer in engine.module.layers if layer.name in given], fill
+        )
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -159,10 +204,17 @@ def _modules(run: Run, folder: Path) -> set[str]:
     if not isinstance(listed, dict):
         raise SpecError(f"{folder} is damaged", f"{name} lists no {key}", _another(folder))
     if name == EXPORT:
-        return {name for name, about in listed.items() if isinstance(about, dict) and about.get("kind") != "vae"}
+        return {
+            name
+            for name, about in listed.items()
+            if isinstance(about, dict) and about.get("kind") != "vae"
+        }
     layers = {key.split("/", 2)[1] for key in listed if key.startswith("weight/")}
     own = run.file.model.order
-    return {next((name for name in own if layer.startswith(f"{name}.")), layer.partition(".")[0]) for layer in layers}
+    return {
+        next((name for name in own if layer.startswith(f"{name}.")), layer.partition(".")[0])
+        for layer in layers
+    }
 
 
 def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
@@ -178,21 +230,35 @@ def _check_stored(folder: Path, layers: list[PipelineLayer]) -> None:
     # What is inside the others is for the ranks to check, each some of it.
     problems = misfits(folder, files) or damaged(folder, {TENSORS: files[TENSORS]})
     if problems:
-        raise SpecError(f"The checkpoint {folder} is damaged", "\n".join(problems), _another(folder))
+        raise SpecError(
+            f"The checkpoint {folder} is damaged", "\n".join(problems), _another(folder)
+        )
     stored = read_metadata(folder).state_dict_metadata
-    _compare(folder, {f"{WEIGHT}/{name}": whole_shape(parameter) for name, parameter in named_parameters(layers)},
-             {key: tuple(one.size) for key, one in stored.items()})
+    _compare(
+        folder,
+        {
+            f"{WEIGHT}/{name}": whole_shape(parameter)
+            for name, parameter in named_parameters(layers)
+        },
+        {key: tuple(one.size) for key, one in stored.items()},
+    )
 
 
-def _compare(folder: Path, expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
+def _compare(
+    folder: Path, expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]
+) -> None:
     lacking = [key for key in expected if key not in there]
     other = [key for key in expected if key in there and there[key] != tuple(expected[key])]
     if lacking or other:
         lines = [f"{key}: missing" for key in lacking] + [
-            f"{key}: {list(there[key])} there, {list(expected[key])} in the model" for key in other]
+            f"{key}: {list(there[key])} there, {list(expected[key])} in the model" for key in other
+        ]
         more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-        raise SpecError(f"{len(lines)} tensors of the model are not in {folder}, or have another shape",
-                        "\n".join(lines[:SHOWN] + more), f"Make config as it was there, or {ANEW}.")
+        raise SpecError(
+            f"{len(lines)} tensors of the model are not in {folder}, or have another shape",
+            "\n".join(lines[:SHOWN] + more),
+            f"Make config as it was there, or {ANEW}.",
+        )
 
 
 def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill) -> list[str]:
@@ -209,16 +275,27 @@ def _from_export(folder: Path, run: Run, layers: list[PipelineLayer], fill: Fill
     def source(run: Run, module: str, part: str) -> Source:
         of_part = folder / (module if part == "module" else f"{module}_vae")
         if not weight_files(of_part):
-            raise SpecError(f"There are no weights of {of_part.name} in {folder}", "", _another(folder))
-        return Source("--from", of_part, *published_as(read_configs(run)[module], part), otherwise=ANEW)
+            raise SpecError(
+                f"There are no weights of {of_part.name} in {folder}", "", _another(folder)
+            )
+        return Source(
+            "--from", of_part, *published_as(read_configs(run)[module], part), otherwise=ANEW
+        )
 
     notes = load_into(layers, run, source, fill)
-    own = [(layer, path, parameter) for layer in layers for path, parameter in layer.named_parameters()
-           if layer.published_name(path) is None]
+    own = [
+        (layer, path, parameter)
+        for layer in layers
+        for path, parameter in layer.named_parameters()
+        if layer.published_name(path) is None
+    ]
     if own:
         with Weights([folder / JOINTS] if (folder / JOINTS).exists() else []) as weights:
-            _compare(folder / JOINTS, {f"{layer.name}.{path}": whole_shape(p) for layer, path, p in own},
-                     {name: weights.shape(name) for name in weights.names})
+            _compare(
+                folder / JOINTS,
+                {f"{layer.name}.{path}": whole_shape(p) for layer, path, p in own},
+                {name: weights.shape(name) for name in weights.names},
+            )
             for layer, path, _ in own:
                 fill(layer, path, weights.read(f"{layer.name}.{path}"))
     return notes

@@ -1,9 +1,9 @@
 """What a rank keeps of the training state for a checkpoint, and what it needs of one.
 
-Every value of the model is kept by exactly one rank: of parameters that ZeRO partitions by the owner of the
-partition, of others (no ZeRO, frozen) in equal shares by the replicas of their stage. Tensor-parallel ranks that have
-a whole parameter alike share it likewise. So all ranks write at once, nothing is gathered, and nothing is written
-twice.
+Every value of the model is kept by exactly one rank: of parameters that ZeRO partitions by the
+owner of the partition, of others (no ZeRO, frozen) in equal shares by the replicas of their stage.
+Tensor-parallel ranks that have a whole parameter alike share it likewise. So all ranks write at
+once, nothing is gathered, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True)
 class Part:
-    """Elements start .. stop - 1 of a rank's parameter (flat, row-major), kept by this rank for all copies."""
+    """Elements start .. stop - 1 of a rank's parameter (flat, row-major), kept by this rank for all
+    copies."""
 
     name: str  # LAYER/PARAMETER
     module: str
@@ -40,8 +41,11 @@ class Part:
     def pieces(self, values: Tensor) -> Pieces:
         """`values` [stop - start] as boxes of the whole parameter."""
         shape = self.parameter.shape
-        return Pieces(torch.Size(whole_shape(self.parameter)), values.dtype,
-                      flat_boxes(values, self.start, shape, shard_of(self.parameter)))
+        return Pieces(
+            torch.Size(whole_shape(self.parameter)),
+            values.dtype,
+            flat_boxes(values, self.start, shape, shard_of(self.parameter)),
+        )
 
 
 def named_parameters(layers: Iterable[PipelineLayer]) -> list[tuple[str, nn.Parameter]]:
@@ -71,7 +75,8 @@ Range = tuple[str, nn.Parameter, int, int]  # name, parameter, start, stop
 
 
 def shares(ranges: Sequence[Range], copies: int, own: int) -> list[Range]:
-    """What the copy `own` of `copies` keeps of ranges that all of them have: an equal part, one after another."""
+    """What the copy `own` of `copies` keeps of ranges that all of them have: an equal part, one
+    after another."""
     total = sum(stop - start for *_, start, stop in ranges)
     low, high = total * own // copies, total * (own + 1) // copies
     kept, at = [], 0
@@ -92,46 +97,54 @@ def _fragment(parameter: nn.Parameter) -> tuple[int, int]:
     mapping: Any = parameter._hp_mapping
     if mapping is None:
         return 0, 0
-    return mapping.lp_fragment_address.start, mapping.lp_fragment_address.start + mapping.lp_fragment_address.numel
+    return (
+        mapping.lp_fragment_address.start,
+        mapping.lp_fragment_address.start + mapping.lp_fragment_address.numel,
+    )
 
 
 def weights(part: Part) -> Tensor:
     """[stop - start] view of a part's weights: of the fp32 masters where there are any."""
     if _partitioned(part.parameter):
         return _of_partition(part, part.parameter._hp_mapping.hp_fragment)
-    return part.parameter.detach().view(-1)[part.start:part.stop]
+    return part.parameter.detach().view(-1)[part.start : part.stop]
 
 
 def state_of(engine: UnitEngine, part: Part) -> dict[str, Tensor]:
     """Views [stop - start] of a part's weights and, where it is trained, its moments."""
     values = {WEIGHT: weights(part)}
     if _partitioned(part.parameter):
-        values |= {moment: _of_partition(part, _moment(engine, part.parameter, moment)) for moment in MOMENTS}
+        values |= {
+            moment: _of_partition(part, _moment(engine, part.parameter, moment))
+            for moment in MOMENTS
+        }
     elif part.parameter.requires_grad:
         state = engine.basic_optimizer.state[part.parameter]
-        values |= {moment: state[moment].view(-1)[part.start:part.stop] for moment in MOMENTS}
+        values |= {moment: state[moment].view(-1)[part.start : part.stop] for moment in MOMENTS}
     return values
 
 
 def _of_partition(part: Part, fragment: Tensor) -> Tensor:
     first, _ = _fragment(part.parameter)
-    return fragment.view(-1)[part.start - first:part.stop - first]
+    return fragment.view(-1)[part.start - first : part.stop - first]
 
 
 def _moment(engine: UnitEngine, parameter: nn.Parameter, moment: str) -> Tensor:
     """A parameter's share of this rank's partition of a moment.
 
-    Taken from the optimizer itself: where there are several parameter groups, DeepSpeed links moments to parameters
-    when the first group has made its first step, so that those of the others stay unknown (deepspeed trap 34).
+    Taken from the optimizer itself: where there are several parameter groups, DeepSpeed links
+    moments to parameters when the first group has made its first step, so that those of the others
+    stay unknown (deepspeed trap 34).
     """
     mapping: Any = parameter._hp_mapping
     partition = engine.basic_optimizer.param_groups[mapping.param_group_index]["params"][0]
     address, values = mapping.hp_fragment_address, engine.basic_optimizer.state[partition][moment]
-    return values[address.start:address.start + address.numel]
+    return values[address.start : address.start + address.numel]
 
 
 def allocate_moments(engine: UnitEngine, restart: bool = False) -> None:
-    """Give the optimizer its moments where no step has done so yet; with `restart` zeros, after `engine.updates`."""
+    """Give the optimizer its moments where no step has done so yet; with `restart` zeros, after
+    `engine.updates`."""
     base: Any = getattr(engine, "basic_optimizer", None)  # a stage that trains nothing has none
     for group in base.param_groups if base is not None else ():
         for parameter in group["params"]:
@@ -140,19 +153,26 @@ def allocate_moments(engine: UnitEngine, restart: bool = False) -> None:
                 continue
             state |= {moment: torch.zeros_like(parameter) for moment in MOMENTS}
             on_device = group.get("fused") or group.get("capturable")
-            state["step"] = torch.tensor(float(engine.updates[group["module"]]),
-                                         device=parameter.device if on_device else "cpu")
+            state["step"] = torch.tensor(
+                float(engine.updates[group["module"]]),
+                device=parameter.device if on_device else "cpu",
+            )
 
 
 def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pieces]:
     """What this rank reads of a checkpoint, to be filled in place: all of its weights, and moments.
 
-    Moments are those of the weights that are trained under the names `moments_of`. Where ZeRO partitions a parameter:
-    the partition's masters and moments, and the whole weight in its own precision.
+    Moments are those of the weights that are trained under the names `moments_of`. Where ZeRO
+    partitions a parameter: the partition's masters and moments, and the whole weight in its own
+    precision.
     """
     found: dict[str, Pieces] = {}
-    with_moments = {id(parameter) for layer in engine.module.layers for path, parameter in layer.named_parameters()
-                    if layer.owner_of(path) in moments_of}
+    with_moments = {
+        id(parameter)
+        for layer in engine.module.layers
+        for path, parameter in layer.named_parameters()
+        if layer.owner_of(path) in moments_of
+    }
     for name, parameter in named_parameters(engine.module.layers):
         shape, shard = parameter.shape, shard_of(parameter)
         moments = MOMENTS if id(parameter) in with_moments else ()
@@ -163,8 +183,11 @@ def wanted(engine: UnitEngine, moments_of: Collection[str] = ()) -> dict[str, Pi
                 pieces = found.setdefault(f"{group}/{key}", Pieces(whole, torch.float32, []))
                 pieces.boxes += boxes
 
-        def everything(values: Tensor, part: nn.Parameter = parameter, shard: Any = shard) -> list[Any]:
+        def everything(
+            values: Tensor, part: nn.Parameter = parameter, shard: Any = shard
+        ) -> list[Any]:
             return list(spread((0,) * part.ndim, values, part.shape, shard))
+
         add(WEIGHT, everything(parameter.detach()))
         if _partitioned(parameter):
             start, stop = _fragment(parameter)

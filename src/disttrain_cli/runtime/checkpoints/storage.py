@@ -1,11 +1,13 @@
-"""Files of a checkpoint, behind torch.distributed.checkpoint's planning: safetensors and JSON, nothing pickled.
+"""Files of a checkpoint, behind torch.distributed.checkpoint's planning: safetensors and JSON,
+nothing pickled.
 
-    step-000060/rank-00003.safetensors   what a rank keeps: GROUP/LAYER/PARAMETER@OFFSETS, a box of the whole tensor
-    step-000060/tensors.json             shape, dtype and boxes of every tensor, and in which file each box lies
-    step-000060/checkpoint.json          step, fingerprints, size and SHA-256 of every file, and of its own text
+    step-000060/rank-00003.safetensors   what a rank keeps: GROUP/LAYER/PARAMETER@OFFSETS, a box of
+    the whole tensor step-000060/tensors.json             shape, dtype and boxes of every tensor,
+    and in which file each box lies step-000060/checkpoint.json          step, fingerprints, size
+    and SHA-256 of every file, and of its own text
 
-The folder has a temporary name until all of it is there. Files are written here tensor by tensor rather than by
-safetensors, whose writer copies all of them first and knows no checksum.
+The folder has a temporary name until all of it is there. Files are written here tensor by tensor
+rather than by safetensors, whose writer copies all of them first and knows no checksum.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,18 +35,40 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
 from disttrain_cli.runtime.checkpoints.boxes import Pieces
-from disttrain_cli.runtime.checkpoints.folder import DESCRIPTION, TENSORS, VERSION, digest_of, partial, sealed
+from disttrain_cli.runtime.checkpoints.folder import (
+    DESCRIPTION,
+    TENSORS,
+    VERSION,
+    digest_of,
+    partial,
+    sealed,
+)
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.whole import write_whole
 
 #: Names of safetensors' format.
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-          torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,8 @@ class Written:
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint; the coordinator renames it into place when every rank has written its part."""
+    """Writes one checkpoint; the coordinator renames it into place when every rank has written its
+    part."""
 
     def __init__(self, folder: Path, rank: int, description: Mapping[str, Any]) -> None:
         self._folder, self._rank, self._description = folder, rank, dict(description)
@@ -75,26 +103,61 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        tensors = {_box_name(item.index.fqn, item.index.offset or ()): planner.resolve_data(item)
-                   for item in plan.items}
-        written = write_tensors(partial(self._folder) / f"rank-{self._rank:05d}.safetensors", tensors) \
-            if tensors else None
+        tensors = {
+            _box_name(item.index.fqn, item.index.offset or ()): planner.resolve_data(item)
+            for item in plan.items
+        }
+        written = (
+            write_tensors(partial(self._folder) / f"rank-{self._rank:05d}.safetensors", tensors)
+            if tensors
+            else None
+        )
         done.set_result([WriteResult(item.index, 0, written) for item in plan.items])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         folder = partial(self._folder)
-        files = sorted({result.storage_data for own in results for result in own}, key=lambda file: file.name)
+        files = sorted(
+            {result.storage_data for own in results for result in own}, key=lambda file: file.name
+        )
         numbers = {file.name: number for number, file in enumerate(files)}
-        file_of = {result.index: numbers[result.storage_data.name] for own in results for result in own}
-        tensors = {key: {"dtype": DTYPES[one.properties.dtype], "shape": list(one.size), "boxes": [
-            [file_of[MetadataIndex(key, chunk.offsets)], list(chunk.offsets), list(chunk.sizes)]
-            for chunk in one.chunks]} for key, one in metadata.state_dict_metadata.items()}
+        file_of = {
+            result.index: numbers[result.storage_data.name] for own in results for result in own
+        }
+        tensors = {
+            key: {
+                "dtype": DTYPES[one.properties.dtype],
+                "shape": list(one.size),
+                "boxes": [
+                    [
+                        file_of[MetadataIndex(key, chunk.offsets)],
+                        list(chunk.offsets),
+                        list(chunk.sizes),
+                    ]
+                    for chunk in one.chunks
+                ],
+            }
+            for key, one in metadata.state_dict_metadata.items()
+        }
         content = json.dumps({"files": list(numbers), "tensors": tensors}).encode()
         write_whole(folder / TENSORS, content)
         listed = [*files, Written(TENSORS, len(content), hashlib.sha256(content).hexdigest())]
-        write_whole(folder / DESCRIPTION, json.dumps(sealed({"version": VERSION, **self._description, "files": {
-            file.name: {"bytes": file.size_bytes, "sha256": file.sha256} for file in listed}}), indent=1))
+        write_whole(
+            folder / DESCRIPTION,
+            json.dumps(
+                sealed(
+                    {
+                        "version": VERSION,
+                        **self._description,
+                        "files": {
+                            file.name: {"bytes": file.size_bytes, "sha256": file.sha256}
+                            for file in listed
+                        },
+                    }
+                ),
+                indent=1,
+            ),
+        )
         replace_folder(folder, self._folder)
 
     @classmethod
@@ -107,7 +170,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     header, at = {}, 0
     for name, values in tensors.items():
         size = values.numel() * values.element_size()
-        header[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [at, at + size]}
+        header[name] = {
+            "dtype": DTYPES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [at, at + size],
+        }
         at += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -144,16 +211,23 @@ def _box_name(key: str, offsets: Any) -> str:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """What tensors a checkpoint has, and in which file each of their boxes lies; raises SpecError."""
+    """What tensors a checkpoint has, and in which file each of their boxes lies; raises
+    SpecError."""
     stored = parse_json(folder / TENSORS, "list of a checkpoint's tensors", f"Move {folder} away.")
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     tensors: dict[str, Any] = {}
     files: dict[MetadataIndex, str] = {}
     for key, one in stored["tensors"].items():
-        chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in one["boxes"]]
-        tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtypes[one["dtype"]]), torch.Size(one["shape"]),
-                                             chunks)
-        files |= {MetadataIndex(key, offsets): stored["files"][file] for file, offsets, _ in one["boxes"]}
+        chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for _, offsets, sizes in one["boxes"]
+        ]
+        tensors[key] = TensorStorageMetadata(
+            TensorProperties(dtype=dtypes[one["dtype"]]), torch.Size(one["shape"]), chunks
+        )
+        files |= {
+            MetadataIndex(key, offsets): stored["files"][file] for file, offsets, _ in one["boxes"]
+        }
     return Metadata(tensors, storage_data=files)
 
 
@@ -169,7 +243,9 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -187,9 +263,13 @@ class Reader(StorageReader):
         for name, items in by_file.items():
             with safe_open(self._folder / name, framework="pt") as file:
                 for item in items:
-                    stored = file.get_slice(_box_name(item.storage_index.fqn, item.storage_index.offset or ()))
-                    part = tuple(slice(start, start + size)
-                                 for start, size in zip(item.storage_offsets, item.lengths, strict=True))
+                    stored = file.get_slice(
+                        _box_name(item.storage_index.fqn, item.storage_index.offset or ())
+                    )
+                    part = tuple(
+                        slice(start, start + size)
+                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
                     planner.resolve_tensor(item).copy_(stored[part] if part else stored[...])
         done: Future[None] = Future()
         done.set_result(None)
@@ -217,8 +297,12 @@ class SavePieces(DefaultSavePlanner):
 class LoadPieces(LoadPlanner):
     """Plans the reading of `Pieces` in place."""
 
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None,
-                       is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
         self._pieces, self._metadata = state_dict, metadata
 
     def create_local_plan(self) -> LoadPlan:
@@ -237,7 +321,9 @@ class LoadPieces(LoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         assert read_item.dest_index.index is not None
         _, values = self._pieces[read_item.dest_index.fqn].boxes[read_item.dest_index.index]
-        for dim, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (start, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
             values = values.narrow(dim, start, size)
         return values
 

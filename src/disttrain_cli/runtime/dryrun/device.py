@@ -1,4 +1,5 @@
-"""`torch.cuda` of a process into which the shim is loaded: one kind of GPU, on which nothing takes time."""
+"""`torch.cuda` of a process into which the shim is loaded: one kind of GPU, on which nothing takes
+time."""
 
 from __future__ import annotations
 
@@ -57,15 +58,24 @@ class _Stream(_Event):
     def __exit__(self, *_: Any) -> None: ...
 
 
-def _tensor(values: Any, *, dtype: torch.dtype | None = None, device: Any = None,
-            requires_grad: bool = False) -> Tensor:
-    """`torch.tensor`: numbers of the host are copied to the device, which torch would ask for real memory."""
+def _tensor(
+    values: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+) -> Tensor:
+    """`torch.tensor`: numbers of the host are copied to the device, which torch would ask for real
+    memory."""
     made = _REAL_TENSOR(values, dtype=dtype, device="cpu")
     return (made if device is None else made.to(device)).requires_grad_(requires_grad)
 
 
-def _apply(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply`, as it is for real tensors: parameters stay who they are (torch swaps fake ones, or fails)."""
+def _apply(
+    module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """`Module._apply`, as it is for real tensors: parameters stay who they are (torch swaps fake
+    ones, or fails)."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -85,45 +95,85 @@ def _apply(module: torch.nn.Module, function: Callable[[Tensor], Tensor], recurs
 
 
 @contextmanager
-def pretend(name: str = "fake", memory_gib: float = 80.0,
-            capability: tuple[int, int] = (9, 0)) -> Iterator[FakeTensorMode]:
+def pretend(
+    name: str = "fake", memory_gib: float = 80.0, capability: tuple[int, int] = (9, 0)
+) -> Iterator[FakeTensorMode]:
     """Have `torch.cuda` describe such a device, and every tensor that is made be fake.
 
-    A process that ran a backward should end by `os._exit`: at a usual exit autograd's threads of the devices may abort
-    it.
+    A process that ran a backward should end by `os._exit`: at a usual exit autograd's threads of
+    the devices may abort it.
 
     Raises:
         DisttrainError: the process was not started with `shim.environment`.
     """
     if "fake_cuda" not in os.environ.get("LD_PRELOAD", ""):
-        raise DisttrainError("This process has no fake CUDA devices", "the library is not preloaded", "")
+        raise DisttrainError(
+            "This process has no fake CUDA devices", "the library is not preloaded", ""
+        )
     total = round(memory_gib * 2**30)
-    properties = SimpleNamespace(name=name, total_memory=total, major=capability[0], minor=capability[1],
-                                 multi_processor_count=132, warp_size=32, gcnArchName="", uuid="fake")
+    properties = SimpleNamespace(
+        name=name,
+        total_memory=total,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=132,
+        warp_size=32,
+        gcnArchName="",
+        uuid="fake",
+    )
     stream, kernels = _Stream(), torch.library.Library("aten", "IMPL", "CUDA")
-    # One kernel in CUDA's build; the CPU's takes it to pieces, each of which would hold memory, where there is none.
+    # One kernel in CUDA's build; the CPU's takes it to pieces, each of which would hold memory,
+    # where there is none.
     kernels.impl("silu_backward", lambda gradient, x: torch.empty_like(x))
     given: dict[str, Any] = {
-        "is_available": lambda: True, "device_count": lambda: 8, "current_device": lambda: 0,
-        "set_device": lambda _: None, "init": lambda: None, "_lazy_init": lambda: None, "is_initialized": lambda: True,
-        "synchronize": lambda *_: synchronize("torch.cuda.synchronize"), "empty_cache": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 8,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "is_initialized": lambda: True,
+        "synchronize": lambda *_: synchronize("torch.cuda.synchronize"),
+        "empty_cache": lambda: None,
         "ipc_collect": lambda: None,
-        "get_device_properties": lambda *_: properties, "get_device_name": lambda *_: name,
-        "get_device_capability": lambda *_: capability, "is_bf16_supported": lambda *_, **__: True,
-        "mem_get_info": lambda *_: (total, total), "memory_allocated": lambda *_: 0,
-        "memory_reserved": lambda *_: 0, "memory_cached": lambda *_: 0, "max_memory_allocated": lambda *_: 0,
-        "max_memory_reserved": lambda *_: 0, "max_memory_cached": lambda *_: 0, "memory_stats": lambda *_: {},
-        "reset_peak_memory_stats": lambda *_: None, "reset_max_memory_allocated": lambda *_: None,
-        "reset_max_memory_cached": lambda *_: None, "reset_max_memory_reserved": lambda *_: None,
-        "Stream": _Stream, "Event": _Event, "stream": lambda _: stream, "current_stream": lambda *_: stream,
-        "default_stream": lambda *_: stream, "set_stream": lambda _: None, "manual_seed": lambda _: None,
-        "manual_seed_all": lambda _: None, "is_current_stream_capturing": lambda: False,
-        "get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None}
-    with (patch.multiple(torch.cuda, create=True, **given),
-          patch.multiple(torch.cuda.nvtx, range_push=lambda _: 0, range_pop=lambda: 0),
-          patch.object(torch.Tensor, "pin_memory", pin_memory),
-          patch.object(torch.Tensor, "record_stream", lambda *_: None),
-          patch.object(torch.nn.Module, "_apply", _apply), patch.object(torch, "tensor", _tensor),
-          patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # constants would be kept as real tensors
-          FakeTensorMode(allow_non_fake_inputs=True) as mode):
+        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: name,
+        "get_device_capability": lambda *_: capability,
+        "is_bf16_supported": lambda *_, **__: True,
+        "mem_get_info": lambda *_: (total, total),
+        "memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0,
+        "memory_cached": lambda *_: 0,
+        "max_memory_allocated": lambda *_: 0,
+        "max_memory_reserved": lambda *_: 0,
+        "max_memory_cached": lambda *_: 0,
+        "memory_stats": lambda *_: {},
+        "reset_peak_memory_stats": lambda *_: None,
+        "reset_max_memory_allocated": lambda *_: None,
+        "reset_max_memory_cached": lambda *_: None,
+        "reset_max_memory_reserved": lambda *_: None,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": lambda _: stream,
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "set_stream": lambda _: None,
+        "manual_seed": lambda _: None,
+        "manual_seed_all": lambda _: None,
+        "is_current_stream_capturing": lambda: False,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda _: None,
+    }
+    with (
+        patch.multiple(torch.cuda, create=True, **given),
+        patch.multiple(torch.cuda.nvtx, range_push=lambda _: 0, range_pop=lambda: 0),
+        patch.object(torch.Tensor, "pin_memory", pin_memory),
+        patch.object(torch.Tensor, "record_stream", lambda *_: None),
+        patch.object(torch.nn.Module, "_apply", _apply),
+        patch.object(torch, "tensor", _tensor),
+        patch.object(
+            fake_tensor, "CONSTANT_NUMEL_LIMIT", -1
+        ),  # constants would be kept as real tensors
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
         yield mode

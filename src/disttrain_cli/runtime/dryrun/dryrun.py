@@ -1,4 +1,5 @@
-"""Every distinct stage of a plan takes a step on a fake device, and what it did is set beside what the plan says."""
+"""Every distinct stage of a plan takes a step on a fake device, and what it did is set beside what
+the plan says."""
 
 from __future__ import annotations
 
@@ -63,9 +64,11 @@ class DryRun(BaseModel):
 
 
 def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent) -> DryRun:
-    """Take a step of every distinct stage of a plan on fake devices, in as many processes at a time as there are cores.
+    """Take a step of every distinct stage of a plan on fake devices, in as many processes at a time
+    as there are cores.
 
-    The plan must have been checked against the run and profile (`planning.check`). Nothing is written but the logs.
+    The plan must have been checked against the run and profile (`planning.check`). Nothing is
+    written but the logs.
 
     Raises:
         DisttrainError: this machine cannot pretend to have a CUDA device.
@@ -80,36 +83,66 @@ def dry_run(run: Run, plan: Plan, profile: Profile, progress: Progress = silent)
     capability = _capability(profile.device.name)
     at_once = min(len(groups) + 1, len(os.sched_getaffinity(0)))
     payload = payload_of(run, plan, profile) | {
-        "stages": [[stage.number for stage in group] for group in groups], "name": profile.device.name,
-        "memory_gib": memory_gib, "capability": list(capability), "at_once": at_once}
+        "stages": [[stage.number for stage in group] for group in groups],
+        "name": profile.device.name,
+        "memory_gib": memory_gib,
+        "capability": list(capability),
+        "at_once": at_once,
+    }
     logs = run.dir.logs / "dry-run"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SpecError(f"Cannot write into {run.dir.logs}", str(error.strerror),
-                        "Make it a folder that you can write; then run the command again.") from None
+        raise SpecError(
+            f"Cannot write into {run.dir.logs}",
+            str(error.strerror),
+            "Make it a folder that you can write; then run the command again.",
+        ) from None
     with tempfile.TemporaryDirectory(prefix="disttrain-dry-run-") as folder:
+
         def poll() -> None:
-            progress("steps of distinct stages", len(list(Path(folder).glob("stage-*.json"))), len(groups))
+            progress(
+                "steps of distinct stages",
+                len(list(Path(folder).glob("stage-*.json"))),
+                len(groups),
+            )
 
         try:
-            launch(len(groups) + 1, WORKER, payload | {"folder": folder}, logs, on_poll=poll, variables=variables)
+            launch(
+                len(groups) + 1,
+                WORKER,
+                payload | {"folder": folder},
+                logs,
+                on_poll=poll,
+                variables=variables,
+            )
         except RankFailedError as error:
             error.why += f"\nranks of the dry run: {_who_is_who(groups)}"
             raise
-        seen = [StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
-                for number in range(len(groups))]
+        seen = [
+            StageSeen.model_validate_json(Path(folder, f"stage-{number}.json").read_text())
+            for number in range(len(groups))
+        ]
         order = OrderSeen.model_validate_json(Path(folder, "order.json").read_text())
     stages = reports(profile, plan.plan, graph, seen, memory_gib)
-    return DryRun(device=profile.device.name, capability=capability, memory_gib=memory_gib,
-                  ranks=graph.world_size, microbatches=plan.plan.microbatches, stages=stages, order=order,
-                  problems=[*(problem for stage in stages for problem in problems(stage)), *order.faults])
+    return DryRun(
+        device=profile.device.name,
+        capability=capability,
+        memory_gib=memory_gib,
+        ranks=graph.world_size,
+        microbatches=plan.plan.microbatches,
+        stages=stages,
+        order=order,
+        problems=[*(problem for stage in stages for problem in problems(stage)), *order.faults],
+    )
 
 
 def _who_is_who(groups: Sequence[Sequence[Stage]]) -> str:
     """Which process of the dry run stands for which stage."""
     named = [f"{group[0].unit.name} stage {group[0].index}" for group in groups]
-    return ", ".join(f"{number} {what}" for number, what in enumerate([*named, "the order of messages"]))
+    return ", ".join(
+        f"{number} {what}" for number, what in enumerate([*named, "the order of messages"])
+    )
 
 
 def _capability(device: str) -> tuple[int, int]:
@@ -119,28 +152,54 @@ def _capability(device: str) -> tuple[int, int]:
         return CAPABILITY
 
 
-def reports(profile: Profile, layout: Layout, graph: StageGraph, seen: Sequence[StageSeen],
-            memory_gib: float) -> list[StageReport]:
-    """What was seen of every distinct stage beside the plan's memory, and the price of the very work that was done."""
+def reports(
+    profile: Profile,
+    layout: Layout,
+    graph: StageGraph,
+    seen: Sequence[StageSeen],
+    memory_gib: float,
+) -> list[StageReport]:
+    """What was seen of every distinct stage beside the plan's memory, and the price of the very
+    work that was done."""
     exact = at_work(profile, layout, worst_slot(profile, layout))
-    of_plan, priced = ({(own.unit, own.stage): own for own in layout_memory(given, layout, memory_gib)}
-                       for given in (profile, exact))
+    of_plan, priced = (
+        {(own.unit, own.stage): own for own in layout_memory(given, layout, memory_gib)}
+        for given in (profile, exact)
+    )
     found = []
     for one in seen:
         stages = [graph.stages[number] for number in one.stages]
         unit, index, key = stages[0].unit, stages[0].index, (stages[0].unit.name, stages[0].index)
-        kept = np.array([1.0, *(part[0] for part in worst_mix(
-            profile.inputs.llm in unit.modules, slot_sequences(profile, layout), np.array([float(unit.dp)])))]) @ \
-            activation_terms(exact, unit.modules, unit.tp, layout.trained, unit.checkpointing)
+        kept = np.array(
+            [
+                1.0,
+                *(
+                    part[0]
+                    for part in worst_mix(
+                        profile.inputs.llm in unit.modules,
+                        slot_sequences(profile, layout),
+                        np.array([float(unit.dp)]),
+                    )
+                ),
+            ]
+        ) @ activation_terms(exact, unit.modules, unit.tp, layout.trained, unit.checkpointing)
         first = sum(unit.layers_per_stage[:index])
         price = priced[key]
         unseen_gib = price.fragmentation_gib + price.reserve_gib
-        found.append(StageReport(
-            unit=unit.name, unit_stages=[stage.index for stage in stages],
-            layers=[stages[0].layers.start, stages[0].layers.stop - 1], seen=one,
-            priced_kept_gib=float(kept[first:first + unit.layers_per_stage[index]].sum()) / GIB,
-            priced_gib=price.peak_gib - unseen_gib, unseen_gib=unseen_gib, planned_gib=of_plan[key].peak_gib,
-            limit_gib=memory_gib))
+        found.append(
+            StageReport(
+                unit=unit.name,
+                unit_stages=[stage.index for stage in stages],
+                layers=[stages[0].layers.start, stages[0].layers.stop - 1],
+                seen=one,
+                priced_kept_gib=float(kept[first : first + unit.layers_per_stage[index]].sum())
+                / GIB,
+                priced_gib=price.peak_gib - unseen_gib,
+                unseen_gib=unseen_gib,
+                planned_gib=of_plan[key].peak_gib,
+                limit_gib=memory_gib,
+            )
+        )
     return found
 
 
@@ -149,18 +208,25 @@ def problems(stage: StageReport) -> list[str]:
     where, seen = f"unit {stage.unit}, stage {stage.unit_stages[0]}", stage.seen
     if seen.failure is not None:
         return [f"{where}: {seen.failure.what} ({seen.failure.where})"]
-    found = [f"{where}: the host waits for the device in a slot, {wait.times} times in {seen.slots} slots: "
-             f"{wait.instruction.replace('_', ' ')}, {wait.what} ({wait.where})" for wait in seen.waits
-             if wait.instruction]
+    found = [
+        f"{where}: the host waits for the device in a slot, {wait.times} times in {seen.slots}"
+        f" slots: {wait.instruction.replace('_', ' ')}, {wait.what} ({wait.where})"
+        for wait in seen.waits
+        if wait.instruction
+    ]
     crossing = {(one.instruction, one.tensor): f"{one.shape} {one.dtype}" for one in seen.messages}
     for (instruction, tensor), given in crossing.items():
         way = WAYS_BACK.get(instruction)
         if way is not None and (back := crossing.get((way, tensor), given)) != given:
-            found.append(f"{where}: {tensor} crosses a cut as {given} ({instruction.replace('_', ' ')}), "
-                         f"and its gradient as {back}")
+            found.append(
+                f"{where}: {tensor} crosses a cut as {given} ({instruction.replace('_', ' ')}), "
+                f"and its gradient as {back}"
+            )
     if seen.leaked_gib > CRUMBS_GIB:
-        found.append(f"{where}: {seen.leaked_gib:.3f} GiB more are held after a step than before it "
-                     f"({seen.slots} slots)")
+        found.append(
+            f"{where}: {seen.leaked_gib:.3f} GiB more are held after a step than before it "
+            f"({seen.slots} slots)"
+        )
     if stage.needed_gib > stage.limit_gib:
         found.append(f"{where}: {stage.needed_gib:.2f} GiB do not fit into {stage.limit_gib:g} GiB")
     return found

@@ -1,4 +1,5 @@
-"""What a rank's loader would bring for a slot: arrays of the right shapes, all zeros, for which no data is read."""
+"""What a rank's loader would bring for a slot: arrays of the right shapes, all zeros, for which no
+data is read."""
 
 from __future__ import annotations
 
@@ -24,26 +25,38 @@ def empty_inputs(slot: Slot, lengths: Sequence[int], unit: str, fields: set[str]
     if inputs.audio is not None:
         arrays["clips"] = np.array(len(own.clips), np.int64)
         if "audio" in fields:
-            arrays["audio_features"] = np.zeros((len(own.clips), inputs.audio.mel_bins, inputs.audio.frames),
-                                                np.float32)
+            arrays["audio_features"] = np.zeros(
+                (len(own.clips), inputs.audio.mel_bins, inputs.audio.frames), np.float32
+            )
     if asked := _asked(fields, "pixels"):
         blocks = [_pixels(arrays["image_grids"], head) for head in inputs.images]
         nothing = [np.zeros((0, 1, 1, 1), np.uint8)] * len(blocks[0])
         arrays["pixels"] = blocks[0] if 0 in asked else None
         if asked - {0}:
-            arrays["other_pixels"] = [array for number, block in enumerate(blocks) if number
-                                      for array in (block if number in asked else nothing)]
+            arrays["other_pixels"] = [
+                array
+                for number, block in enumerate(blocks)
+                if number
+                for array in (block if number in asked else nothing)
+            ]
     drawn = _asked(fields, "targets")
     if drawn or "weights" in fields:
         count = len(own.targets)
-        targets = [np.zeros((count if number in drawn else 0, *head.shape), np.uint8)
-                   for number, head in enumerate(inputs.targets)]
-        arrays |= {"target_weights": np.ones(count, np.float32), "noise_seeds": np.zeros(count, np.int64),
-                   "target_pixels": targets[0] if 0 in drawn else None,
-                   "other_targets": targets[1:] if drawn - {0} else None}
+        targets = [
+            np.zeros((count if number in drawn else 0, *head.shape), np.uint8)
+            for number, head in enumerate(inputs.targets)
+        ]
+        arrays |= {
+            "target_weights": np.ones(count, np.float32),
+            "noise_seeds": np.zeros(count, np.int64),
+            "target_pixels": targets[0] if 0 in drawn else None,
+            "other_targets": targets[1:] if drawn - {0} else None,
+        }
     if "dropout" in fields:
-        arrays |= {f"{name}_seeds": np.zeros(len(items), np.int64) for name, items in
-                   (("image", own.images), ("clip", own.clips), ("target", own.targets))}
+        arrays |= {
+            f"{name}_seeds": np.zeros(len(items), np.int64)
+            for name, items in (("image", own.images), ("clip", own.clips), ("target", own.targets))
+        }
     if fields & {"tokens", "layout", "context", "labels"}:
         arrays |= _sequences(slot, unit, lengths, fields)
     return SlotBatch(**arrays)
@@ -59,7 +72,10 @@ def _sequences(slot: Slot, unit: str, lengths: Sequence[int], fields: set[str]) 
         positions[:, :used] = np.concatenate([np.arange(length) for length in lengths])
         arrays |= {"documents": documents, "positions": positions}
     if "tokens" in fields:
-        arrays |= {"token_ids": np.zeros(shape, np.int64), "image_rows": _rows(slot, own.images, "image", "tokens")}
+        arrays |= {
+            "token_ids": np.zeros(shape, np.int64),
+            "image_rows": _rows(slot, own.images, "image", "tokens"),
+        }
         if inputs.audio is not None:
             arrays["audio_rows"] = _rows(slot, own.clips, "audio", "tokens")
     if "context" in fields:
@@ -76,8 +92,13 @@ def _rows(slot: Slot, items: Ints, item: str, column: str) -> Ints:
 
 def _pixels(grids: Ints, head: ImageInput) -> list[Any]:
     """By run of equal grids, the pixels for one encoder."""
-    return [np.zeros((sum(1 for _ in run), head.channels, rows * head.patch_px, columns * head.patch_px), np.uint8)
-            for (rows, columns), run in groupby(map(tuple, grids.tolist()))]
+    return [
+        np.zeros(
+            (sum(1 for _ in run), head.channels, rows * head.patch_px, columns * head.patch_px),
+            np.uint8,
+        )
+        for (rows, columns), run in groupby(map(tuple, grids.tolist()))
+    ]
 
 
 def _asked(fields: set[str], name: str) -> set[int]:

@@ -12,8 +12,20 @@ from disttrain_cli.runtime.dryrun.refusing import refuse
 from disttrain_cli.runtime.dryrun.storages import Storages
 
 #: Operators that start no kernel, besides those that only view.
-IDLE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_", "resize_",
-        "detach", "lift_fresh", "_local_scalar_dense", "record_stream"}
+IDLE = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "set_",
+    "resize_",
+    "detach",
+    "lift_fresh",
+    "_local_scalar_dense",
+    "record_stream",
+}
 
 
 class Observer(Storages):
@@ -21,11 +33,19 @@ class Observer(Storages):
 
     def __init__(self) -> None:
         super().__init__()
-        #: Kernels, operators of the host; sends, receives, collectives and the bytes of each ("sends_bytes").
+        # : Kernels, operators of the host; sends, receives, collectives and the bytes of each
+        # ("sends_bytes").
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse(func, [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.is_cuda])
+        refuse(
+            func,
+            [
+                value
+                for value in tree_leaves((args, kwargs))
+                if isinstance(value, Tensor) and value.is_cuda
+            ],
+        )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self._count_message(func._schema.name.removeprefix("c10d::"), args)
@@ -37,6 +57,12 @@ class Observer(Storages):
 
     def _count_message(self, name: str, args: Any) -> None:
         kind = {"send": "sends", "recv_": "receives"}.get(name, "collectives")
-        sizes = [value.numel() * value.element_size() for value in tree_leaves(args) if isinstance(value, Tensor)]
+        sizes = [
+            value.numel() * value.element_size()
+            for value in tree_leaves(args)
+            if isinstance(value, Tensor)
+        ]
         self.counts[kind] += 1
-        self.counts[f"{kind}_bytes"] += max(sizes, default=0)  # of a gather what it makes, of a scatter what it takes
+        self.counts[f"{kind}_bytes"] += max(
+            sizes, default=0
+        )  # of a gather what it makes, of a scatter what it takes

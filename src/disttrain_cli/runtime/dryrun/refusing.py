@@ -14,10 +14,18 @@ FLASH_TYPES, FLASH_WIDTH = {torch.float16, torch.bfloat16}, 256
 
 
 def refuse(func: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise RuntimeError, as the kernel would, for products of different types and attention that flash cannot do."""
+    """Raise RuntimeError, as the kernel would, for products of different types and attention that
+    flash cannot do."""
     name = func._opname
-    if name in PRODUCTS and len(types := {str(one.dtype) for one in tensors if one.is_floating_point()}) > 1:
+    if (
+        name in PRODUCTS
+        and len(types := {str(one.dtype) for one in tensors if one.is_floating_point()}) > 1
+    ):
         raise RuntimeError(f"{name} of different types: {', '.join(sorted(types))}")
-    if name in FLASH and (tensors[0].dtype not in FLASH_TYPES or tensors[0].shape[-1] > FLASH_WIDTH):
-        raise RuntimeError(f"{name} takes float16 or bfloat16 and heads of at most {FLASH_WIDTH} numbers: given "
-                           f"{tensors[0].dtype}, {tensors[0].shape[-1]}")
+    if name in FLASH and (
+        tensors[0].dtype not in FLASH_TYPES or tensors[0].shape[-1] > FLASH_WIDTH
+    ):
+        raise RuntimeError(
+            f"{name} takes float16 or bfloat16 and heads of at most {FLASH_WIDTH} numbers: given "
+            f"{tensors[0].dtype}, {tensors[0].shape[-1]}"
+        )

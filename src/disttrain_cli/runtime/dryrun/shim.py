@@ -1,4 +1,5 @@
-"""The library that lets fake tensors live on CUDA devices in PyTorch's CPU build, compiled here and preloaded."""
+"""The library that lets fake tensors live on CUDA devices in PyTorch's CPU build, compiled here and
+preloaded."""
 
 from __future__ import annotations
 
@@ -23,30 +24,46 @@ _LONGEST_S = 300
 def environment() -> dict[str, str]:
     """Variables for a new Python process, in which `device.pretend` then finds CUDA devices.
 
-    The library is compiled once per version of torch, in a few seconds, and kept in the user's cache.
+    The library is compiled once per version of torch, in a few seconds, and kept in the user's
+    cache.
 
     Raises:
-        DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, the cache cannot be written, or
+        DisttrainError: torch has CUDA of its own, no C++ compiler can build against it, the cache
+        cannot be written, or
             what lies there cannot be loaded.
     """
     torch = _torch_folder()
     library = _library(torch)
-    folders = [str(library.parent), str(torch / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    variables = {"LD_PRELOAD": library.name,  # of a path it would take spaces for ends
-                 "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    folders = [
+        str(library.parent),
+        str(torch / "lib"),
+        *filter(None, [os.environ.get("LD_LIBRARY_PATH")]),
+    ]
+    variables = {
+        "LD_PRELOAD": library.name,  # of a path it would take spaces for ends
+        "LD_LIBRARY_PATH": os.pathsep.join(folders),
+    }
     _try_out(library, variables)
     return variables
 
 
 def _try_out(library: Path, variables: dict[str, str]) -> None:
-    """Start a process with the library; the loader only warns of one that it cannot use, and goes on."""
-    done = subprocess.run([sys.executable, "-S", "-c", "print(open('/proc/self/maps').read())"],
-                          env=os.environ | variables, capture_output=True, text=True, timeout=_LONGEST_S)
+    """Start a process with the library; the loader only warns of one that it cannot use, and goes
+    on."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "print(open('/proc/self/maps').read())"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=_LONGEST_S,
+    )
     if library.name not in done.stdout:
-        raise DisttrainError("The library of fake CUDA devices cannot be loaded",
-                             next(iter(done.stderr.splitlines()), f"exit code {done.returncode}"),
-                             f"Remove it, so that it is compiled again: {shlex.join(['rm', str(library)])}\n"
-                             "Or name another folder in XDG_CACHE_HOME, without a colon in its path.")
+        raise DisttrainError(
+            "The library of fake CUDA devices cannot be loaded",
+            next(iter(done.stderr.splitlines()), f"exit code {done.returncode}"),
+            f"Remove it, so that it is compiled again: {shlex.join(['rm', str(library)])}\n"
+            "Or name another folder in XDG_CACHE_HOME, without a colon in its path.",
+        )
 
 
 def _torch_folder() -> Path:
@@ -54,45 +71,78 @@ def _torch_folder() -> Path:
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent
     if (folder / "lib" / "libtorch_cuda.so").exists():
-        raise DisttrainError("Fake CUDA devices want PyTorch's CPU build", f"installed: {folder}, built with CUDA",
-                             "Run it where the CPU build is installed (pip install torch --index-url "
-                             "https://download.pytorch.org/whl/cpu, in an environment of its own).")
+        raise DisttrainError(
+            "Fake CUDA devices want PyTorch's CPU build",
+            f"installed: {folder}, built with CUDA",
+            "Run it where the CPU build is installed (pip install torch --index-url "
+            "https://download.pytorch.org/whl/cpu, in an environment of its own).",
+        )
     return folder
 
 
 def _library(torch: Path) -> Path:
     source = (files("disttrain_cli.runtime.dryrun") / "fake_cuda.cpp").read_text()
-    name = hashlib.sha256(f"{torch}\n{importlib.metadata.version('torch')}\n{source}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(
+        f"{torch}\n{importlib.metadata.version('torch')}\n{source}".encode()
+    ).hexdigest()[:16]
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "disttrain"
+        cache = (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute()
+            / "disttrain"
+        )
     except RuntimeError as error:  # HOME is not set, and the user is in no list
-        raise DisttrainError("There is no home folder to keep a library in", str(error),
-                             "Name a folder in XDG_CACHE_HOME.") from None
+        raise DisttrainError(
+            "There is no home folder to keep a library in",
+            str(error),
+            "Name a folder in XDG_CACHE_HOME.",
+        ) from None
     library = cache / f"fake_cuda-{name}.so"
     if not library.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             _compile(source, torch, library)
         except OSError as error:
-            raise DisttrainError(f"Cannot write into {cache}", error.strerror or str(error),
-                                 "Name another folder in XDG_CACHE_HOME.") from None
+            raise DisttrainError(
+                f"Cannot write into {cache}",
+                error.strerror or str(error),
+                "Name another folder in XDG_CACHE_HOME.",
+            ) from None
     return library
 
 
 def _compile(source: str, torch: Path, library: Path) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise DisttrainError("There is no C++ compiler", f"looked for {', '.join(COMPILERS)}",
-                             "Install one (Debian: apt-get install g++), or leave out --device cuda.")
+        raise DisttrainError(
+            "There is no C++ compiler",
+            f"looked for {', '.join(COMPILERS)}",
+            "Install one (Debian: apt-get install g++), or leave out --device cuda.",
+        )
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         text, made = Path(folder, "fake_cuda.cpp"), Path(folder, "fake_cuda.so")
         text.write_text(source)
-        done = _run([compiler, "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(text),
-                               "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"])
+        done = _run(
+            [
+                compiler,
+                "-O0",
+                "-std=c++20",
+                "-shared",
+                "-fPIC",
+                f"-I{torch / 'include'}",
+                str(text),
+                "-o",
+                str(made),
+                f"-L{torch / 'lib'}",
+                "-lc10",
+                "-ltorch_cpu",
+            ]
+        )
         if done.returncode:
-            raise DisttrainError(f"{compiler} could not compile for torch {importlib.metadata.version('torch')}",
-                                 "\n".join(done.stderr.splitlines()[:4]) or f"exit code {done.returncode}",
-                                 "It takes a compiler with C++20: g++ 11 or clang 14.")
+            raise DisttrainError(
+                f"{compiler} could not compile for torch {importlib.metadata.version('torch')}",
+                "\n".join(done.stderr.splitlines()[:4]) or f"exit code {done.returncode}",
+                "It takes a compiler with C++20: g++ 11 or clang 14.",
+            )
         made.replace(library)
 
 

@@ -76,14 +76,22 @@ def slots_in_flight(stage: Stage, microbatches: int) -> int:
 
 
 def distinct(graph: StageGraph, table: Sequence[LayerInfo], microbatches: int) -> list[list[Stage]]:
-    """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight and neighbours."""
+    """Stages in groups that do the same: equal layers, tensors over their cuts, slots in flight and
+    neighbours."""
     groups: dict[tuple[object, ...], list[Stage]] = {}
     for stage in graph.stages:
         layers = tuple((table[number].module, table[number].kind) for number in stage.layers)
-        cuts = (tuple((spec.item, spec.rows, spec.shape, spec.split)
-                      for spec in live_tensors(table, cut, stage.parallel))
-                for cut in (stage.layers.start, stage.layers.stop))
-        around = (tuple(graph.stages[number].unit.name for number in side) for side in (stage.before, stage.after))
+        cuts = (
+            tuple(
+                (spec.item, spec.rows, spec.shape, spec.split)
+                for spec in live_tensors(table, cut, stage.parallel)
+            )
+            for cut in (stage.layers.start, stage.layers.stop)
+        )
+        around = (
+            tuple(graph.stages[number].unit.name for number in side)
+            for side in (stage.before, stage.after)
+        )
         alike = (stage.unit.name, layers, slots_in_flight(stage, microbatches), *cuts, *around)
         groups.setdefault(alike, []).append(stage)
     return list(groups.values())

@@ -11,15 +11,16 @@ from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models.workspaces import workspace_bytes
 
-#: CUDA's caching allocator hands out multiples of this many bytes (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+# : CUDA's caching allocator hands out multiples of this many bytes
+# (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512
 
 
 class Storages(TorchDispatchMode):
     """Bytes alive on a kind of device, of all tensors made or touched while the mode is active.
 
-    It knows nothing of layers or autograd: a storage counts from the operator that made it until it is freed. What
-    kernels hold of their own counts for the peak while they run, as it is stated.
+    It knows nothing of layers or autograd: a storage counts from the operator that made it until it
+    is freed. What kernels hold of their own counts for the peak while they run, as it is stated.
     """
 
     def __init__(self, device: str = "cuda") -> None:
@@ -52,13 +53,15 @@ class Storages(TorchDispatchMode):
                 self.follow(value)
                 here = here or value.device.type == self._device
         if here:
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes + workspace_bytes(func, args, result))
+            self.peak_bytes = max(
+                self.peak_bytes, self.alive_bytes + workspace_bytes(func, args, result)
+            )
         return result
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
     """Bytes of all storages of some tensors, each once."""
-    sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    sizes = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in sizes.values())
-
-

@@ -1,4 +1,5 @@
-"""Where the host would wait for its device, found by the operators that a step runs on a fake one."""
+"""Where the host would wait for its device, found by the operators that a step runs on a fake
+one."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def synchronize(what: str) -> None:
 class Waits(TorchDispatchMode):
     """Counts the waits for a device by what waits and where in the code, innermost function first.
 
-    What waits: `synchronize` of whatever, reading a number of the device, operators whose result's shape depends on
-    numbers, selecting by a mask, copies between host and device that are not asynchronous or whose memory on the host
-    is not page-locked, and of NCCL's operations barriers. These want tensors of the device: others are refused, as NCCL
-    does.
-    Numbers that the host asks for are made up (1, or True), so that a step goes on and all its waits are found.
+    What waits: `synchronize` of whatever, reading a number of the device, operators whose result's
+    shape depends on numbers, selecting by a mask, copies between host and device that are not
+    asynchronous or whose memory on the host is not page-locked, and of NCCL's operations barriers.
+    These want tensors of the device: others are refused, as NCCL does. Numbers that the host asks
+    for are made up (1, or True), so that a step goes on and all its waits are found.
     """
 
     active: ClassVar[Waits | None] = None  # in all threads: autograd's too
@@ -60,7 +61,9 @@ class Waits(TorchDispatchMode):
         if what := _waits(func, args, kwargs, tensors):
             self.found[what, _where(sys._getframe(1))] += 1
         if torch.Tag.data_dependent_output in func.tags:
-            return {torch.bool: True}.get(tensors[0].dtype, 1.0 if tensors[0].is_floating_point() else 1)
+            return {torch.bool: True}.get(
+                tensors[0].dtype, 1.0 if tensors[0].is_floating_point() else 1
+            )
         made = func(*args, **kwargs)
         return _pinned(made) if kwargs.get("pin_memory") else made
 
@@ -79,8 +82,14 @@ def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
     if not any(tensor.is_cuda for tensor in tensors):
         return ""
     if name in _INDEXED:
-        masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
-        alone = len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda  # filled, as `masked_fill` does
+        masks = [
+            index
+            for index in args[1]
+            if index is not None and index.dtype in (torch.bool, torch.uint8)
+        ]
+        alone = (
+            len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda
+        )  # filled, as `masked_fill` does
         return name if masks and not alone else ""
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return name if depends and kwargs.get("output_size") is None else ""
@@ -95,7 +104,9 @@ def _copy(args: Any, kwargs: Any) -> str:
     host = args[0] if source.is_cuda and source is not args[0] else source
     if asynchronous and (host.is_cuda or _is_pinned(host)):
         return ""
-    return f"copy {source.device.type} to {target.type}" + " from pageable memory" * (not source.is_cuda)
+    return f"copy {source.device.type} to {target.type}" + " from pageable memory" * (
+        not source.is_cuda
+    )
 
 
 def _pinned(tensor: Tensor) -> Tensor:
@@ -108,7 +119,8 @@ def _is_pinned(tensor: Tensor) -> bool:
 
 
 def _where(frame: FrameType | None) -> str:
-    """The innermost function outside torch and this package, and the innermost of the project if that is another."""
+    """The innermost function outside torch and this package, and the innermost of the project if
+    that is another."""
     shown: list[str] = []
     while frame is not None:
         file = Path(frame.f_code.co_filename)

@@ -1,9 +1,11 @@
-"""One stage's whole step on a fake device, in a process of its own: the project's engine, brokers and optimizer.
+"""One stage's whole step on a fake device, in a process of its own: the project's engine, brokers
+and optimizer.
 
-Called by `launch` with the payload that `dryrun.py` writes: `run` (path of the run file), `plan`, `profile` (their
-JSON), `stages` (by process, numbers of stages that are alike; the process after the last of them looks at the messages
-of all ranks), `name`, `memory_gib` and `capability` of the device, `folder` (for what is found, a file per process) and
-`at_once` (processes that may work at a time).
+Called by `launch` with the payload that `dryrun.py` writes: `run` (path of the run file), `plan`,
+`profile` (their JSON), `stages` (by process, numbers of stages that are alike; the process after
+the last of them looks at the messages of all ranks), `name`, `memory_gib` and `capability` of the
+device, `folder` (for what is found, a file per process) and `at_once` (processes that may work at a
+time).
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from disttrain_cli.models.qwen_vision import QwenLayer
 from disttrain_cli.runtime.dryrun.device import pretend
 from disttrain_cli.runtime.dryrun.feeding import empty_inputs
 from disttrain_cli.runtime.dryrun.observing import Observer
-from disttrain_cli.runtime.dryrun.stages import Failure, Message, OrderSeen, StageSeen, Wait, slots_in_flight
+from disttrain_cli.runtime.dryrun.stages import (
+    Failure,
+    Message,
+    OrderSeen,
+    StageSeen,
+    Wait,
+    slots_in_flight,
+)
 from disttrain_cli.runtime.dryrun.storages import bytes_of
 from disttrain_cli.runtime.dryrun.syncs import Waits
 from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst_step
@@ -54,7 +63,14 @@ from disttrain_cli.spec.whole import write_whole
 
 GIB = 2**30
 #: Instructions of a slot; the rest ends the step.
-OF_SLOT = ("_receive_activation", "_forward", "_send_activation", "_receive_gradient", "_backward", "_send_gradient")
+OF_SLOT = (
+    "_receive_activation",
+    "_forward",
+    "_send_activation",
+    "_receive_gradient",
+    "_backward",
+    "_send_gradient",
+)
 _LONGEST = 300  # letters of an error's first line
 ORDER, MOST_FAULTS = "order.json", 4
 DEVICE = torch.device("cuda", 0)
@@ -68,7 +84,8 @@ def before_fork(payload: dict[str, Any]) -> None:
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Take the step of the stage that this process stands for, when it is its turn, and write what was found."""
+    """Take the step of the stage that this process stands for, when it is its turn, and write what
+    was found."""
     number, folder = int(os.environ["RANK"]), Path(payload["folder"])
     os.environ["LOCAL_RANK"] = "0"
     torch.set_num_threads(1)
@@ -89,17 +106,30 @@ def _order(run: Run, plan: Plan, profile: Profile, graph: StageGraph) -> OrderSe
     most = plan.plan.microbatches
     slots = min(most, 1 + max(slots_in_flight(stage, most) for stage in graph.stages))
     records = list(record_steps(run, graph, worst_step(profile, plan.plan, slots)))
-    return OrderSeen(slots=slots, operations=sum(len(record.operations) for record in records),
-                     faults=faults(records)[:MOST_FAULTS])
+    return OrderSeen(
+        slots=slots,
+        operations=sum(len(record.operations) for record in records),
+        faults=faults(records)[:MOST_FAULTS],
+    )
 
 
-def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, graph: StageGraph,
-          stages: list[int]) -> StageSeen:
+def _seen(
+    payload: dict[str, Any],
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    graph: StageGraph,
+    stages: list[int],
+) -> StageSeen:
     began_s = time.monotonic()
     place = graph.coords(graph.stages[stages[0]].rank(0))
     flight = slots_in_flight(place.stage, plan.plan.microbatches)
-    seen = StageSeen(stages=stages, rank=place.rank, slots_in_flight=flight,
-                     slots=min(plan.plan.microbatches, flight + 1))
+    seen = StageSeen(
+        stages=stages,
+        rank=place.rank,
+        slots_in_flight=flight,
+        slots=min(plan.plan.microbatches, flight + 1),
+    )
     _look_up_layouts(run, place, worst_slot(profile, plan.plan))
     with pretend(payload["name"], payload["memory_gib"], tuple(payload["capability"])):
         try:
@@ -115,7 +145,8 @@ def _seen(payload: dict[str, Any], run: Run, plan: Plan, profile: Profile, graph
 
 
 def _look_up_layouts(run: Run, place: RankCoords, slot: Slot) -> None:
-    """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors have none."""
+    """Have the layouts of the slot's images ready, which the host makes from numbers: fake tensors
+    have none."""
     table, own = layer_table(run), place.stage.layers
     for number in {(table[number].module, table[number].kind): number for number in own}.values():
         layer = build_layers(run, number, number + 1, "meta")[0]
@@ -124,15 +155,20 @@ def _look_up_layouts(run: Run, place: RankCoords, slot: Slot) -> None:
                 layer.layout(rows, columns)
 
 
-def _take_steps(run: Run, plan: Plan, profile: Profile, graph: StageGraph, place: RankCoords, seen: StageSeen) -> None:
-    """Build the engine, take a short step, in which optimizers make their states, and the one that is looked at."""
+def _take_steps(
+    run: Run, plan: Plan, profile: Profile, graph: StageGraph, place: RankCoords, seen: StageSeen
+) -> None:
+    """Build the engine, take a short step, in which optimizers make their states, and the one that
+    is looked at."""
     now, table, own = wall_clock(), layer_table(run), place.stage.layers
     tracer = Tracer(Path(os.devnull), "dry-run", place, now, device_clock=DeviceClock(now))
-    fields = {field for info in table[own.start:own.stop] for field in info.needs}
+    fields = {field for info in table[own.start : own.stop] for field in info.needs}
     lengths, dtype = sample_lengths(profile), message_dtype(run.file.train)
     with Observer() as observer:
         with Waits():
-            engine = build_engine(run, plan, graph, place, DEVICE, tracer, [info.name for info in table])
+            engine = build_engine(
+                run, plan, graph, place, DEVICE, tracer, [info.name for info in table]
+            )
         seen.built_gib = observer.peak_bytes / GIB
         left: list[int] = []  # bytes alive after each step
         for slots in (1, seen.slots):
@@ -154,15 +190,22 @@ def _fetch(arrays: SlotBatch, order: StepOrder, dtype: torch.dtype, slot: int) -
 
 
 @contextmanager
-def watched(engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSeen, last: int) -> Iterator[None]:
-    """Note what slot `last` of a step does, instruction by instruction, and the waits of the whole step."""
+def watched(
+    engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSeen, last: int
+) -> Iterator[None]:
+    """Note what slot `last` of a step does, instruction by instruction, and the waits of the whole
+    step."""
     counts, found, messages = Counter[str](), Counter[tuple[str, str, str]](), list[Message]()
 
     def wrapped(name: str, stock: Callable[[int], None]) -> Callable[[int], None]:
         instruction = name.removeprefix("_")
 
         def call(slot: int) -> None:
-            before, waited, alive = Counter(observer.counts), Counter(waits.found), observer.alive_bytes
+            before, waited, alive = (
+                Counter(observer.counts),
+                Counter(waits.found),
+                observer.alive_bytes,
+            )
             state = dict(engine._state.get(slot, {}))
             received = bytes_of(list(state.values()))
             stock(slot)
@@ -174,9 +217,23 @@ def watched(engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSee
             if name == "_forward":
                 sent = bytes_of(list(engine._state.get(slot, {}).values()))  # soon
                 seen.kept_gib = (observer.alive_bytes - alive + received - sent) / GIB
-            moved = state if "send" in name else engine._state.get(slot, {}) if "receive" in name else {}
-            messages.extend(Message(instruction=instruction, tensor=tensor, shape=list(value.shape),
-                                    dtype=str(value.dtype).removeprefix("torch.")) for tensor, value in moved.items())
+            moved = (
+                state
+                if "send" in name
+                else engine._state.get(slot, {})
+                if "receive" in name
+                else {}
+            )
+            messages.extend(
+                Message(
+                    instruction=instruction,
+                    tensor=tensor,
+                    shape=list(value.shape),
+                    dtype=str(value.dtype).removeprefix("torch."),
+                )
+                for tensor, value in moved.items()
+            )
+
         return call
 
     for name in OF_SLOT:
@@ -189,17 +246,33 @@ def watched(engine: UnitEngine, observer: Observer, waits: Waits, seen: StageSee
     for (what, where), times in waits.found.items():
         inside = sum(count for (_, *known), count in found.items() if known == [what, where])
         found["", what, where] += times - inside
-    seen.waits = [Wait(instruction=instruction, what=what, where=where, times=times)
-                  for (instruction, what, where), times in found.items() if times]
-    seen.kernels, seen.host_operators, seen.messages = counts["kernels"], counts["host_operators"], messages
-    seen.sends, seen.receives, seen.collectives = counts["sends"], counts["receives"], counts["collectives"]
+    seen.waits = [
+        Wait(instruction=instruction, what=what, where=where, times=times)
+        for (instruction, what, where), times in found.items()
+        if times
+    ]
+    seen.kernels, seen.host_operators, seen.messages = (
+        counts["kernels"],
+        counts["host_operators"],
+        messages,
+    )
+    seen.sends, seen.receives, seen.collectives = (
+        counts["sends"],
+        counts["receives"],
+        counts["collectives"],
+    )
     seen.send_gib, seen.receive_gib, seen.collective_gib = (
-        counts[f"{kind}_bytes"] / GIB for kind in ("sends", "receives", "collectives"))
+        counts[f"{kind}_bytes"] / GIB for kind in ("sends", "receives", "collectives")
+    )
 
 
 def _failure(error: Exception) -> Failure:
     """What went wrong, and in which of our lines (else in which of a library's)."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/runtime/dryrun/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/runtime/dryrun/" not in frame.filename
+    ]
     ours = [frame for frame in frames if "/disttrain_cli/" in frame.filename] or frames
     what = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     where = "/".join(Path(ours[-1].filename).parts[-2:]) + f":{ours[-1].lineno}" if ours else ""

@@ -1,8 +1,9 @@
-"""A step whose every slot brings the most work that a plan's memory is priced for; made from numbers, without data.
+"""A step whose every slot brings the most work that a plan's memory is priced for; made from
+numbers, without data.
 
-The first replica of every unit has it (`costs.memory.worst_mix`): of the unit with the LLM every sequence is the
-worst of the data, elsewhere one sequence is and the others are average ones. What is not a whole number of items is
-rounded up, images to whole merge blocks.
+The first replica of every unit has it (`costs.memory.worst_mix`): of the unit with the LLM every
+sequence is the worst of the data, elsewhere one sequence is and the others are average ones. What
+is not a whole number of items is rounded up, images to whole merge blocks.
 """
 
 from __future__ import annotations
@@ -30,30 +31,47 @@ def worst_slot(profile: Profile, layout: Layout) -> Slot:
     """A slot in which the first replica of every unit has the worst work."""
     inputs, sequences = profile.inputs, slot_sequences(profile, layout)
     heads = {"image": inputs.image, "audio": inputs.audio, "target": inputs.target}
-    of_item = {item: _Items(profile, layout, head.module) if head else None for item, head in heads.items()}
-    sequence = {item: np.repeat(np.arange(sequences), own.counts) if own else no_items()
-                for item, own in of_item.items()}
+    of_item = {
+        item: _Items(profile, layout, head.module) if head else None for item, head in heads.items()
+    }
+    sequence = {
+        item: np.repeat(np.arange(sequences), own.counts) if own else no_items()
+        for item, own in of_item.items()
+    }
     images = of_item["image"]
     grid = images.grids(inputs.image) if images and inputs.image else np.zeros((0, 2), np.int64)
     replicas = {}
     for unit in layout.units:
         kinds = {inputs.item(module) for module in unit.modules}
         holds = inputs.llm in unit.modules
-        own = {item: _split(found.owners(unit, holds), unit.dp, grid if item == "image" else None)
-               if found and (holds or item in kinds) else [no_items()] * unit.dp for item, found in of_item.items()}
+        own = {
+            item: _split(found.owners(unit, holds), unit.dp, grid if item == "image" else None)
+            if found and (holds or item in kinds)
+            else [no_items()] * unit.dp
+            for item, found in of_item.items()
+        }
         whole = np.split(np.arange(sequences), unit.dp) if holds else [no_items()] * unit.dp
-        replicas[unit.name] = [ReplicaItems(*items) for items in
-                               zip(whole, own["image"], own["target"], own["audio"], strict=True)]
+        replicas[unit.name] = [
+            ReplicaItems(*items)
+            for items in zip(whole, own["image"], own["target"], own["audio"], strict=True)
+        ]
     lengths = sample_lengths(profile)
     return Slot(
-        inputs=inputs, sequences=np.arange(sequences), sequence_tokens=np.full(sequences, sum(lengths)),
+        inputs=inputs,
+        sequences=np.arange(sequences),
+        sequence_tokens=np.full(sequences, sum(lengths)),
         sequence_length_sq=np.full(sequences, inputs.length_sq(lengths).sum()),
-        image_sequence=sequence["image"], image_grid=grid, target_sequence=sequence["target"], replicas=replicas,
-        clip_sequence=sequence["audio"])
+        image_sequence=sequence["image"],
+        image_grid=grid,
+        target_sequence=sequence["target"],
+        replicas=replicas,
+        clip_sequence=sequence["audio"],
+    )
 
 
 def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
-    """The profile as if the worst sequences brought just the work that first replicas have in a slot.
+    """The profile as if the worst sequences brought just the work that first replicas have in a
+    slot.
 
     What `costs.memory` prices by it is that of this slot, whose items are whole ones.
     """
@@ -61,13 +79,27 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
     for unit in layout.units:
         for name in unit.modules:
             module = profile.modules[name]
-            worst, mean, item = (float(part[0]) for part in worst_mix(
-                profile.inputs.llm in unit.modules, sequences, np.array([float(unit.dp)])))
+            worst, mean, item = (
+                float(part[0])
+                for part in worst_mix(
+                    profile.inputs.llm in unit.modules, sequences, np.array([float(unit.dp)])
+                )
+            )
             rest = module.work_per_sequence.scaled(
-                mean + (item / module.work_per_sequence.items if module.work_per_sequence.items else 0.0))
+                mean
+                + (item / module.work_per_sequence.items if module.work_per_sequence.items else 0.0)
+            )
             work = slot.work(name, slot.replicas[unit.name][0])
-            modules[name] = module.model_copy(update={"max_work_per_sequence": Work(
-                *((amount - other) / worst for amount, other in zip(work, rest, strict=True)))})
+            modules[name] = module.model_copy(
+                update={
+                    "max_work_per_sequence": Work(
+                        *(
+                            (amount - other) / worst
+                            for amount, other in zip(work, rest, strict=True)
+                        )
+                    )
+                }
+            )
     return profile.model_copy(update={"modules": modules})
 
 
@@ -75,7 +107,9 @@ def sample_lengths(profile: Profile) -> list[int]:
     """Tokens of the samples of a worst sequence: equal ones, with about as many pairs of tokens."""
     worst = profile.modules[profile.inputs.llm].max_work_per_sequence
     tokens = min(math.ceil(worst.tokens), profile.inputs.sequence_length)
-    samples = max(1, math.ceil(int(profile.inputs.length_sq(tokens)) / max(1.0, worst.sum_length_sq)))
+    samples = max(
+        1, math.ceil(int(profile.inputs.length_sq(tokens)) / max(1.0, worst.sum_length_sq))
+    )
     return np.diff(np.arange(samples + 1) * tokens // samples).tolist()
 
 
@@ -88,8 +122,14 @@ class _Items:
         self._mean, self._worst = of.work_per_sequence, of.max_work_per_sequence
         self._sequences = slot_sequences(profile, layout)
         self.inside = module in self._llm.modules
-        worst = np.minimum(np.arange(self._sequences) + 1, layout.microbatch_size if self.inside else 1)
-        until = np.ceil(worst * self._worst.items + (np.arange(self._sequences) + 1 - worst) * self._mean.items - 1e-6)
+        worst = np.minimum(
+            np.arange(self._sequences) + 1, layout.microbatch_size if self.inside else 1
+        )
+        until = np.ceil(
+            worst * self._worst.items
+            + (np.arange(self._sequences) + 1 - worst) * self._mean.items
+            - 1e-6
+        )
         self.counts: Ints = np.diff(until, prepend=0.0).astype(np.int64)  # by sequence
 
     def owners(self, unit: UnitPlan, holds_llm: bool) -> Ints:
@@ -103,20 +143,24 @@ class _Items:
         return np.concatenate([np.zeros(first, np.int64), others])
 
     def grids(self, image: ImageInput) -> Ints:
-        """Patches (rows, columns) of every image: as many in each as the first replica has in the mean."""
+        """Patches (rows, columns) of every image: as many in each as the first replica has in the
+        mean."""
         unit = self._unit
         work = self._worst if self.inside else self._mix(unit)
         first = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
         blocks = max(1, math.ceil(work.tokens / max(1, first) / image.merge**2 - 1e-6))
         rows = max(1, math.isqrt(blocks))
-        while rows > 1 and blocks % rows > 0 and rows > math.isqrt(blocks) - 4:  # as square as it divides
+        while (
+            rows > 1 and blocks % rows > 0 and rows > math.isqrt(blocks) - 4
+        ):  # as square as it divides
             rows -= 1
         grid = np.array([rows, -(-blocks // rows)]) * image.merge
         return np.tile(grid, (int(self.counts.sum()), 1))
 
     def _mix(self, unit: UnitPlan) -> Work:
-        worst, mean, item = (float(part[0]) for part in worst_mix(
-            False, self._sequences, np.array([float(unit.dp)])))
+        worst, mean, item = (
+            float(part[0]) for part in worst_mix(False, self._sequences, np.array([float(unit.dp)]))
+        )
         one = self._mean.scaled(item / self._mean.items) if self._mean.items else Work()
         return self._worst.scaled(worst) + self._mean.scaled(mean) + one
 

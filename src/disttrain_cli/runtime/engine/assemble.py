@@ -1,4 +1,5 @@
-"""From a plan and a place to a running engine: this rank's layers, brokers, optimizer and DeepSpeed configuration."""
+"""From a plan and a place to a running engine: this rank's layers, brokers, optimizer and DeepSpeed
+configuration."""
 
 from __future__ import annotations
 
@@ -27,10 +28,19 @@ from disttrain_cli.spec.runfile import PROJECTORS, Run, TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords, Stage, StageGraph
 
 
-def build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, device: torch.device, tracer: Tracer,
-                 given: Collection[str] = (), grid: UnitGrid | None = None,
-                 built: Callable[[], None] = lambda: None) -> UnitEngine:
-    """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around them.
+def build_engine(
+    run: Run,
+    plan: Plan,
+    graph: StageGraph,
+    place: RankCoords,
+    device: torch.device,
+    tracer: Tracer,
+    given: Collection[str] = (),
+    grid: UnitGrid | None = None,
+    built: Callable[[], None] = lambda: None,
+) -> UnitEngine:
+    """Build this rank's layers, with the weights they start from, and the DeepSpeed engine around
+    them.
 
     Args:
         given: layers that get other weights afterwards, so that those of folders are not read.
@@ -42,28 +52,65 @@ def build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, dev
         OutOfMemoryError: the device has not enough memory for the stage.
     """
     with out_of_memory(place, plan.plan, "start", -1):
-        return _build_engine(run, plan, graph, place, device, tracer, given, grid or UnitGrid(graph, place), built)
+        return _build_engine(
+            run, plan, graph, place, device, tracer, given, grid or UnitGrid(graph, place), built
+        )
 
 
-def _build_engine(run: Run, plan: Plan, graph: StageGraph, place: RankCoords, device: torch.device, tracer: Tracer,
-                  given: Collection[str], grid: UnitGrid, built: Callable[[], None]) -> UnitEngine:
+def _build_engine(
+    run: Run,
+    plan: Plan,
+    graph: StageGraph,
+    place: RankCoords,
+    device: torch.device,
+    tracer: Tracer,
+    given: Collection[str],
+    grid: UnitGrid,
+    built: Callable[[], None],
+) -> UnitEngine:
     table, stage = layer_table(run), place.stage
-    layers = build_layers(run, stage.layers.start, stage.layers.stop, device=device, tp=stage.tp,
-                          tp_rank=place.tp_rank)
+    layers = build_layers(
+        run,
+        stage.layers.start,
+        stage.layers.stop,
+        device=device,
+        tp=stage.tp,
+        tp_rank=place.tp_rank,
+    )
     for note in load_into([layer for layer in layers if layer.name not in given], run):
         print(note, flush=True)
     for layer in layers:
         join(layer, grid.tp)
     flow = gradient_flow(table, run.file.model.trained)
     flow.mark(layers, stage.layers.start)
-    upstream, downstream = brokers(graph, place, table, message_dtype(run.file.train), device,
-                                   flow.carrying.__getitem__, grid.tp, grid.ways)
+    upstream, downstream = brokers(
+        graph,
+        place,
+        table,
+        message_dtype(run.file.train),
+        device,
+        flow.carrying.__getitem__,
+        grid.tp,
+        grid.ways,
+    )
     runner = StageRunner(
-        build_segments(layers, stage.layers.start, lambda cut: live_at(table, stage, cut), flow.carrying.__getitem__),
-        recompute=place.unit.checkpointing, sums=Sums([*run.file.model.order, PROJECTORS]))
+        build_segments(
+            layers,
+            stage.layers.start,
+            lambda cut: live_at(table, stage, cut),
+            flow.carrying.__getitem__,
+        ),
+        recompute=place.unit.checkpointing,
+        sums=Sums([*run.file.model.order, PROJECTORS]),
+    )
     built()
-    engine = UnitEngine(**engine_parts(run, plan.plan, grid, place, layers), runner=runner, upstream=together(upstream),
-                        downstream=together(downstream), tracer=tracer)
+    engine = UnitEngine(
+        **engine_parts(run, plan.plan, grid, place, layers),
+        runner=runner,
+        upstream=together(upstream),
+        downstream=together(downstream),
+        tracer=tracer,
+    )
     if engine.optimizer is None:  # DeepSpeed casts what it optimizes
         engine.module.to(message_dtype(run.file.train))
     return engine
@@ -74,13 +121,20 @@ def message_dtype(train: TrainSpec) -> torch.dtype:
     return torch.bfloat16 if train.precision == "bf16" else torch.float32
 
 
-def brokers(graph: StageGraph, place: RankCoords, table: list[LayerInfo], dtype: torch.dtype, device: torch.device,
-            carrying: Callable[[int], frozenset[str]] | None = None,
-            group: Group | None = None, ways: Ways | None = None) -> tuple[list[Broker], list[Broker]]:
+def brokers(
+    graph: StageGraph,
+    place: RankCoords,
+    table: list[LayerInfo],
+    dtype: torch.dtype,
+    device: torch.device,
+    carrying: Callable[[int], frozenset[str]] | None = None,
+    group: Group | None = None,
+    ways: Ways | None = None,
+) -> tuple[list[Broker], list[Broker]]:
     """Brokers to the stages before and after a rank's own.
 
-    `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not given); messages that
-    have no group in `ways` take the world's.
+    `carrying(cut)` names the tensors whose gradients come back over a cut (all of them if not
+    given); messages that have no group in `ways` take the world's.
     """
     stage, ways = place.stage, ways or {}
 
@@ -91,8 +145,17 @@ def brokers(graph: StageGraph, place: RankCoords, table: list[LayerInfo], dtype:
 
     def between(neighbour: Stage, sends: list[TensorSpec], receives: list[TensorSpec]) -> Broker:
         here, there = stage.number, neighbour.number
-        return Broker(place, neighbour, sends, receives, dtype, device, group,
-                      leaving=ways.get((here, there)), coming=ways.get((there, here)))
+        return Broker(
+            place,
+            neighbour,
+            sends,
+            receives,
+            dtype,
+            device,
+            group,
+            leaving=ways.get((here, there)),
+            coming=ways.get((there, here)),
+        )
 
     upstream, downstream = list[Broker](), list[Broker]()
     for neighbour in (graph.stages[number] for number in stage.before):
@@ -109,26 +172,40 @@ def live_at(table: list[LayerInfo], stage: Stage, cut: int) -> list[TensorSpec]:
     return live_tensors(table, cut, stage.parallel)
 
 
-def engine_parts(run: Run, layout: Layout, grid: UnitGrid, place: RankCoords,
-                 layers: Sequence[PipelineLayer]) -> dict[str, Any]:
-    """What an engine is made of besides its runner, brokers and tracer: module, optimizer, configuration."""
+def engine_parts(
+    run: Run, layout: Layout, grid: UnitGrid, place: RankCoords, layers: Sequence[PipelineLayer]
+) -> dict[str, Any]:
+    """What an engine is made of besides its runner, brokers and tracer: module, optimizer,
+    configuration."""
     train = run.file.train
     optimizer = make_optimizer(layers, train.optimizer)
-    return {"module": StageModule(layers, grid, place), "optimizer": optimizer,
-            "config": deepspeed_config(train, layout, place.unit.dp, optimizer is not None),
-            "place": place, "layout": layout, "train_spec": train,
-            "loss_modules": {info.loss: info.module for info in layer_table(run) if info.loss is not None},
-            "trained": run.file.model.trained_names}
+    return {
+        "module": StageModule(layers, grid, place),
+        "optimizer": optimizer,
+        "config": deepspeed_config(train, layout, place.unit.dp, optimizer is not None),
+        "place": place,
+        "layout": layout,
+        "train_spec": train,
+        "loss_modules": {
+            info.loss: info.module for info in layer_table(run) if info.loss is not None
+        },
+        "trained": run.file.model.trained_names,
+    }
 
 
-def deepspeed_config(train: TrainSpec, layout: Layout, dp: int, trains: bool = True) -> dict[str, Any]:
-    """The DeepSpeed configuration of one stage: `template.json` with the numbers of this run filled in.
+def deepspeed_config(
+    train: TrainSpec, layout: Layout, dp: int, trains: bool = True
+) -> dict[str, Any]:
+    """The DeepSpeed configuration of one stage: `template.json` with the numbers of this run filled
+    in.
 
-    micro batch 1 and train batch DP · slots satisfy its assertions for any split of a slot. It neither takes norms
-    nor clips (the engine does), splits nothing where there is one replica (fp32), and optimizes nothing where the
-    stage does not train.
+    micro batch 1 and train batch DP · slots satisfy its assertions for any split of a slot. It
+    neither takes norms nor clips (the engine does), splits nothing where there is one replica
+    (fp32), and optimizes nothing where the stage does not train.
     """
-    config: dict[str, Any] = json.loads((files("disttrain_cli") / "templates" / "deepspeed.json").read_text())
+    config: dict[str, Any] = json.loads(
+        (files("disttrain_cli") / "templates" / "deepspeed.json").read_text()
+    )
     config["train_batch_size"] = dp * layout.microbatches
     config["gradient_accumulation_steps"] = layout.microbatches
     if trains and train.precision == "bf16":

@@ -1,10 +1,11 @@
 """The engine: DeepSpeed's pipeline engine, driven over units of different shape.
 
-What is kept of DeepSpeed: its schedule, ZeRO-1 and bf16 optimizers, gradient reduction, accelerator handling.
-What is replaced: how a slot is loaded, computed and moved (`StageRunner`, `Broker`), and how the gradient norm is
-taken and clipped to (once over all units: each rank counts its own partition or share). A stage of which nothing is
-trained has no optimizer, but stays in that reduction (deepspeed traps 7, 19, 33).
-The numbers in the comments are the traps listed in docs/deepspeed.md.
+What is kept of DeepSpeed: its schedule, ZeRO-1 and bf16 optimizers, gradient reduction, accelerator
+handling. What is replaced: how a slot is loaded, computed and moved (`StageRunner`, `Broker`), and
+how the gradient norm is taken and clipped to (once over all units: each rank counts its own
+partition or share). A stage of which nothing is trained has no optimizer, but stays in that
+reduction (deepspeed traps 7, 19, 33). The numbers in the comments are the traps listed in
+docs/deepspeed.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from disttrain_cli.spec.stage_graph import RankCoords
 
 
 class StageModule(PipelineModule):
-    """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap 2)."""
+    """The layers of one stage under DeepSpeed's pipeline type, without its uniform grid (trap
+    2)."""
 
     def __init__(self, layers: Sequence[PipelineLayer], grid: UnitGrid, place: RankCoords) -> None:
         nn.Module.__init__(self)
@@ -73,12 +75,29 @@ class UnitEngine(PipelineEngine):
 
     _starting = True
 
-    def __init__(self, module: StageModule, optimizer: torch.optim.Optimizer | None, config: dict[str, Any],
-                 runner: StageRunner, upstream: Broker | Brokers | None, downstream: Broker | Brokers | None,
-                 place: RankCoords, tracer: Tracer, layout: Layout, train_spec: TrainSpec,
-                 loss_modules: dict[str, str], trained: Sequence[str]) -> None:
-        super().__init__(args=None, model=module, optimizer=optimizer, mpu=module.mpu(), config=config,
-                         config_class=DeepSpeedConfig(config, module.mpu()))
+    def __init__(
+        self,
+        module: StageModule,
+        optimizer: torch.optim.Optimizer | None,
+        config: dict[str, Any],
+        runner: StageRunner,
+        upstream: Broker | Brokers | None,
+        downstream: Broker | Brokers | None,
+        place: RankCoords,
+        tracer: Tracer,
+        layout: Layout,
+        train_spec: TrainSpec,
+        loss_modules: dict[str, str],
+        trained: Sequence[str],
+    ) -> None:
+        super().__init__(
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            mpu=module.mpu(),
+            config=config,
+            config_class=DeepSpeedConfig(config, module.mpu()),
+        )
         self._starting = False
         self.runner, self.upstream, self.downstream = runner, upstream, downstream
         self.place, self.tracer = place, tracer
@@ -86,20 +105,28 @@ class UnitEngine(PipelineEngine):
         self.loss_modules = loss_modules  # of the whole model: by name, the module that has it
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
-        self._state: dict[int, dict[str, Tensor]] = {}  # slot → tensors waiting between two instructions
-        self._amounts: dict[tuple[int, str], dict[str, int]] = {}  # of this step, by slot and module
+        self._state: dict[
+            int, dict[str, Tensor]
+        ] = {}  # slot → tensors waiting between two instructions
+        self._amounts: dict[
+            tuple[int, str], dict[str, int]
+        ] = {}  # of this step, by slot and module
         self.data_wait_ns = 0
-        #: Updates that the moments of each name have seen, under which weights of the whole model are trained.
+        # : Updates that the moments of each name have seen, under which weights of the whole model
+        # are trained.
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
         self._norm = math.nan
-        self.step_losses: dict[str, float] = {}  # of the last step's global batch, weighted, by name
+        self.step_losses: dict[
+            str, float
+        ] = {}  # of the last step's global batch, weighted, by name
         self.largest: list[float] = []  # over the ranks, of what each told in the last step
         if self.using_bf16_optimizer:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_unchecked, self.optimizer)
             add_at_once(self.optimizer)
 
-    # ---- DeepSpeed's questions -------------------------------------------------------------------------------
+    # ---- DeepSpeed's questions
+    # -------------------------------------------------------------------------------
     def is_first_stage(self) -> bool:
         """Both ends while starting: its ping-pong with neighbours assumes equal DP (trap 3)."""
         return self._starting or super().is_first_stage()
@@ -107,22 +134,35 @@ class UnitEngine(PipelineEngine):
     def is_last_stage(self) -> bool:
         return self._starting or super().is_last_stage()
 
-    # ---- one step --------------------------------------------------------------------------------------------
+    # ---- one step
+    # --------------------------------------------------------------------------------------------
     def get_ready(self) -> None:
         """Called before the clock of a step starts: a rank begins as soon as it can."""
 
-    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch],
-                 told: Callable[[], Sequence[float]] = tuple) -> None:
-        """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a slot.
+    def run_step(
+        self,
+        order: StepOrder,
+        fetch: Callable[[int], Batch],
+        told: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
+        """Train on the global batch of `order`; `fetch(slot)` waits for this rank's inputs of a
+        slot.
 
-        The host waits for its device once, for the norm, and goes on while the device takes the optimizer step. With
-        the norm come `step_losses`, and `largest` of the numbers that `told` gives on each rank.
+        The host waits for its device once, for the norm, and goes on while the device takes the
+        optimizer step. With the norm come `step_losses`, and `largest` of the numbers that `told`
+        gives on each rank.
 
         Raises:
             NotFiniteError: a loss or the norm is not finite, and `train.on_bad_loss` says to stop.
             OutOfMemoryError: the device has no memory left.
         """
-        self.order, self.fetch, self.data_wait_ns, self._amounts, self._told = order, fetch, 0, {}, told
+        self.order, self.fetch, self.data_wait_ns, self._amounts, self._told = (
+            order,
+            fetch,
+            0,
+            {},
+            told,
+        )
         self.runner.losses.clear()
         if self.runner.sums is not None:
             self.runner.sums.clear()
@@ -131,14 +171,20 @@ class UnitEngine(PipelineEngine):
             if broker is not None:
                 broker.expect(order.slots)
         stage = self.place.stage
-        self._exec_schedule(schedule.TrainSchedule(
-            micro_batches=len(order.slots), stages=stage.depth + stage.to_end, stage_id=stage.depth))
+        self._exec_schedule(
+            schedule.TrainSchedule(
+                micro_batches=len(order.slots),
+                stages=stage.depth + stage.to_end,
+                stage_id=stage.depth,
+            )
+        )
 
     def evaluate(self, order: StepOrder, fetch: Callable[[int], Batch]) -> dict[str, float]:
         """The forward half of a step: the world's losses, weighted, by name; no row tells of it.
 
-        DeepSpeed's schedule for inference loads before it receives (deepspeed trap 17). At most one slot is under way
-        to the next stage, so that a fast stage does not fill the memory of a slow one.
+        DeepSpeed's schedule for inference loads before it receives (deepspeed trap 17). At most one
+        slot is under way to the next stage, so that a fast stage does not fill the memory of a slow
+        one.
         """
         self.order, self.fetch, self._state = order, fetch, {}
         self.runner.losses.clear()
@@ -167,7 +213,8 @@ class UnitEngine(PipelineEngine):
         return self._norm
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction here needs."""
+        """Execute DeepSpeed's schedule; its buffers become slot numbers, which every instruction
+        here needs."""
         self._state = {}
         forwards, backwards = 0, 0
         for commands in pipe_schedule:
@@ -189,8 +236,12 @@ class UnitEngine(PipelineEngine):
                 backwards += kind is schedule.BackwardPass
 
     def _late(self, command: schedule.PipeInstruction) -> bool:
-        """Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs both sides."""
-        return not communicators.in_order() and type(command) not in (schedule.SendActivation, schedule.SendGrad)
+        """Sends go first where they cannot block (gloo); NCCL keeps the stock order, which pairs
+        both sides."""
+        return not communicators.in_order() and type(command) not in (
+            schedule.SendActivation,
+            schedule.SendGrad,
+        )
 
     def _receive_activation(self, slot: int) -> None:
         assert self.upstream is not None
@@ -206,11 +257,14 @@ class UnitEngine(PipelineEngine):
         self.data_wait_ns += self.tracer.now() - asked_ns
         self.tracer.record("load", start, slot=slot)
         with self._memory("forward", slot):
-            self._state[slot] = self.runner.forward(slot, self._state.pop(slot, {}), batch,
-                                                    self._timed("forward", slot))
+            self._state[slot] = self.runner.forward(
+                slot, self._state.pop(slot, {}), batch, self._timed("forward", slot)
+            )
 
     def _send_activation(self, slot: int) -> None:
-        if self.downstream is None:  # the end of a shorter line: others have stages where it has none
+        if (
+            self.downstream is None
+        ):  # the end of a shorter line: others have stages where it has none
             return
         start = self.tracer.mark()
         size, peer = self.downstream.send(self.order.slots[slot], self._state.pop(slot))
@@ -227,7 +281,9 @@ class UnitEngine(PipelineEngine):
     def _backward(self, slot: int) -> None:
         self._running_engine_backward = True  # trap 28
         with self._memory("backward", slot):
-            gradients = self.runner.backward(slot, self._state.pop(slot, {}), self._timed("backward", slot))
+            gradients = self.runner.backward(
+                slot, self._state.pop(slot, {}), self._timed("backward", slot)
+            )
         self._running_engine_backward = False
         if self.upstream is not None and self.runner.segments[0].carrying:
             self._state[slot] = gradients
@@ -242,17 +298,23 @@ class UnitEngine(PipelineEngine):
 
     def _reduce(self, slot: int) -> None:
         start = self.tracer.mark()
-        waited = [broker.drain() for broker in (self.upstream, self.downstream) if broker is not None]
+        waited = [
+            broker.drain() for broker in (self.upstream, self.downstream) if broker is not None
+        ]
         if any(waited):
             self.tracer.record("wait", start)
         start = self.tracer.mark()
         if not self.using_bf16_optimizer:
-            for parameter in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
+            for (
+                parameter
+            ) in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         self._sum_partial_gradients()
         self._reduce_gradients()
-        reduced = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        reduced = sum(
+            p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
+        )
         self.tracer.record("reduce", start, bytes=reduced if self.place.unit.dp > 1 else 0)
 
     def _step(self, slot: int) -> None:
@@ -262,13 +324,16 @@ class UnitEngine(PipelineEngine):
         self.tracer.record("step", start)
 
     def _sum_partial_gradients(self) -> None:
-        """Over the TP group: gradients of undivided weights, of which each rank has a part (`parallel.join`)."""
+        """Over the TP group: gradients of undivided weights, of which each rank has a part
+        (`parallel.join`)."""
         group = self.module.mpu().tp
         if group is not None:
             sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        if self.optimizer is None or self.place.unit.dp == 1:  # stock DeepSpeed copies its gradients even alone
+        if (
+            self.optimizer is None or self.place.unit.dp == 1
+        ):  # stock DeepSpeed copies its gradients even alone
             return
         if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
             for gradients in self.optimizer.fp32_groups_gradients_flat:
@@ -277,7 +342,8 @@ class UnitEngine(PipelineEngine):
             super()._exec_reduce_grads()
 
     def _update(self) -> None:
-        """Take the world's gradient norm, clip to it and step; leave everything as it was where it is not finite."""
+        """Take the world's gradient norm, clip to it and step; leave everything as it was where it
+        is not finite."""
         gradients = reduced_gradients(self.optimizer, self.place.unit.dp, self.place.unit.tp)
         squared, *losses = self._sums_and_largest(sum_of_squares(gradients, self.device))
         self._norm = math.sqrt(squared) if squared >= 0 else math.nan
@@ -291,13 +357,16 @@ class UnitEngine(PipelineEngine):
             return
         clipping = self.train_spec.gradient_clipping
         if clipping and (scale := clipping / (self._norm + 1e-6)) < 1.0:
-            torch._foreach_mul_([tensor for _, tensors, _ in gradients for tensor in tensors], scale)
+            torch._foreach_mul_(
+                [tensor for _, tensors, _ in gradients for tensor in tensors], scale
+            )
         self._force_grad_boundary = True
         self._take_model_step(None)
         self._force_grad_boundary = False
 
     def _sums_and_largest(self, squared: Tensor) -> list[float]:
-        """The world's sum of squares and its losses; `largest` is found on the way. The host waits here, once."""
+        """The world's sum of squares and its losses; `largest` is found on the way. The host waits
+        here, once."""
         sums = torch.stack([squared, *self.runner.sum_losses(self.loss_modules, self.device)])
         dist.all_reduce(sums)
         largest = to_device(self._told(), self.device, torch.float64)
@@ -305,11 +374,12 @@ class UnitEngine(PipelineEngine):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         found = read(torch.cat([sums, largest]))
         self.tracer.anchor()
-        self.largest = found[len(sums):]
-        return found[:len(sums)]
+        self.largest = found[len(sums) :]
+        return found[: len(sums)]
 
     def _refuse_step(self, gradients: Sequence[tuple[str, Sequence[Tensor], float]]) -> None:
-        """Drop the gradients of a step that is not finite, and stop if that is what the run asks for."""
+        """Drop the gradients of a step that is not finite, and stop if that is what the run asks
+        for."""
         sums = self.runner.sums
         assert sums is not None
         for module, tensors, _ in gradients:
@@ -318,8 +388,13 @@ class UnitEngine(PipelineEngine):
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         skipping = self.train_spec.on_bad_loss == "skip"
-        error = not_finite(self.order.step, self.step_losses, self._norm, where,
-                           self.skipped_in_a_row if skipping else 0)
+        error = not_finite(
+            self.order.step,
+            self.step_losses,
+            self._norm,
+            where,
+            self.skipped_in_a_row if skipping else 0,
+        )
         if not skipping or self.skipped_in_a_row >= MOST_SKIPPED:
             raise error
         print(f"skipped: {error.what} ({error.why})", flush=True)
@@ -330,6 +405,7 @@ class UnitEngine(PipelineEngine):
 
     def _timed(self, operation: str, slot: int) -> Callable[[str], Callable[[], None]]:
         """Record one trace row per module, with the work that the slot brings to it."""
+
         def before(module: str) -> Callable[[], None]:
             self.tracer.begin(operation, slot, module)
             start = self.tracer.mark()
@@ -339,14 +415,19 @@ class UnitEngine(PipelineEngine):
                     current = self.order.slots[slot]
                     items = current.replicas[self.place.unit.name][self.place.replica]
                     self._amounts[slot, module] = amounts(current, module, items)
-                self.tracer.record(operation, start, slot=slot, module=module, **self._amounts[slot, module])
+                self.tracer.record(
+                    operation, start, slot=slot, module=module, **self._amounts[slot, module]
+                )
+
             return after
+
         return before
 
     def _nothing(self, slot: int) -> None:
         """Tied weights do not exist; every stage loads what its layers need in `_forward`."""
 
-    #: By name, so that subclasses may replace one: the base class's map holds its own functions (trap 4).
+    # : By name, so that subclasses may replace one: the base class's map holds its own functions
+    # (trap 4).
     _INSTRUCTION_MAP = {  # noqa: RUF012
         schedule.OptimizerStep: "_step",
         schedule.ReduceGrads: "_reduce",
@@ -365,6 +446,14 @@ def amounts(slot: Slot, module: str, items: ReplicaItems) -> dict[str, int]:
     """What a trace row says of the work that some items of a slot bring to a module."""
     item = slot.inputs.item(module)
     work = slot.work(module, items)
-    images = int(np.isin(slot.image_sequence, items.sequences).sum()) if item == "sequence" else int(work.items)
-    return {"tokens": int(work.tokens), "images": images, "sequences": len(items.sequences),
-            "sum_length_sq": int(work.sum_length_sq)}
+    images = (
+        int(np.isin(slot.image_sequence, items.sequences).sum())
+        if item == "sequence"
+        else int(work.items)
+    )
+    return {
+        "tokens": int(work.tokens),
+        "images": images,
+        "sequences": len(items.sequences),
+        "sum_length_sq": int(work.sum_length_sq),
+    }

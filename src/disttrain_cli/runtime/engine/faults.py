@@ -1,8 +1,10 @@
-"""What goes wrong in a step: numbers that are not finite, and memory that runs out; where, and what helps.
+"""What goes wrong in a step: numbers that are not finite, and memory that runs out; where, and what
+helps.
 
-Every module's outputs and incoming gradients are summed as they pass, without waiting for the device: a sum is finite
-only if all of it is. When the step's norm or losses are not finite, the ranks look through their sums together and
-name the first module, in the order of computation, whose numbers went wrong.
+Every module's outputs and incoming gradients are summed as they pass, without waiting for the
+device: a sum is finite only if all of it is. When the step's norm or losses are not finite, the
+ranks look through their sums together and name the first module, in the order of computation, whose
+numbers went wrong.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ from disttrain_cli.spec.stage_graph import RankCoords
 MOST_SKIPPED = 10
 PHASES = ("forward", "backward", "gradients")
 _NOTHING_FOUND = torch.iinfo(torch.int64).max
-_BASE = 1 << 15  # of the digits (phase, slot, place, name) of a place in a step; fits any pipeline into 63 bits
+_BASE = (
+    1 << 15
+)  # of the digits (phase, slot, place, name) of a place in a step; fits any pipeline into 63 bits
 
 
 class NotFiniteError(DisttrainError):
-    """A loss or the gradient norm is not finite, and `train.on_bad_loss` says to stop (exit code 1)."""
+    """A loss or the gradient norm is not finite, and `train.on_bad_loss` says to stop (exit code
+    1)."""
 
     on_every_rank = True
 
@@ -41,20 +46,34 @@ class Sums:
     """Sums of what passed a rank's modules in this step, in the order of computation."""
 
     names: Sequence[str]  # modules of the whole model and "projectors"
-    found: list[tuple[int, int, int, str, Tensor]] = field(default_factory=list)  # phase, slot, place, module, sum
+    found: list[tuple[int, int, int, str, Tensor]] = field(
+        default_factory=list
+    )  # phase, slot, place, module, sum
 
-    def note(self, phase: str, slot: int, place: int, module: str, tensors: Iterable[Tensor]) -> None:
-        """Remember the sum of some tensors; `place` orders the modules of a slot as they compute in this phase."""
+    def note(
+        self, phase: str, slot: int, place: int, module: str, tensors: Iterable[Tensor]
+    ) -> None:
+        """Remember the sum of some tensors; `place` orders the modules of a slot as they compute in
+        this phase."""
         for tensor in tensors:
             if tensor.numel():
-                self.found.append((PHASES.index(phase), slot, place, module, tensor.detach().sum(dtype=torch.float32)))
+                self.found.append(
+                    (
+                        PHASES.index(phase),
+                        slot,
+                        place,
+                        module,
+                        tensor.detach().sum(dtype=torch.float32),
+                    )
+                )
 
     def clear(self) -> None:
         """Begin a new step."""
         self.found.clear()
 
     def first(self, device: torch.device) -> tuple[str, str, int] | None:
-        """(Module, phase, slot) of the first sum in the world that is not finite; every rank asks together."""
+        """(Module, phase, slot) of the first sum in the world that is not finite; every rank asks
+        together."""
         own = _NOTHING_FOUND
         for phase, slot, place, module, total in self.found:
             if not torch.isfinite(total):
@@ -68,20 +87,30 @@ class Sums:
         return self.names[name], PHASES[phase], slot
 
 
-def not_finite(step: int, losses: dict[str, float], norm: float, where: tuple[str, str, int] | None,
-               skipped: int) -> NotFiniteError:
+def not_finite(
+    step: int,
+    losses: dict[str, float],
+    norm: float,
+    where: tuple[str, str, int] | None,
+    skipped: int,
+) -> NotFiniteError:
     """The error of a step that is not finite; `where` is what `Sums.first` found."""
     values = ", ".join(f"{name} loss {value:g}" for name, value in losses.items())
     if where is None:
         place = "no module's outputs or gradients were seen to be infinite or NaN"
     else:
         module, phase, slot = where
-        place = f"{module} made the first such number, in the {phase}" + (f" of slot {slot}" * (phase != "gradients"))
+        place = f"{module} made the first such number, in the {phase}" + (
+            f" of slot {slot}" * (phase != "gradients")
+        )
     after = f", the last of {skipped} such steps in a row," if skipped > 1 else ""
     return NotFiniteError(
-        f"Step {step}{after} is not finite: {place}", f"{values}, gradient norm {norm:g}; nothing was saved",
-        "Lower train.optimizer.lr or raise warmup_steps, and go on from the last checkpoint (disttrain train --resume) "
-        "or, where there is none, start again; or leave such steps out: train.on_bad_loss: skip")
+        f"Step {step}{after} is not finite: {place}",
+        f"{values}, gradient norm {norm:g}; nothing was saved",
+        "Lower train.optimizer.lr or raise warmup_steps, and go on from the last checkpoint"
+        " (disttrain train --resume) or, where there is none, start again; or leave such steps out:"
+        " train.on_bad_loss: skip",
+    )
 
 
 @contextmanager
@@ -94,11 +123,19 @@ def out_of_memory(place: RankCoords, layout: Layout, operation: str, slot: int) 
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(
+            error
+        ):
             raise
         where = f"unit {place.unit.name}, stage {place.stage.index}, replica {place.replica}"
-        what = f"Out of memory in the {operation}" + (f" of slot {slot}" if slot >= 0 else "") + f": {where}"
-        raise OutOfMemoryError(what, str(error).strip().splitlines()[0], memory_advice(place, layout)) from error
+        what = (
+            f"Out of memory in the {operation}"
+            + (f" of slot {slot}" if slot >= 0 else "")
+            + f": {where}"
+        )
+        raise OutOfMemoryError(
+            what, str(error).strip().splitlines()[0], memory_advice(place, layout)
+        ) from error
 
 
 def memory_advice(place: RankCoords, layout: Layout) -> str:
@@ -112,4 +149,7 @@ def memory_advice(place: RankCoords, layout: Layout) -> str:
     if layout.zero_stage == 0 and unit.dp > 1:
         changes.append("zero_stage: 1")
     changes += [f"tp: {2 * unit.tp} or more pp for unit {unit.name}"]
-    return (f"Change plan.yaml: {', or '.join(changes)}. Or plan again with a lower cluster.memory_gib: disttrain plan")
+    return (
+        f"Change plan.yaml: {', or '.join(changes)}. Or plan again with a lower cluster.memory_gib:"
+        " disttrain plan"
+    )

@@ -1,9 +1,10 @@
-"""AdamW over the trained weights of a stage: parameter groups, learning rates, and each rank's share of the norm.
+"""AdamW over the trained weights of a stage: parameter groups, learning rates, and each rank's
+share of the norm.
 
-Weights are grouped so that every flat partition of ZeRO is of one kind: one module (or the projectors), decaying or
-not, divided over the TP group or whole on each of its ranks. What decays are matrices, kernels and embeddings
-(Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled from the gradient); biases, norms and other single vectors,
-such as a class token, do not.
+Weights are grouped so that every flat partition of ZeRO is of one kind: one module (or the
+projectors), decaying or not, divided over the TP group or whole on each of its ranks. What decays
+are matrices, kernels and embeddings (Loshchilov and Hutter 2019, arXiv 1711.05101, decoupled from
+the gradient); biases, norms and other single vectors, such as a class token, do not.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ if TYPE_CHECKING:
 
 
 def decays(parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: more than one dimension of the whole tensor is longer than one number."""
+    """Whether weight decay applies: more than one dimension of the whole tensor is longer than one
+    number."""
     return sum(size > 1 for size in whole_shape(parameter)) > 1
 
 
-def parameter_groups(layers: Iterable[PipelineLayer], optimizer: OptimizerSpec) -> list[dict[str, Any]]:
+def parameter_groups(
+    layers: Iterable[PipelineLayer], optimizer: OptimizerSpec
+) -> list[dict[str, Any]]:
     """Groups of the weights that ask for gradients, in the order in which the layers have them.
 
-    Beside what AdamW reads, a group says its "name", the "module" whose rates it follows, "initial_lr", and
-    "tp_whole": whether every rank of a TP group holds all of these weights.
+    Beside what AdamW reads, a group says its "name", the "module" whose rates it follows,
+    "initial_lr", and "tp_whole": whether every rank of a TP group holds all of these weights.
     """
     groups: dict[str, dict[str, Any]] = {}
     for layer in layers:
@@ -44,21 +48,38 @@ def parameter_groups(layers: Iterable[PipelineLayer], optimizer: OptimizerSpec) 
             own = optimizer.of(module)
             whole, decay = shard_of(parameter) is None, decays(parameter)
             name = f"{module}/{'decay' if decay else 'plain'}{'' if whole else '/divided'}"
-            group = groups.setdefault(name, {
-                "params": [], "name": name, "module": module, "tp_whole": whole, "lr": own.lr, "initial_lr": own.lr,
-                "weight_decay": own.weight_decay if decay else 0.0})
+            group = groups.setdefault(
+                name,
+                {
+                    "params": [],
+                    "name": name,
+                    "module": module,
+                    "tp_whole": whole,
+                    "lr": own.lr,
+                    "initial_lr": own.lr,
+                    "weight_decay": own.weight_decay if decay else 0.0,
+                },
+            )
             group["params"].append(parameter)
     return list(groups.values())
 
 
-def make_optimizer(layers: Sequence[PipelineLayer], optimizer: OptimizerSpec) -> torch.optim.AdamW | None:
-    """AdamW over the trained weights of some layers, in one fused kernel per group; None where there are none."""
+def make_optimizer(
+    layers: Sequence[PipelineLayer], optimizer: OptimizerSpec
+) -> torch.optim.AdamW | None:
+    """AdamW over the trained weights of some layers, in one fused kernel per group; None where
+    there are none."""
     groups = parameter_groups(layers, optimizer)
-    return torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps, fused=True) if groups else None
+    return (
+        torch.optim.AdamW(groups, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        if groups
+        else None
+    )
 
 
 def learning_rate(train: TrainSpec, module: str, step: int) -> float:
-    """Rate of a module (or "projectors") in a step: linear warm-up, then its schedule, which ends at `train.steps`."""
+    """Rate of a module (or "projectors") in a step: linear warm-up, then its schedule, which ends
+    at `train.steps`."""
     own = train.optimizer.of(module)
     if step < own.warmup_steps:
         return own.lr * (step + 1) / own.warmup_steps
@@ -71,15 +92,27 @@ def learning_rate(train: TrainSpec, module: str, step: int) -> float:
 
 def rates(run: Run, step: int) -> dict[str, float]:
     """Rate of every module that is trained, and of the projectors, in a step."""
-    return {name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names}
+    return {
+        name: learning_rate(run.file.train, name, step) for name in run.file.model.trained_names
+    }
 
 
 def beyond_schedule(run: Run, total: int) -> list[str]:
-    """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at `train.steps`."""
+    """Say which modules learn nothing in the last of `total` steps: their schedules end at zero, at
+    `train.steps`."""
     end = run.file.train.steps
-    still = [name for name, rate in rates(run, total - 1).items() if rate == 0.0] if total > end else []
-    return [f"warning: {', '.join(still)}: the schedule ends at train.steps, {end}, and the learning rate is 0 from "
-            f"there on. To learn in all {total} steps, set train.steps to {total} instead of --steps."] if still else []
+    still = (
+        [name for name, rate in rates(run, total - 1).items() if rate == 0.0] if total > end else []
+    )
+    return (
+        [
+            f"warning: {', '.join(still)}: the schedule ends at train.steps, {end}, and the"
+            f" learning rate is 0 from there on. To learn in all {total} steps, set train.steps to"
+            f" {total} instead of --steps."
+        ]
+        if still
+        else []
+    )
 
 
 def set_rates(engine: UnitEngine, step: int) -> None:
@@ -89,10 +122,12 @@ def set_rates(engine: UnitEngine, step: int) -> None:
 
 
 def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[Tensor], float]]:
-    """Per group (module, this rank's gradients after the reduction, their weight in the world's sum of squares).
+    """Per group (module, this rank's gradients after the reduction, their weight in the world's sum
+    of squares).
 
-    Summed over all ranks with these weights, every gradient of the model counts once: replicas hold equal ones
-    where ZeRO does not split them (deepspeed traps 5 and 6), and TP ranks hold equal ones of whole weights.
+    Summed over all ranks with these weights, every gradient of the model counts once: replicas hold
+    equal ones where ZeRO does not split them (deepspeed traps 5 and 6), and TP ranks hold equal
+    ones of whole weights.
     """
     if optimizer is None:
         return []
@@ -110,17 +145,26 @@ def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[
 
 
 def partial_gradients(parameters: Iterable[nn.Parameter], optimizer: Any) -> list[Tensor]:
-    """Gradients before the reduction of weights that every TP rank has, each a part of the sum over the group."""
+    """Gradients before the reduction of weights that every TP rank has, each a part of the sum over
+    the group."""
     if hasattr(optimizer, "fp32_groups_gradients"):  # bf16, ZeRO-1
-        pairs = [pair for own in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-                 for pair in zip(*own, strict=True)]
+        pairs = [
+            pair
+            for own in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            for pair in zip(*own, strict=True)
+        ]
     else:
         pairs = [(parameter, parameter.grad) for parameter in parameters]
-    return [gradient for parameter, gradient in pairs
-            if gradient is not None and getattr(parameter, "partial_gradient", False)]
+    return [
+        gradient
+        for parameter, gradient in pairs
+        if gradient is not None and getattr(parameter, "partial_gradient", False)
+    ]
 
 
-def sum_of_squares(gradients: Iterable[tuple[str, list[Tensor], float]], device: torch.device) -> Tensor:
+def sum_of_squares(
+    gradients: Iterable[tuple[str, list[Tensor], float]], device: torch.device
+) -> Tensor:
     """This rank's share of the squared norm of all gradients, float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for _, tensors, weight in gradients:
@@ -130,10 +174,14 @@ def sum_of_squares(gradients: Iterable[tuple[str, list[Tensor], float]], device:
 
 
 def step_unchecked(optimizer: Any) -> None:
-    """`BF16_Optimizer.step` without its norm, for which the host would wait: ours has been taken and is finite."""
+    """`BF16_Optimizer.step` without its norm, for which the host would wait: ours has been taken
+    and is finite."""
     with torch.no_grad():
-        for partition, gradient in zip(optimizer.fp32_groups_flat_partition,
-                                       optimizer.fp32_groups_gradient_flat_partition, strict=True):
+        for partition, gradient in zip(
+            optimizer.fp32_groups_flat_partition,
+            optimizer.fp32_groups_gradient_flat_partition,
+            strict=True,
+        ):
             partition.grad = gradient
         optimizer.optimizer.step()
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -144,8 +192,10 @@ def step_unchecked(optimizer: Any) -> None:
 def add_at_once(optimizer: Any) -> None:
     """bf16: add the gradient of a weight to its sum in fp32 as soon as it is made, and forget it.
 
-    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept too.
+    DeepSpeed keeps those of all weights to the end of a backward, when most activations are kept
+    too.
     """
+
     def add(weight: Tensor, total: Tensor) -> None:
         assert weight.grad is not None
         total.view_as(weight).add_(weight.grad)

@@ -1,13 +1,15 @@
 """One stage's computation: forward and backward of its layers for one slot, module by module.
 
-Every stage is treated alike, first, last or in mid-pipeline: it maps the tensors that cross its entry to those
-that cross its exit, and adds losses where one of its layers has one. Backward is one `autograd.backward` over
-[losses, outputs] per module (deepspeed traps 11, 24). Modules inside a stage are separated by detached tensors,
-so that each has its own forward and backward time whatever the layout.
+Every stage is treated alike, first, last or in mid-pipeline: it maps the tensors that cross its
+entry to those that cross its exit, and adds losses where one of its layers has one. Backward is one
+`autograd.backward` over [losses, outputs] per module (deepspeed traps 11, 24). Modules inside a
+stage are separated by detached tensors, so that each has its own forward and backward time whatever
+the layout.
 
-A layer that is still (`engine.gradients`) runs without a graph, and a module whose layers all are has no backward.
-Where activations are recomputed, a layer keeps only its inputs (Chen et al. 2016, arXiv 1604.06174), by torch's
-non-reentrant checkpoints (deepspeed traps 20, 21, 32). Dropout draws from no generator, so none is restored.
+A layer that is still (`engine.gradients`) runs without a graph, and a module whose layers all are
+has no backward. Where activations are recomputed, a layer keeps only its inputs (Chen et al. 2016,
+arXiv 1604.06174), by torch's non-reentrant checkpoints (deepspeed traps 20, 21, 32). Dropout draws
+from no generator, so none is restored.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class _Saved:
     """What one slot keeps of one segment from forward to backward."""
 
     inputs: dict[str, Tensor]
-    outputs: dict[str, tuple[GradientEdge, torch.dtype]]  # where their gradients go in, without the tensors
+    outputs: dict[
+        str, tuple[GradientEdge, torch.dtype]
+    ]  # where their gradients go in, without the tensors
     losses: list[Tensor]
 
 
@@ -67,8 +71,13 @@ class StageRunner:
         """Whether the stage has no backward."""
         return all(segment.still for segment in self.segments)
 
-    def forward(self, slot: int, state: dict[str, Tensor], batch: Batch,
-                timed: Callable[[str], Callable[[], None]]) -> dict[str, Tensor]:
+    def forward(
+        self,
+        slot: int,
+        state: dict[str, Tensor],
+        batch: Batch,
+        timed: Callable[[str], Callable[[], None]],
+    ) -> dict[str, Tensor]:
         """Run a slot forward; `state` holds the tensors at the entry, the result those at the exit.
 
         `timed(module)` is called before each module and returns what is called after it.
@@ -77,7 +86,11 @@ class StageRunner:
         for segment in self.segments:
             done = timed(segment.module)
             inputs = {name: state[name].detach() for name in segment.entry}
-            carrying = {name: inputs[name].requires_grad_() for name in segment.entry if name in segment.carrying}
+            carrying = {
+                name: inputs[name].requires_grad_()
+                for name in segment.entry
+                if name in segment.carrying
+            }
             state = dict(inputs)
             losses = []
             for layer in segment.layers:
@@ -89,18 +102,27 @@ class StageRunner:
                 state.update(written)
             state = {name: state[name] for name in segment.exit}
             if not segment.still:
-                outputs = {name: (get_gradient_edge(tensor), tensor.dtype)
-                           for name, tensor in state.items() if tensor.requires_grad}
-                saved.append(_Saved(carrying, outputs, [loss for loss in losses if loss.requires_grad]))
+                outputs = {
+                    name: (get_gradient_edge(tensor), tensor.dtype)
+                    for name, tensor in state.items()
+                    if tensor.requires_grad
+                }
+                saved.append(
+                    _Saved(carrying, outputs, [loss for loss in losses if loss.requires_grad])
+                )
             if self.sums is not None:
-                self.sums.note("forward", slot, segment.place, segment.module, [*state.values(), *losses])
+                self.sums.note(
+                    "forward", slot, segment.place, segment.module, [*state.values(), *losses]
+                )
             done()
         self.in_flight[slot] = saved
         return state
 
-    def backward(self, slot: int, gradients: dict[str, Tensor],
-                 timed: Callable[[str], Callable[[], None]]) -> dict[str, Tensor]:
-        """Run a slot backward; `gradients` are those of the tensors at the exit, the result those at the entry."""
+    def backward(
+        self, slot: int, gradients: dict[str, Tensor], timed: Callable[[str], Callable[[], None]]
+    ) -> dict[str, Tensor]:
+        """Run a slot backward; `gradients` are those of the tensors at the exit, the result those
+        at the entry."""
         saved = self.in_flight.pop(slot)
         for segment in reversed(self.segments):
             if segment.still:
@@ -115,25 +137,38 @@ class StageRunner:
                 seeds.append(gradients[name].to(dtype))
             if roots:
                 torch.autograd.backward(roots, seeds)
-            gradients = {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                         for name, tensor in kept.inputs.items()}
+            gradients = {
+                name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                for name, tensor in kept.inputs.items()
+            }
             if self.sums is not None:
-                self.sums.note("backward", slot, _LAST_PLACE - segment.place, segment.module, gradients.values())
+                self.sums.note(
+                    "backward",
+                    slot,
+                    _LAST_PLACE - segment.place,
+                    segment.module,
+                    gradients.values(),
+                )
             done()
         return gradients
 
     def sum_losses(self, names: Iterable[str], device: torch.device) -> list[Tensor]:
-        """This rank's sums of the losses of these names, float64 on its device: zero where it has none."""
+        """This rank's sums of the losses of these names, float64 on its device: zero where it has
+        none."""
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         return [self.losses[name].double() if name in self.losses else nothing for name in names]
 
-    def _compute(self, layer: PipelineLayer, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    def _compute(
+        self, layer: PipelineLayer, state: dict[str, Tensor], batch: Batch
+    ) -> dict[str, Tensor]:
         if not layer.trained and not layer.passes:
             with torch.no_grad():
                 return layer(state, batch)
         if not self.recompute:
             return layer(state, batch)
-        own = {name: state[name] for name in layer.reads if name in state}  # what the second forward will find
+        own = {
+            name: state[name] for name in layer.reads if name in state
+        }  # what the second forward will find
         written = checkpoint(layer, own, batch, use_reentrant=False, preserve_rng_state=False)
         return cast(dict[str, Tensor], written)
 
@@ -146,22 +181,40 @@ class StageRunner:
 _LAST_PLACE = (1 << 15) - 1
 
 
-def build_segments(layers: Sequence[PipelineLayer], first: int, live: Callable[[int], list[TensorSpec]],
-                   carrying: Callable[[int], frozenset[str]] | None = None) -> list[Segment]:
+def build_segments(
+    layers: Sequence[PipelineLayer],
+    first: int,
+    live: Callable[[int], list[TensorSpec]],
+    carrying: Callable[[int], frozenset[str]] | None = None,
+) -> list[Segment]:
     """Cut the layers of a stage, which start at layer `first` of the model, at module boundaries.
 
-    `live(cut)` gives the tensors that cross before layer `cut`, `carrying(cut)` those of them that carry gradients
-    (all of them if not given).
+    `live(cut)` gives the tensors that cross before layer `cut`, `carrying(cut)` those of them that
+    carry gradients (all of them if not given).
     """
     segments: list[Segment] = []
     start = 0
     for index in range(1, len(layers) + 1):
         if index == len(layers) or layers[index].module != layers[start].module:
-            entry, leaving = ([spec.name for spec in live(cut)] for cut in (first + start, first + index))
+            entry, leaving = (
+                [spec.name for spec in live(cut)] for cut in (first + start, first + index)
+            )
             carried, returning = frozenset(entry), frozenset(leaving)
             if carrying is not None:
-                carried, returning = carried & carrying(first + start), returning & carrying(first + index)
-            segments.append(Segment(layers[start].module, list(layers[start:index]), entry, leaving, carried, returning,
-                                    first + start))
+                carried, returning = (
+                    carried & carrying(first + start),
+                    returning & carrying(first + index),
+                )
+            segments.append(
+                Segment(
+                    layers[start].module,
+                    list(layers[start:index]),
+                    entry,
+                    leaving,
+                    carried,
+                    returning,
+                    first + start,
+                )
+            )
             start = index
     return segments

@@ -1,7 +1,9 @@
-"""torchrun's agent on one host, which ends with the exit code of a rank that failed and says only what no rank can.
+"""torchrun's agent on one host, which ends with the exit code of a rank that failed and says only
+what no rank can.
 
-As a program, it takes torchrun's arguments. A rank that fails has told why; that one was killed it cannot tell. Nor can
-ranks say which hosts are missing: torchrun starts none before all hosts are there.
+As a program, it takes torchrun's arguments. A rank that fails has told why; that one was killed it
+cannot tell. Nor can ranks say which hosts are missing: torchrun starts none before all hosts are
+there.
 """
 
 from __future__ import annotations
@@ -32,24 +34,42 @@ from disttrain_cli.runtime.launching.process import rendezvous
 
 
 class Rendezvous(static_tcp_rendezvous.StaticTCPRendezvous):
-    """Where hosts meet: torchrun's would listen on every interface of the first, and wait for the others in silence."""
+    """Where hosts meet: torchrun's would listen on every interface of the first, and wait for the
+    others in silence."""
 
     _store: dist.Store | None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all hosts; DisttrainError names those that are missing."""
         if self._store is None:
-            os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size),
-                           "MASTER_ADDR": self.master_addr, "MASTER_PORT": str(self.master_port)}
+            os.environ |= {
+                "RANK": str(self.rank),
+                "WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": self.master_addr,
+                "MASTER_PORT": str(self.master_port),
+            }
             check_name(self.master_addr)
-            store, hosts = rendezvous(timedelta(seconds=MEETING_S)), os.environ.get(HOSTS, "").split()
+            store, hosts = (
+                rendezvous(timedelta(seconds=MEETING_S)),
+                os.environ.get(HOSTS, "").split(),
+            )
             arrive(store, "hosts", self.rank, self.world_size)
             if self.rank == 0:
-                wait_for_all(store, "hosts", self.world_size, MEETING_S, lambda missing: DisttrainError(
-                    f"{len(missing)} of {self.world_size} hosts did not start within {MEETING_S:g} s: "
-                    f"{named(missing, hosts)}", f"hosts join at {self.master_addr}:{self.master_port}",
-                    "Start the script of every host, and look at what it says there."),
-                    kind="hosts", hosts=hosts, say=partial(print, flush=True))
+                wait_for_all(
+                    store,
+                    "hosts",
+                    self.world_size,
+                    MEETING_S,
+                    lambda missing: DisttrainError(
+                        f"{len(missing)} of {self.world_size} hosts did not start within"
+                        f" {MEETING_S:g} s: {named(missing, hosts)}",
+                        f"hosts join at {self.master_addr}:{self.master_port}",
+                        "Start the script of every host, and look at what it says there.",
+                    ),
+                    kind="hosts",
+                    hosts=hosts,
+                    say=partial(print, flush=True),
+                )
             else:
                 wait_for_the_first(store, "hosts/complete", MEETING_S)
             self._store = store
@@ -67,7 +87,11 @@ def main() -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except ChildFailedError as error:
-        killed = {rank: failure.signal_name() for rank, failure in error.failures.items() if failure.exitcode < 0}
+        killed = {
+            rank: failure.signal_name()
+            for rank, failure in error.failures.items()
+            if failure.exitcode < 0
+        }
         for rank, name in killed.items():
             if name != "SIGTERM":  # the agent's own, to the ranks beside one that failed
                 print(f"rank {rank} ({socket.gethostname()}) was killed by {name}", file=sys.stderr)

@@ -1,9 +1,9 @@
 """What comes before the ranks of a job that torchrun or srun starts.
 
-As a program, `python -m disttrain_cli.runtime.launching.begin JOB.json`: run once per start, on the first host: the
-run's folder is prepared as `disttrain train` would, and the start's name left beside the job file for rank 0.
-`--again N`: the job has been started N times before and goes on from its newest checkpoint. `--port P`: check that
-nobody listens there.
+As a program, `python -m disttrain_cli.runtime.launching.begin JOB.json`: run once per start, on the
+first host: the run's folder is prepared as `disttrain train` would, and the start's name left
+beside the job file for rank 0. `--again N`: the job has been started N times before and goes on
+from its newest checkpoint. `--port P`: check that nobody listens there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from pathlib import Path
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching.rank import JobFile, read_job_file
-from disttrain_cli.runtime.launching.starts import alone, begin_start, check_fresh, job_of, step_to_resume
+from disttrain_cli.runtime.launching.starts import (
+    alone,
+    begin_start,
+    check_fresh,
+    job_of,
+    step_to_resume,
+)
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import RunDir
@@ -29,7 +35,8 @@ def begin(job: JobFile, again: int = 0) -> str:
     """Prepare a start and tell it to rank 0; returns its name.
 
     Raises:
-        SpecError, MismatchError: there is nothing to resume from that fits; or, where the job was not told to start
+        SpecError, MismatchError: there is nothing to resume from that fits; or, where the job was
+        not told to start
             anew, there is.
         DisttrainError: another training of this run is under way.
     """
@@ -50,7 +57,10 @@ def _begin(job: JobFile, again: int, run: Run, folder: RunDir) -> str:
     name, reports, notes = begin_start(folder, job_of(run, plan, profile), resume)
     for note in notes:
         print(note)
-    write_whole(Path(payload["start_file"]), json.dumps({"name": name, "resume": resume, "steps_file": str(reports)}))
+    write_whole(
+        Path(payload["start_file"]),
+        json.dumps({"name": name, "resume": resume, "steps_file": str(reports)}),
+    )
     return name
 
 
@@ -59,9 +69,12 @@ def check_port(port: int) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        raise DisttrainError(f"Port {port} of {socket.gethostname()} is in use", str(error),
-                             "Set another cluster.port in the run file and write the scripts again, or end what uses "
-                             "it.") from None
+        raise DisttrainError(
+            f"Port {port} of {socket.gethostname()} is in use",
+            str(error),
+            "Set another cluster.port in the run file and write the scripts again, or end what"
+            " uses it.",
+        ) from None
 
 
 def main(arguments: list[str]) -> None:

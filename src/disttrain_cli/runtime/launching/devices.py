@@ -1,4 +1,5 @@
-"""Which CUDA device a rank computes on, and whether the ranks of a job can use NCCL, which wants a device for each."""
+"""Which CUDA device a rank computes on, and whether the ranks of a job can use NCCL, which wants a
+device for each."""
 
 from __future__ import annotations
 
@@ -25,19 +26,21 @@ def local_rank(environment: Mapping[str, str]) -> int:
     """
     told = environment.get("LOCAL_RANK") or environment.get("SLURM_LOCALID") or ""
     if not told.isdigit():
-        raise SpecError("A rank does not know its number on its host",
-                        f"LOCAL_RANK: {environment.get('LOCAL_RANK', 'not set')}, SLURM_LOCALID: "
-                        f"{environment.get('SLURM_LOCALID', 'not set')}",
-                        "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm")
+        raise SpecError(
+            "A rank does not know its number on its host",
+            f"LOCAL_RANK: {environment.get('LOCAL_RANK', 'not set')}, SLURM_LOCALID: "
+            f"{environment.get('SLURM_LOCALID', 'not set')}",
+            "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm",
+        )
     return int(told)
 
 
 def device_index(environment: Mapping[str, str], visible: int) -> int:
     """Which of the `visible` CUDA devices a rank takes, as all ranks of a host count theirs.
 
-    Where every rank sees all devices of the host, it is the one of the rank's own number. Where a rank sees fewer than
-    there are ranks, either they are its own (Slurm's --gpus-per-task) or ranks share them: `choose_backend` tells
-    these two apart.
+    Where every rank sees all devices of the host, it is the one of the rank's own number. Where a
+    rank sees fewer than there are ranks, either they are its own (Slurm's --gpus-per-task) or ranks
+    share them: `choose_backend` tells these two apart.
 
     Raises:
         DisttrainError: no device is visible.
@@ -45,15 +48,21 @@ def device_index(environment: Mapping[str, str], visible: int) -> int:
     """
     if visible < 1:
         named = environment.get("CUDA_VISIBLE_DEVICES")
-        raise DisttrainError(f"There is no CUDA device on {socket.gethostname()}",
-                             "the profile was measured on one" if named is None else
-                             f"CUDA_VISIBLE_DEVICES: {named!r}",
-                             "Start the ranks where the devices are, or profile again: disttrain profile")
+        raise DisttrainError(
+            f"There is no CUDA device on {socket.gethostname()}",
+            (
+                "the profile was measured on one"
+                if named is None
+                else f"CUDA_VISIBLE_DEVICES: {named!r}"
+            ),
+            "Start the ranks where the devices are, or profile again: disttrain profile",
+        )
     return local_rank(environment) % visible
 
 
 def rank_device(kind: str) -> torch.device:
-    """The device of this rank, of a profile's kind of device; a CUDA device is made the current one.
+    """The device of this rank, of a profile's kind of device; a CUDA device is made the current
+    one.
 
     Raises:
         DisttrainError: there is none.
@@ -64,7 +73,8 @@ def rank_device(kind: str) -> torch.device:
 
 
 def identity(device: torch.device) -> str:
-    """What names a CUDA device among all of its host, however many of them a process sees; "" for a CPU.
+    """What names a CUDA device among all of its host, however many of them a process sees; "" for a
+    CPU.
 
     A part of a device (MIG) counts as the device: NCCL does not tell them apart either.
     """
@@ -77,7 +87,8 @@ def identity(device: torch.device) -> str:
 
 
 def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:
-    """The backend of all ranks, given every rank's host and device in order of ranks: gloo where any device is shared.
+    """The backend of all ranks, given every rank's host and device in order of ranks: gloo where
+    any device is shared.
 
     Raises:
         DisttrainError: ranks share a device and `share` does not allow it.
@@ -87,11 +98,16 @@ def choose_backend(found: Sequence[tuple[str, str]], share: bool) -> Backend:
         takers[place].append(rank)
     shared = {place: ranks for place, ranks in takers.items() if len(ranks) > 1 and place[1]}
     if shared and not share:
-        lines = [f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' * (len(ranks) > MOST_NAMED)} on {host}: {name}"
-                 for (host, name), ranks in list(shared.items())[:MOST_NAMED]]
+        lines = [
+            f"ranks {', '.join(map(str, ranks[:MOST_NAMED]))}{', …' * (len(ranks) > MOST_NAMED)} on"
+            f" {host}: {name}"
+            for (host, name), ranks in list(shared.items())[:MOST_NAMED]
+        ]
         raise DisttrainError(
-            "Several ranks have the same CUDA device", "\n".join(lines),
-            "Start as many ranks on a host as it has devices (cluster.gpus_per_node, the hostfile's slots), and let "
-            "each see all of them or one of its own (CUDA_VISIBLE_DEVICES). Or set cluster.device: cuda, so that "
-            "ranks share devices (over gloo, slowly).")
+            "Several ranks have the same CUDA device",
+            "\n".join(lines),
+            "Start as many ranks on a host as it has devices (cluster.gpus_per_node, the hostfile's"
+            " slots), and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES). Or set"
+            " cluster.device: cuda, so that ranks share devices (over gloo, slowly).",
+        )
     return "nccl" if not shared and all(name for _, name in found) else "gloo"

@@ -1,6 +1,8 @@
-"""Whether a rank's device has the kernels that its plan prices, and the memory: asked before the ranks meet.
+"""Whether a rank's device has the kernels that its plan prices, and the memory: asked before the
+ranks meet.
 
-A kernel that is missing is not replaced silently: the plan's times and memory would be those of another one.
+A kernel that is missing is not replaced silently: the plan's times and memory would be those of
+another one.
 """
 
 from __future__ import annotations
@@ -20,31 +22,42 @@ from disttrain_cli.spec.stage_graph import RankCoords
 
 
 def check_fit(run: Run, profiled: DeviceProfile, device: torch.device) -> None:
-    """Compare a device with what was profiled; a CPU, and fp32 anywhere, run the kernels that are priced for them.
+    """Compare a device with what was profiled; a CPU, and fp32 anywhere, run the kernels that are
+    priced for them.
 
     Raises:
-        DisttrainError: the device is too old for flash attention, and the profile is not one of such a device.
-        SpecError: a module has heads for which every kernel needs memory that grows with the square of the length.
+        DisttrainError: the device is too old for flash attention, and the profile is not one of
+        such a device. SpecError: a module has heads for which every kernel needs memory that grows
+        with the square of the length.
     """
     if device.type != "cuda" or run.file.train.precision != "bf16":
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     if capability < CAPABILITY and (profiled.kind, profiled.name) != ("cuda", name):
         raise DisttrainError(
-            f"The {name} on {socket.gethostname()} is too old for the attention that the plan prices",
-            f"compute capability {_dotted(capability)}; flash attention needs {_dotted(CAPABILITY)}. The plan was made "
-            f"for: {profiled.name}",
-            "Use such devices, or profile this one and plan again: disttrain profile --device cuda && disttrain plan")
+            f"The {name} on {socket.gethostname()} is too old for the attention that the plan"
+            " prices",
+            f"compute capability {_dotted(capability)}; flash attention needs"
+            f" {_dotted(CAPABILITY)}. The plan was made for: {profiled.name}",
+            "Use such devices, or profile this one and plan again: disttrain profile --device cuda"
+            " && disttrain plan",
+        )
     for module, config in read_configs(run).items():
         width = head_width(config.config) if hasattr(config.config, "num_attention_heads") else 0
         if width > WIDEST_HEAD and width % HEAD_STEP:
-            raise SpecError(f"No kernel attends with heads as wide as those of {module}",
-                            f"{width}; allowed: up to {WIDEST_HEAD}, or multiples of {HEAD_STEP}",
-                            f"Change head_dim or num_attention_heads of {module}, or train with train.precision: fp32.")
+            raise SpecError(
+                f"No kernel attends with heads as wide as those of {module}",
+                f"{width}; allowed: up to {WIDEST_HEAD}, or multiples of {HEAD_STEP}",
+                f"Change head_dim or num_attention_heads of {module}, or train with"
+                " train.precision: fp32.",
+            )
 
 
-def check_memory(plan: Plan, profiled: DeviceProfile, place: RankCoords, device: torch.device) -> None:
-    """Compare what the plan puts on a device with what it has, and with what others have left of it.
+def check_memory(
+    plan: Plan, profiled: DeviceProfile, place: RankCoords, device: torch.device
+) -> None:
+    """Compare what the plan puts on a device with what it has, and with what others have left of
+    it.
 
     Raises:
         DisttrainError: the device is smaller than this rank's stage, or in use.
@@ -52,19 +65,34 @@ def check_memory(plan: Plan, profiled: DeviceProfile, place: RankCoords, device:
     if device.type != "cuda":
         return
     free_gib, total_gib = (size / 2**30 for size in torch.cuda.mem_get_info(device))
-    peak_gib = next((stage.peak_gib for stage in plan.predicted.memory
-                     if (stage.unit, stage.stage) == (place.unit.name, place.stage.index)), 0.0)
+    peak_gib = next(
+        (
+            stage.peak_gib
+            for stage in plan.predicted.memory
+            if (stage.unit, stage.stage) == (place.unit.name, place.stage.index)
+        ),
+        0.0,
+    )
     where = f"{device} ({torch.cuda.get_device_name(device)}) on {socket.gethostname()}"
-    stage = f"unit {place.unit.name}, stage {place.stage.index}, is planned with up to {peak_gib:.1f} GiB"
+    stage = (
+        f"unit {place.unit.name}, stage {place.stage.index}, is planned with up to"
+        f" {peak_gib:.1f} GiB"
+    )
     if total_gib < peak_gib:
         raise DisttrainError(
-            f"{where} is too small for its part of the plan", f"it has {total_gib:.1f} GiB; {stage}. The plan was "
+            f"{where} is too small for its part of the plan",
+            f"it has {total_gib:.1f} GiB; {stage}. The plan was "
             f"made for: {profiled.name}, {profiled.memory_gib:.1f} GiB",
-            f"Use such devices, or plan for these: set cluster.memory_gib: {total_gib:.1f}, then disttrain plan")
+            f"Use such devices, or plan for these: set cluster.memory_gib: {total_gib:.1f}, then"
+            " disttrain plan",
+        )
     if free_gib + profiled.context_gib < peak_gib:  # this process has its context already
         raise DisttrainError(
-            f"{where} has too little memory left", f"{free_gib:.1f} of {total_gib:.1f} GiB are free; {stage}",
-            "See who uses it, and end that: nvidia-smi. Or plan with less: set cluster.memory_gib, then disttrain plan")
+            f"{where} has too little memory left",
+            f"{free_gib:.1f} of {total_gib:.1f} GiB are free; {stage}",
+            "See who uses it, and end that: nvidia-smi. Or plan with less: set cluster.memory_gib,"
+            " then disttrain plan",
+        )
 
 
 def _dotted(capability: tuple[int, int]) -> str:

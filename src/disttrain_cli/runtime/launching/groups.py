@@ -1,8 +1,9 @@
 """The process groups of a rank are connected and tried out one after the other, each within limits.
 
-NCCL makes a communicator when its group is first used: every member has to join, no other rank takes part, and there
-is no time limit. So the members call each other's roll first, through the store, and then send a few bytes. All ranks
-make their groups in one order (`communicators`), so that nobody waits for a rank that waits for it.
+NCCL makes a communicator when its group is first used: every member has to join, no other rank
+takes part, and there is no time limit. So the members call each other's roll first, through the
+store, and then send a few bytes. All ranks make their groups in one order (`communicators`), so
+that nobody waits for a rank that waits for it.
 """
 
 from __future__ import annotations
@@ -25,33 +26,49 @@ from disttrain_cli.spec.stage_graph import RankCoords
 CONNECTING_S = 60.0  # longest time of connecting one group, once its members have joined
 
 
-def check_groups(grid: UnitGrid, place: RankCoords, device: torch.device, limit_s: float) -> dict[str, float]:
+def check_groups(
+    grid: UnitGrid, place: RankCoords, device: torch.device, limit_s: float
+) -> dict[str, float]:
     """Connect every group of this rank, the world first; returns the seconds that each took.
 
     Args:
-        limit_s: longest wait for the other members of a group (`MEETING_S` if that is shorter), which may be connecting
+        limit_s: longest wait for the other members of a group (`MEETING_S` if that is shorter),
+        which may be connecting
             another one, and for one group to be connected (`CONNECTING_S`).
 
     Raises:
-        DisttrainError: members are missing and are named, or a group does not work within the limit; it and the usual
+        DisttrainError: members are missing and are named, or a group does not work within the
+        limit; it and the usual
             remedies are named. Where NCCL does not come back, the process ends with that error.
     """
-    return {name: _connect(name, group, place, device, limit_s) for name, group in grid.groups.items()}
+    return {
+        name: _connect(name, group, place, device, limit_s) for name, group in grid.groups.items()
+    }
 
 
-def _connect(name: str, group: dist.ProcessGroup, place: RankCoords, device: torch.device, limit_s: float) -> float:
+def _connect(
+    name: str, group: dist.ProcessGroup, place: RankCoords, device: torch.device, limit_s: float
+) -> float:
     size, backend = dist.get_world_size(group), dist.get_backend(group)
     waited_s, limit_s = min(MEETING_S, limit_s), min(CONNECTING_S, limit_s)
     where = f"unit {place.unit.name}, stage {place.stage.index}, host {socket.gethostname()}"
 
     def unreachable(why: str) -> DisttrainError:
-        return DisttrainError(f'Rank {place.rank} cannot reach its group "{name}" ({size} ranks) over {backend}',
-                              f"{where}: {why}", REMEDIES.get(backend, REMEDIES["gloo"]))
+        return DisttrainError(
+            f'Rank {place.rank} cannot reach its group "{name}" ({size} ranks) over {backend}',
+            f"{where}: {why}",
+            REMEDIES.get(backend, REMEDIES["gloo"]),
+        )
 
-    if missing := call_roll(group.get_group_store(), dist.get_process_group_ranks(group), place.rank, waited_s):
+    if missing := call_roll(
+        group.get_group_store(), dist.get_process_group_ranks(group), place.rank, waited_s
+    ):
         raise DisttrainError(
-            f'{len(missing)} of {size} ranks did not join the group "{name}" within {waited_s:g} s: '
-            f"{named(missing, ())}", f"rank {place.rank} waited; {where}", "Look at the logs of the missing.")
+            f'{len(missing)} of {size} ranks did not join the group "{name}" within {waited_s:g} s:'
+            f" {named(missing, ())}",
+            f"rank {place.rank} waited; {where}",
+            "Look at the logs of the missing.",
+        )
     begun, ones = time.monotonic(), torch.ones(1, device=device)
     try:
         with within(limit_s + LATE_S, lambda: unreachable(f"not connected within {limit_s:g} s")):
@@ -60,8 +77,11 @@ def _connect(name: str, group: dist.ProcessGroup, place: RankCoords, device: tor
     except (dist.DistError, RuntimeError) as error:
         raise unreachable(str(error).splitlines()[0]) from None
     if total != size:
-        raise DisttrainError(f'The group "{name}" of rank {place.rank} sums wrongly over {backend}',
-                             f"{size} ranks each gave 1; the sum is {total:g}", REMEDIES.get(backend, ""))
+        raise DisttrainError(
+            f'The group "{name}" of rank {place.rank} sums wrongly over {backend}',
+            f"{size} ranks each gave 1; the sum is {total:g}",
+            REMEDIES.get(backend, ""),
+        )
     return time.monotonic() - begun
 
 

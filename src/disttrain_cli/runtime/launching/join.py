@@ -1,4 +1,5 @@
-"""How a rank of a training job joins it: what it was given is read, compared with the others', and tried out."""
+"""How a rank of a training job joins it: what it was given is read, compared with the others', and
+tried out."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from disttrain_cli.spec.rundir import RunDir, pulses
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph, stage_graph
 
-#: Environment variable: addresses of the preprocessing workers of this job, with commas between them.
+# : Environment variable: addresses of the preprocessing workers of this job, with commas between
+# them.
 WORKERS = "DISTTRAIN_WORKERS"
 
 
@@ -58,10 +60,12 @@ class Joined:
 
 
 def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
-    """Meet the other ranks, compare what each was given, and join the process group until `stack` is left.
+    """Meet the other ranks, compare what each was given, and join the process group until `stack`
+    is left.
 
     Raises:
-        DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry their messages.
+        DisttrainError: the hosts are not equal, ranks are missing, or the network does not carry
+        their messages.
     """
     run = read_run(Path(payload["run"]))
     plan, profile = Plan.model_validate(payload["plan"]), Profile.model_validate(payload["profile"])
@@ -69,27 +73,48 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
     place, train = graph.coords(int(os.environ["RANK"])), run.file.train
     if place.rank == 0 and LISTENER not in os.environ:  # our own launcher holds it itself
         stack.enter_context(alone(RunDir(Path(payload["logs"]).parent)))
-    pulse = stack.enter_context(Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s,
-                                        follow).beating())
+    pulse = stack.enter_context(
+        Pulse(pulses(Path(payload["logs"])), place.rank, train.longest_hang_s, follow).beating()
+    )
     index = read_index(run, profile.inputs)
     facts = identity_of(run.file, plan.plan, index, profile) | {
-        "run file": fingerprint(run.file), "torch": torch.__version__, "python": platform.python_version()}
+        "run file": fingerprint(run.file),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     pulse.begin("joining")
     limit_s = min(MEETING_S, train.timeout_s)
     device = rank_device(profile.device.kind)
     check_fit(run, profile.device, device)
     check_memory(plan, profile.device, place, device)
-    raise_limit(needed(graph.world_size, (place.unit.dp, place.unit.tp), gloo=device.type == "cpu",
-                       first=place.rank == 0, serves=serves_rendezvous()))
+    raise_limit(
+        needed(
+            graph.world_size,
+            (place.unit.dp, place.unit.tp),
+            gloo=device.type == "cpu",
+            first=place.rank == 0,
+            serves=serves_rendezvous(),
+        )
+    )
     check_name(os.environ["MASTER_ADDR"])
     store = rendezvous(timedelta(seconds=limit_s))
 
     def decide(guests: list[Guest]) -> dict[str, Any]:
-        backend = choose_backend([(guest.host, guest.device) for guest in guests], run.file.cluster.device == "cuda")
+        backend = choose_backend(
+            [(guest.host, guest.device) for guest in guests], run.file.cluster.device == "cuda"
+        )
         return _start_of(payload) | {"backend": backend}
 
-    told = meet(store, place.rank, graph.world_size, Guest(facts, identity(device)), decide, limit_s,
-                hosts=_hosts(payload), say=partial(_say, payload))
+    told = meet(
+        store,
+        place.rank,
+        graph.world_size,
+        Guest(facts, identity(device)),
+        decide,
+        limit_s,
+        hosts=_hosts(payload),
+        say=partial(_say, payload),
+    )
     if LISTENER not in os.environ and place.rank in (0, graph.world_size - 1):
         _watch_for_hangs(run, Path(payload["logs"]), graph)
     stack.enter_context(joined(device, train.timeout_s, store=store, backend=told["backend"]))
@@ -99,12 +124,16 @@ def join(payload: dict[str, Any], stack: ExitStack) -> Joined:
 def _hosts(payload: dict[str, Any]) -> list[str]:
     """The host of every rank, where the job's script tells their names."""
     names, counts = os.environ.get(HOSTS, "").split(), payload.get("ranks_of_hosts", [])
-    return [name for name, count in zip(names, counts, strict=True) for _ in range(count)] \
-        if len(names) == len(counts) else []
+    return (
+        [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        if len(names) == len(counts)
+        else []
+    )
 
 
 def _say(payload: dict[str, Any], text: str) -> None:
-    """Say something on the terminal or job log, where no launcher of ours has it, and in the rank's log."""
+    """Say something on the terminal or job log, where no launcher of ours has it, and in the rank's
+    log."""
     with suppress(OSError):
         print(text, flush=True)
         if "console" in payload:
@@ -112,8 +141,11 @@ def _say(payload: dict[str, Any], text: str) -> None:
 
 
 def _start_of(payload: dict[str, Any]) -> dict[str, Any]:
-    """What rank 0 tells the others of this start: the launcher's word, or that of `begin`, which ran before."""
-    known = json.loads(Path(payload["start_file"]).read_text()) if "start_file" in payload else payload
+    """What rank 0 tells the others of this start: the launcher's word, or that of `begin`, which
+    ran before."""
+    known = (
+        json.loads(Path(payload["start_file"]).read_text()) if "start_file" in payload else payload
+    )
     return {name: known[name] for name in ("name", "resume", "steps_file")}
 
 
@@ -127,7 +159,9 @@ def with_workers(run: Run) -> Run:
 
 
 def _watch_for_hangs(run: Run, logs: Path, graph: StageGraph) -> None:
-    """Look after the job from inside, where no launcher of ours does; two ranks do, as one of them may hang."""
+    """Look after the job from inside, where no launcher of ours does; two ranks do, as one of them
+    may hang."""
+
     def look() -> None:
         watch = HangWatch(pulses(logs), logs, graph.stages, run.file.train.longest_hang_s)
         while True:

@@ -1,10 +1,11 @@
 """Starting the ranks of one machine, watching them, and ending all of them when one fails.
 
-`launch` starts one *starter* process, which imports what the ranks need once and forks them: importing torch and
-its friends takes seconds of a core, and six ranks on a laptop would each pay it. A rank tells the launcher over a pipe
-what went wrong, and the starter how each rank ended. Payloads are JSON files, nothing is pickled, no shell is
-involved. The starter opens the socket of the rendezvous itself, on loopback: torch's own would listen on every
-interface. Ranks end when the starter is gone, and the starter when the launcher is.
+`launch` starts one *starter* process, which imports what the ranks need once and forks them:
+importing torch and its friends takes seconds of a core, and six ranks on a laptop would each pay
+it. A rank tells the launcher over a pipe what went wrong, and the starter how each rank ended.
+Payloads are JSON files, nothing is pickled, no shell is involved. The starter opens the socket of
+the rendezvous itself, on loopback: torch's own would listen on every interface. Ranks end when the
+starter is gone, and the starter when the launcher is.
 """
 
 from __future__ import annotations
@@ -33,27 +34,43 @@ from disttrain_cli.runtime.launching.rank import live, resolve, settle
 from disttrain_cli.spec.rundir import rank_log
 
 LOOPBACK = "127.0.0.1"
-#: Environment variable: the open socket on which rank 0 serves the rendezvous (`process.rendezvous`).
+# : Environment variable: the open socket on which rank 0 serves the rendezvous
+# (`process.rendezvous`).
 LISTENER = "DISTTRAIN_LISTENER"
 POLL_S = 0.05
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 #: What a rank says when it fails only because another one went away.
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "recvTensor", "Timed out",
-             "remote process exited", "NCCL communicator was aborted", "Watchdog caught collective operation timeout")
+LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "recvTensor",
+    "Timed out",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+)
 
 
-def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path, *,
-           timeout_s: float | None = None, on_poll: Callable[[], None] | None = None,
-           variables: Mapping[str, str] | None = None) -> None:
+def launch(
+    world_size: int,
+    target: str,
+    payload: dict[str, Any],
+    log_dir: Path,
+    *,
+    timeout_s: float | None = None,
+    on_poll: Callable[[], None] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> None:
     """Run `target` ("package.module:function") once per rank and wait for all of them.
 
-    The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and `variables` in its environment;
-    its output goes to the rank's log. `payload["device"]` is "cuda" where the function computes there (`rank.settle`).
-    Where the target's module has a function `before_fork`, it is called with the payload once, before the ranks
-    are forked, to import what they need; it starts no thread and touches no device. `on_poll` is called about
-    every 50 ms.
+    The function is called with `payload` in a process that has RANK, LOCAL_RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT (for `process.rendezvous`), OMP_NUM_THREADS=1 (unless set) and
+    `variables` in its environment; its output goes to the rank's log. `payload["device"]` is "cuda"
+    where the function computes there (`rank.settle`). Where the target's module has a function
+    `before_fork`, it is called with the payload once, before the ranks are forked, to import what
+    they need; it starts no thread and touches no device. `on_poll` is called about every 50 ms.
 
     Raises:
         RankFailedError: a rank ended with an error or the time ran out; the others are ended first.
@@ -61,21 +78,42 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
     log_dir.mkdir(parents=True, exist_ok=True)
     for rank in range(world_size):
         rank_log(log_dir, rank).write_bytes(b"")
-    environment = os.environ | {
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK,
-        "PYTHONUNBUFFERED": "1",
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to count devices by the CUDA runtime spoils it for forked processes
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
-    } | dict(variables or {})
+    environment = (
+        os.environ
+        | {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": LOOPBACK,
+            "PYTHONUNBUFFERED": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": (
+                "1"
+            ),  # to count devices by the CUDA runtime spoils it for forked processes
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
+        }
+        | dict(variables or {})
+    )
     with tempfile.TemporaryFile("w+") as given, (log_dir / "starter.log").open("wb") as log:
         json.dump(payload, given)
         given.seek(0)
         told, tell = os.pipe()
         starter = subprocess.Popen(
-            [sys.executable, "-m", "disttrain_cli.runtime.launching.launch", target, str(os.getpid()), str(log_dir),
-             str(tell)],
-            env=environment, stdin=given, stdout=log, stderr=log, start_new_session=True, pass_fds=[tell])
+            [
+                sys.executable,
+                "-m",
+                "disttrain_cli.runtime.launching.launch",
+                target,
+                str(os.getpid()),
+                str(log_dir),
+                str(tell),
+            ],
+            env=environment,
+            stdin=given,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[tell],
+        )
         os.close(tell)
         with os.fdopen(told, "rb", buffering=0) as ends:
             try:
@@ -84,8 +122,14 @@ def launch(world_size: int, target: str, payload: dict[str, Any], log_dir: Path,
                 _end(starter)
 
 
-def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, log_dir: Path, timeout_s: float | None,
-          on_poll: Callable[[], None] | None) -> None:
+def _wait(
+    starter: subprocess.Popen[bytes],
+    ends: io.FileIO,
+    world_size: int,
+    log_dir: Path,
+    timeout_s: float | None,
+    on_poll: Callable[[], None] | None,
+) -> None:
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     os.set_blocking(ends.fileno(), False)
     told = b""
@@ -95,7 +139,9 @@ def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, lo
         lines = [json.loads(line) for line in told.split(b"\n")[:-1]]
         codes = {line["rank"]: line["code"] for line in lines if "code" in line}
         if any(codes.values()):
-            raise _failure(codes, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir)
+            raise _failure(
+                codes, {line["rank"]: line["error"] for line in lines if "error" in line}, log_dir
+            )
         if on_poll:
             on_poll()
         if len(codes) == world_size:
@@ -103,46 +149,76 @@ def _wait(starter: subprocess.Popen[bytes], ends: io.FileIO, world_size: int, lo
         if starter_gone:
             log, code = log_dir / "starter.log", starter.returncode
             if code < 0:
-                raise RankLostError(f"The process that starts the ranks {_ending(code)}",
-                                    f"{_memory(code)}log: {log}", _read(log))
-            raise RankFailedError("The process that starts the ranks failed", f"{_last_line(log)}\nlog: {log}",
-                                  _read(log))
+                raise RankLostError(
+                    f"The process that starts the ranks {_ending(code)}",
+                    f"{_memory(code)}log: {log}",
+                    _read(log),
+                )
+            raise RankFailedError(
+                "The process that starts the ranks failed",
+                f"{_last_line(log)}\nlog: {log}",
+                _read(log),
+            )
         if deadline is not None and time.monotonic() > deadline:
             waiting = [rank for rank in range(world_size) if rank not in codes]
-            raise RankLostError(f"Rank {waiting[0]} did not finish in time",
-                                f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}",
-                                _read(rank_log(log_dir, waiting[0])))
+            raise RankLostError(
+                f"Rank {waiting[0]} did not finish in time",
+                f"still running: {waiting}; log: {rank_log(log_dir, waiting[0])}",
+                _read(rank_log(log_dir, waiting[0])),
+            )
         time.sleep(POLL_S)
 
 
 def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path) -> RankFailedError:
-    """Describe the rank that failed by itself, not because a peer went away; it is lost where it did not say why.
+    """Describe the rank that failed by itself, not because a peer went away; it is lost where it
+    did not say why.
 
     Args:
         codes: exit codes of the ranks that have ended, in this order; not all are 0.
         errors: what ranks said, in this order: what, why, next step; they may not have ended yet.
     """
-    def alone(ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)]
 
-    failed, early = [rank for rank in codes if codes[rank]], [rank for rank in codes if not codes[rank]]
+    def alone(ranks: Iterable[int]) -> list[int]:
+        return [
+            rank
+            for rank in ranks
+            if not any(sign in _tail(rank_log(log_dir, rank)) for sign in LOST_PEER)
+        ]
+
+    failed, early = (
+        [rank for rank in codes if codes[rank]],
+        [rank for rank in codes if not codes[rank]],
+    )
     killed = [rank for rank, code in codes.items() if code < 0 and rank not in errors]
-    first = [rank for rank in killed if codes[rank] != -signal.SIGABRT]  # NCCL aborts a rank that has lost a peer
+    first = [
+        rank for rank in killed if codes[rank] != -signal.SIGABRT
+    ]  # NCCL aborts a rank that has lost a peer
     cause = [*first, *alone(errors), *killed, *alone(failed), *early, *failed][0]
     log, code = rank_log(log_dir, cause), codes.get(cause, RankFailedError.exit_code)
     what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]
     if code == RankFailedError.exit_code and cause in errors:
-        return RankFailedError(f"Rank {cause} stopped: {what}", f"{why}\nlog: {log}".strip(), next_step or _read(log))
-    return RankLostError(f"Rank {cause} {_ending(code)}", f"{what}\n{_memory(code)}log: {log}".strip(), _read(log))
+        return RankFailedError(
+            f"Rank {cause} stopped: {what}", f"{why}\nlog: {log}".strip(), next_step or _read(log)
+        )
+    return RankLostError(
+        f"Rank {cause} {_ending(code)}", f"{what}\n{_memory(code)}log: {log}".strip(), _read(log)
+    )
 
 
 def _ending(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
 
 
 def _memory(code: int) -> str:
-    return "Where nobody else did, the kernel did, for want of memory: dmesg -T | tail\n" \
-        if -code == signal.SIGKILL else ""
+    return (
+        "Where nobody else did, the kernel did, for want of memory: dmesg -T | tail\n"
+        if -code == signal.SIGKILL
+        else ""
+    )
 
 
 def _read(log: Path) -> str:
@@ -161,7 +237,8 @@ def _last_line(path: Path) -> str:
 
 
 def _end(starter: subprocess.Popen[bytes]) -> None:
-    """End the starter and every rank, which share its process group; asking would make them finish their step."""
+    """End the starter and every rank, which share its process group; asking would make them finish
+    their step."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(starter.pid, signal.SIGKILL)
     deadline = time.monotonic() + GRACE_S
@@ -185,7 +262,8 @@ def _loopback_interface() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE, the payload as input. Tells how each rank ends."""
+    """Entry of the starter: TARGET LAUNCHER LOG_DIR PIPE, the payload as input. Tells how each rank
+    ends."""
     target, launcher, log_dir, tell = arguments
     _end_with(int(launcher))
     payload = json.load(sys.stdin)
@@ -201,7 +279,13 @@ def main(arguments: list[str]) -> None:
         if pid == 0:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             _end_with(starter)
-            live(rank, function, payload, rank_log(Path(log_dir), rank), partial(_tell, int(tell), rank))
+            live(
+                rank,
+                function,
+                payload,
+                rank_log(Path(log_dir), rank),
+                partial(_tell, int(tell), rank),
+            )
         ranks[pid] = rank
     listener.close()
     while ranks:
@@ -211,7 +295,8 @@ def main(arguments: list[str]) -> None:
 
 
 def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
-    """Write a rank's error in one piece, between what others write: as much of it as a pipe takes so."""
+    """Write a rank's error in one piece, between what others write: as much of it as a pipe takes
+    so."""
     limit = select.PIPE_BUF
     while True:
         words = [text[:limit] for text in (error.what, error.why, error.next_step)]
@@ -223,7 +308,8 @@ def _tell(pipe: int, rank: int, error: DisttrainError) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when the one that started it is gone, however it went; on Linux also if it is stopped itself.
+    """End this process when the one that started it is gone, however it went; on Linux also if it
+    is stopped itself.
 
     It may be gone already, and then tells nobody.
     """

@@ -1,7 +1,7 @@
 """Before ranks train they compare what they were given.
 
-Ranks of several hosts may have other programs, files or data: found here, it is a sentence; found later, it is a hang
-or a wrong result.
+Ranks of several hosts may have other programs, files or data: found here, it is a sentence; found
+later, it is a hang or a wrong result.
 """
 
 from __future__ import annotations
@@ -39,11 +39,21 @@ class Guest:
     host: str = field(default_factory=socket.gethostname)
 
 
-def meet(store: dist.Store, rank: int, world_size: int, own: Guest, decide: Callable[[list[Guest]], dict[str, Any]],
-         limit_s: float, *, hosts: Sequence[str] = (), say: Callable[[str], None] = print) -> dict[str, Any]:
+def meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    own: Guest,
+    decide: Callable[[list[Guest]], dict[str, Any]],
+    limit_s: float,
+    *,
+    hosts: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
     """Wait for all ranks, compare their facts, and return what rank 0 decides for all of them.
 
-    A rank makes a few operations on the store and rank 0 a few per rank. What rank 0 raises is raised on every rank.
+    A rank makes a few operations on the store and rank 0 a few per rank. What rank 0 raises is
+    raised on every rank.
 
     Args:
         decide: called by rank 0 with what the ranks said, in their order.
@@ -57,7 +67,9 @@ def meet(store: dist.Store, rank: int, world_size: int, own: Guest, decide: Call
     """
     arrive(store, "meet", rank, world_size, json.dumps(asdict(own)))
     if rank == 0:
-        store.set("meet/verdict", json.dumps(_verdict(store, world_size, decide, limit_s, hosts, say)))
+        store.set(
+            "meet/verdict", json.dumps(_verdict(store, world_size, decide, limit_s, hosts, say))
+        )
     wait_for_the_first(store, "meet/verdict", limit_s)
     verdict = json.loads(store.get("meet/verdict"))
     if "error" in verdict:
@@ -67,41 +79,70 @@ def meet(store: dist.Store, rank: int, world_size: int, own: Guest, decide: Call
     return dict(verdict["told"])
 
 
-def _verdict(store: dist.Store, world_size: int, decide: Callable[[list[Guest]], dict[str, Any]], limit_s: float,
-             hosts: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+def _verdict(
+    store: dist.Store,
+    world_size: int,
+    decide: Callable[[list[Guest]], dict[str, Any]],
+    limit_s: float,
+    hosts: Sequence[str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
     """What rank 0 tells all ranks: what it decides, or what is wrong."""
     try:
-        wait_for_all(store, "meet", world_size, limit_s, lambda missing: _not_joined(
-            store, missing, world_size, limit_s, hosts), hosts=hosts, say=say)
+        wait_for_all(
+            store,
+            "meet",
+            world_size,
+            limit_s,
+            lambda missing: _not_joined(store, missing, world_size, limit_s, hosts),
+            hosts=hosts,
+            say=say,
+        )
         said = store.multi_get([f"meet/{rank}" for rank in range(world_size)])
         guests = [Guest(**json.loads(one)) for one in said]
         _compare(guests)
         return {"told": decide(guests)}
     except DisttrainError as error:
-        return {"unequal": isinstance(error, MismatchError), "error": [error.what, error.why, error.next_step]}
+        return {
+            "unequal": isinstance(error, MismatchError),
+            "error": [error.what, error.why, error.next_step],
+        }
 
 
 def check_name(host: str) -> None:
-    """DisttrainError where this host cannot know the first one by its name; torch would try for minutes."""
+    """DisttrainError where this host cannot know the first one by its name; torch would try for
+    minutes."""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
         if error.errno == socket.EAI_NONAME:  # others may pass
-            raise DisttrainError(f"{socket.gethostname()} does not know the first host by the name {host}",
-                                 f"{error.strerror} (MASTER_ADDR)", "Name hosts as all of them know each other "
-                                 "(cluster.hostfile), or by their addresses.") from None
+            raise DisttrainError(
+                f"{socket.gethostname()} does not know the first host by the name {host}",
+                f"{error.strerror} (MASTER_ADDR)",
+                "Name hosts as all of them know each other "
+                "(cluster.hostfile), or by their addresses.",
+            ) from None
 
 
 def arrive(store: dist.Store, place: str, number: int, count: int, word: str = "") -> None:
-    """Say that one of `count` ranks or hosts has reached a place of the program, and leave a word."""
+    """Say that one of `count` ranks or hosts has reached a place of the program, and leave a
+    word."""
     store.set(f"{place}/{number}", word)
     if store.add(f"{place}/joined", 1) == count:
         store.set(f"{place}/complete", "")
 
 
-def wait_for_all(store: dist.Store, place: str, count: int, limit_s: float,
-                 late: Callable[[list[int]], DisttrainError], *, kind: str = "ranks", hosts: Sequence[str] = (),
-                 say: Callable[[str], None] = print) -> None:
+def wait_for_all(
+    store: dist.Store,
+    place: str,
+    count: int,
+    limit_s: float,
+    late: Callable[[list[int]], DisttrainError],
+    *,
+    kind: str = "ranks",
+    hosts: Sequence[str] = (),
+    say: Callable[[str], None] = print,
+) -> None:
     """Wait until all have reached a place; raises `late` of those that are missing after `limit_s`.
 
     Args:
@@ -129,16 +170,24 @@ def wait_for_the_first(store: dist.Store, key: str, limit_s: float) -> None:
     try:
         store.wait([key], timedelta(seconds=limit_s + ANSWER_S))
     except dist.DistError:
-        raise DisttrainError("Rank 0 does not answer", f"waited {limit_s + ANSWER_S:g} s", "See its log.") from None
+        raise DisttrainError(
+            "Rank 0 does not answer", f"waited {limit_s + ANSWER_S:g} s", "See its log."
+        ) from None
 
 
-def _not_joined(store: dist.Store, missing: Sequence[int], world_size: int, limit_s: float,
-                hosts: Sequence[str]) -> DisttrainError:
-    known = {json.loads(store.get(f"meet/{rank}"))["host"] for rank in {*range(world_size)} - {*missing}}
+def _not_joined(
+    store: dist.Store, missing: Sequence[int], world_size: int, limit_s: float, hosts: Sequence[str]
+) -> DisttrainError:
+    known = {
+        json.loads(store.get(f"meet/{rank}"))["host"] for rank in {*range(world_size)} - {*missing}
+    }
     return DisttrainError(
-        f"{len(missing)} of {world_size} ranks did not join within {limit_s:g} s: {named(missing, hosts)}",
-        f"hosts that joined: {', '.join(sorted(known)[:MOST_HOSTS])}{', …' * (len(known) > MOST_HOSTS)}",
-        "Start the ranks of every host, and look at the logs of the missing.")
+        f"{len(missing)} of {world_size} ranks did not join within {limit_s:g} s:"
+        f" {named(missing, hosts)}",
+        "hosts that joined:"
+        f" {', '.join(sorted(known)[:MOST_HOSTS])}{', …' * (len(known) > MOST_HOSTS)}",
+        "Start the ranks of every host, and look at the logs of the missing.",
+    )
 
 
 def wait_until_built(store: dist.Store, graph: StageGraph, rank: int, limit_s: float) -> None:
@@ -147,13 +196,19 @@ def wait_until_built(store: dist.Store, graph: StageGraph, rank: int, limit_s: f
     Raises:
         DisttrainError: some have not within the limit; rank 0 names them.
     """
+
     def late(missing: list[int]) -> DisttrainError:
-        stages = dict.fromkeys(f"unit {stage.unit.name}, stage {stage.index}" for stage in graph.stages
-                               if {*stage.ranks} & {*missing})
+        stages = dict.fromkeys(
+            f"unit {stage.unit.name}, stage {stage.index}"
+            for stage in graph.stages
+            if {*stage.ranks} & {*missing}
+        )
         return DisttrainError(
-            f"{len(missing)} of {graph.world_size} ranks have not built their stages, {limit_s:g} s after rank 0: "
-            f"{named(missing, ())}", "\n".join([*stages][:MOST_NAMED]),
-            "See their logs; where large weights take so long to read, raise train.timeout_s.")
+            f"{len(missing)} of {graph.world_size} ranks have not built their stages, {limit_s:g} s"
+            f" after rank 0: {named(missing, ())}",
+            "\n".join([*stages][:MOST_NAMED]),
+            "See their logs; where large weights take so long to read, raise train.timeout_s.",
+        )
 
     arrive(store, "built", rank, graph.world_size)
     if rank == 0:
@@ -163,7 +218,8 @@ def wait_until_built(store: dist.Store, graph: StageGraph, rank: int, limit_s: f
 
 
 def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Ranks in words, those that follow each other on a host together: "8-15 (worker-2), 20 (worker-3)"."""
+    """Ranks in words, those that follow each other on a host together: "8-15 (worker-2), 20
+    (worker-3)"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1 and (not hosts or hosts[rank] == hosts[runs[-1][0]]):
@@ -177,14 +233,24 @@ def named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _compare(guests: Sequence[Guest]) -> None:
-    """MismatchError where a fact differs between ranks; the hosts with another value than most are named."""
+    """MismatchError where a fact differs between ranks; the hosts with another value than most are
+    named."""
     lines = []
     for name in sorted({name for one in guests for name in one.facts}):
         values = Counter(one.facts.get(name, "none") for one in guests)
         usual = values.most_common(1)[0][0]
-        others = {one.host: one.facts.get(name, "none") for one in guests if one.facts.get(name, "none") != usual}
-        lines += [f"{name}: {value} on {host}, {usual} on most others" for host, value in sorted(others.items())]
+        others = {
+            one.host: one.facts.get(name, "none")
+            for one in guests
+            if one.facts.get(name, "none") != usual
+        }
+        lines += [
+            f"{name}: {value} on {host}, {usual} on most others"
+            for host, value in sorted(others.items())
+        ]
     if lines:
         raise MismatchError(
-            "The hosts of this job are not equal", "\n".join(lines[:MOST_NAMED] + ["…"] * (len(lines) > MOST_NAMED)),
-            "Give every host the same program, run file, plan, profile and data.")
+            "The hosts of this job are not equal",
+            "\n".join(lines[:MOST_NAMED] + ["…"] * (len(lines) > MOST_NAMED)),
+            "Give every host the same program, run file, plan, profile and data.",
+        )

@@ -27,21 +27,32 @@ ABORT_S = 5.0
 LATE_S = 5.0  # beyond a limit, for what knows the limit itself and fails with a better reason
 #: What helps where ranks have met and cannot connect.
 REMEDIES = {
-    "nccl": "Name the network interface in cluster.interface; look for firewalls between the hosts; NCCL_DEBUG=INFO "
-            "says in the logs what it tries.",
-    "gloo": "Name the network interface in cluster.interface; look for firewalls between the hosts.",
+    "nccl": (
+        "Name the network interface in cluster.interface; look for firewalls between the hosts;"
+        " NCCL_DEBUG=INFO says in the logs what it tries."
+    ),
+    "gloo": (
+        "Name the network interface in cluster.interface; look for firewalls between the hosts."
+    ),
 }
 
 
 @contextmanager
-def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | None = None,
-           backend: Backend = "gloo") -> Iterator[torch.device]:
-    """Join the process group that the environment describes; leave it at the end, after a failure by `abort_groups`.
+def joined(
+    device: torch.device | str,
+    timeout_s: float,
+    *,
+    store: dist.Store | None = None,
+    backend: Backend = "gloo",
+) -> Iterator[torch.device]:
+    """Join the process group that the environment describes; leave it at the end, after a failure
+    by `abort_groups`.
 
-    `store`: where the ranks have met already, which they must have before NCCL: making its communicator knows no time
-    limit. That of the world is made here. No device is bound to the group, or torch would split every later one from
-    the world's communicator: one after the other, and each by all ranks (docs/deepspeed.md). On a CPU nothing is
-    compiled: DeepSpeed's shared-memory operation is declared incompatible first.
+    `store`: where the ranks have met already, which they must have before NCCL: making its
+    communicator knows no time limit. That of the world is made here. No device is bound to the
+    group, or torch would split every later one from the world's communicator: one after the other,
+    and each by all ranks (docs/deepspeed.md). On a CPU nothing is compiled: DeepSpeed's
+    shared-memory operation is declared incompatible first.
 
     Raises:
         DisttrainError: the rendezvous fails.
@@ -62,10 +73,17 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
     timeout = timedelta(seconds=timeout_s)
     store = store or rendezvous(timeout)
     with within(timeout_s + LATE_S, lambda: _not_connected(backend, timeout_s)):
-        dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]),
-                                world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timeout,
+        )
         if backend == "nccl":
-            warnings.filterwarnings("ignore", "barrier.*: using the device under current context")  # as meant
+            warnings.filterwarnings(
+                "ignore", "barrier.*: using the device under current context"
+            )  # as meant
             dist.barrier(device_ids=[device.index])
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
@@ -77,8 +95,11 @@ def joined(device: torch.device | str, timeout_s: float, *, store: dist.Store | 
 
 
 def _not_connected(backend: str, limit_s: float) -> DisttrainError:
-    return DisttrainError(f"{backend} did not connect all {os.environ['WORLD_SIZE']} ranks within {limit_s:g} s",
-                          f"all of them have met; host {socket.gethostname()}", REMEDIES[backend])
+    return DisttrainError(
+        f"{backend} did not connect all {os.environ['WORLD_SIZE']} ranks within {limit_s:g} s",
+        f"all of them have met; host {socket.gethostname()}",
+        REMEDIES[backend],
+    )
 
 
 #: Groups that were aborted. They stay: to delete one waits for what it has under way.
@@ -86,9 +107,12 @@ _aborted: list[Any] = []
 
 
 def abort_groups() -> None:
-    """Leave all process groups without waiting for their other ranks, which may wait for this one."""
+    """Leave all process groups without waiting for their other ranks, which may wait for this
+    one."""
     _aborted.extend(distributed_c10d._world.pg_map)
-    thread = threading.Thread(target=distributed_c10d._abort_process_group, name="abort", daemon=True)
+    thread = threading.Thread(
+        target=distributed_c10d._abort_process_group, name="abort", daemon=True
+    )
     thread.start()
     thread.join(ABORT_S)
 
@@ -96,8 +120,8 @@ def abort_groups() -> None:
 def import_muon() -> None:
     """Import DeepSpeed's Muon optimizer, which it asks every other one about, without compiling it.
 
-    Its functions are decorated to be compiled, and to decorate them takes torch's compiler: seconds of a core, on
-    every rank, for an optimizer that is not used here.
+    Its functions are decorated to be compiled, and to decorate them takes torch's compiler: seconds
+    of a core, on every rank, for an optimizer that is not used here.
     """
     from deepspeed.runtime import compiler
 
@@ -114,13 +138,16 @@ def import_muon() -> None:
 def rendezvous(timeout: timedelta) -> dist.Store:
     """The store through which the ranks find each other.
 
-    Of our own starter's ranks, rank 0 serves it on the socket that `launch` opened; torchrun's agent serves its own;
-    of srun's ranks, rank 0 serves it at MASTER_ADDR alone.
+    Of our own starter's ranks, rank 0 serves it on the socket that `launch` opened; torchrun's
+    agent serves its own; of srun's ranks, rank 0 serves it at MASTER_ADDR alone.
 
     Raises:
         DisttrainError: the port is in use, or nobody answers there.
     """
-    rank, where = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    rank, where = (
+        int(os.environ["RANK"]),
+        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+    )
     listener: int | None = None
     if LISTENER in os.environ:
         listener = int(os.environ[LISTENER])
@@ -128,7 +155,9 @@ def rendezvous(timeout: timedelta) -> dist.Store:
             os.close(listener)
     elif _agent_serves():
         store = _store(where, timeout, None)
-        return dist.PrefixStore(f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        return dist.PrefixStore(
+            f"/worker/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+        )
     elif rank == 0:
         listener = _listen(*where)
     return _store(where, timeout, None if rank else listener)
@@ -145,22 +174,41 @@ def _agent_serves() -> bool:
 
 def _store(where: tuple[str, int], timeout: timedelta, listener: int | None) -> dist.TCPStore:
     try:
-        return dist.TCPStore(*where, int(os.environ["WORLD_SIZE"]), is_master=listener is not None, timeout=timeout,
-                             wait_for_workers=False, master_listen_fd=listener)
+        return dist.TCPStore(
+            *where,
+            int(os.environ["WORLD_SIZE"]),
+            is_master=listener is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
     except dist.DistError as error:
         raise DisttrainError(
-            f"No rank 0 answers at {where[0]}:{where[1]}", str(error).splitlines()[0],
-            f"Start its host too, and check that {socket.gethostname()} reaches this address and port; "
-            "cluster.port names another one.") from None
+            f"No rank 0 answers at {where[0]}:{where[1]}",
+            str(error).splitlines()[0],
+            f"Start its host too, and check that {socket.gethostname()} reaches this address and"
+            " port; cluster.port names another one.",
+        ) from None
 
 
 def _listen(host: str, port: int) -> int:
     """A socket that listens there and nowhere else."""
     try:
-        return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0]).detach()
+        return socket.create_server(
+            (host, port), family=socket.getaddrinfo(host, port)[0][0]
+        ).detach()
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         raise DisttrainError(
-            f"Port {port} of {host} is in use" if in_use else f"Rank 0 cannot listen on {host}:{port}", str(error),
-            "Set another cluster.port in the run file, or end what uses it." if in_use else
-            "MASTER_ADDR must be an address of the first host.") from None
+            (
+                f"Port {port} of {host} is in use"
+                if in_use
+                else f"Rank 0 cannot listen on {host}:{port}"
+            ),
+            str(error),
+            (
+                "Set another cluster.port in the run file, or end what uses it."
+                if in_use
+                else "MASTER_ADDR must be an address of the first host."
+            ),
+        ) from None

@@ -1,8 +1,9 @@
-"""The life of one rank's process, whoever starts it: our own starter (`launch`), torchrun, or Slurm's srun.
+"""The life of one rank's process, whoever starts it: our own starter (`launch`), torchrun, or
+Slurm's srun.
 
-As a program, `python -m disttrain_cli.runtime.launching.rank JOB.json`, it finds its place in RANK, LOCAL_RANK,
-WORLD_SIZE and MASTER_* (torchrun) or SLURM_* (srun). The job file holds what `launch` is given: target, payload, log
-folder, ranks.
+As a program, `python -m disttrain_cli.runtime.launching.rank JOB.json`, it finds its place in RANK,
+LOCAL_RANK, WORLD_SIZE and MASTER_* (torchrun) or SLURM_* (srun). The job file holds what `launch`
+is given: target, payload, log folder, ranks.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def read_job_file(path: Path) -> JobFile:
 def settle(kind: str) -> None:
     """Tell DeepSpeed and torch, before they are imported, what a rank computes on: "cuda" or "cpu".
 
-    DeepSpeed would look for devices while it is imported. Without NVML that takes the CUDA runtime, which spoils CUDA
-    for processes that are forked afterwards; and devices that are there it takes, even if the run is on the CPU.
-    torch's allocator is told that sizes change from slot to slot, unless the user tells it anything.
+    DeepSpeed would look for devices while it is imported. Without NVML that takes the CUDA runtime,
+    which spoils CUDA for processes that are forked afterwards; and devices that are there it takes,
+    even if the run is on the CPU. torch's allocator is told that sizes change from slot to slot,
+    unless the user tells it anything.
     """
     os.environ.setdefault("DS_ACCELERATOR", kind)
     if kind == "cuda" and not any(name in os.environ for name in ALLOCATOR):
@@ -62,8 +64,13 @@ def resolve(target: str) -> tuple[Any, Target]:
     return module, getattr(module, name)
 
 
-def live(rank: int, function: Target, payload: dict[str, Any], log: Path,
-         tell: Callable[[DisttrainError], None] = lambda error: None) -> NoReturn:
+def live(
+    rank: int,
+    function: Target,
+    payload: dict[str, Any],
+    log: Path,
+    tell: Callable[[DisttrainError], None] = lambda error: None,
+) -> NoReturn:
     """Run the function with its output in the log, and end the process.
 
     `tell`, where there is a launcher, takes what went wrong: a log on a full disk may not.
@@ -86,18 +93,24 @@ def place_in_job(job: JobFile) -> int:
     """This process's rank; the environment says the same under torchrun's names whoever started it.
 
     Raises:
-        SpecError: it was not started by torchrun or srun, or with another number of ranks than the plan has.
+        SpecError: it was not started by torchrun or srun, or with another number of ranks than the
+        plan has.
     """
     for name, slurm in PLACES.items():
         if name not in os.environ and slurm in os.environ:
             os.environ[name] = os.environ[slurm]
     missing = [name for name in (*PLACES, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        raise SpecError(f"{', '.join(missing)} not set in a rank's environment", "torchrun and srun set them",
-                        "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm")
+        raise SpecError(
+            f"{', '.join(missing)} not set in a rank's environment",
+            "torchrun and srun set them",
+            "Start the ranks with the scripts of: disttrain train --emit torchrun|slurm",
+        )
     if int(os.environ["WORLD_SIZE"]) != job.ranks:
-        raise SpecError(f"{os.environ['WORLD_SIZE']} ranks were started for a plan of {job.ranks}",
-                        next_step="Write the scripts again: disttrain train --emit torchrun|slurm")
+        raise SpecError(
+            f"{os.environ['WORLD_SIZE']} ranks were started for a plan of {job.ranks}",
+            next_step="Write the scripts again: disttrain train --emit torchrun|slurm",
+        )
     return int(os.environ["RANK"])
 
 

@@ -1,4 +1,5 @@
-"""Starts of a run: one at a time in a folder, each with a name of its own, following what rank 0 reports."""
+"""Starts of a run: one at a time in a folder, each with a name of its own, following what rank 0
+reports."""
 
 from __future__ import annotations
 
@@ -26,10 +27,21 @@ from disttrain_cli.spec.trace import Job, Rehearsed
 from disttrain_cli.spec.whole import write_whole
 
 
-def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: dict[str, Any], *, steps: int,
-              resume: bool, on_step: Callable[[dict[str, Any]], None] | None, progress: Progress,
-              watch: Callable[[], None] = lambda: None) -> Reports:
-    """Start the processes of a job and follow them to the end; the job and the payload get the start's name.
+def run_ranks(
+    folder: RunDir,
+    job: Job,
+    target: str,
+    processes: int,
+    payload: dict[str, Any],
+    *,
+    steps: int,
+    resume: bool,
+    on_step: Callable[[dict[str, Any]], None] | None,
+    progress: Progress,
+    watch: Callable[[], None] = lambda: None,
+) -> Reports:
+    """Start the processes of a job and follow them to the end; the job and the payload get the
+    start's name.
 
     A fresh start moves what an earlier one left to `earlier/`. `watch` is called about every 50 ms.
 
@@ -47,14 +59,26 @@ def run_ranks(folder: RunDir, job: Job, target: str, processes: int, payload: di
         reader.poll()
         watch()
 
-    launching.launch(processes, target, payload | {"name": name, "steps": steps, "resume": resume, "logs":
-                                                   str(folder.logs), "steps_file": str(reports)}, folder.logs,
-                     on_poll=poll)
+    launching.launch(
+        processes,
+        target,
+        payload
+        | {
+            "name": name,
+            "steps": steps,
+            "resume": resume,
+            "logs": str(folder.logs),
+            "steps_file": str(reports),
+        },
+        folder.logs,
+        on_poll=poll,
+    )
     return reader
 
 
 def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list[str]]:
-    """Prepare the run's folder for a start; returns its name, the file for its reports, and what the user should know.
+    """Prepare the run's folder for a start; returns its name, the file for its reports, and what
+    the user should know.
 
     Raises:
         SpecError: a folder of the run cannot be written.
@@ -67,7 +91,10 @@ def begin_start(folder: RunDir, job: Job, resume: bool) -> tuple[str, Path, list
         left.unlink(missing_ok=True)
     name = next_start(folder)
     try:
-        write_whole(folder.traces / "job.json", job.model_copy(update={"run": name}).model_dump_json(indent=1))
+        write_whole(
+            folder.traces / "job.json",
+            job.model_copy(update={"run": name}).model_dump_json(indent=1),
+        )
     except SpecError as error:  # a full disk
         notes.append(f"warning: {error.what}: {error.why}; training goes on")
     reports = folder.logs / f"{name}-steps.jsonl"
@@ -86,24 +113,37 @@ def _check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         link = f"it is a link to {there.readlink()}: " if there.is_symlink() else ""
-        raise SpecError(f"Cannot write into {there}", f"{link}{error.strerror}",
-                        "Make it a folder that you can write, or a link to one; then run the command again.") from None
+        raise SpecError(
+            f"Cannot write into {there}",
+            f"{link}{error.strerror}",
+            "Make it a folder that you can write, or a link to one; then run the command again.",
+        ) from None
 
 
 def check_fresh(folder: RunDir) -> None:
-    """SpecError where a start at step 0 would leave checkpoints behind that nobody said are not wanted."""
+    """SpecError where a start at step 0 would leave checkpoints behind that nobody said are not
+    wanted."""
     newest = latest(folder.checkpoints)
     if newest is not None:
-        raise SpecError(f"There are checkpoints of an earlier training in {folder.checkpoints}",
-                        f"the newest is {newest.name}",
-                        "Go on from it: disttrain train --resume. Or start at step 0 and move what is there to "
-                        "earlier/: disttrain train --restart")
+        raise SpecError(
+            f"There are checkpoints of an earlier training in {folder.checkpoints}",
+            f"the newest is {newest.name}",
+            "Go on from it: disttrain train --resume. Or start at step 0 and move what is there to "
+            "earlier/: disttrain train --restart",
+        )
 
 
 def job_of(run: Run, plan: Plan, profile: Profile, rehearsed: Rehearsed | None = None) -> Job:
     """What the analysis must know of a job."""
-    return Job(run="", strategy=plan.plan.strategy, layout=plan.plan, predicted=plan.predicted, profile=profile,
-               gpus_per_node=run.file.cluster.gpus_per_node, rehearsed=rehearsed)
+    return Job(
+        run="",
+        strategy=plan.plan.strategy,
+        layout=plan.plan,
+        predicted=plan.predicted,
+        profile=profile,
+        gpus_per_node=run.file.cluster.gpus_per_node,
+        rehearsed=rehearsed,
+    )
 
 
 def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> int:
@@ -115,44 +155,65 @@ def step_to_resume(run: Run, profile: Profile, folder: RunDir, total: int) -> in
     """
     newest = latest(folder.checkpoints)
     if newest is None:
-        earlier = sorted({path.parent for where in ("earlier/*/checkpoints/step-*", "checkpoints/earlier/*/step-*")
-                          for path in folder.root.glob(where)})
-        raise SpecError(f"There is no checkpoint to resume from in {folder.checkpoints}",
-                        f"an earlier start left some: {earlier[-1]}" if earlier else "",
-                        f"Move the folders in {earlier[-1]} there, or start without --resume." if earlier
-                        else "Start without --resume.")
+        earlier = sorted(
+            {
+                path.parent
+                for where in ("earlier/*/checkpoints/step-*", "checkpoints/earlier/*/step-*")
+                for path in folder.root.glob(where)
+            }
+        )
+        raise SpecError(
+            f"There is no checkpoint to resume from in {folder.checkpoints}",
+            f"an earlier start left some: {earlier[-1]}" if earlier else "",
+            f"Move the folders in {earlier[-1]} there, or start without --resume."
+            if earlier
+            else "Start without --resume.",
+        )
     step = check_belongs(newest, made_from(run.file, profile.fingerprints.data))
     if step >= total:
-        raise SpecError(f"The newest checkpoint is of step {step}, and the run ends at step {total}",
-                        next_step="Raise train.steps in the run file, then: disttrain train --resume")
+        raise SpecError(
+            f"The newest checkpoint is of step {step}, and the run ends at step {total}",
+            next_step="Raise train.steps in the run file, then: disttrain train --resume",
+        )
     return step
 
 
 def next_start(root: RunDir) -> str:
     """A name that no start before this one had, also one that ended before it wrote a trace."""
-    names = [path.name for path in (*root.logs.glob("start-*"), *root.traces.glob("*/segment-start-*"))]
+    names = [
+        path.name for path in (*root.logs.glob("start-*"), *root.traces.glob("*/segment-start-*"))
+    ]
     numbers = [int(number) for name in names for number in re.findall(r"start-(\d+)", name)]
     return f"start-{max(numbers, default=-1) + 1:03d}"
 
 
 @contextmanager
 def alone(root: RunDir) -> Iterator[None]:
-    """Hold the run's folder, which one training at a time may write; the lock ends with the process."""
+    """Hold the run's folder, which one training at a time may write; the lock ends with the
+    process."""
     root.root.mkdir(parents=True, exist_ok=True)
     with (root.root / ".training").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DisttrainError(f"Another training of this run is under way in {root.root}",
-                                 next_step="Wait for it, or give this one another name in its run file.") from None
+            raise DisttrainError(
+                f"Another training of this run is under way in {root.root}",
+                next_step="Wait for it, or give this one another name in its run file.",
+            ) from None
         yield
 
 
 class Reports:
     """Follows the file to which rank 0 appends one line per step, and any rank a note."""
 
-    def __init__(self, name: str, path: Path, on_step: Callable[[dict[str, Any]], None] | None, progress: Progress,
-                 total: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        on_step: Callable[[dict[str, Any]], None] | None,
+        progress: Progress,
+        total: int,
+    ) -> None:
         self.name = name  # of the start
         self._file = path.open()
         self._on_step, self._progress, self._total = on_step, progress, total
@@ -181,15 +242,23 @@ class Reports:
 
 
 def move_aside(folder: RunDir) -> list[str]:
-    """Keep what an earlier start left, under `earlier/NNN/`; says what was moved there, if anything.
+    """Keep what an earlier start left, under `earlier/NNN/`; says what was moved there, if
+    anything.
 
-    A link or another disk stays where it is: what it holds of the run is moved to an `earlier/NNN/` inside it.
+    A link or another disk stays where it is: what it holds of the run is moved to an `earlier/NNN/`
+    inside it.
     """
-    left = [path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))]
+    left = [
+        path for path in (folder.traces, folder.checkpoints, folder.images) if any(_left_in(path))
+    ]
     if not left:
         return []
-    numbers = [int(path.name) for where in ("earlier/*", "*/earlier/*") for path in folder.root.glob(where)
-               if path.name.isdigit()]
+    numbers = [
+        int(path.name)
+        for where in ("earlier/*", "*/earlier/*")
+        for path in folder.root.glob(where)
+        if path.name.isdigit()
+    ]
     aside = folder.root / "earlier" / f"{max(numbers, default=-1) + 1:03d}"
     left += [folder.logs] if folder.logs.exists() else []
     places = dict.fromkeys(_set_aside(path, aside) for path in left)
@@ -197,7 +266,8 @@ def move_aside(folder: RunDir) -> list[str]:
 
 
 def _set_aside(path: Path, aside: Path) -> Path:
-    """Move a folder, or where it is a link or another disk what it holds; returns where it is now."""
+    """Move a folder, or where it is a link or another disk what it holds; returns where it is
+    now."""
     aside.mkdir(parents=True, exist_ok=True)
     if not path.is_symlink():
         try:
@@ -215,6 +285,17 @@ def _set_aside(path: Path, aside: Path) -> Path:
 
 def _left_in(path: Path) -> Iterator[Path]:
     """What starts leave in a folder of the run; there may be other things."""
-    for pattern in ("step-*", "rank-*", "start-*", "job.json", "kineto", "pulse", "sampling", "starter.log"):
+    for pattern in (
+        "step-*",
+        "rank-*",
+        "start-*",
+        "job.json",
+        "kineto",
+        "pulse",
+        "sampling",
+        "starter.log",
+    ):
         yield from path.glob(pattern)
-    yield from {segment.parent for segment in path.glob("*/segment-*") if not segment.parent.match("rank-*")}
+    yield from {
+        segment.parent for segment in path.glob("*/segment-*") if not segment.parent.match("rank-*")
+    }

@@ -1,8 +1,10 @@
-"""What one rank does without weights, data or other ranks: its instructions and messages are the real ones.
+"""What one rank does without weights, data or other ranks: its instructions and messages are the
+real ones.
 
-The engine's instruction loop, the process groups of its grid and its brokers run as in training, over torch's fake
-backend, which stands for NCCL. Tensors have shapes and no memory, and layers leave tensors of the rows that a slot
-gives them. What layers and DeepSpeed say to a TP group or to the replicas of a stage is one message each.
+The engine's instruction loop, the process groups of its grid and its brokers run as in training,
+over torch's fake backend, which stands for NCCL. Tensors have shapes and no memory, and layers
+leave tensors of the rows that a slot gives them. What layers and DeepSpeed say to a TP group or to
+the replicas of a stage is one message each.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 NOWHERE = torch.device("meta")
 
 
-def record_steps(run: Run, graph: StageGraph, order: StepOrder,
-                 ranks: Iterable[int] | None = None) -> Iterator[Record]:
-    """What ranks (all of them if not given) send, receive and join over NCCL: in the step of `order`, and then in an
-    evaluation of its slots.
+def record_steps(
+    run: Run, graph: StageGraph, order: StepOrder, ranks: Iterable[int] | None = None
+) -> Iterator[Record]:
+    """What ranks (all of them if not given) send, receive and join over NCCL: in the step of
+    `order`, and then in an evaluation of its slots.
     """
     table = layer_table(run)
     carrying = gradient_flow(table, run.file.model.trained).carrying
@@ -65,12 +68,20 @@ def alone(rank: int, world_size: int) -> Iterator[None]:
 class HollowRunner(StageRunner):
     """A stage whose layers leave empty tensors."""
 
-    def __init__(self, segments: list[Segment], place: RankCoords, order: Callable[[], StepOrder], grid: UnitGrid,
-                 links: tuple[Sequence[Broker], Sequence[Broker]]) -> None:
+    def __init__(
+        self,
+        segments: list[Segment],
+        place: RankCoords,
+        order: Callable[[], StepOrder],
+        grid: UnitGrid,
+        links: tuple[Sequence[Broker], Sequence[Broker]],
+    ) -> None:
         super().__init__(segments)
         self._place, self._order, self._grid, self._links = place, order, grid, links
 
-    def forward(self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any) -> dict[str, Tensor]:
+    def forward(
+        self, slot: int, state: dict[str, Tensor], batch: Batch, timed: Any
+    ) -> dict[str, Tensor]:
         self.in_flight[slot] = []
         return self._leave(slot, self._links[1])
 
@@ -80,11 +91,15 @@ class HollowRunner(StageRunner):
 
     def _leave(self, slot: int, links: Sequence[Broker]) -> dict[str, Tensor]:
         join(self._grid.tp and self._grid.tp.ranks)
-        return {spec.name: self._empty(slot, spec, link.dtype) for link in links for spec in link.sends}
+        return {
+            spec.name: self._empty(slot, spec, link.dtype) for link in links for spec in link.sends
+        }
 
     def _empty(self, slot: int, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
         unit, tp = self._place.unit, self._grid.tp
-        rows = local_rows(self._order().slots[slot], spec.item, spec.rows, unit.name, self._place.replica)
+        rows = local_rows(
+            self._order().slots[slot], spec.item, spec.rows, unit.name, self._place.replica
+        )
         if spec.split and tp is not None:
             mine = tp.own(rows)
             rows = mine.stop - mine.start
@@ -92,21 +107,41 @@ class HollowRunner(StageRunner):
 
 
 class HollowEngine(UnitEngine):
-    """The engine around a hollow stage; DeepSpeed's own constructor, which wants weights, is left out."""
+    """The engine around a hollow stage; DeepSpeed's own constructor, which wants weights, is left
+    out."""
 
-    def __init__(self, train: TrainSpec, table: list[LayerInfo], carrying: Sequence[frozenset[str]],
-                 graph: StageGraph, place: RankCoords) -> None:
+    def __init__(
+        self,
+        train: TrainSpec,
+        table: list[LayerInfo],
+        carrying: Sequence[frozenset[str]],
+        graph: StageGraph,
+        place: RankCoords,
+    ) -> None:
         nn.Module.__init__(self)
         self._starting, self.using_bf16_optimizer, self.optimizer = False, False, None
         self.place, self.tracer, self.train_spec = place, cast(Tracer, _Silence()), train
         self.device, self.skipped_in_a_row, self.updates = torch.device("cpu"), 0, {}
         self.loss_modules = {info.loss: info.module for info in table if info.loss is not None}
         grid, own = UnitGrid(graph, place), place.stage.layers
-        links = brokers(graph, place, table, message_dtype(train), NOWHERE, carrying.__getitem__, grid.tp, grid.ways)
+        links = brokers(
+            graph,
+            place,
+            table,
+            message_dtype(train),
+            NOWHERE,
+            carrying.__getitem__,
+            grid.tp,
+            grid.ways,
+        )
         self.upstream, self.downstream = map(together, links)
         self.module = StageModule([], grid, place)
-        segments = build_segments(cast(Sequence[PipelineLayer], table[own.start:own.stop]), own.start,
-                                  lambda cut: live_at(table, place.stage, cut), carrying.__getitem__)
+        segments = build_segments(
+            cast(Sequence[PipelineLayer], table[own.start : own.stop]),
+            own.start,
+            lambda cut: live_at(table, place.stage, cut),
+            carrying.__getitem__,
+        )
         self.runner = HollowRunner(segments, place, lambda: self.order, grid, links)
 
     def _sum_partial_gradients(self) -> None:
@@ -119,7 +154,9 @@ class HollowEngine(UnitEngine):
 
     def _update(self) -> None:
         super()._update()
-        if self.place.unit.dp > 1:  # ZeRO's replicas give each other the weights that each has changed
+        if (
+            self.place.unit.dp > 1
+        ):  # ZeRO's replicas give each other the weights that each has changed
             join(self.module.mpu().dp_proc_group)
 
     def _memory(self, operation: str, slot: int) -> Any:

@@ -1,11 +1,13 @@
-"""Whether recorded ranks would run to their end where messages pair by order alone, and every operation blocks.
+"""Whether recorded ranks would run to their end where messages pair by order alone, and every
+operation blocks.
 
-NCCL has no tags: on one communicator the n-th send from a rank to another meets the n-th receive there, a group of
-messages ends when all of them have met theirs, and what is grouped at one end only is undefined (NCCL user guide,
-"Group calls" and "Point-to-point communication"). A rank is taken to begin an operation only when the one before has
-ended, whatever the communicator. That is stricter than NCCL, whose communicators run side by side: if every rank
-gets to its end this way, the ranks' orders agree with one order of the whole, and no number of streams, however
-few of them a device runs at a time, can wait in a circle.
+NCCL has no tags: on one communicator the n-th send from a rank to another meets the n-th receive
+there, a group of messages ends when all of them have met theirs, and what is grouped at one end
+only is undefined (NCCL user guide, "Group calls" and "Point-to-point communication"). A rank is
+taken to begin an operation only when the one before has ended, whatever the communicator. That is
+stricter than NCCL, whose communicators run side by side: if every rank gets to its end this way,
+the ranks' orders agree with one order of the whole, and no number of streams, however few of them a
+device runs at a time, can wait in a circle.
 """
 
 from __future__ import annotations
@@ -36,26 +38,36 @@ def faults(records: Iterable[Record]) -> list[str]:
 
 
 def _strangers(records: Mapping[int, Record]) -> Iterator[str]:
-    """Communicators on whose members ranks do not agree, and operations with ranks that are not in them."""
+    """Communicators on whose members ranks do not agree, and operations with ranks that are not in
+    them."""
     known: dict[str, tuple[tuple[int, ...], int]] = {}
     for rank, record in records.items():
         for name, ranks in record.members.items():
             others, first = known.setdefault(name, (ranks, rank))
             if ranks != others:
-                yield f'Ranks {first} and {rank} disagree on who is in "{name}": {list(others)} and {list(ranks)}'
+                yield (
+                    f'Ranks {first} and {rank} disagree on who is in "{name}": {list(others)} and'
+                    f" {list(ranks)}"
+                )
             for missing in sorted(set(ranks) - set(records)):
                 yield f'Rank {missing}, which is in "{name}" with rank {rank}, has no record'
         for place, one in enumerate(record.operations):
             ranks = record.members.get(one.communicator, ())
-            if rank not in ranks or (one.is_message and (one.peer == rank or one.peer not in ranks)):
-                yield (f'Rank {rank} begins operation {place}, {one}, over "{one.communicator}", '
-                       f"which joins the ranks {list(ranks)}")
+            if rank not in ranks or (
+                one.is_message and (one.peer == rank or one.peer not in ranks)
+            ):
+                yield (
+                    f'Rank {rank} begins operation {place}, {one}, over "{one.communicator}", '
+                    f"which joins the ranks {list(ranks)}"
+                )
         for steps in _batches(record):
             first_name = steps[0][1].communicator
             for place, one in steps:
                 if one.communicator != first_name or (len(steps) > 1 and not one.is_message):
-                    yield (f'Rank {rank} groups operation {steps[0][0]}, {steps[0][1]} over "{first_name}", with '
-                           f'operation {place}, {one} over "{one.communicator}"')
+                    yield (
+                        f"Rank {rank} groups operation {steps[0][0]}, {steps[0][1]} over"
+                        f' "{first_name}", with operation {place}, {one} over "{one.communicator}"'
+                    )
 
 
 def _batches(record: Record) -> Iterator[list[Step]]:
@@ -80,27 +92,44 @@ def _unlike_messages(records: Mapping[int, Record]) -> Iterator[str]:
     """The first message of each line that does not meet its like."""
     for (name, sender, taker), (sends, receives) in _lines(records).items():
         for sent, taken in zip_longest(sends, receives):
-            if sent is None or taken is None or (sent[1].shape, sent[1].dtype) != (taken[1].shape, taken[1].dtype):
-                yield (f'Over "{name}", {_told(sender, sent, "send")} meets {_told(taker, taken, "receive")}')
+            if (
+                sent is None
+                or taken is None
+                or (sent[1].shape, sent[1].dtype) != (taken[1].shape, taken[1].dtype)
+            ):
+                yield (
+                    f'Over "{name}", {_told(sender, sent, "send")} meets'
+                    f" {_told(taker, taken, 'receive')}"
+                )
                 break
 
 
 def _unlike_batches(records: Mapping[int, Record]) -> Iterator[str]:
-    """The first message of each pair of ranks that is grouped at one end with another than at the other end."""
-    pairs: dict[tuple[str, int, int], tuple[dict[int, Step], dict[int, Step]]] = defaultdict(lambda: ({}, {}))
+    """The first message of each pair of ranks that is grouped at one end with another than at the
+    other end."""
+    pairs: dict[tuple[str, int, int], tuple[dict[int, Step], dict[int, Step]]] = defaultdict(
+        lambda: ({}, {})
+    )
     told = set()
     for (name, sender, taker), (sends, receives) in _lines(records).items():
         low, high = sorted((sender, taker))
         for sent, taken in zip(sends, receives, strict=False):
             ends = (sent, taken) if sender == low else (taken, sent)
             firsts = pairs[name, low, high]
-            partners = [firsts[side].setdefault(ends[side][1].batch, ends[1 - side]) for side in (0, 1)]
+            partners = [
+                firsts[side].setdefault(ends[side][1].batch, ends[1 - side]) for side in (0, 1)
+            ]
             for side in (0, 1):
-                if partners[side][1].batch != ends[1 - side][1].batch and (name, low, high) not in told:
+                if (
+                    partners[side][1].batch != ends[1 - side][1].batch
+                    and (name, low, high) not in told
+                ):
                     told.add((name, low, high))
                     grouping, parting = ((low, high), (high, low))[side]
-                    yield (f'Over "{name}", rank {grouping} groups what is apart on rank {parting}: '
-                           f"{_told(parting, partners[side])} and {_told(parting, ends[1 - side])}")
+                    yield (
+                        f'Over "{name}", rank {grouping} groups what is apart on rank {parting}: '
+                        f"{_told(parting, partners[side])} and {_told(parting, ends[1 - side])}"
+                    )
 
 
 def _unlike_collectives(records: Mapping[int, Record]) -> Iterator[str]:
@@ -124,7 +153,11 @@ def _alike(one: Operation) -> tuple[object, ...]:
 
 
 def _told(rank: int, step: Step | None, what: str = "collective") -> str:
-    return f"rank {rank} with no {what}" if step is None else f"operation {step[0]} of rank {rank}, {step[1]},"
+    return (
+        f"rank {rank} with no {what}"
+        if step is None
+        else f"operation {step[0]} of rank {rank}, {step[1]},"
+    )
 
 
 class _Rank:
@@ -164,8 +197,11 @@ def _deadlock(records: Mapping[int, Record]) -> str | None:
                 if len(gathered[one.communicator]) == len(members[one.communicator]):
                     met(gathered.pop(one.communicator))
                 continue
-            line = (one.communicator, rank.rank, one.peer) if one.kind == SEND else \
-                (one.communicator, one.peer, rank.rank)
+            line = (
+                (one.communicator, rank.rank, one.peer)
+                if one.kind == SEND
+                else (one.communicator, one.peer, rank.rank)
+            )
             others = posted[RECEIVE if one.kind == SEND else SEND, line]
             if others:
                 met([others.popleft(), own])
@@ -183,16 +219,27 @@ def _circle(waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]
         seen.append(rank)
         place, one = waiting[rank].waits[0]
         rank, own = _awaited(rank, one, waiting, members), rank
-        told.append(f'rank {own} in operation {place}, {one}, over "{one.communicator}", for rank {rank}')
+        told.append(
+            f'rank {own} in operation {place}, {one}, over "{one.communicator}", for rank {rank}'
+        )
     end = "which waits in turn" if rank in waiting else f"and rank {rank} has nothing left to do"
     first = seen.index(rank) if rank in seen else 0
     return f"Ranks wait for each other: {'; '.join(told[first:])}, {end}"
 
 
-def _awaited(rank: int, one: Operation, waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]) -> int:
+def _awaited(
+    rank: int, one: Operation, waiting: Mapping[int, _Rank], members: Mapping[str, tuple[int, ...]]
+) -> int:
     """The rank that an operation waits for: of a collective, the first that is elsewhere."""
     if one.is_message:
         return one.peer
-    elsewhere = [other for other in members[one.communicator] if other not in waiting or not any(
-        step[1].communicator == one.communicator and not step[1].is_message for step in waiting[other].waits)]
+    elsewhere = [
+        other
+        for other in members[one.communicator]
+        if other not in waiting
+        or not any(
+            step[1].communicator == one.communicator and not step[1].is_message
+            for step in waiting[other].waits
+        )
+    ]
     return elsewhere[0] if elsewhere else rank

@@ -19,9 +19,11 @@ ROOTED = {"broadcast_": 2, "reduce_": 3, "scatter_": 3, "gather_": 3}
 
 
 class Recorder(TorchDispatchMode):
-    """While active, notes every operation of torch.distributed that this rank begins, DeepSpeed's too.
+    """While active, notes every operation of torch.distributed that this rank begins, DeepSpeed's
+    too.
 
-    They run as ever. What is sent over torch's fake backend has left at once, so that its buffers are let go of.
+    They run as ever. What is sent over torch's fake backend has left at once, so that its buffers
+    are let go of.
     """
 
     def __init__(self, rank: int) -> None:
@@ -40,7 +42,9 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         dist.batch_isend_irecv = self._stock
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function.namespace == "c10d":
             self._note(function._schema.name.removeprefix("c10d::"), args)
         return function(*args, **(kwargs or {}))
@@ -65,15 +69,30 @@ class Recorder(TorchDispatchMode):
         tensor = next((found for value in args if (found := _tensor(value)) is not None), None)
         peer = args[2] if name in MESSAGES else args[ROOTED[name]] if name in ROOTED else -1
         self._number += not self._together
-        shape, dtype = ((), "") if tensor is None or name == "barrier" else (tuple(tensor.shape), str(tensor.dtype))
-        self.record.operations.append(Operation(
-            MESSAGES.get(name, name.strip("_")), self._names[group], shape, dtype.removeprefix("torch."),
-            ranks[peer] if peer >= 0 else -1, self._number))
+        shape, dtype = (
+            ((), "")
+            if tensor is None or name == "barrier"
+            else (tuple(tensor.shape), str(tensor.dtype))
+        )
+        self.record.operations.append(
+            Operation(
+                MESSAGES.get(name, name.strip("_")),
+                self._names[group],
+                shape,
+                dtype.removeprefix("torch."),
+                ranks[peer] if peer >= 0 else -1,
+                self._number,
+            )
+        )
 
     def _known(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """The ranks of a group, which is named from now on."""
         if group not in self._names:
-            described = group.group_desc if group.group_desc not in ("", "undefined", "default_pg") else "world"
+            described = (
+                group.group_desc
+                if group.group_desc not in ("", "undefined", "default_pg")
+                else "world"
+            )
             self._names[group] = f"{described} ({group.group_name})"
             self.record.members[self._names[group]] = tuple(dist.get_process_group_ranks(group))
         return self.record.members[self._names[group]]

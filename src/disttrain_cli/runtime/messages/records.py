@@ -25,7 +25,9 @@ class Operation:
         return self.kind in (SEND, RECEIVE)
 
     def __str__(self) -> str:
-        whom = {SEND: f" to rank {self.peer}", RECEIVE: f" from rank {self.peer}"}.get(self.kind, "")
+        whom = {SEND: f" to rank {self.peer}", RECEIVE: f" from rank {self.peer}"}.get(
+            self.kind, ""
+        )
         return f"{self.kind} of {self.dtype} {list(self.shape)}{whom}"
 
 
@@ -34,7 +36,9 @@ class Record:
     """One rank's operations."""
 
     rank: int
-    members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of each communicator that is used
+    members: dict[str, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # ranks of each communicator that is used
     operations: list[Operation] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -44,5 +48,8 @@ class Record:
     @classmethod
     def of_json(cls, known: Mapping[str, Any]) -> Record:
         """The inverse of `to_json`, after it was written and read."""
-        return cls(known["rank"], {name: tuple(ranks) for name, ranks in known["members"].items()},
-                   [Operation(**one | {"shape": tuple(one["shape"])}) for one in known["operations"]])
+        return cls(
+            known["rank"],
+            {name: tuple(ranks) for name, ranks in known["members"].items()},
+            [Operation(**one | {"shape": tuple(one["shape"])}) for one in known["operations"]],
+        )

@@ -1,9 +1,9 @@
 """From a checkpoint to Hugging Face folders: one per module, and the projectors that join them.
 
-    OUT/MODULE/                config.json and safetensors, tokenizer and preprocessor files where the run had them
-    OUT/MODULE_vae/            the generator's VAE, as given
-    OUT/projectors.safetensors parameters of ours alone, as LAYER.PARAMETER
-    OUT/model.json, README.md  how the parts are joined
+OUT/MODULE/                config.json and safetensors, tokenizer and preprocessor files where
+the run had them OUT/MODULE_vae/            the generator's VAE, as given
+OUT/projectors.safetensors parameters of ours alone, as LAYER.PARAMETER OUT/model.json,
+README.md  how the parts are joined
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ class Exported(BaseModel):
     projectors: str | None
 
 
-def export(run: Run, to: Path, *, step: int | None = None, ema: bool = False,
-           progress: Progress = silent) -> Exported:
+def export(
+    run: Run, to: Path, *, step: int | None = None, ema: bool = False, progress: Progress = silent
+) -> Exported:
     """Write a checkpoint's modules into the new folder `to`, whole or not at all.
 
-    Weights have the precision that was trained in (`train.precision`). With `ema` those of modules that have moving
-    averages are these. At most one weight file's tensors are in memory.
+    Weights have the precision that was trained in (`train.precision`). With `ema` those of modules
+    that have moving averages are these. At most one weight file's tensors are in memory.
 
     Raises:
         SpecError: there is no such checkpoint, it is damaged or without averages, or `to` exists.
@@ -70,8 +71,11 @@ def export(run: Run, to: Path, *, step: int | None = None, ema: bool = False,
     folder = _checkpoint(run, step)
     number = check_belongs(folder, {"model": run.file.model_fingerprint()})
     if to.exists():
-        raise SpecError(f"{to} exists", "An export writes a new folder and overwrites nothing.",
-                        "Name another folder, or move this one away.")
+        raise SpecError(
+            f"{to} exists",
+            "An export writes a new folder and overwrites nothing.",
+            "Name another folder, or move this one away.",
+        )
     progress("checking the checkpoint", 0, 0)
     opened = checkpoint.Opened(folder)
     averaged = _averaged(run, opened, folder) if ema else set()
@@ -92,25 +96,44 @@ def export(run: Run, to: Path, *, step: int | None = None, ema: bool = False,
             if module.kind == "llm":  # where generate() begins and ends
                 config = copy.deepcopy(config)
                 config.bos_token_id, config.eos_token_id = tokenizer.bos, tokenizer.eos
-            written = write_model(temporary / name, module.architecture, config, layers, read, dtype)
+            written = write_model(
+                temporary / name, module.architecture, config, layers, read, dtype
+            )
             modules[name] = ExportedModule(**vars(written), averaged=name in averaged)
             _write_beside(run, module, temporary / name)
             if module.vae is not None:
-                modules[f"{name}_vae"] = ExportedModule(**vars(_write_vae(run, module, temporary / f"{name}_vae")))
+                modules[f"{name}_vae"] = ExportedModule(
+                    **vars(_write_vae(run, module, temporary / f"{name}_vae"))
+                )
         shapes = write_own(temporary / "projectors.safetensors", own, read, dtype)
         _write_joints(run, temporary, modules, own, shapes, tokenizer)
     progress("writing", len(configs), len(configs))
-    return Exported(path=str(to), checkpoint=str(folder), step=number, modules=modules,
-                    projectors=str(to / "projectors.safetensors") if shapes else None)
+    return Exported(
+        path=str(to),
+        checkpoint=str(folder),
+        step=number,
+        modules=modules,
+        projectors=str(to / "projectors.safetensors") if shapes else None,
+    )
 
 
 def _checkpoint(run: Run, step: int | None) -> Path:
     there = all_of(run.dir.checkpoints)
-    folder = latest(run.dir.checkpoints) if step is None else run.dir.checkpoints / f"step-{step:06d}"
+    folder = (
+        latest(run.dir.checkpoints) if step is None else run.dir.checkpoints / f"step-{step:06d}"
+    )
     if folder is None or folder not in there:
-        what = "There is no checkpoint" + ("" if step is None else f" of step {step}") + f" in {run.dir.checkpoints}"
+        what = (
+            "There is no checkpoint"
+            + ("" if step is None else f" of step {step}")
+            + f" in {run.dir.checkpoints}"
+        )
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in there)
-        raise SpecError(what, f"steps there: {steps}" if there else "", "" if there else "Train first: disttrain train")
+        raise SpecError(
+            what,
+            f"steps there: {steps}" if there else "",
+            "" if there else "Train first: disttrain train",
+        )
     return folder
 
 
@@ -119,8 +142,11 @@ def _averaged(run: Run, opened: checkpoint.Opened, folder: Path) -> set[str]:
     layers = opened.layers("ema")
     found = {info.module for info in layer_table(run) if info.name in layers}
     if not found:
-        raise SpecError(f"The checkpoint {folder} has no moving averages", "train.ema of the run file asks for them.",
-                        "Export without --ema for the weights themselves.")
+        raise SpecError(
+            f"The checkpoint {folder} has no moving averages",
+            "train.ema of the run file asks for them.",
+            "Export without --ema for the weights themselves.",
+        )
     return found
 
 
@@ -134,7 +160,9 @@ def _whole_folder(to: Path) -> Iterator[Path]:
         yield temporary
         os.replace(temporary, to)
     except OSError as error:
-        raise SpecError(f"Cannot write {to}", str(error), "Free space there or choose another folder.") from None
+        raise SpecError(
+            f"Cannot write {to}", str(error), "Free space there or choose another folder."
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -154,36 +182,90 @@ def _write_vae(run: Run, module: ModuleConfig, folder: Path) -> Written:
     """The VAE as it was given, or as it was drawn from the seed: it is never trained."""
     spec = run.file.model.modules[module.name]
     assert module.vae is not None and spec.image_size is not None
-    parts = [encoder_maker(module.name, module.vae, spec.image_size), decoder_maker(module.name, module.vae)]
+    parts = [
+        encoder_maker(module.name, module.vae, spec.image_size),
+        decoder_maker(module.name, module.vae),
+    ]
     layers = [part.build(run.file.train.seed) for part in parts]
     if source_of(run, module.name, "vae") is not None:
         load_into(layers, run)
-    return write_model(folder, "vae", module.vae, layers, lambda layer: dict(layer.named_parameters()), torch.float32)
+    return write_model(
+        folder,
+        "vae",
+        module.vae,
+        layers,
+        lambda layer: dict(layer.named_parameters()),
+        torch.float32,
+    )
 
 
-def _write_joints(run: Run, folder: Path, modules: Mapping[str, ExportedModule], layers: Sequence[PipelineLayer],
-                  shapes: Mapping[str, list[int]], tokenizer: Tokenizer) -> None:
+def _write_joints(
+    run: Run,
+    folder: Path,
+    modules: Mapping[str, ExportedModule],
+    layers: Sequence[PipelineLayer],
+    shapes: Mapping[str, list[int]],
+    tokenizer: Tokenizer,
+) -> None:
     """How the parts are joined: as JSON, and in words with the commands that load them."""
     joints: dict[str, Any] = {}
     for layer in layers:
-        own = {name.removeprefix(f"{layer.name}."): shape for name, shape in shapes.items()
-               if name.startswith(f"{layer.name}.")}
+        own = {
+            name.removeprefix(f"{layer.name}."): shape
+            for name, shape in shapes.items()
+            if name.startswith(f"{layer.name}.")
+        }
         if own:
-            joints[layer.name] = {"reads": layer.reads, "writes": [spec.name for spec in layer.writes], "weights": own}
-    about = {name: {"kind": spec.kind, "merge": spec.merge, "image_size": spec.image_size,
-                    "context_tokens": spec.context_tokens if spec.kind == "generator" else None,
-                    "feature_layer": None if spec.feature_layer is None else -1}  # no block after it is there
-             for name, spec in run.file.model.modules.items()}
-    described = {name: module.model_dump(exclude={"averaged"}) | {key: value for key, value in
-                 about.get(name, {"kind": "vae"}).items() if value is not None} for name, module in modules.items()}
+            joints[layer.name] = {
+                "reads": layer.reads,
+                "writes": [spec.name for spec in layer.writes],
+                "weights": own,
+            }
+    about = {
+        name: {
+            "kind": spec.kind,
+            "merge": spec.merge,
+            "image_size": spec.image_size,
+            "context_tokens": spec.context_tokens if spec.kind == "generator" else None,
+            "feature_layer": None if spec.feature_layer is None else -1,
+        }  # no block after it is there
+        for name, spec in run.file.model.modules.items()
+    }
+    described = {
+        name: module.model_dump(exclude={"averaged"})
+        | {
+            key: value
+            for key, value in about.get(name, {"kind": "vae"}).items()
+            if value is not None
+        }
+        for name, module in modules.items()
+    }
     tokens = {name: getattr(tokenizer, name) for name in ("bos", "eos", "image", "context")}
-    (folder / "model.json").write_text(json.dumps(
-        {"version": 1, "modules": described, "joints": joints, "tokens": tokens}, indent=2))
+    (folder / "model.json").write_text(
+        json.dumps(
+            {"version": 1, "modules": described, "joints": joints, "tokens": tokens}, indent=2
+        )
+    )
     loads = "\n".join(
         f'{name} = {module.loads_with.rpartition(".")[2]}.from_pretrained("{module.folder}")'
-        for name, module in modules.items())
-    imports = "\n".join(sorted({f"from {module.loads_with.rpartition('.')[0]} import "
-                                f"{module.loads_with.rpartition('.')[2]}" for module in modules.values()}))
+        for name, module in modules.items()
+    )
+    imports = "\n".join(
+        sorted(
+            {
+                f"from {module.loads_with.rpartition('.')[0]} import "
+                f"{module.loads_with.rpartition('.')[2]}"
+                for module in modules.values()
+            }
+        )
+    )
     template = (files("disttrain_cli") / "templates" / "export.md").read_text(encoding="utf-8")
-    (folder / "README.md").write_text(template.format(
-        name=run.file.name, imports=imports, loads=loads, joints="\n".join(f"- `{name}`" for name in joints), **tokens))
+    (folder / "README.md").write_text(
+        template.format(
+            name=run.file.name,
+            imports=imports,
+            loads=loads,
+            joints="\n".join(f"- `{name}`" for name in joints),
+            **tokens,
+        )
+    )

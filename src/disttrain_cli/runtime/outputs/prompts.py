@@ -1,4 +1,5 @@
-"""Prompts as a batch of the model: images first, then text, and the tokens that condition an image to be drawn."""
+"""Prompts as a batch of the model: images first, then text, and the tokens that condition an image
+to be drawn."""
 
 from __future__ import annotations
 
@@ -35,9 +36,16 @@ class PromptBatch:
     lengths: list[int]  # tokens given
 
 
-def batch_of(model: Trained, tokenizer: Tokenizer, prompts: Sequence[Prompt], *, room: int = 0,
-             draws: bool = False) -> PromptBatch:
-    """The prompts, with room for `room` tokens after each; with `draws` tokens that condition an image follow it.
+def batch_of(
+    model: Trained,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    *,
+    room: int = 0,
+    draws: bool = False,
+) -> PromptBatch:
+    """The prompts, with room for `room` tokens after each; with `draws` tokens that condition an
+    image follow it.
 
     Raises:
         UsageError: a prompt is longer than the model's sequences.
@@ -45,41 +53,75 @@ def batch_of(model: Trained, tokenizer: Tokenizer, prompts: Sequence[Prompt], *,
     """
     inputs, device = model.inputs, model.device
     context = inputs.targets[0].context_tokens if draws else 0
-    grids = {number: _grid(model, prompt.image) for number, prompt in enumerate(prompts) if prompt.image is not None}
-    order = sorted(grids, key=lambda number: (*grids[number], number))  # images of equal grid are adjacent
+    grids = {
+        number: _grid(model, prompt.image)
+        for number, prompt in enumerate(prompts)
+        if prompt.image is not None
+    }
+    order = sorted(
+        grids, key=lambda number: (*grids[number], number)
+    )  # images of equal grid are adjacent
     rows, image_rows, context_rows = [], {}, []
     for number, prompt in enumerate(prompts):
         head = inputs.image
-        seen = 0 if number not in grids or head is None else int(np.prod(grids[number])) // head.merge**2
-        rows.append([tokenizer.bos, *[tokenizer.image] * seen, *tokenizer.encode(prompt.text),
-                     *[tokenizer.context] * context])
+        seen = (
+            0
+            if number not in grids or head is None
+            else int(np.prod(grids[number])) // head.merge**2
+        )
+        rows.append(
+            [
+                tokenizer.bos,
+                *[tokenizer.image] * seen,
+                *tokenizer.encode(prompt.text),
+                *[tokenizer.context] * context,
+            ]
+        )
         image_rows[number] = range(1, 1 + seen)
         context_rows.append(range(len(rows[-1]) - context, len(rows[-1])))
     longest = max(map(len, rows))
     if longest > inputs.sequence_length:
-        raise UsageError("A prompt is longer than the sequences that the model was trained on",
-                         f"{longest} tokens; data.sequence_length is {inputs.sequence_length}",
-                         "Shorten the text, or give a smaller image.")
+        raise UsageError(
+            "A prompt is longer than the sequences that the model was trained on",
+            f"{longest} tokens; data.sequence_length is {inputs.sequence_length}",
+            "Shorten the text, or give a smaller image.",
+        )
     width = min(inputs.sequence_length, longest + room)
     ids = torch.tensor([row + [tokenizer.pad] * (width - len(row)) for row in rows], device=device)
 
     def places(spans: Sequence[tuple[int, range]]) -> torch.Tensor:
-        return torch.tensor([number * width + at for number, span in spans for at in span], device=device).long()
+        return torch.tensor(
+            [number * width + at for number, span in spans for at in span], device=device
+        ).long()
 
     def pixels_of(numbers: Iterable[int], head: ImageInput) -> torch.Tensor:
-        planes = np.stack([decode_image(prompts[number].image or b"", grids[number], head) for number in numbers])
+        planes = np.stack(
+            [decode_image(prompts[number].image or b"", grids[number], head) for number in numbers]
+        )
         return normalised(torch.from_numpy(planes).to(device), head.affine, torch.float32)
 
-    pixels = [[pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)] for head in inputs.images]
+    pixels = [
+        [pixels_of(own, head) for _, own in groupby(order, key=grids.__getitem__)]
+        for head in inputs.images
+    ]
     audio = inputs.audio
     batch = Batch(
-        image_grids=[grids[number] for number in order], pixels=pixels[0] if pixels else None,
-        other_pixels=[block for blocks in pixels[1:] for block in blocks] if len(pixels) > 1 else None,
-        audio_features=None if audio is None else torch.zeros(0, audio.mel_bins, audio.frames, device=device),
-        audio_rows=None if audio is None else places([]), token_ids=ids,
+        image_grids=[grids[number] for number in order],
+        pixels=pixels[0] if pixels else None,
+        other_pixels=[block for blocks in pixels[1:] for block in blocks]
+        if len(pixels) > 1
+        else None,
+        audio_features=None
+        if audio is None
+        else torch.zeros(0, audio.mel_bins, audio.frames, device=device),
+        audio_rows=None if audio is None else places([]),
+        token_ids=ids,
         positions=torch.arange(width, device=device).expand(len(rows), width),
-        sample_lengths=[width] * len(rows), image_rows=places([(number, image_rows[number]) for number in order]),
-        context_rows=places(list(enumerate(context_rows))), target_weights=torch.ones(len(rows) if draws else 0))
+        sample_lengths=[width] * len(rows),
+        image_rows=places([(number, image_rows[number]) for number in order]),
+        context_rows=places(list(enumerate(context_rows))),
+        target_weights=torch.ones(len(rows) if draws else 0),
+    )
     return PromptBatch(batch, [len(row) for row in rows])
 
 

@@ -41,11 +41,14 @@ class Wish:
     seed: int = 0
 
 
-def sample(run: Run, folder: Path, wish: Wish, out: Path | None = None, progress: Progress = silent) -> tuple[
-        Path, Samples]:
-    """Draw and write, into the new folder `out`, else beside the run's own samples; returns the folder too.
+def sample(
+    run: Run, folder: Path, wish: Wish, out: Path | None = None, progress: Progress = silent
+) -> tuple[Path, Samples]:
+    """Draw and write, into the new folder `out`, else beside the run's own samples; returns the
+    folder too.
 
-    Text is written after every prompt and image; images are drawn after every prompt, by models that draw.
+    Text is written after every prompt and image; images are drawn after every prompt, by models
+    that draw.
 
     Raises:
         UsageError: the model has no encoder for an image, or a prompt is too long for it.
@@ -60,31 +63,42 @@ def sample(run: Run, folder: Path, wish: Wish, out: Path | None = None, progress
         raise UsageError("The model draws no images", "it has no generator", "Leave --count out.")
     files = [_read_image(path, inputs.image, inputs.llm) for path in wish.images]
     pictures: list[tuple[str | None, bytes | None]] = [
-        (str(path), data) for path, data in zip(wish.images, files, strict=True)] or [(None, None)]
-    asked = [(name, Prompt(text, data)) for (name, data), text in product(pictures, wish.prompts or [""])]
+        (str(path), data) for path, data in zip(wish.images, files, strict=True)
+    ] or [(None, None)]
+    asked = [
+        (name, Prompt(text, data)) for (name, data), text in product(pictures, wish.prompts or [""])
+    ]
     progress("loading the checkpoint", 0, 0)
     model = load_trained(run, folder, _device(run))
     prompts = [prompt for _, prompt in asked]
     progress("writing", 0, 0)
     texts = write_after(model, prompts, wish.tokens, wish.temperature, wish.seed)
-    wanted = [(name, prompt) for name, prompt in asked if prompt.text for _ in range(
-        1 if wish.count is None else wish.count)]
+    wanted = [
+        (name, prompt)
+        for name, prompt in asked
+        if prompt.text
+        for _ in range(1 if wish.count is None else wish.count)
+    ]
     images = Images()
     if wanted and inputs.generators:
         progress("drawing", 0, 0)
         images = draw(model, [prompt for _, prompt in wanted], wish.seed)
     to = out or _new_folder(run.dir.samples / folder.name)
-    written = [Written(prompt=prompt.text, text=text, image=name) for (name, prompt), text in
-               zip(asked, texts, strict=True)]
-    return to, save(model, folder, to, [(prompt.text, name) for name, prompt in wanted], images, written)
+    written = [
+        Written(prompt=prompt.text, text=text, image=name)
+        for (name, prompt), text in zip(asked, texts, strict=True)
+    ]
+    return to, save(
+        model, folder, to, [(prompt.text, name) for name, prompt in wanted], images, written
+    )
 
 
 def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
     """The run and the checkpoint's folder that a user means.
 
-    `given` is a checkpoint, or a run file, its folder, or a run's folder, of which the newest checkpoint is meant; with
-    none it is `disttrain.yaml` here. `run_file` is a checkpoint's that lies elsewhere; else it is looked for in the
-    folders above.
+    `given` is a checkpoint, or a run file, its folder, or a run's folder, of which the newest
+    checkpoint is meant; with none it is `disttrain.yaml` here. `run_file` is a checkpoint's that
+    lies elsewhere; else it is looked for in the folders above.
 
     Raises:
         SpecError: there is none.
@@ -96,8 +110,11 @@ def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
         run = read_run(path)
         return run, _newest(run.dir.checkpoints, path)
     if not path.is_dir():
-        raise SpecError(f"There is no checkpoint {path}", "a checkpoint is a folder such as "
-                        "runs/tiny/checkpoints/step-000120", "Name one, or a run file: disttrain sample RUN.yaml")
+        raise SpecError(
+            f"There is no checkpoint {path}",
+            "a checkpoint is a folder such as runs/tiny/checkpoints/step-000120",
+            "Name one, or a run file: disttrain sample RUN.yaml",
+        )
     checkpoints = path if path.name == "checkpoints" else path / "checkpoints"
     folder = path if (path / DESCRIPTION).is_file() else _newest(checkpoints, path)
     return read_run(run_file) if run_file else _run_above(folder), folder
@@ -106,12 +123,18 @@ def find(given: Path | None, run_file: Path | None = None) -> tuple[Run, Path]:
 def _newest(checkpoints: Path, asked: Path) -> Path:
     folder = latest(checkpoints)
     if folder is None and (asked / EXPORT).is_file():
-        raise SpecError(f"{asked} is an export, not a checkpoint", "its folders are for transformers and diffusers",
-                        "Name the run or checkpoint that it came from, or train from it: disttrain train --from "
-                        + shlex.quote(str(asked)))
+        raise SpecError(
+            f"{asked} is an export, not a checkpoint",
+            "its folders are for transformers and diffusers",
+            "Name the run or checkpoint that it came from, or train from it: disttrain train"
+            " --from " + shlex.quote(str(asked)),
+        )
     if folder is None:
-        raise SpecError(f"There is no checkpoint of {asked}", f"none in {checkpoints}",
-                        "Train first: disttrain train")
+        raise SpecError(
+            f"There is no checkpoint of {asked}",
+            f"none in {checkpoints}",
+            "Train first: disttrain train",
+        )
     return folder
 
 
@@ -127,41 +150,59 @@ def _run_above(folder: Path) -> Run:
             if run.file.model_fingerprint() == model:
                 return run
             tried.append(f"{path} describes the model {run.file.model_fingerprint()}")
-    raise MismatchError(f"No run file above {folder} describes its model",
-                        "\n".join([f"model of the checkpoint: {model}", *tried]),
-                        "Name the run file that it was trained with: disttrain sample CHECKPOINT --run RUN.yaml")
+    raise MismatchError(
+        f"No run file above {folder} describes its model",
+        "\n".join([f"model of the checkpoint: {model}", *tried]),
+        "Name the run file that it was trained with: disttrain sample CHECKPOINT --run RUN.yaml",
+    )
 
 
 def _check_model(run: Run, folder: Path) -> None:
     theirs, own = describe_checkpoint(folder)["model"], run.file.model_fingerprint()
     if theirs != own:
-        raise MismatchError(f"The checkpoint {folder} was made from another model than {run.path} describes",
-                            f"model of the checkpoint: {theirs}; of the run file: {own}",
-                            "Restore the model section of the run file, or name the run file that it was trained "
-                            "with: --run RUN.yaml")
+        raise MismatchError(
+            f"The checkpoint {folder} was made from another model than {run.path} describes",
+            f"model of the checkpoint: {theirs}; of the run file: {own}",
+            "Restore the model section of the run file, or name the run file that it was trained "
+            "with: --run RUN.yaml",
+        )
 
 
 def _read_image(path: Path, head: ImageInput | None, llm: str) -> bytes:
     """An image file that can be decoded."""
     if head is None:
-        raise UsageError("This model reads no images", f"it has no image encoder before {llm}",
-                         "Leave --image out: disttrain sample --prompt TEXT")
+        raise UsageError(
+            "This model reads no images",
+            f"it has no image encoder before {llm}",
+            "Leave --image out: disttrain sample --prompt TEXT",
+        )
     try:
         data = path.read_bytes()
         header = header_of(data)
         decode_image(data, head.grid(header.width_px, header.height_px), head)
     except OSError as error:
-        raise DataError(f"Cannot read the image {path}", error.strerror or str(error), "Name another file.") from None
+        raise DataError(
+            f"Cannot read the image {path}", error.strerror or str(error), "Name another file."
+        ) from None
     except ValueError as error:
-        raise DataError(f"Cannot read the image {path}", str(error), "Give a JPEG, PNG or WebP file.") from None
+        raise DataError(
+            f"Cannot read the image {path}", str(error), "Give a JPEG, PNG or WebP file."
+        ) from None
     return data
 
 
 def _device(run: Run) -> torch.device:
-    return use_cuda(0) if run.file.cluster.device != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+    return (
+        use_cuda(0)
+        if run.file.cluster.device != "cpu" and torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def _new_folder(beside: Path) -> Path:
     """`beside`, or with the first number at its end that is free: nothing is written over."""
-    numbered = (beside if not number else beside.with_name(f"{beside.name}-{number}") for number in range(10**6))
+    numbered = (
+        beside if not number else beside.with_name(f"{beside.name}-{number}")
+        for number in range(10**6)
+    )
     return next(path for path in numbered if not path.exists())

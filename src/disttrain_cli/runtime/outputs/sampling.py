@@ -1,6 +1,8 @@
-"""What the trained model draws and writes, in one process of its own: `images/step-000060/00.png`, `samples.json`, …
+"""What the trained model draws and writes, in one process of its own: `images/step-000060/00.png`,
+`samples.json`, …
 
-With several generators each draws the same images, in a folder of its own: `images/step-000060/MODULE/00.png`, …
+With several generators each draws the same images, in a folder of its own:
+`images/step-000060/MODULE/00.png`, …
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ from disttrain_cli.spec.whole import write_whole
 MOST_STEPS = 16  # global batches searched for images to generate
 TEXT_TOKENS = 64  # written at most after an image at the end of training
 TOGETHER = 50  # prompts of a batch
-_OF_TRAINING = ("labels", "targets", "weights", "dropout")  # fields of the batch that are not asked for
+_OF_TRAINING = (
+    "labels",
+    "targets",
+    "weights",
+    "dropout",
+)  # fields of the batch that are not asked for
 
 Images = dict[str, list[NDArray[np.uint8]]]  # by generator, [H, W, C] each
 
@@ -63,12 +70,15 @@ def main(payload: dict[str, Any]) -> None:
         for number, ((picture, recorded), text) in enumerate(zip(read, said, strict=True)):
             name = f"read/{number:02d}.{header_of(picture).format}"
             write_whole(out / name, picture)
-            written.append(Written(prompt="", text=text.partition("\n")[0], image=name, recorded=recorded))
+            written.append(
+                Written(prompt="", text=text.partition("\n")[0], image=name, recorded=recorded)
+            )
     save(model, folder, out, [(text, None) for text in texts], images, written)
 
 
 def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
-    """An image of every generator for each prompt, from noise that depends on the seed and the prompt's place."""
+    """An image of every generator for each prompt, from noise that depends on the seed and the
+    prompt's place."""
     tokenizer, found = checked_tokenizer(model.run, model.inputs), Images()
     for first in range(0, len(prompts), TOGETHER):
         batch = batch_of(model, tokenizer, prompts[first : first + TOGETHER], draws=True).batch
@@ -77,24 +87,45 @@ def draw(model: Trained, prompts: Sequence[Prompt], seed: int) -> Images:
     return found
 
 
-def write_after(model: Trained, prompts: Sequence[Prompt], tokens: int, temperature: float = 0.0,
-                seed: int = 0) -> list[str]:
+def write_after(
+    model: Trained, prompts: Sequence[Prompt], tokens: int, temperature: float = 0.0, seed: int = 0
+) -> list[str]:
     """The text that the model writes after each prompt, of at most `tokens` tokens."""
     tokenizer, texts = checked_tokenizer(model.run, model.inputs), list[str]()
     ids = torch.arange(model.inputs.vocabulary, device=model.device)
-    special = torch.tensor([tokenizer.pad, tokenizer.bos, tokenizer.image, tokenizer.context], device=model.device)
+    special = torch.tensor(
+        [tokenizer.pad, tokenizer.bos, tokenizer.image, tokenizer.context], device=model.device
+    )
     allowed = (ids < tokenizer.vocabulary) & ~torch.isin(ids, special) | (ids == tokenizer.eos)
     for first in range(0, len(prompts), TOGETHER):
         given = batch_of(model, tokenizer, prompts[first : first + TOGETHER], room=tokens)
-        texts += [tokenizer.decode(own) for own in write(
-            model.layers, given.batch, model.inputs, given.lengths, most=tokens, end=tokenizer.eos, allowed=allowed,
-            temperature=temperature, seed=seed * 65537 + first)]
+        texts += [
+            tokenizer.decode(own)
+            for own in write(
+                model.layers,
+                given.batch,
+                model.inputs,
+                given.lengths,
+                most=tokens,
+                end=tokenizer.eos,
+                allowed=allowed,
+                temperature=temperature,
+                seed=seed * 65537 + first,
+            )
+        ]
     return texts
 
 
-def save(model: Trained, checkpoint: Path, out: Path, given: Sequence[tuple[str, str | None]], images: Images,
-         written: Sequence[Written]) -> Samples:
-    """Write the images, drawn after the texts and named images that are `given`, and `samples.json`.
+def save(
+    model: Trained,
+    checkpoint: Path,
+    out: Path,
+    given: Sequence[tuple[str, str | None]],
+    images: Images,
+    written: Sequence[Written],
+) -> Samples:
+    """Write the images, drawn after the texts and named images that are `given`, and
+    `samples.json`.
 
     It has what a judge says of images and texts, if the run has one.
     """
@@ -107,31 +138,68 @@ def save(model: Trained, checkpoint: Path, out: Path, given: Sequence[tuple[str,
         for number, ((text, before), image, digit) in enumerate(zip(given, own, seen, strict=True)):
             name = f"{module}/{number:02d}.png" if len(images) > 1 else f"{number:02d}.png"
             write_whole(out / name, cv2.imencode(".png", image[:, :, ::-1])[1].tobytes())
-            drawn.append(Drawn(file=name, prompt=text, image=before, asked=named(text) if judge else None,
-                               recognised=digit))
+            drawn.append(
+                Drawn(
+                    file=name,
+                    prompt=text,
+                    image=before,
+                    asked=named(text) if judge else None,
+                    recognised=digit,
+                )
+            )
     if judge:
-        written = [one if one.recorded is None else one.model_copy(update={
-            "names_it": named(one.recorded) is not None and named(one.text) == named(one.recorded)}) for one in written]
-    result = Samples(checkpoint=str(checkpoint), step=int(describe_checkpoint(checkpoint)["step"]), drawn=drawn,
-                     written=list(written), judge=Judge(name=judge.name, accuracy=judge.accuracy) if judge else None)
+        written = [
+            one
+            if one.recorded is None
+            else one.model_copy(
+                update={
+                    "names_it": named(one.recorded) is not None
+                    and named(one.text) == named(one.recorded)
+                }
+            )
+            for one in written
+        ]
+    result = Samples(
+        checkpoint=str(checkpoint),
+        step=int(describe_checkpoint(checkpoint)["step"]),
+        drawn=drawn,
+        written=list(written),
+        judge=Judge(name=judge.name, accuracy=judge.accuracy) if judge else None,
+    )
     write_whole(out / FILE, result.model_dump_json(indent=2))
     return result
 
 
 def _generated(model: Trained, batch: Batch, seed: int) -> Images:
     steps = model.run.file.samples.denoising_steps
-    return {name: list(generate(model.layers, batch, model.inputs, steps, seed, decoder, name))
-            for name, decoder in model.decoders.items()}
+    return {
+        name: list(generate(model.layers, batch, model.inputs, steps, seed, decoder, name))
+        for name, decoder in model.decoders.items()
+    }
 
 
 def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[list[str], Images]:
     """Images for what the first samples of the data ask for, and the text right before each."""
     run, tokenizer = model.run, read_tokenizer(model.run)
-    units = [UnitPlan(name="all", modules=run.file.model.order, gpus=1, layers_per_stage=[len(layer_table(run))])]
+    units = [
+        UnitPlan(
+            name="all",
+            modules=run.file.model.order,
+            gpus=1,
+            layers_per_stage=[len(layer_table(run))],
+        )
+    ]
     slots = run.file.train.global_batch_size
-    layout = Layout(global_batch_size=slots, microbatch_size=1, microbatches=slots, gpus_used=1, units=units)
+    layout = Layout(
+        global_batch_size=slots, microbatch_size=1, microbatches=slots, gpus_used=1, units=units
+    )
     orders = Orders(run.file, layout, read_index(run, profile.inputs), profile)
-    fields = {field for layer in model.layers for field in layer.needs if not field.startswith(_OF_TRAINING)}
+    fields = {
+        field
+        for layer in model.layers
+        for field in layer.needs
+        if not field.startswith(_OF_TRAINING)
+    }
     texts, found = list[str](), Images()
     with Loader(run, orders, unit="all", replica=0, fields=fields) as loader:
         for step, slot in product(range(MOST_STEPS), range(slots)):
@@ -139,7 +207,9 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
             if len(texts) >= wanted or not len(order.slots[slot].target_sequence):
                 continue
             batch = to_batch(loader.fetch(step, slot), order, model.device, torch.float32)
-            for name, images in _generated(model, batch, run.file.train.seed + step * slots + slot).items():
+            for name, images in _generated(
+                model, batch, run.file.train.seed + step * slots + slot
+            ).items():
                 found.setdefault(name, []).extend(images)
             texts += _texts_before(batch, tokenizer, model.inputs.targets[0].context_tokens)
     return texts[:wanted], {name: images[:wanted] for name, images in found.items()}
@@ -148,7 +218,10 @@ def _draw_as_data_ask(model: Trained, profile: Profile, wanted: int) -> tuple[li
 def _texts_before(batch: Batch, tokenizer: Tokenizer, context_tokens: int) -> list[str]:
     """The text right before the context tokens of each image to be drawn."""
     assert batch.token_ids is not None and batch.context_rows is not None
-    ids, special = batch.token_ids.flatten().tolist(), (tokenizer.bos, tokenizer.image, tokenizer.context)
+    ids, special = (
+        batch.token_ids.flatten().tolist(),
+        (tokenizer.bos, tokenizer.image, tokenizer.context),
+    )
     texts = []
     for end in batch.context_rows.tolist()[::context_tokens]:
         begin = end
@@ -159,7 +232,8 @@ def _texts_before(batch: Batch, tokenizer: Tokenizer, context_tokens: int) -> li
 
 
 def _pictures(run: Run, model: Trained) -> Iterator[tuple[bytes, str]]:
-    """Image files of held-out samples, of all where none are held out, each with the first line of the text after."""
+    """Image files of held-out samples, of all where none are held out, each with the first line of
+    the text after."""
     index = read_index(run, model.inputs)
     reader = ShardReader(index, tokenizer := read_tokenizer(run))
     drawn = None if index.drawn is None else held_out(index).drawn

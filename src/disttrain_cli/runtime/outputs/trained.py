@@ -35,8 +35,12 @@ def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
         SpecError: the checkpoint is damaged, or a VAE's weights are.
     """
     inputs, table = describe(run), layer_table(run)
-    layers = [layer for place, info in enumerate(table) if not info.frozen
-              for layer in build_layers(run, place, place + 1, device=device)]
+    layers = [
+        layer
+        for place, info in enumerate(table)
+        if not info.frozen
+        for layer in build_layers(run, place, place + 1, device=device)
+    ]
     opened = checkpoint.Opened(folder, [layer.name for layer in layers])
     averaged = opened.layers("ema")
     with torch.no_grad():
@@ -45,11 +49,18 @@ def load_trained(run: Run, folder: Path, device: torch.device) -> Trained:
             tensors = opened.read([layer.name], (group,))
             for path, parameter in layer.named_parameters():
                 parameter.copy_(tensors[f"{group}/{layer.name}/{path}"])
-    return Trained(run, inputs, device, layers, {name: _decoder(run, name, device) for name in inputs.generators})
+    return Trained(
+        run,
+        inputs,
+        device,
+        layers,
+        {name: _decoder(run, name, device) for name in inputs.generators},
+    )
 
 
 def _decoder(run: Run, generator: str, device: torch.device) -> VaeDecoder | None:
-    """The decoder of a generator's VAE, if it has one: from the VAE's folder, or drawn from the seed."""
+    """The decoder of a generator's VAE, if it has one: from the VAE's folder, or drawn from the
+    seed."""
     vae = read_configs(run)[generator].vae
     if vae is None:
         return None

@@ -1,9 +1,11 @@
-"""The clock of an emulated device: an operation takes its time from when the device is free and its inputs are there.
+"""The clock of an emulated device: an operation takes its time from when the device is free and its
+inputs are there.
 
-As with a GPU, the host starts an operation when the device can begin it, and then does its own work (Python, messages,
-traces) while the device computes: it delays nothing unless it takes longer than the operation. What the host sends
-carries the time at which the device will have finished; whoever receives it waits until then. By how much the host is
-behind is counted. Traces show the device's time, as those of a GPU do.
+As with a GPU, the host starts an operation when the device can begin it, and then does its own work
+(Python, messages, traces) while the device computes: it delays nothing unless it takes longer than
+the operation. What the host sends carries the time at which the device will have finished; whoever
+receives it waits until then. By how much the host is behind is counted. Traces show the device's
+time, as those of a GPU do.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class Device:
     free_s: float = 0.0  # when the last operation ends
     ready_s: float = 0.0  # when the inputs of the next one are there
     stepping: bool = False
-    late_s: list[float] = field(default_factory=list)  # by how much the host missed the start of each operation
+    late_s: list[float] = field(
+        default_factory=list
+    )  # by how much the host missed the start of each operation
 
     def begin(self, at_s: float) -> None:
         """Start a step with a device that is idle until then."""
@@ -55,7 +59,8 @@ class Device:
         self.enqueue(seconds)
 
     def enqueue(self, seconds: float) -> None:
-        """The same for what the host gives the device ahead of time, as at the end of a step; returns at once."""
+        """The same for what the host gives the device ahead of time, as at the end of a step;
+        returns at once."""
         self.free_s, self.ready_s = self.next_s + seconds * self.time_scale, 0.0
 
 

@@ -1,4 +1,5 @@
-"""The engine on emulated devices: reduction and optimizer step take the profile's time, traces name every replica."""
+"""The engine on emulated devices: reduction and optimizer step take the profile's time, traces name
+every replica."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder
 from disttrain_cli.runtime.watching.tracing import Tracer
 
-#: Between the last host that is ready and the step, so that all hosts have given their devices the first operation.
+# : Between the last host that is ready and the step, so that all hosts have given their devices the
+# first operation.
 MARGIN_S = 0.1
 
 
@@ -66,13 +68,18 @@ class EmulatedEngine(UnitEngine):
     optimizer_s: float
 
     def get_ready(self) -> None:
-        """Agree on when the step begins: all devices begin together, once every host has got here."""
+        """Agree on when the step begins: all devices begin together, once every host has got
+        here."""
         latest = torch.tensor([time.monotonic()], dtype=torch.float64)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX)
         self.clock.begin(float(latest) + MARGIN_S)
 
-    def run_step(self, order: StepOrder, fetch: Callable[[int], Batch],
-                 told: Callable[[], Sequence[float]] = tuple) -> None:
+    def run_step(
+        self,
+        order: StepOrder,
+        fetch: Callable[[int], Batch],
+        told: Callable[[], Sequence[float]] = tuple,
+    ) -> None:
         """One optimizer step."""
         super().run_step(order, fetch, told)
         self.clock.end()
@@ -86,7 +93,8 @@ class EmulatedEngine(UnitEngine):
         self._together(None, self.optimizer_s)
 
     def _together(self, group: dist.ProcessGroup | None, seconds: float) -> None:
-        """What a group begins together, when the last of its devices is free; None is all of them."""
+        """What a group begins together, when the last of its devices is free; None is all of
+        them."""
         latest = torch.tensor([self.clock.free_s], dtype=torch.float64)
         dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=group)
         self.clock.arrive(float(latest))
@@ -109,8 +117,16 @@ class EmulatedEngine(UnitEngine):
             def after() -> None:
                 for place, (tracer, those) in enumerate(zip(tracers, items, strict=True)):
                     end = starts[place] + int(1e9 * work.seconds[operation][module][slot, place])
-                    tracer.record(operation, starts[place], end, slot=slot, module=module,
-                                  **amounts(current, module, those))
+                    tracer.record(
+                        operation,
+                        starts[place],
+                        end,
+                        slot=slot,
+                        module=module,
+                        **amounts(current, module, those),
+                    )
                     starts[place] = end
+
             return after
+
         return before

@@ -1,9 +1,11 @@
-"""What a process does in every slot, and when its data are there: the rehearsal's place of the loader.
+"""What a process does in every slot, and when its data are there: the rehearsal's place of the
+loader.
 
-The order of a step is the run's own, computed before the step begins: many processes share few cores, and between
-steps the devices' clocks stand still. Times come from the cost models at the work of every replica. Nothing is decoded:
-preprocessing cores take the profile's time per image and sequence, one slot after the other, and no more than
-`preprocess.prefetch_slots` ahead, as `data.loader` does.
+The order of a step is the run's own, computed before the step begins: many processes share few
+cores, and between steps the devices' clocks stand still. Times come from the cost models at the
+work of every replica. Nothing is decoded: preprocessing cores take the profile's time per image and
+sequence, one slot after the other, and no more than `preprocess.prefetch_slots` ahead, as
+`data.loader` does.
 """
 
 from __future__ import annotations
@@ -46,7 +48,11 @@ def rehearsed_index(run: Run, inputs: ModelInputs) -> Index:
     if other is not None:
         data = run.file.data.model_copy(update={"sources": [], "distribution": other})
         run = run.model_copy(update={"file": run.file.model_copy(update={"data": data})})
-    return open_index(run, inputs) if run.file.data.distribution is not None else read_index(run, inputs)
+    return (
+        open_index(run, inputs)
+        if run.file.data.distribution is not None
+        else read_index(run, inputs)
+    )
 
 
 @dataclass(frozen=True)
@@ -56,23 +62,37 @@ class StepWork:
     order: StepOrder  # of the plan's layout
     joined: StepOrder  # of the processes
     batch: Packing
-    seconds: dict[str, dict[str, Floats]]  # "forward" or "backward" → by module [n, k], faults and noise included
-    waits: list[dict[str, tuple[float, float]]]  # by slot and module: forward and backward of the slowest replica
+    seconds: dict[
+        str, dict[str, Floats]
+    ]  # "forward" or "backward" → by module [n, k], faults and noise included
+    waits: list[
+        dict[str, tuple[float, float]]
+    ]  # by slot and module: forward and backward of the slowest replica
     prepare_s: Floats  # [n] until the slot's data are prepared, from when the cores begin with it
 
 
 class Feeder:
     """The steps' work of one process."""
 
-    def __init__(self, run: RunFile, profile: Profile, shares: Shares, orders: Orders, stage: CostedStage,
-                 place: RankCoords, device: Device) -> None:
+    def __init__(
+        self,
+        run: RunFile,
+        profile: Profile,
+        shares: Shares,
+        orders: Orders,
+        stage: CostedStage,
+        place: RankCoords,
+        device: Device,
+    ) -> None:
         self._run, self._profile, self._shares = run, profile, shares
         self._stage, self._place, self._device = stage, place, device
         self.replicas = replicas_of(shares[place.unit.name], place.replica)
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
         self._prepared_s = 0.0
-        self._asked_s: deque[float] = deque(maxlen=run.preprocess.prefetch_slots + 1)  # when the last slots were
+        self._asked_s: deque[float] = deque(
+            maxlen=run.preprocess.prefetch_slots + 1
+        )  # when the last slots were
 
     def work(self, step: int) -> StepWork:
         """A step's work; the last one is remembered."""
@@ -101,34 +121,62 @@ class Feeder:
         else:  # the cores know of the first slots when the first step begins
             self._prepared_s = self._device.began_s
             self._asked_s.extend([self._prepared_s] * (self._run.preprocess.prefetch_slots + 1))
-        self._prepared_s = max(self._prepared_s, self._asked_s[0]) + work.prepare_s[number] * self._device.time_scale
+        self._prepared_s = (
+            max(self._prepared_s, self._asked_s[0])
+            + work.prepare_s[number] * self._device.time_scale
+        )
         if self._prepared_s > asked_s:
             self._device.arrive(self._prepared_s)
         slot = work.joined.slots[number]
 
         def rows(spec: TensorSpec) -> int:
-            return local_rows(slot, spec.item, spec.rows, self._place.unit.name, self._place.replica)
+            return local_rows(
+                slot, spec.item, spec.rows, self._place.unit.name, self._place.replica
+            )
+
         return EmulatedBatch(image_grids=[], rows=rows, seconds=work.waits[number])
 
     def _prepare(self, step: int) -> StepWork:
         order, batch = self._orders.of(step)
-        loads = unit_loads(order, self._place.unit.name, self.replicas,
-                           [cost.module for cost in self._stage.costs])
+        loads = unit_loads(
+            order, self._place.unit.name, self.replicas, [cost.module for cost in self._stage.costs]
+        )
         noise = _noise(self._run, step, self._place.rank, (2, len(order.slots), len(self.replicas)))
         parts = {"forward": noise[0], "backward": noise[1]}
-        seconds = {part: {cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs}
-                   for part, factor in parts.items()}
-        slowest = {part: sum(by_module.values(), np.zeros(noise.shape[1:])).argmax(axis=1)
-                   for part, by_module in seconds.items()}
-        waits = [{cost.module: (float(seconds["forward"][cost.module][slot, slowest["forward"][slot]]),
-                                float(seconds["backward"][cost.module][slot, slowest["backward"][slot]]))
-                  for cost in self._stage.costs} for slot in range(len(order.slots))]
+        seconds = {
+            part: {
+                cost.module: self._seconds(cost, part, loads) * factor for cost in self._stage.costs
+            }
+            for part, factor in parts.items()
+        }
+        slowest = {
+            part: sum(by_module.values(), np.zeros(noise.shape[1:])).argmax(axis=1)
+            for part, by_module in seconds.items()
+        }
+        waits = [
+            {
+                cost.module: (
+                    float(seconds["forward"][cost.module][slot, slowest["forward"][slot]]),
+                    float(seconds["backward"][cost.module][slot, slowest["backward"][slot]]),
+                )
+                for cost in self._stage.costs
+            }
+            for slot in range(len(order.slots))
+        ]
         prepared = prepare_s(self._profile, self._stage, loads, self._run.preprocess.workers)
-        return StepWork(order, joined_order(order, self._shares), batch, seconds, waits,
-                        (prepared * self._slowdown("worker")).max(axis=1))
+        return StepWork(
+            order,
+            joined_order(order, self._shares),
+            batch,
+            seconds,
+            waits,
+            (prepared * self._slowdown("worker")).max(axis=1),
+        )
 
     def _seconds(self, cost: Cost, part: str, loads: dict[str, Floats]) -> Floats:
-        return amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3 * self._slowdown("stage")
+        return (
+            amount(getattr(cost, f"{part}_ms"), loads[cost.module]) / 1e3 * self._slowdown("stage")
+        )
 
     def pause_s(self, step: int, slot: int, part: str) -> float:
         """Seconds for which a busy host holds up a slot's "forward" or "backward"."""
@@ -138,9 +186,23 @@ class Feeder:
     def _slowdown(self, what: str) -> Floats:
         """[k] times as long because of injected faults; "stage" includes slow ranks."""
         kinds = ("stage", "rank") if what == "stage" else (what,)
-        return np.array([np.prod([slowdown(self._run.rehearse.faults, kind, self._place.unit.name,
-                                           self._place.stage.index, replica) for kind in kinds])
-                         for replica in self.replicas])
+        return np.array(
+            [
+                np.prod(
+                    [
+                        slowdown(
+                            self._run.rehearse.faults,
+                            kind,
+                            self._place.unit.name,
+                            self._place.stage.index,
+                            replica,
+                        )
+                        for kind in kinds
+                    ]
+                )
+                for replica in self.replicas
+            ]
+        )
 
 
 def _noise(run: RunFile, step: int, rank: int, shape: tuple[int, ...]) -> Floats:

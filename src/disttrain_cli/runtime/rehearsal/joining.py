@@ -1,7 +1,8 @@
-"""Replicas joined into processes: the layout, and the order of a step, as the processes of a rehearsal see them.
+"""Replicas joined into processes: the layout, and the order of a step, as the processes of a
+rehearsal see them.
 
-A process takes the items of all its replicas, and for every slot the time of the slowest of them: its devices run in
-lockstep, which `simulation.grouping` simulates too.
+A process takes the items of all its replicas, and for every slot the time of the slowest of them:
+its devices run in lockstep, which `simulation.grouping` simulates too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ Shares = Mapping[str, Sequence[int]]
 
 def joined_layout(layout: Layout, shares: Shares) -> Layout:
     """The layout with a unit's processes as its replicas; a process stands for whole TP groups."""
-    units = [unit.model_copy(update={"tp": 1, "dp": len(shares[unit.name]), "gpus": len(shares[unit.name]) * unit.pp})
-             for unit in layout.units]
+    units = [
+        unit.model_copy(
+            update={"tp": 1, "dp": len(shares[unit.name]), "gpus": len(shares[unit.name]) * unit.pp}
+        )
+        for unit in layout.units
+    ]
     return layout.model_copy(update={"units": units, "gpus_used": sum(unit.gpus for unit in units)})
 
 
@@ -34,7 +39,8 @@ def replicas_of(shares: Sequence[int], process: int) -> range:
 
 
 def ranks_of(processes: StageGraph, whole: StageGraph, shares: Shares) -> dict[int, int]:
-    """By process, the (first) rank of the replica that it stands for; -1 where there are several replicas."""
+    """By process, the (first) rank of the replica that it stands for; -1 where there are several
+    replicas."""
     found = {}
     for stage, own in zip(processes.stages, whole.stages, strict=True):
         for number, rank in enumerate(stage.ranks):
@@ -45,13 +51,27 @@ def ranks_of(processes: StageGraph, whole: StageGraph, shares: Shares) -> dict[i
 
 def joined_order(order: StepOrder, shares: Shares) -> StepOrder:
     """The order with the items of each process's replicas put together."""
-    return replace(order, slots=[
-        replace(slot, replicas={unit: _joined(own, shares[unit]) for unit, own in slot.replicas.items()})
-        for slot in order.slots])
+    return replace(
+        order,
+        slots=[
+            replace(
+                slot,
+                replicas={unit: _joined(own, shares[unit]) for unit, own in slot.replicas.items()},
+            )
+            for slot in order.slots
+        ],
+    )
 
 
 def _joined(replicas: Sequence[ReplicaItems], shares: Sequence[int]) -> list[ReplicaItems]:
     ends = list(itertools.accumulate(shares))
-    groups = [replicas[end - count:end] for end, count in zip(ends, shares, strict=True)]
-    return [ReplicaItems(*(np.concatenate([getattr(items, name) for items in group])
-                           for name in ("sequences", "images", "targets", "clips"))) for group in groups]
+    groups = [replicas[end - count : end] for end, count in zip(ends, shares, strict=True)]
+    return [
+        ReplicaItems(
+            *(
+                np.concatenate([getattr(items, name) for items in group])
+                for name in ("sequences", "images", "targets", "clips")
+            )
+        )
+        for group in groups
+    ]

@@ -1,8 +1,9 @@
-"""Emulated layers: those of the model with one number for their weights, and a wait for their computation.
+"""Emulated layers: those of the model with one number for their weights, and a wait for their
+computation.
 
-They read and write the rows that the real layers do, so routes, cuts, schedules and the order of backwards are the
-model's own. A row holds one number, or as many as in the model where messages are of real size. Layers of one module
-on a stage wait together: nothing can be seen between them.
+They read and write the rows that the real layers do, so routes, cuts, schedules and the order of
+backwards are the model's own. A row holds one number, or as many as in the model where messages are
+of real size. Layers of one module on a stage wait together: nothing can be seen between them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from disttrain_cli.runtime.rehearsal.device import Device
 class EmulatedBatch(Batch):
     """What the layers of a stage need of a slot."""
 
-    rows: Callable[[TensorSpec], int] = field(default=lambda spec: 0)  # rows of a state tensor on this process
-    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)  # by module: forward, backward
+    rows: Callable[[TensorSpec], int] = field(
+        default=lambda spec: 0
+    )  # rows of a state tensor on this process
+    seconds: dict[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by module: forward, backward
 
 
 class EmulatedLayer(PipelineLayer):
@@ -39,8 +44,15 @@ class EmulatedLayer(PipelineLayer):
 class EmulatedModule(PipelineLayer):
     """The layers of one module on a stage, computing by waiting."""
 
-    def __init__(self, layers: Sequence[LayerInfo], entry: Sequence[str], exit_: Sequence[str], device: Device,
-                 dtype: torch.dtype, scaled: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerInfo],
+        entry: Sequence[str],
+        exit_: Sequence[str],
+        device: Device,
+        dtype: torch.dtype,
+        scaled: bool,
+    ) -> None:
         super().__init__()
         written = {spec.name: spec for layer in layers for spec in layer.writes}
         read = {name for layer in layers for name in layer.reads}
@@ -49,15 +61,27 @@ class EmulatedModule(PipelineLayer):
         self.writes = message_specs([written[name] for name in exit_ if name in written], scaled)
         self._losses = [LOSS_PREFIX + layer.loss for layer in layers if layer.loss is not None]
         self._device, self._dtype = device, dtype
-        self._trained = torch.zeros(1, requires_grad=True)  # backwards come also where nothing is received
+        self._trained = torch.zeros(
+            1, requires_grad=True
+        )  # backwards come also where nothing is received
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Wait for the forward's time; the backward through what it returns waits for its own."""
         assert isinstance(batch, EmulatedBatch)
-        shapes = [(batch.rows(spec), *spec.shape) for spec in self.writes] + [()] * len(self._losses)
-        outputs = _Wait.apply(self._device, batch.seconds[self.module], shapes, self._dtype, self._trained,
-                              *(state[name] for name in self.reads))
-        return dict(zip([*(spec.name for spec in self.writes), *self._losses], outputs, strict=True))
+        shapes = [(batch.rows(spec), *spec.shape) for spec in self.writes] + [()] * len(
+            self._losses
+        )
+        outputs = _Wait.apply(
+            self._device,
+            batch.seconds[self.module],
+            shapes,
+            self._dtype,
+            self._trained,
+            *(state[name] for name in self.reads),
+        )
+        return dict(
+            zip([*(spec.name for spec in self.writes), *self._losses], outputs, strict=True)
+        )
 
 
 def message_specs(specs: Sequence[TensorSpec], scaled: bool) -> tuple[TensorSpec, ...]:
@@ -69,9 +93,19 @@ class _Wait(torch.autograd.Function):
     """Zeros of given shapes, after a wait; their gradient is zeros too, after another."""
 
     @staticmethod
-    def forward(ctx: Any, device: Device, seconds: tuple[float, float], shapes: list[tuple[int, ...]],
-                dtype: torch.dtype, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.device, ctx.backward_s, ctx.shapes = device, seconds[1], [tensor.shape for tensor in inputs]
+    def forward(
+        ctx: Any,
+        device: Device,
+        seconds: tuple[float, float],
+        shapes: list[tuple[int, ...]],
+        dtype: torch.dtype,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.device, ctx.backward_s, ctx.shapes = (
+            device,
+            seconds[1],
+            [tensor.shape for tensor in inputs],
+        )
         if seconds[0]:
             device.run(seconds[0])
         return tuple(torch.zeros(shape, dtype=dtype) for shape in shapes)

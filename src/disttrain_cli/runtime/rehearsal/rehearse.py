@@ -1,4 +1,5 @@
-"""The launcher's side of a rehearsal: it starts the processes, and simulates the very steps that they ran."""
+"""The launcher's side of a rehearsal: it starts the processes, and simulates the very steps that
+they ran."""
 
 from __future__ import annotations
 
@@ -55,15 +56,26 @@ class RehearsalResult(BaseModel):
     late_ms: Late
     operations_emulated: int
     cpu_ms_per_operation: float
-    peak_mib: float = Field(description="Resident memory of all processes; pages that they share count in each.")
+    peak_mib: float = Field(
+        description="Resident memory of all processes; pages that they share count in each."
+    )
     checkpoint: str
     trace: str
     resumed_from_step: int | None
 
 
-def rehearse(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None, resume: bool = False,
-             on_step: Callable[[dict[str, Any]], None] | None = None, progress: Progress = silent) -> RehearsalResult:
-    """Rehearse the plan for some steps (the run file's `rehearse.steps`, if not given) in `runs/NAME/rehearsal/`.
+def rehearse(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    *,
+    steps: int | None = None,
+    resume: bool = False,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress = silent,
+) -> RehearsalResult:
+    """Rehearse the plan for some steps (the run file's `rehearse.steps`, if not given) in
+    `runs/NAME/rehearsal/`.
 
     The plan must have been checked against the run and profile (`planning.check`).
 
@@ -81,22 +93,45 @@ def rehearse(run: Run, plan: Plan, profile: Profile, *, steps: int | None = None
         progress("ordering the steps", 0, 0)
         first = resumed or 0
         known = found_orders(run, plan.plan, profile, index, range(first, total + 1))
-        payload = {"run": str(run.path.resolve()), "plan": plan.model_dump(mode="json"), "folder": str(folder.root),
-                   "profile": profile.model_dump(mode="json"), "shares": setting.shares,
-                   "assignments": {step: [one.places.tolist(), one.carry] for step, one in known.items()},
-                   "gpus_per_node": run.file.cluster.gpus_per_node, "time_scale": setting.time_scale,
-                   "began_ns": time.monotonic_ns()}
+        payload = {
+            "run": str(run.path.resolve()),
+            "plan": plan.model_dump(mode="json"),
+            "folder": str(folder.root),
+            "profile": profile.model_dump(mode="json"),
+            "shares": setting.shares,
+            "assignments": {step: [one.places.tolist(), one.carry] for step, one in known.items()},
+            "gpus_per_node": run.file.cluster.gpus_per_node,
+            "time_scale": setting.time_scale,
+            "began_ns": time.monotonic_ns(),
+        }
         job = job_of(run, plan, profile, _rehearsed(run, setting))
-        reader = run_ranks(folder, job, "disttrain_cli.runtime.rehearsal.worker:main", setting.processes, payload,
-                           steps=total, resume=resume, on_step=on_step, progress=progress)
+        reader = run_ranks(
+            folder,
+            job,
+            "disttrain_cli.runtime.rehearsal.worker:main",
+            setting.processes,
+            payload,
+            steps=total,
+            resume=resume,
+            on_step=on_step,
+            progress=progress,
+        )
     progress("simulating the same steps", 0, 0)
     return RehearsalResult(
-        run_dir=str(folder.root), processes=setting.processes, gpus=plan.plan.gpus_used,
-        gpus_per_process=setting.gpus_per_process, time_scale=setting.time_scale, messages=run.file.rehearse.messages,
+        run_dir=str(folder.root),
+        processes=setting.processes,
+        gpus=plan.plan.gpus_used,
+        gpus_per_process=setting.gpus_per_process,
+        time_scale=setting.time_scale,
+        messages=run.file.rehearse.messages,
         steps=[_step(row) for row in reader.steps],
         simulated=simulated(run, plan.plan, profile, index, setting, range(first, total), known),
-        predicted_iteration_s=plan.predicted.iteration_s, **_host(folder, reader.name),
-        checkpoint=str(folder.checkpoints / f"step-{total:06d}"), trace=str(folder.traces), resumed_from_step=resumed)
+        predicted_iteration_s=plan.predicted.iteration_s,
+        **_host(folder, reader.name),
+        checkpoint=str(folder.checkpoints / f"step-{total:06d}"),
+        trace=str(folder.traces),
+        resumed_from_step=resumed,
+    )
 
 
 def _step(row: dict[str, Any]) -> dict[str, Any]:
@@ -104,10 +139,13 @@ def _step(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("loss", "losses", "grad_norm")}
 
 
-def found_orders(run: Run, layout: Layout, profile: Profile, index: Index, steps: range) -> dict[int, Assignment]:
+def found_orders(
+    run: Run, layout: Layout, profile: Profile, index: Index, steps: range
+) -> dict[int, Assignment]:
     """What the policy `best` decides for the steps, once for all processes: they share few cores.
 
-    As every process of a cluster does by itself while the step before runs. Other policies take no time.
+    As every process of a cluster does by itself while the step before runs. Other policies take no
+    time.
     """
     if run.file.train.ordering != "best":
         return {}
@@ -115,10 +153,22 @@ def found_orders(run: Run, layout: Layout, profile: Profile, index: Index, steps
     return {step: orders.assignment(step) for step in steps}
 
 
-def simulated(run: Run, layout: Layout, profile: Profile, index: Index, setting: Setting, steps: range,
-              known: Mapping[int, Assignment]) -> list[dict[str, Any]]:
-    """The simulator's time for these very steps: the same orders, processes, data and faults, without noise."""
-    stages, orders, pipelines = stages_of(profile, layout), Orders(run.file, layout, index, profile, known), []
+def simulated(
+    run: Run,
+    layout: Layout,
+    profile: Profile,
+    index: Index,
+    setting: Setting,
+    steps: range,
+    known: Mapping[int, Assignment],
+) -> list[dict[str, Any]]:
+    """The simulator's time for these very steps: the same orders, processes, data and faults,
+    without noise."""
+    stages, orders, pipelines = (
+        stages_of(profile, layout),
+        Orders(run.file, layout, index, profile, known),
+        [],
+    )
     spec = run.file.preprocess
     shares = [setting.shares[stage.unit.name] for stage in stages]
     for step in steps:
@@ -126,35 +176,53 @@ def simulated(run: Run, layout: Layout, profile: Profile, index: Index, setting:
         pipeline = pipeline_of(profile, layout, stages, loads, run.file.cluster.gpus_per_node)
         pipeline = fed(pipeline, profile, stages, loads, spec.workers, spec.prefetch_slots)
         pipelines.append(grouped(inject(pipeline, stages, run.file.rehearse.faults), shares))
-    return [{"step": step, "iteration_s": timeline.iteration_s}
-            for step, timeline in zip(steps, simulate_steps(pipelines), strict=True)]
+    return [
+        {"step": step, "iteration_s": timeline.iteration_s}
+        for step, timeline in zip(steps, simulate_steps(pipelines), strict=True)
+    ]
 
 
 def _checked_index(run: Run, profile: Profile) -> Index:
     index, other = rehearsed_index(run, profile.inputs), run.file.rehearse.distribution
     if other is None and index.fingerprint != profile.fingerprints.data:
-        raise MismatchError("The dataset is not the one that was profiled",
-                            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
-                            "Profile and plan again: disttrain profile && disttrain plan")
+        raise MismatchError(
+            "The dataset is not the one that was profiled",
+            f"data of the profile: {profile.fingerprints.data}; of the index: {index.fingerprint}",
+            "Profile and plan again: disttrain profile && disttrain plan",
+        )
     return index
 
 
 def _rehearsed(run: Run, setting: Setting) -> Rehearsed:
     spec = run.file.rehearse
-    return Rehearsed(processes=setting.processes, time_scale=setting.time_scale, messages=spec.messages,
-                     noise=spec.noise, faults=spec.faults,
-                     distribution=None if spec.distribution is None else spec.distribution.name)
+    return Rehearsed(
+        processes=setting.processes,
+        time_scale=setting.time_scale,
+        messages=spec.messages,
+        noise=spec.noise,
+        faults=spec.faults,
+        distribution=None if spec.distribution is None else spec.distribution.name,
+    )
 
 
 def _host(folder: RunDir, name: str) -> dict[str, Any]:
     """What the processes say of the emulation itself."""
-    told = [json.loads(path.read_text()) for path in sorted(Path(folder.logs).glob(f"{name}-host-*.json"))]
+    told = [
+        json.loads(path.read_text())
+        for path in sorted(Path(folder.logs).glob(f"{name}-host-*.json"))
+    ]
     if not told:
-        raise SpecError("The processes of the rehearsal left no account of themselves", str(folder.logs),
-                        "Rehearse again: disttrain train --rehearse")
+        raise SpecError(
+            "The processes of the rehearsal left no account of themselves",
+            str(folder.logs),
+            "Rehearse again: disttrain train --rehearse",
+        )
     late_ms = np.concatenate([one["late_ms"] for one in told])
     operations = sum(one["operations"] for one in told)
     mean, p99, most = late_ms.mean(), np.quantile(late_ms, 0.99), late_ms.max()
-    return {"late_ms": Late(mean=float(mean), p99=float(p99), max=float(most)),
-            "operations_emulated": operations, "peak_mib": sum(one["peak_mib"] for one in told),
-            "cpu_ms_per_operation": 1e3 * sum(one["cpu_s"] for one in told) / max(1, operations)}
+    return {
+        "late_ms": Late(mean=float(mean), p99=float(p99), max=float(most)),
+        "operations_emulated": operations,
+        "peak_mib": sum(one["peak_mib"] for one in told),
+        "cpu_ms_per_operation": 1e3 * sum(one["cpu_s"] for one in told) / max(1, operations),
+    }

@@ -1,4 +1,5 @@
-"""How a plan is rehearsed on this machine: how many processes, for which replicas, and how fast. No torch."""
+"""How a plan is rehearsed on this machine: how many processes, for which replicas, and how fast. No
+torch."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.runfile import RunFile
 
 MOST_PROCESSES = 24
-#: Time of a core that a process takes for a slot's forward and backward (`benchmarks/rehearsal.py overhead`), the share
-#: of the cores that may be busy, and seconds that a step takes here at least: all processes end one at the same time.
+# : Time of a core that a process takes for a slot's forward and backward (`benchmarks/rehearsal.py
+# overhead`), the share : of the cores that may be busy, and seconds that a step takes here at
+# least: all processes end one at the same time.
 SLOT_CPU_S, BUSY, LEAST_STEP_S = 0.012, 0.35, 6.0
 
 
@@ -28,11 +30,21 @@ class Setting:
 def setting_of(run: RunFile, plan: Plan) -> Setting:
     """The processes and the time scale of a rehearsal."""
     spec, layout = run.rehearse, plan.plan
-    per_process = (finest(layout, run.cluster.gpus_per_node, MOST_PROCESSES)
-                   if spec.gpus_per_process == "auto" else spec.gpus_per_process)
-    shares = {unit.name: own for unit, own in zip(layout.units, unit_shares(layout, per_process), strict=True)}
+    per_process = (
+        finest(layout, run.cluster.gpus_per_node, MOST_PROCESSES)
+        if spec.gpus_per_process == "auto"
+        else spec.gpus_per_process
+    )
+    shares = {
+        unit.name: own
+        for unit, own in zip(layout.units, unit_shares(layout, per_process), strict=True)
+    }
     processes = sum(unit.pp * len(shares[unit.name]) for unit in layout.units)
-    scale = _time_scale(layout, processes, plan.predicted.iteration_s) if spec.time_scale == "auto" else spec.time_scale
+    scale = (
+        _time_scale(layout, processes, plan.predicted.iteration_s)
+        if spec.time_scale == "auto"
+        else spec.time_scale
+    )
     return Setting(per_process, shares, processes, scale)
 
 

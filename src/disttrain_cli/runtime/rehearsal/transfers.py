@@ -1,7 +1,8 @@
-"""Emulated links: real messages between the processes, which count as arrived when the profile's links say so.
+"""Emulated links: real messages between the processes, which count as arrived when the profile's
+links say so.
 
-Every message carries the time at which its device had finished; it arrives that much and the link's time later, or
-when it has really come, where that is later still.
+Every message carries the time at which its device had finished; it arrives that much and the link's
+time later, or when it has really come, where that is later still.
 """
 
 from __future__ import annotations
@@ -44,11 +45,15 @@ class EmulatedBroker(Broker):
         """Wait for the rows and for the time at which they arrive."""
         called_s = time.monotonic()
         tensors, _, peer = super().receive(slot)
-        stamps = [(rank, torch.empty(1, dtype=torch.float64)) for rank in self._peers(slot, self.receives)]
+        stamps = [
+            (rank, torch.empty(1, dtype=torch.float64)) for rank in self._peers(slot, self.receives)
+        ]
         for work in [dist.irecv(stamp, rank) for rank, stamp in stamps]:
             work.wait()
         if stamps:
-            arrival_s = max(float(stamp) for _, stamp in stamps) + self.transfer_s * self.clock.time_scale
+            arrival_s = (
+                max(float(stamp) for _, stamp in stamps) + self.transfer_s * self.clock.time_scale
+            )
             self.clock.arrive(arrival_s + max(0.0, time.monotonic() - max(called_s, arrival_s)))
         return tensors, self._full_bytes(slot, self.receives), peer
 
@@ -58,6 +63,9 @@ class EmulatedBroker(Broker):
         return [self.neighbour.rank(replica) for replica in sorted(replicas)]
 
     def _full_bytes(self, slot: Slot, specs: Sequence[TensorSpec]) -> int:
-        values = sum(route.rows * int(np.prod(self.full[spec.name].shape)) for spec in specs
-                     for route in self._routes(slot, spec))
+        values = sum(
+            route.rows * int(np.prod(self.full[spec.name].shape))
+            for spec in specs
+            for route in self._routes(slot, spec)
+        )
         return values * self.dtype.itemsize

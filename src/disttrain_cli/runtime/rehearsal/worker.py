@@ -1,7 +1,8 @@
 """One process of a rehearsal: it builds its emulated stage, joins the others, and runs the steps.
 
-Called by `launch` with the payload that `rehearse.py` writes: that of training, and `shares` (replicas per process, by
-unit), `assignments` (of steps, found beforehand), `gpus_per_node`, `time_scale`, `began_ns` (monotonic clock).
+Called by `launch` with the payload that `rehearse.py` writes: that of training, and `shares`
+(replicas per process, by unit), `assignments` (of steps, found beforehand), `gpus_per_node`,
+`time_scale`, `began_ns` (monotonic clock).
 """
 
 from __future__ import annotations
@@ -54,82 +55,160 @@ def before_fork(payload: dict[str, Any]) -> None:
 def main(payload: dict[str, Any]) -> None:
     """Rehearse until `payload["steps"]`."""
     run = read_run(Path(payload["run"]))
-    layout, profile = Plan.model_validate(payload["plan"]).plan, Profile.model_validate(payload["profile"])
+    layout, profile = (
+        Plan.model_validate(payload["plan"]).plan,
+        Profile.model_validate(payload["profile"]),
+    )
     table, shares, folder = layer_table(run), payload["shares"], RunDir(Path(payload["folder"]))
     graph = stage_graph(joined_layout(layout, shares), profile.inputs.llm)
     place = graph.coords(int(os.environ["RANK"]))
     stages = stages_of(profile, layout)
-    stage, own = stages[place.stage.number], table[place.stage.layers.start:place.stage.layers.stop]
+    stage, own = (
+        stages[place.stage.number],
+        table[place.stage.layers.start : place.stage.layers.stop],
+    )
     clock = Device(payload["time_scale"])
     with ExitStack() as stack:
         device = stack.enter_context(joined("cpu", run.file.train.timeout_s))
         index = rehearsed_index(run, profile.inputs)
-        known = {int(step): Assignment(np.array(places), carry)
-                 for step, (places, carry) in payload["assignments"].items()}
-        feeder = Feeder(run.file, profile, shares, Orders(run.file, layout, index, profile, known), stage, place, clock)
+        known = {
+            int(step): Assignment(np.array(places), carry)
+            for step, (places, carry) in payload["assignments"].items()
+        }
+        feeder = Feeder(
+            run.file,
+            profile,
+            shares,
+            Orders(run.file, layout, index, profile, known),
+            stage,
+            place,
+            clock,
+        )
         whole = stage_graph(layout, profile.inputs.llm)
         reports = Path(payload["steps_file"])
 
         def say(text: str) -> None:
             publish(reports, {"note": text, "done": 0, "total": 0})
 
-        tracer = NodeTracer([
-            Tracer(folder.traces, payload["name"],
-                   RankCoords(whole.stages[place.stage.number].rank(replica), place.stage, replica),
-                   cluster_clock(clock, payload["began_ns"]), say) for replica in feeder.replicas],
-            ranks_of(graph, whole, shares))
+        tracer = NodeTracer(
+            [
+                Tracer(
+                    folder.traces,
+                    payload["name"],
+                    RankCoords(
+                        whole.stages[place.stage.number].rank(replica), place.stage, replica
+                    ),
+                    cluster_clock(clock, payload["began_ns"]),
+                    say,
+                )
+                for replica in feeder.replicas
+            ],
+            ranks_of(graph, whole, shares),
+        )
         stack.callback(tracer.close)
         links = brokers(graph, place, table, message_dtype(run.file.train), device)
-        upstream, downstream = emulated_brokers(run, profile, layout, stages, place, clock, links,
-                                                payload["gpus_per_node"])
+        upstream, downstream = emulated_brokers(
+            run, profile, layout, stages, place, clock, links, payload["gpus_per_node"]
+        )
         engine = EmulatedEngine(
-            **engine_parts(run, layout, UnitGrid(graph, place), place, [EmulatedLayer(info) for info in own]),
-            runner=emulated_runner(run, table, place, clock), upstream=upstream, downstream=downstream, tracer=tracer)
+            **engine_parts(
+                run, layout, UnitGrid(graph, place), place, [EmulatedLayer(info) for info in own]
+            ),
+            runner=emulated_runner(run, table, place, clock),
+            upstream=upstream,
+            downstream=downstream,
+            tracer=tracer,
+        )
         engine.clock, engine.feeder = clock, feeder
         engine.reduce_s = reduce_s(profile, stage, payload["gpus_per_node"])
         engine.optimizer_s = optimizer_s(profile, layout, stage, payload["gpus_per_node"])
-        first = checkpoint.resume(folder.checkpoints, made_from(run.file, profile.fingerprints.data), engine) \
-            if payload["resume"] else 0
+        first = (
+            checkpoint.resume(
+                folder.checkpoints, made_from(run.file, profile.fingerprints.data), engine
+            )
+            if payload["resume"]
+            else 0
+        )
         cpu_s = time.process_time()
 
         def fetch_of(order: StepOrder) -> Callable[[int], Batch]:
             return lambda slot: feeder.fetch(order.step, slot)
-        run_steps(run, layout, profile, Task(folder, payload["name"], first, int(payload["steps"]),
-                                             reports, say=say), engine, feeder, fetch_of)
-        _tell(folder.logs / f"{payload['name']}-host-{place.rank:05d}.json", clock, time.process_time() - cpu_s)
+
+        run_steps(
+            run,
+            layout,
+            profile,
+            Task(folder, payload["name"], first, int(payload["steps"]), reports, say=say),
+            engine,
+            feeder,
+            fetch_of,
+        )
+        _tell(
+            folder.logs / f"{payload['name']}-host-{place.rank:05d}.json",
+            clock,
+            time.process_time() - cpu_s,
+        )
 
 
-def emulated_runner(run: Run, table: list[LayerInfo], place: RankCoords, clock: Device) -> StageRunner:
+def emulated_runner(
+    run: Run, table: list[LayerInfo], place: RankCoords, clock: Device
+) -> StageRunner:
     """The stage's computation, a wait for each module."""
-    first, own = place.stage.layers.start, table[place.stage.layers.start:place.stage.layers.stop]
+    first, own = place.stage.layers.start, table[place.stage.layers.start : place.stage.layers.stop]
     dtype, scaled = message_dtype(run.file.train), run.file.rehearse.messages == "scaled"
-    segments = build_segments([EmulatedLayer(info) for info in own], first,
-                              lambda cut: live_at(table, place.stage, cut))
+    segments = build_segments(
+        [EmulatedLayer(info) for info in own], first, lambda cut: live_at(table, place.stage, cut)
+    )
     for segment in segments:
         layers = [info for info in own if info.module == segment.module]
         segment.layers = [EmulatedModule(layers, segment.entry, segment.exit, clock, dtype, scaled)]
     return StageRunner(segments)
 
 
-def emulated_brokers(run: Run, profile: Profile, layout: Layout, stages: list[CostedStage], place: RankCoords,
-                     clock: Device, links: tuple[list[Broker], list[Broker]],
-                     gpus_per_node: int) -> list[Broker | Brokers | None]:
+def emulated_brokers(
+    run: Run,
+    profile: Profile,
+    layout: Layout,
+    stages: list[CostedStage],
+    place: RankCoords,
+    clock: Device,
+    links: tuple[list[Broker], list[Broker]],
+    gpus_per_node: int,
+) -> list[Broker | Brokers | None]:
     """The brokers over emulated links: to the stages before and after."""
     scaled, number = run.file.rehearse.messages == "scaled", place.stage.number
-    times_s = dict(zip(cuts_of(stages), transfers_s(profile, layout, stages, gpus_per_node).tolist(), strict=True))
+    times_s = dict(
+        zip(
+            cuts_of(stages),
+            transfers_s(profile, layout, stages, gpus_per_node).tolist(),
+            strict=True,
+        )
+    )
 
     def emulated(link: Broker) -> EmulatedBroker:
         sender, taker = sorted((number, link.neighbour.number))
-        slow = slowdown(run.file.rehearse.faults, "link", stages[sender].unit.name, stages[sender].index)
+        slow = slowdown(
+            run.file.rehearse.faults, "link", stages[sender].unit.name, stages[sender].index
+        )
         sends, receives = (message_specs(specs, scaled) for specs in (link.sends, link.receives))
-        return EmulatedBroker(place, link.neighbour, sends, receives, link.dtype, link.device, clock=clock,
-                              transfer_s=times_s[sender, taker] * slow,
-                              full={spec.name: spec for spec in (*link.sends, *link.receives)})
+        return EmulatedBroker(
+            place,
+            link.neighbour,
+            sends,
+            receives,
+            link.dtype,
+            link.device,
+            clock=clock,
+            transfer_s=times_s[sender, taker] * slow,
+            full={spec.name: spec for spec in (*link.sends, *link.receives)},
+        )
+
     return [together([emulated(link) for link in side]) for side in links]
 
 
 def cluster_clock(device: Device, began_ns: int) -> Callable[[], int]:
-    """The device's time in ns of the cluster, alike on all processes of a host: stretched from a common start."""
+    """The device's time in ns of the cluster, alike on all processes of a host: stretched from a
+    common start."""
     offset = time.time_ns() - time.monotonic_ns() + began_ns
     return lambda: offset + int((device.now_s * 1e9 - began_ns) / device.time_scale)
 
@@ -137,6 +216,14 @@ def cluster_clock(device: Device, began_ns: int) -> Callable[[], int]:
 def _tell(path: Path, clock: Device, cpu_s: float) -> None:
     """What this process says of the emulation itself."""
     late_ms = 1e3 * np.array(clock.late_s or [0.0])
-    write_whole(path, json.dumps({
-        "operations": len(clock.late_s), "late_ms": np.round(late_ms, 4).tolist(), "cpu_s": cpu_s,
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+    write_whole(
+        path,
+        json.dumps(
+            {
+                "operations": len(clock.late_s),
+                "late_ms": np.round(late_ms, 4).tolist(),
+                "cpu_s": cpu_s,
+                "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            }
+        ),
+    )

@@ -1,12 +1,14 @@
-"""The broker: moves activations and gradients between neighbouring stages, whatever their DP and TP sizes.
+"""The broker: moves activations and gradients between neighbouring stages, whatever their DP and TP
+sizes.
 
-It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left, over NCCL those of
-two slots at most, as the memory model counts. Receives are posted ahead where that cannot block (gloo), so that the
-rows of a slot travel while the slot before is computed; `receive` returns when they have arrived. Each direction of a
-cut has a communicator of its own (`communicators`), and what two ranks exchange over it in a slot is one batch at both
-ends: NCCL pairs messages by their order, and leaves undefined what is grouped at one end only. Rows travel in canonical
-item order (`routes`). Of a replica's rows each TP rank moves its own part; tensors that its layers need whole are
-gathered over the group on arrival.
+It knows nothing of the engine. Sends are asynchronous; their buffers are kept until they have left,
+over NCCL those of two slots at most, as the memory model counts. Receives are posted ahead where
+that cannot block (gloo), so that the rows of a slot travel while the slot before is computed;
+`receive` returns when they have arrived. Each direction of a cut has a communicator of its own
+(`communicators`), and what two ranks exchange over it in a slot is one batch at both ends: NCCL
+pairs messages by their order, and leaves undefined what is grouped at one end only. Rows travel in
+canonical item order (`routes`). Of a replica's rows each TP rank moves its own part; tensors that
+its layers need whole are gathered over the group on arrival.
 """
 
 from __future__ import annotations
@@ -48,15 +50,20 @@ class Broker:
 
     place: RankCoords
     neighbour: Stage
-    sends: Sequence[TensorSpec]  # what leaves here: activations downstream, or gradients upstream, in a fixed order
+    sends: Sequence[
+        TensorSpec
+    ]  # what leaves here: activations downstream, or gradients upstream, in a fixed order
     receives: Sequence[TensorSpec]  # what comes back
     dtype: torch.dtype
     device: torch.device
     group: Group | None = None  # the rank's TP group
     leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
     coming: dist.ProcessGroup | None = None  # over which they come
-    pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=deque)  # sends, the oldest first
-    #: Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id meanwhile.
+    pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(
+        default_factory=deque
+    )  # sends, the oldest first
+    # : Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id
+    # meanwhile.
     known: dict[tuple[int, str, str], tuple[Slot, list[Route]]] = field(default_factory=dict)
     expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
     arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id
@@ -67,14 +74,16 @@ class Broker:
     def expect(self, slots: Sequence[Slot]) -> None:
         """Post receives ahead for the slots of a step, which will be asked for in this order.
 
-        NCCL's are not posted: the device's streams would wait for rows that have yet to be computed.
+        NCCL's are not posted: the device's streams would wait for rows that have yet to be
+        computed.
         """
         if self.receives and not communicators.in_order():
             self.expected = deque(slots)
             self._post_ahead()
 
     def send(self, slot: Slot, tensors: dict[str, Tensor]) -> tuple[int, int]:
-        """Start sending the rows of `sends`; returns (bytes, the peer's rank, or -1 for several or none)."""
+        """Start sending the rows of `sends`; returns (bytes, the peer's rank, or -1 for several or
+        none)."""
         self._let_go(SENT_SLOTS - 1)
         operations, buffers, peers = [], [], set()
         for spec in self.sends:
@@ -92,7 +101,8 @@ class Broker:
         return sum(b.numel() * b.element_size() for b in buffers), _only(peers)
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows of `receives`; returns (tensors in this replica's order, bytes received, peer)."""
+        """Wait for the rows of `receives`; returns (tensors in this replica's order, bytes
+        received, peer)."""
         self._let_go(SENT_SLOTS)
         arriving = self.arriving.pop(id(slot), None) or self._post(slot)
         self._post_ahead()
@@ -100,9 +110,12 @@ class Broker:
             work.wait()
         for tensor, route, buffer in arriving.scattered:
             _scatter(tensor, route, buffer)
-        tensors = {spec.name: arriving.tensors[spec.name] if spec.split
-                   else gather(arriving.tensors[spec.name], self._rows(slot, spec), self.group)
-                   for spec in self.receives}
+        tensors = {
+            spec.name: arriving.tensors[spec.name]
+            if spec.split
+            else gather(arriving.tensors[spec.name], self._rows(slot, spec), self.group)
+            for spec in self.receives
+        }
         return tensors, arriving.bytes, arriving.peer
 
     def drain(self) -> bool:
@@ -116,17 +129,22 @@ class Broker:
         return waited
 
     def _let_go(self, most: int) -> None:
-        """Drop the buffers of sends that have finished, and no host waits; of others keep those of `most` slots.
+        """Drop the buffers of sends that have finished, and no host waits; of others keep those of
+        `most` slots.
 
-        An NCCL work says without waiting whether the device has done it, and holds on to its tensors, in place of
-        `record_stream`, until it is waited for (torch's ProcessGroupNCCL, `stashed_for_allocator_safety_`); once it
-        has finished, waiting costs nothing, and the memory may be used again on any stream. The host may be slots
-        ahead of its device, though, so that nothing has finished: then the device, not the host, waits for the oldest
-        before it goes on, and its memory is used again after that. Gloo's works learn that they have finished only by
-        being waited for, which would block the host: there buffers, which lie on the host, stay until `drain`.
+        An NCCL work says without waiting whether the device has done it, and holds on to its
+        tensors, in place of `record_stream`, until it is waited for (torch's ProcessGroupNCCL,
+        `stashed_for_allocator_safety_`); once it has finished, waiting costs nothing, and the
+        memory may be used again on any stream. The host may be slots ahead of its device, though,
+        so that nothing has finished: then the device, not the host, waits for the oldest before it
+        goes on, and its memory is used again after that. Gloo's works learn that they have finished
+        only by being waited for, which would block the host: there buffers, which lie on the host,
+        stay until `drain`.
         """
-        while self.pending and (all(work.is_completed() for work in self.pending[0][0])
-                                or (len(self.pending) > most and communicators.in_order())):
+        while self.pending and (
+            all(work.is_completed() for work in self.pending[0][0])
+            or (len(self.pending) > most and communicators.in_order())
+        ):
             for work in self.pending.popleft()[0]:
                 work.wait()
 
@@ -150,9 +168,11 @@ class Broker:
                 peer = self.neighbour.rank(route.replica, route.tp_rank)
                 if len(route.runs) == 1 and self.wire == self.device:
                     start, length = route.runs[0]
-                    buffer = tensor[start:start + length]
+                    buffer = tensor[start : start + length]
                 else:
-                    buffer = torch.empty((route.rows, *spec.shape), dtype=self.dtype, device=self.wire)
+                    buffer = torch.empty(
+                        (route.rows, *spec.shape), dtype=self.dtype, device=self.wire
+                    )
                     scattered.append((tensor, route, buffer))
                 operations.append(dist.P2POp(dist.irecv, buffer, peer, self.coming))
                 peers.add(peer)
@@ -166,17 +186,21 @@ class Broker:
         return local_rows(slot, spec.item, spec.rows, self.place.unit.name, self.place.replica)
 
     def _routes(self, slot: Slot, spec: TensorSpec) -> list[Route]:
-        """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way back."""
+        """Routes of a tensor's rows; those of a slot serve all tensors with such rows, and the way
+        back."""
         key = (id(slot), spec.item, spec.rows)
         if key not in self.known:
-            here = End(self.place.unit.name, self.place.unit.tp, self.place.replica, self.place.tp_rank)
+            here = End(
+                self.place.unit.name, self.place.unit.tp, self.place.replica, self.place.tp_rank
+            )
             there = End(self.neighbour.unit.name, self.neighbour.tp)
             self.known[key] = slot, routes(slot, spec.item, spec.rows, here, there)
         return self.known[key][1]
 
 
 class Brokers:
-    """The brokers of a stage to several stages on one side of it (encoders or generators side by side), as one."""
+    """The brokers of a stage to several stages on one side of it (encoders or generators side by
+    side), as one."""
 
     def __init__(self, brokers: Sequence[Broker]) -> None:
         self._brokers = brokers
@@ -192,7 +216,8 @@ class Brokers:
         return sum(size for size, _ in sent), _only({peer for size, peer in sent if size})
 
     def receive(self, slot: Slot) -> tuple[dict[str, Tensor], int, int]:
-        """Wait for the rows of all; returns (tensors in this replica's order, bytes received, peer).
+        """Wait for the rows of all; returns (tensors in this replica's order, bytes received,
+        peer).
 
         What several send under one name are gradients of one tensor, which are added.
         """
@@ -200,7 +225,11 @@ class Brokers:
         tensors: dict[str, Tensor] = {}
         for name, tensor in (item for own, _, _ in found for item in own.items()):
             tensors[name] = tensors[name] + tensor if name in tensors else tensor
-        return tensors, sum(size for _, size, _ in found), _only({peer for _, size, peer in found if size})
+        return (
+            tensors,
+            sum(size for _, size, _ in found),
+            _only({peer for _, size, peer in found if size}),
+        )
 
     def drain(self) -> bool:
         """Wait until everything sent has left; returns whether there was anything to wait for."""
@@ -215,7 +244,7 @@ def together(brokers: Sequence[Broker]) -> Broker | Brokers | None:
 
 def _gather(tensor: Tensor, route: Route) -> Tensor:
     """Rows of a route as one contiguous buffer."""
-    pieces = [tensor[start:start + length] for start, length in route.runs]
+    pieces = [tensor[start : start + length] for start, length in route.runs]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
 
 
@@ -223,7 +252,7 @@ def _scatter(tensor: Tensor, route: Route, buffer: Tensor) -> None:
     """Put the rows of a route back in their places."""
     taken = 0
     for start, length in route.runs:
-        tensor[start:start + length] = buffer[taken:taken + length]
+        tensor[start : start + length] = buffer[taken : taken + length]
         taken += length
 
 

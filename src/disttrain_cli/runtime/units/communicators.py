@@ -1,11 +1,13 @@
 """Who talks to whom over which communicator, in the order in which all ranks make them.
 
-NCCL knows no tags: on one communicator the messages of two ranks pair by their order, and a rank's operations run one
-after the other. Neighbouring stages therefore have two communicators of their own, one in each direction, so that rows
-that wait for their receiver hold up neither those that come the other way nor any collective. All ranks of both stages
-share them, whatever their DP and TP: a rank is in few (`costs.memory.communicators` counts them).
+NCCL knows no tags: on one communicator the messages of two ranks pair by their order, and a rank's
+operations run one after the other. Neighbouring stages therefore have two communicators of their
+own, one in each direction, so that rows that wait for their receiver hold up neither those that
+come the other way nor any collective. All ranks of both stages share them, whatever their DP and
+TP: a rank is in few (`costs.memory.communicators` counts them).
 
-Gloo pairs by tag, whatever the order, and every group of it is a full mesh of sockets: there messages take the world's.
+Gloo pairs by tag, whatever the order, and every group of it is a full mesh of sockets: there
+messages take the world's.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import torch.distributed as dist
 
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
-#: By (number of the stage that sends, of the one that receives), the group whose communicator messages take.
+# : By (number of the stage that sends, of the one that receives), the group whose communicator
+# messages take.
 Ways = dict[tuple[int, int], dist.ProcessGroup]
 
 
@@ -29,33 +32,46 @@ class Communicator:
     kind: Literal["data parallel", "tensor parallel", "messages"]
     name: str
     ranks: tuple[int, ...]
-    way: tuple[int, int] | None = None  # of messages: numbers of the stage that sends and of the one that receives
+    way: tuple[int, int] | None = (
+        None  # of messages: numbers of the stage that sends and of the one that receives
+    )
 
 
 def in_order() -> bool:
-    """Whether messages pair by their order alone, and a send may wait for its receiver (NCCL, not gloo)."""
+    """Whether messages pair by their order alone, and a send may wait for its receiver (NCCL, not
+    gloo)."""
     return dist.get_backend() != "gloo"
 
 
 def communicators(graph: StageGraph, messages: bool) -> Iterator[Communicator]:
     """All but the world's; with `messages` also those of neighbouring stages.
 
-    A rank joins its own one after the other, so cuts at even places of a line come before those at odd ones: stages
-    along a line wait for one neighbour, not for a chain of them.
+    A rank joins its own one after the other, so cuts at even places of a line come before those at
+    odd ones: stages along a line wait for one neighbour, not for a chain of them.
     """
     for stage in graph.stages:
         for tp_rank in range(stage.tp):
-            yield Communicator("data parallel", f"replicas of {name_of(stage)}, TP rank {tp_rank}",
-                               tuple(stage.dp_group(tp_rank)))
+            yield Communicator(
+                "data parallel",
+                f"replicas of {name_of(stage)}, TP rank {tp_rank}",
+                tuple(stage.dp_group(tp_rank)),
+            )
         for replica in range(stage.unit.dp if stage.tp > 1 else 0):
-            yield Communicator("tensor parallel", f"TP group of {name_of(stage)}, replica {replica}",
-                               tuple(stage.tp_group(replica)))
+            yield Communicator(
+                "tensor parallel",
+                f"TP group of {name_of(stage)}, replica {replica}",
+                tuple(stage.tp_group(replica)),
+            )
     if messages:
         for sender in sorted(graph.stages, key=lambda stage: stage.depth % 2):
             for taker in (graph.stages[number] for number in sender.after):
                 for here, there in ((sender, taker), (taker, sender)):
-                    yield Communicator("messages", f"{name_of(here)} to {name_of(there)}",
-                                       tuple(sorted((*here.ranks, *there.ranks))), (here.number, there.number))
+                    yield Communicator(
+                        "messages",
+                        f"{name_of(here)} to {name_of(there)}",
+                        tuple(sorted((*here.ranks, *there.ranks))),
+                        (here.number, there.number),
+                    )
 
 
 def name_of(stage: Stage) -> str:

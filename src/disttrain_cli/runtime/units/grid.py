@@ -1,8 +1,10 @@
-"""DeepSpeed's view of the ranks: a ragged graph and grid in which every unit has its own DP and TP sizes.
+"""DeepSpeed's view of the ranks: a ragged graph and grid in which every unit has its own DP and TP
+sizes.
 
-DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit. Every rank
-creates every group in the same order (`communicators`). The model-parallel group is the world, whose ranks are counted
-by stage and TP rank so that no two kinds of weights have the same; of TP itself DeepSpeed knows nothing (trap 13).
+DeepSpeed asks its grid for groups and sizes; here the answers are those of the caller's own unit.
+Every rank creates every group in the same order (`communicators`). The model-parallel group is the
+world, whose ranks are counted by stage and TP rank so that no two kinds of weights have the same;
+of TP itself DeepSpeed knows nothing (trap 13).
 """
 
 from __future__ import annotations
@@ -16,20 +18,29 @@ from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
 
 class RaggedTopology(ProcessTopology):
-    """Coordinates (pipe, data, model) of all ranks; `get_dim('data' | 'model')` answers for the caller's unit."""
+    """Coordinates (pipe, data, model) of all ranks; `get_dim('data' | 'model')` answers for the
+    caller's unit."""
 
     def __init__(self, graph: StageGraph, place: RankCoords) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[0, 0, 0])
         self.dims = [len(graph.stages), place.unit.dp, place.unit.tp]
-        self.mapping = {self.ProcessCoord(pipe=stage.number, data=replica, model=tp_rank): stage.rank(replica, tp_rank)
-                        for stage in graph.stages for replica in range(stage.unit.dp) for tp_rank in range(stage.tp)}
+        self.mapping = {
+            self.ProcessCoord(pipe=stage.number, data=replica, model=tp_rank): stage.rank(
+                replica, tp_rank
+            )
+            for stage in graph.stages
+            for replica in range(stage.unit.dp)
+            for tp_rank in range(stage.tp)
+        }
 
 
 class UnitGrid(PipelineParallelGrid):
     """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
 
     tp: Group | None = None  # the TP group, where there is more than one rank in it
-    groups: dict[str, dist.ProcessGroup]  # all that this rank is in, by name, in the order in which they are made
+    groups: dict[
+        str, dist.ProcessGroup
+    ]  # all that this rank is in, by name, in the order in which they are made
     ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
 
     def __init__(self, graph: StageGraph, place: RankCoords) -> None:
@@ -44,7 +55,9 @@ class UnitGrid(PipelineParallelGrid):
         self.is_first_stage = self.is_last_stage = True
         self.ds_model_proc_group = dist.group.WORLD
         self.ds_model_world_size = sum(stage.tp for stage in graph.stages)
-        self.ds_model_rank = sum(stage.tp for stage in graph.stages[:place.stage.number]) + place.tp_rank
+        self.ds_model_rank = (
+            sum(stage.tp for stage in graph.stages[: place.stage.number]) + place.tp_rank
+        )
         self.dp_groups: list[list[int]] = []
         self.p2p_groups: list[list[int]] = []
         self.groups, self.ways = {"world": dist.group.WORLD}, {}
@@ -58,7 +71,9 @@ class UnitGrid(PipelineParallelGrid):
         self.pp_group, self.pp_proc_group = list(range(self.world_size)), dist.group.WORLD
         self.slice_group, self.slice_proc_group = [place.rank], None
 
-    def _join(self, one: communicators.Communicator, group: dist.ProcessGroup, place: RankCoords) -> None:
+    def _join(
+        self, one: communicators.Communicator, group: dist.ProcessGroup, place: RankCoords
+    ) -> None:
         if one.kind == "data parallel":
             self.dp_group, self.dp_proc_group = list(one.ranks), group
         elif one.kind == "tensor parallel":

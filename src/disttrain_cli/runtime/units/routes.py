@@ -1,9 +1,11 @@
-"""The transfer index: which rows travel between two ranks at a cut, derived on every rank from the ordering.
+"""The transfer index: which rows travel between two ranks at a cut, derived on every rank from the
+ordering.
 
-Nothing about shapes is ever sent. Items that both sides of a cut work on travel in canonical order; a route lists
-where their rows lie on this side. The same route, read in the other direction, carries the gradients
-(mission.md's broker rule: any two DP sizes, samples in order). Of a replica's rows every TP rank sends and receives
-its own part (`division.own_rows`) and no other, whatever the TP sizes of both sides.
+Nothing about shapes is ever sent. Items that both sides of a cut work on travel in canonical order;
+a route lists where their rows lie on this side. The same route, read in the other direction,
+carries the gradients (mission.md's broker rule: any two DP sizes, samples in order). Of a replica's
+rows every TP rank sends and receives its own part (`division.own_rows`) and no other, whatever the
+TP sizes of both sides.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class Route:
 
     replica: int  # of the other side
     tp_rank: int  # of the other side
-    runs: tuple[tuple[int, int], ...]  # (start, length) in this rank's own rows, merged, in canonical item order
+    runs: tuple[
+        tuple[int, int], ...
+    ]  # (start, length) in this rank's own rows, merged, in canonical item order
     rows: int
 
 
@@ -43,7 +47,8 @@ def local_rows(slot: Slot, item: str, column: str, unit: str, replica: int) -> i
 
 
 def routes(slot: Slot, item: str, column: str, here: End, there: End) -> list[Route]:
-    """Routes between a rank `here` and all ranks of the unit `there`; pairs without rows are left out.
+    """Routes between a rank `here` and all ranks of the unit `there`; pairs without rows are left
+    out.
 
     Inside one unit a rank exchanges everything with its own namesake, in its own order.
     """
@@ -90,4 +95,6 @@ def _merge(starts: Ints, lengths: Ints) -> tuple[tuple[int, int], ...]:
     breaks = np.flatnonzero(starts[1:] != ends[:-1]) + 1
     firsts = np.concatenate(([0], breaks))
     lasts = np.concatenate((breaks, [len(starts)])) - 1
-    return tuple((int(starts[a]), int(ends[b] - starts[a])) for a, b in zip(firsts, lasts, strict=True))
+    return tuple(
+        (int(starts[a]), int(ends[b] - starts[a])) for a, b in zip(firsts, lasts, strict=True)
+    )

@@ -1,10 +1,10 @@
 """When a GPU came to the places of a step, read afterwards: the host never waits for an answer.
 
-The host runs ahead of its device. A mark is an event on the stream that computes, so it has the time at which the
-device comes there, having done (and waited for) all that was asked for before. Where the host waits for the device
-anyway, once in a step, the device is idle and an event happens as soon as it is recorded: such an *anchor* ties the
-device's time to the host's. Times between two anchors are interpolated, so they never go backwards, and the two
-clocks cannot drift apart.
+The host runs ahead of its device. A mark is an event on the stream that computes, so it has the
+time at which the device comes there, having done (and waited for) all that was asked for before.
+Where the host waits for the device anyway, once in a step, the device is idle and an event happens
+as soon as it is recorded: such an *anchor* ties the device's time to the host's. Times between two
+anchors are interpolated, so they never go backwards, and the two clocks cannot drift apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-#: An anchor is set again, at most so often, if the host was interrupted for longer than this while it set it.
+# : An anchor is set again, at most so often, if the host was interrupted for longer than this while
+# it set it.
 INTERRUPTED_NS, TRIES = 50_000, 3
 
 
@@ -26,11 +27,14 @@ class Mark:
 
     def __init__(self, event: Any) -> None:
         self.event = event
-        self.ns: int | None = None  # when the device came there, by the host's clock; None until it is read
+        self.ns: int | None = (
+            None  # when the device came there, by the host's clock; None until it is read
+        )
         self.anchor_ns: int | None = None  # of an anchor: when it was set
 
     def passed(self) -> bool:
-        """Whether the device has come there; any thread may ask. A device that failed comes nowhere any more."""
+        """Whether the device has come there; any thread may ask. A device that failed comes nowhere
+        any more."""
         try:
             return self.ns is not None or bool(self.event.query())
         except RuntimeError:
@@ -72,7 +76,8 @@ class DeviceClock:
         mark.anchor_ns = (before_ns + after_ns) // 2
 
     def read(self) -> None:
-        """Learn the times of all marks up to the last anchor that the device has passed; does not wait."""
+        """Learn the times of all marks up to the last anchor that the device has passed; does not
+        wait."""
         anchors = [place for place, mark in enumerate(self._marks, 1) if mark.anchor_ns is not None]
         done = 0
         for place in anchors:
@@ -86,7 +91,9 @@ class DeviceClock:
         first, last = self._last, marks[-1]
         assert first.ns is not None and last.anchor_ns is not None
         # From mark to mark: the answers are single-precision milliseconds.
-        passed_ms = list(accumulate(a.event.elapsed_time(b.event) for a, b in pairwise([first, *marks])))
+        passed_ms = list(
+            accumulate(a.event.elapsed_time(b.event) for a, b in pairwise([first, *marks]))
+        )
         scale = (last.anchor_ns - first.ns) / (passed_ms[-1] or 1.0)
         for mark, ms in zip(marks, passed_ms, strict=True):
             mark.ns = first.ns + round(scale * ms)

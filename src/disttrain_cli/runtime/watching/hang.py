@@ -1,9 +1,10 @@
 """Finding a job that hangs, and the rank that the others wait for.
 
-A job hangs when no rank has made progress for `train.hang_s`. Every rank tells what it does (`pulse`); what it
-waits for follows from the operation and the plan: a transfer waits for the neighbouring stage, a reduction for the
-other ranks of its group. The ranks that are waited for and do not wait themselves are the cause; where there are none,
-the ranks wait for each other in a circle.
+A job hangs when no rank has made progress for `train.hang_s`. Every rank tells what it does
+(`pulse`); what it waits for follows from the operation and the plan: a transfer waits for the
+neighbouring stage, a reduction for the other ranks of its group. The ranks that are waited for and
+do not wait themselves are the cause; where there are none, the ranks wait for each other in a
+circle.
 """
 
 from __future__ import annotations
@@ -36,14 +37,19 @@ START = ("starting", "joining", "building")
 class Hang(NamedTuple):
     """What is known of a job that hangs."""
 
-    causes: list[int]  # ranks that the others wait for; several where it cannot be told, or where they form a circle
+    # ranks that the others wait for; several where it cannot be told, or where they form a circle
+    causes: list[int]
     circle: bool
     waits: dict[int, list[int]]  # by rank, those that it waits for
 
 
 def diagnose(states: Mapping[int, State], stages: Sequence[Stage], silent: set[int]) -> Hang:
-    """Who is waited for, given what every rank does and which ranks (`silent`) have stopped telling."""
-    waits = {rank: [] if rank in silent else _waits_for(state, states, stages) for rank, state in states.items()}
+    """Who is waited for, given what every rank does and which ranks (`silent`) have stopped
+    telling."""
+    waits = {
+        rank: [] if rank in silent else _waits_for(state, states, stages)
+        for rank, state in states.items()
+    }
     asked = Counter(other for others in waits.values() for other in others)
     causes = [rank for rank in states if not waits[rank] and (asked[rank] or rank in silent)]
     if silent & set(causes):
@@ -67,10 +73,15 @@ def _waits_for(state: State, states: Mapping[int, State], stages: Sequence[Stage
         return []
     else:  # the ranks that share its layers
         place = stage.ranks.index(state.rank) // stage.tp * stage.tp
-        group = stage.ranks[place:place + stage.tp]
+        group = stage.ranks[place : place + stage.tp]
     here = (state.step, state.operation, state.slot)
-    return [rank for rank in group if rank in states and rank != state.rank and
-            (states[rank].step, states[rank].operation, states[rank].slot) != here]
+    return [
+        rank
+        for rank in group
+        if rank in states
+        and rank != state.rank
+        and (states[rank].step, states[rank].operation, states[rank].slot) != here
+    ]
 
 
 def _circle(waits: Mapping[int, list[int]]) -> list[int]:
@@ -81,7 +92,7 @@ def _circle(waits: Mapping[int, list[int]]) -> list[int]:
         if not waits[rank]:
             return []
         rank = waits[rank][0]
-    return path[path.index(rank):]
+    return path[path.index(rank) :]
 
 
 class HangWatch:
@@ -98,7 +109,8 @@ class HangWatch:
         """Look, if it is time.
 
         Raises:
-            RankLostError: no rank has made progress for too long; the ranks write their stacks to their logs and end.
+            RankLostError: no rank has made progress for too long; the ranks write their stacks to
+            their logs and end.
         """
         now_s = time.monotonic()
         if now_s - self._looked_s < interval_s(self._hang_s):
@@ -107,9 +119,14 @@ class HangWatch:
             self._moved_s = now_s
         self._looked_s = now_s
         self._look(now_s)
-        silent = {rank for rank, beaten_s in self._beaten_s.items()
-                  if now_s - beaten_s > MISSED_BEATS * interval_s(self._hang_s)}
-        if any(state.operation in START for rank, state in self._states.items() if rank not in silent):
+        silent = {
+            rank
+            for rank, beaten_s in self._beaten_s.items()
+            if now_s - beaten_s > MISSED_BEATS * interval_s(self._hang_s)
+        }
+        if any(
+            state.operation in START for rank, state in self._states.items() if rank not in silent
+        ):
             self._moved_s = now_s
         if len(self._states) < len(self._ranks) or now_s - self._moved_s < self._hang_s:
             return
@@ -133,7 +150,9 @@ class HangWatch:
         named = hang.causes[:MOST_NAMED]
         more = f" and {len(hang.causes) - MOST_NAMED} more" if len(hang.causes) > MOST_NAMED else ""
         if hang.circle:
-            what = f"The job hangs: ranks {', '.join(map(str, hang.causes[:16]))} wait for each other"
+            what = (
+                f"The job hangs: ranks {', '.join(map(str, hang.causes[:16]))} wait for each other"
+            )
         else:
             what = "The job hangs: the others wait for " + ", ".join(map(self._place, named)) + more
         lines = [f"rank {rank} {self._condition(rank, silent)}" for rank in named]
@@ -141,20 +160,31 @@ class HangWatch:
         lines += [f"rank {rank} {self._condition(rank, silent)}" for rank in waiting[:MOST_NAMED]]
         if len(waiting) > MOST_NAMED:
             lines.append(f"and {len(waiting) - MOST_NAMED} more ranks wait")
-        lines.append(f"No rank made progress for {self._hang_s:g} s (train.hang_s). What each was doing is at the end "
-                     f"of its log: {rank_log(self._logs, named[0])}")
-        return RankLostError(what, "\n".join(lines), "Read those logs, and go on from the newest checkpoint, if there "
-                             "is one: disttrain train --resume")
+        lines.append(
+            f"No rank made progress for {self._hang_s:g} s (train.hang_s). What each was doing is"
+            f" at the end of its log: {rank_log(self._logs, named[0])}"
+        )
+        return RankLostError(
+            what,
+            "\n".join(lines),
+            "Read those logs, and go on from the newest checkpoint, if there "
+            "is one: disttrain train --resume",
+        )
 
     def _place(self, rank: int) -> str:
         stage = next(stage for stage in self._stages if rank in stage.ranks)
-        return f"rank {rank} ({stage.unit.name}, stage {stage.index}, host {self._states[rank].host})"
+        return (
+            f"rank {rank} ({stage.unit.name}, stage {stage.index}, host {self._states[rank].host})"
+        )
 
     def _condition(self, rank: int, silent: set[int]) -> str:
         state = self._states[rank]
         doing = state.operation.replace("_", " ")
-        details = [f"slot {state.slot}"] * (state.slot >= 0) + [f"step {state.step}"] * (state.step >= 0) + \
-            [state.module] * bool(state.module)
+        details = (
+            [f"slot {state.slot}"] * (state.slot >= 0)
+            + [f"step {state.step}"] * (state.step >= 0)
+            + [state.module] * bool(state.module)
+        )
         where = f"{doing} ({', '.join(details)})" if details else doing
         if rank in silent:
             return f"{_absence(state)}, in {where}"

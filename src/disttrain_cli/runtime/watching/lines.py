@@ -1,4 +1,5 @@
-"""A training step in one line, for whoever watches: the command, or the output of ranks that others start."""
+"""A training step in one line, for whoever watches: the command, or the output of ranks that others
+start."""
 
 from __future__ import annotations
 
@@ -9,24 +10,50 @@ from typing import Any
 
 LINE_EVERY_S = 5.0
 #: Figures of a step besides those that every step has, and how a line says them.
-FIGURES = {"tokens_per_s": "{:.0f} tokens/s", "images_per_s": "{:.1f} images/s", "memory_gib": "{:.2f} GiB"}
+FIGURES = {
+    "tokens_per_s": "{:.0f} tokens/s",
+    "images_per_s": "{:.1f} images/s",
+    "memory_gib": "{:.2f} GiB",
+}
 
 
 def reported(row: dict[str, Any]) -> dict[str, Any]:
     """A step's row, as rank 0 reports it, under the names of `train --json`."""
-    step = {"step": row["step"], "loss": row["loss"],
-            "losses": {"text": row["loss_text"], "image": row["loss_image"], **row.get("generator_losses", {})},
-            **{key: row[key] for key in ("grad_norm", "iteration_s", "sequences_per_s", "mfu", "data_wait_s", "tokens",
-                                         "images", "targets")},
-            **{key: row[key] for key in (*FIGURES, "unit_mfu", "learning_rate") if key in row}}
+    step = {
+        "step": row["step"],
+        "loss": row["loss"],
+        "losses": {
+            "text": row["loss_text"],
+            "image": row["loss_image"],
+            **row.get("generator_losses", {}),
+        },
+        **{
+            key: row[key]
+            for key in (
+                "grad_norm",
+                "iteration_s",
+                "sequences_per_s",
+                "mfu",
+                "data_wait_s",
+                "tokens",
+                "images",
+                "targets",
+            )
+        },
+        **{key: row[key] for key in (*FIGURES, "unit_mfu", "learning_rate") if key in row},
+    }
     if "evaluation_loss" in row:
-        step["evaluation"] = {"text": row["evaluation_loss_text"], "image": row["evaluation_loss_image"],
-                              **row.get("evaluation_generator_losses", {})}
+        step["evaluation"] = {
+            "text": row["evaluation_loss_text"],
+            "image": row["evaluation_loss_image"],
+            **row.get("evaluation_generator_losses", {}),
+        }
     return step
 
 
 class StepLines:
-    """Steps as lines; each has the latest losses on held-out data too. A rehearsal does not learn and has no losses."""
+    """Steps as lines; each has the latest losses on held-out data too. A rehearsal does not learn
+    and has no losses."""
 
     def __init__(self, learns: bool = True) -> None:
         self._learns = learns
@@ -38,23 +65,35 @@ class StepLines:
         if "evaluation" in step:
             self._held_out = [f"held out {listed(step['evaluation'])} after step {step['step']}"]
         norm = "–" if step.get("grad_norm") is None else format(step["grad_norm"], ".3g")
-        return "  ".join([
-            *learned, *self._held_out, f"{step['iteration_s']:.3f} s per step",
-            f"{step['sequences_per_s']:.2f} sequences/s",
-            "MFU –" if step["mfu"] is None else f"MFU {100 * step['mfu']:.1f} %",
-            *(form.format(step[name]) for name, form in FIGURES.items() if step.get(name) is not None),
-            f"data wait {1000 * step['data_wait_s']:.0f} ms", *([f"grad norm {norm}"] if self._learns else [])])
+        return "  ".join(
+            [
+                *learned,
+                *self._held_out,
+                f"{step['iteration_s']:.3f} s per step",
+                f"{step['sequences_per_s']:.2f} sequences/s",
+                "MFU –" if step["mfu"] is None else f"MFU {100 * step['mfu']:.1f} %",
+                *(
+                    form.format(step[name])
+                    for name, form in FIGURES.items()
+                    if step.get(name) is not None
+                ),
+                f"data wait {1000 * step['data_wait_s']:.0f} ms",
+                *([f"grad norm {norm}"] if self._learns else []),
+            ]
+        )
 
 
 class Narration:
-    """Writes lines to an open file of the terminal or job log: now and then one of a step, and what is to be known."""
+    """Writes lines to an open file of the terminal or job log: now and then one of a step, and what
+    is to be known."""
 
     def __init__(self, descriptor: int, total: int) -> None:
         self._descriptor, self._total = descriptor, total
         self._lines, self._said_s = StepLines(), -LINE_EVERY_S
 
     def step(self, row: dict[str, Any]) -> None:
-        """Take a step's row, and write it where it is the first, the last, or the last one written is some time ago."""
+        """Take a step's row, and write it where it is the first, the last, or the last one written
+        is some time ago."""
         line, done = self._lines.of(reported(row)), row["step"] + 1
         if done == self._total or time.monotonic() - self._said_s >= LINE_EVERY_S:
             self._said_s = time.monotonic()

@@ -1,9 +1,9 @@
 """`train --profile-steps A:B`: torch's profile of some steps of a rank, as one Kineto JSON file.
 
-Every operation that the rank's own trace has a row for is marked in the profile (`spec.trace.mark`), so that the
-analysis can say what its time is made of. In these steps alone the host waits for its GPU at every mark, so that what
-ran between two marks is what was asked for there. Profiling never ends a training: what fails is told, and the file
-left out.
+Every operation that the rank's own trace has a row for is marked in the profile
+(`spec.trace.mark`), so that the analysis can say what its time is made of. In these steps alone the
+host waits for its GPU at every mark, so that what ran between two marks is what was asked for
+there. Profiling never ends a training: what fails is told, and the file left out.
 """
 
 from __future__ import annotations
@@ -56,16 +56,32 @@ class Marks:
 class StepProfiler:
     """Profiles the steps of one range: `begin` and `end` are called around every step."""
 
-    def __init__(self, steps: range, traces: Path, start: str, tracer: Tracer, rank: int, device: torch.device,
-                 say: Callable[[str], None]) -> None:
-        self._steps, self._file, self._tracer, self._say = steps, profile_file(traces, rank, start), tracer, say
+    def __init__(
+        self,
+        steps: range,
+        traces: Path,
+        start: str,
+        tracer: Tracer,
+        rank: int,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        self._steps, self._file, self._tracer, self._say = (
+            steps,
+            profile_file(traces, rank, start),
+            tracer,
+            say,
+        )
         self._device = device
-        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        self._activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (
+            device.type == "cuda"
+        )
         self._profile: profile | None = None
         self._failed = False
 
     def begin(self, step: int) -> None:
-        """Before a step: start recording where the range begins, or where a resumed run enters it."""
+        """Before a step: start recording where the range begins, or where a resumed run enters
+        it."""
         if step not in self._steps or self._failed:
             return
         try:
@@ -74,7 +90,7 @@ class StepProfiler:
                 self._profile = profile(activities=self._activities)
                 self._profile.start()
             self._tracer.marks = Marks(step, self._device)
-        except Exception as error:  # noqa: BLE001: whatever the profiler cannot do here, the training can
+        except Exception as error:  # whatever the profiler cannot do here, the training can
             self._give_up(error)
 
     def end(self, step: int) -> None:
@@ -94,7 +110,7 @@ class StepProfiler:
         try:
             recorded.stop()
             _write(recorded, self._file)
-        except Exception as error:  # noqa: BLE001: a full disk, most often
+        except Exception as error:  # a full disk, most often
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

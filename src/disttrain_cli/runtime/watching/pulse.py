@@ -1,8 +1,9 @@
-"""What each rank is doing, in a small file beside its log, for whoever looks for a job that hangs (`hang`).
+"""What each rank is doing, in a small file beside its log, for whoever looks for a job that hangs
+(`hang`).
 
-To say it costs a tuple: a thread writes the file now and then. The files are all that is needed, so that the ranks of
-several hosts are watched over a shared folder just as those of one machine. What counts is what a rank's device does,
-which may be far behind what its host has asked for.
+To say it costs a tuple: a thread writes the file now and then. The files are all that is needed, so
+that the ranks of several hosts are watched over a shared folder just as those of one machine. What
+counts is what a rank's device does, which may be far behind what its host has asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ RECORD_BYTES = 512
 
 
 class State(BaseModel):
-    """What one rank does. `operation` is one of `spec.trace.OPERATIONS`, or what a rank does outside its steps."""
+    """What one rank does. `operation` is one of `spec.trace.OPERATIONS`, or what a rank does
+    outside its steps."""
 
     rank: int
     host: str
@@ -47,28 +49,46 @@ def state_file(folder: Path, rank: int) -> Path:
 
 
 def interval_s(hang_s: float) -> float:
-    """Time between two beats: some within the longest time without progress, few for the file system."""
+    """Time between two beats: some within the longest time without progress, few for the file
+    system."""
     return min(10.0, max(0.1, hang_s / 10))
 
 
 class Pulse:
     """The state of this rank; `begin` is called whenever it turns to something else."""
 
-    def __init__(self, folder: Path, rank: int, hang_s: float,
-                 end: Callable[[Verdict], NoReturn] = lambda verdict: os._exit(RankFailedError.exit_code)) -> None:
-        """`end`: what ends the process when there is a verdict; its stacks have been written to its log."""
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        hang_s: float,
+        end: Callable[[Verdict], NoReturn] = lambda verdict: os._exit(RankFailedError.exit_code),
+    ) -> None:
+        """`end`: what ends the process when there is a verdict; its stacks have been written to its
+        log."""
         self._path, self._folder, self._hang_s = state_file(folder, rank), folder, hang_s
         self._end = end
-        self._own: dict[str, Any] = {"rank": rank, "host": socket.gethostname(), "process": os.getpid()}
+        self._own: dict[str, Any] = {
+            "rank": rank,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+        }
         self._now = (-1, "starting", -1, "")
         self._ahead: deque[tuple[tuple[int, str, int, str], Callable[[], bool]]] = deque()
         self._moves = self._beat = 0
         self._ended = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, operation: str, step: int = -1, slot: int = -1, module: str = "",
-              reached: Callable[[], bool] | None = None) -> None:
-        """Say what the rank does from now on; where `reached` is given, from when it says that the device is there."""
+    def begin(
+        self,
+        operation: str,
+        step: int = -1,
+        slot: int = -1,
+        module: str = "",
+        reached: Callable[[], bool] | None = None,
+    ) -> None:
+        """Say what the rank does from now on; where `reached` is given, from when it says that the
+        device is there."""
         if reached is None and not self._ahead:
             self._turn((step, operation, slot, module))
         else:
@@ -80,7 +100,8 @@ class Pulse:
 
     @contextmanager
     def beating(self) -> Iterator[Pulse]:
-        """Tell the state now and then. A rank that holds Python's lock for too long has its stacks written, too."""
+        """Tell the state now and then. A rank that holds Python's lock for too long has its stacks
+        written, too."""
         thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         thread.start()
         try:
@@ -108,8 +129,14 @@ class Pulse:
             self._turn(self._ahead.popleft()[0])
         self._beat += 1
         step, operation, slot, module = self._now
-        told = self._own | {"beat": self._beat, "moves": self._moves, "step": step, "operation": operation,
-                            "slot": slot, "module": module}
+        told = self._own | {
+            "beat": self._beat,
+            "moves": self._moves,
+            "step": step,
+            "operation": operation,
+            "slot": slot,
+            "module": module,
+        }
         try:  # opened each time: a file system of several hosts then shows it to all of them
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:

@@ -1,5 +1,5 @@
-"""Ranks that are looked after: requests to stop are passed on, a job that hangs is ended, a lost rank is followed by
-another start from the newest checkpoint.
+"""Ranks that are looked after: requests to stop are passed on, a job that hangs is ended, a lost
+rank is followed by another start from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class StopRequest:
         self._passed_on = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """The signals' handler: the first one asks, a second one ends this process, and with it the ranks, at once."""
+        """The signals' handler: the first one asks, a second one ends this process, and with it the
+        ranks, at once."""
         if self.signal is not None:
             raise SystemExit(128 + number)
         self.signal = signal.Signals(number)
@@ -43,7 +44,12 @@ class StopRequest:
             with suppress(SpecError):  # a full disk has room for an empty file
                 write_whole(stop_file(logs), self.signal.name)
             stop_file(logs).touch()
-            progress(f"{self.signal.name}: stopping after this step, with a checkpoint; once more to end at once", 0, 0)
+            progress(
+                f"{self.signal.name}: stopping after this step, with a checkpoint; once more to end"
+                " at once",
+                0,
+                0,
+            )
 
 
 @contextmanager
@@ -53,7 +59,9 @@ def stop_request() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    handlers = {number: signal.signal(number, request.hear) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {
+        number: signal.signal(number, request.hear) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         yield request
     finally:
@@ -61,8 +69,14 @@ def stop_request() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def supervised(run: Run, graph: StageGraph, resume: bool, request: StopRequest, progress: Progress,
-               start: Callable[[bool, Callable[[], None]], Reports]) -> tuple[Reports, list[str]]:
+def supervised(
+    run: Run,
+    graph: StageGraph,
+    resume: bool,
+    request: StopRequest,
+    progress: Progress,
+    start: Callable[[bool, Callable[[], None]], Reports],
+) -> tuple[Reports, list[str]]:
     """Call `start(resume, watch)`, again for every lost rank as often as `train.restarts` allows.
 
     Returns the last start's reports, and why the job was started again each time.
@@ -72,7 +86,9 @@ def supervised(run: Run, graph: StageGraph, resume: bool, request: StopRequest, 
     """
     losses: list[str] = []
     while True:
-        hangs = HangWatch(pulses(run.dir.logs), run.dir.logs, graph.stages, run.file.train.longest_hang_s)
+        hangs = HangWatch(
+            pulses(run.dir.logs), run.dir.logs, graph.stages, run.file.train.longest_hang_s
+        )
 
         def watch(hangs: HangWatch = hangs) -> None:
             request.pass_on(run.dir.logs, progress)
@@ -86,8 +102,12 @@ def supervised(run: Run, graph: StageGraph, resume: bool, request: StopRequest, 
             losses.append(error.what)
             newest = latest(run.dir.checkpoints)
             resume = newest is not None
-            progress(f"{error.what}; starting again from {newest.name if newest else 'the beginning'} "
-                     f"(restart {len(losses)} of {run.file.train.restarts})", 0, 0)
+            progress(
+                f"{error.what}; starting again from {newest.name if newest else 'the beginning'} "
+                f"(restart {len(losses)} of {run.file.train.restarts})",
+                0,
+                0,
+            )
 
 
 def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Recording what a rank does: rows of `spec.trace.TRACE_COLUMNS`, kept after every step, as Parquet in the end."""
+"""Recording what a rank does: rows of `spec.trace.TRACE_COLUMNS`, kept after every step, as Parquet
+in the end."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.watching.pulse import Pulse
 from disttrain_cli.spec.stage_graph import RankCoords
-from disttrain_cli.spec.trace import OPEN_SEGMENT, SAMPLE_COLUMNS, SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
+from disttrain_cli.spec.trace import (
+    OPEN_SEGMENT,
+    SAMPLE_COLUMNS,
+    SIZE_COLUMNS,
+    STEP_COLUMNS,
+    TRACE_COLUMNS,
+)
 from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
@@ -23,24 +30,41 @@ if TYPE_CHECKING:
     from disttrain_cli.runtime.watching.profiles import Marks
 
 SEGMENT_ROWS = 20_000
-_NOTHING = {"slot": -1, "module": "", "tokens": 0, "images": 0, "sequences": 0,
-            "sum_length_sq": 0, "bytes": 0, "peer": -1}
+_NOTHING = {
+    "slot": -1,
+    "module": "",
+    "tokens": 0,
+    "images": 0,
+    "sequences": 0,
+    "sum_length_sq": 0,
+    "bytes": 0,
+    "peer": -1,
+}
 
 
 class SegmentWriter:
     """Collects rows of a fixed schema as segments.
 
-    `keep` appends them to the open segment, a stream of Arrow batches that stays readable however this process ends;
-    `flush` replaces it by one of Parquet (temporary name, then rename). What cannot be written (a full disk) is said
-    once, and nothing is recorded from then on: training goes on.
+    `keep` appends them to the open segment, a stream of Arrow batches that stays readable however
+    this process ends; `flush` replaces it by one of Parquet (temporary name, then rename). What
+    cannot be written (a full disk) is said once, and nothing is recorded from then on: training
+    goes on.
     """
 
-    def __init__(self, folder: Path, columns: dict[str, str], run: str, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, folder: Path, columns: dict[str, str], run: str, say: Callable[[str], None] = print
+    ) -> None:
         import pyarrow as pa
 
-        kinds = {"string": pa.string(), "int32": pa.int32(), "int64": pa.int64(), "float64": pa.float64(),
-                 "list<int64>": pa.list_(pa.int64()), "list<string>": pa.list_(pa.string()),
-                 "map<string,float64>": pa.map_(pa.string(), pa.float64())}
+        kinds = {
+            "string": pa.string(),
+            "int32": pa.int32(),
+            "int64": pa.int64(),
+            "float64": pa.float64(),
+            "list<int64>": pa.list_(pa.int64()),
+            "list<string>": pa.list_(pa.string()),
+            "map<string,float64>": pa.map_(pa.string(), pa.float64()),
+        }
         self.rows: list[dict[str, Any]] = []
         self._schema = pa.schema([(name, kinds[kind]) for name, kind in columns.items()])
         self._folder, self._run, self._say = folder, run, say
@@ -66,7 +90,10 @@ class SegmentWriter:
         except (OSError, SpecError) as error:
             self._failed = True
             reason = error.why if isinstance(error, SpecError) else error.strerror
-            self._say(f"warning: no more traces in {self._folder.parent}: {reason}; training goes on without them")
+            self._say(
+                f"warning: no more traces in {self._folder.parent}: {reason}; training goes on"
+                " without them"
+            )
         finally:
             self.rows.clear()
             if self._failed:
@@ -95,7 +122,9 @@ class SegmentWriter:
         if self._open is None:
             return
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_batches(self._batches).combine_chunks(), sink, compression="zstd")
+        pq.write_table(
+            pa.Table.from_batches(self._batches).combine_chunks(), sink, compression="zstd"
+        )
         write_whole(self._segment(".parquet"), sink.getvalue().to_pybytes())
         self._open.close()
         self._segment(OPEN_SEGMENT).unlink()
@@ -108,7 +137,8 @@ class SegmentWriter:
 
 
 class Tracer:
-    """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic counter.
+    """The trace of one rank. Times are nanoseconds of the host's wall clock, taken from a monotonic
+    counter.
 
     Args:
         clock: the host's (`wall_clock`).
@@ -120,18 +150,34 @@ class Tracer:
     silent = False  # rows are dropped
     _device: DeviceClock | None = None
 
-    def __init__(self, folder: Path, run: str, place: RankCoords, clock: Callable[[], int],
-                 say: Callable[[str], None] = print, device_clock: DeviceClock | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        place: RankCoords,
+        clock: Callable[[], int],
+        say: Callable[[str], None] = print,
+        device_clock: DeviceClock | None = None,
+    ) -> None:
         self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run, say)
         self.now, self._device = clock, device_clock
-        self._ahead: list[tuple[dict[str, Any], Mark, Mark]] = []  # rows whose times are not known yet
+        self._ahead: list[
+            tuple[dict[str, Any], Mark, Mark]
+        ] = []  # rows whose times are not known yet
         self.step = 0
-        self._place: dict[str, Any] = {"run": run, "unit": place.unit.name, "stage": place.stage.index,
-                                       "replica": place.replica, "tp_rank": place.tp_rank, "rank": place.rank,
-                                       "host": socket.gethostname()}
+        self._place: dict[str, Any] = {
+            "run": run,
+            "unit": place.unit.name,
+            "stage": place.stage.index,
+            "replica": place.replica,
+            "tp_rank": place.tp_rank,
+            "rank": place.rank,
+            "host": socket.gethostname(),
+        }
 
     def begin(self, operation: str, slot: int = -1, module: str = "") -> None:
-        """Say what the rank turns to, for whoever looks for a job that hangs, and in torch's profile."""
+        """Say what the rank turns to, for whoever looks for a job that hangs, and in torch's
+        profile."""
         if self.pulse is not None:
             reached = None if self._device is None else self._device.mark().passed
             self.pulse.begin(operation, self.step, slot, module, reached)
@@ -139,7 +185,8 @@ class Tracer:
             self.marks.begin(operation, slot, module)
 
     def mark(self) -> int | Mark:
-        """This place in the rank's work, where a row begins or ends: the time, or what the device will have passed."""
+        """This place in the rank's work, where a row begins or ends: the time, or what the device
+        will have passed."""
         return self.now() if self._device is None else self._device.mark()
 
     def anchor(self) -> None:
@@ -147,15 +194,26 @@ class Tracer:
         if self._device is not None:
             self._device.anchor()
 
-    def record(self, operation: str, start: int | Mark, end: int | Mark | None = None, **amounts: Any) -> None:
+    def record(
+        self, operation: str, start: int | Mark, end: int | Mark | None = None, **amounts: Any
+    ) -> None:
         """Add a row from one mark to another, or to this place."""
         end = self.mark() if end is None else end
         if self.marks is not None:
             self.marks.end()
         if self.silent:
             return
-        row = self._place | _NOTHING | amounts | {
-            "step": self.step, "operation": operation, "start_ns": start, "end_ns": end}
+        row = (
+            self._place
+            | _NOTHING
+            | amounts
+            | {
+                "step": self.step,
+                "operation": operation,
+                "start_ns": start,
+                "end_ns": end,
+            }
+        )
         if isinstance(start, int):
             self._writer.rows.append(row)
         else:
@@ -177,8 +235,10 @@ class Tracer:
             return
         self._device.read()
         known = list(takewhile(lambda row: row[2].ns is not None, self._ahead))
-        self._writer.rows += [row | {"start_ns": start.ns, "end_ns": end.ns} for row, start, end in known]
-        del self._ahead[:len(known)]
+        self._writer.rows += [
+            row | {"start_ns": start.ns, "end_ns": end.ns} for row, start, end in known
+        ]
+        del self._ahead[: len(known)]
 
 
 def wall_clock() -> Callable[[], int]:

@@ -15,10 +15,18 @@ from disttrain_cli.spec.runfile import Run
 
 #: Figures of a step's row under the names that trackers group by.
 FIGURES = {
-    "loss": "loss/total", "loss_text": "loss/text", "loss_image": "loss/image", "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate", "iteration_s": "speed/iteration_s", "mfu": "speed/mfu",
-    "sequences_per_s": "speed/sequences_per_s", "tokens_per_s": "speed/tokens_per_s",
-    "images_per_s": "speed/images_per_s", "data_wait_s": "speed/data_wait_s", "memory_gib": "memory/peak_gib",
+    "loss": "loss/total",
+    "loss_text": "loss/text",
+    "loss_image": "loss/image",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "iteration_s": "speed/iteration_s",
+    "mfu": "speed/mfu",
+    "sequences_per_s": "speed/sequences_per_s",
+    "tokens_per_s": "speed/tokens_per_s",
+    "images_per_s": "speed/images_per_s",
+    "data_wait_s": "speed/data_wait_s",
+    "memory_gib": "memory/peak_gib",
 }
 NEEDS = {"tensorboard": "tensorboard", "wandb": "wandb"}  # extra of the package, by tracker
 
@@ -28,8 +36,12 @@ Write = Callable[[int, Mapping[str, float]], None]
 class Tracker:
     """One tracker. `connect` gives what writes a step's figures, and what ends it."""
 
-    def __init__(self, name: str, connect: Callable[[], tuple[Write, Callable[[], None]]],
-                 say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], tuple[Write, Callable[[], None]]],
+        say: Callable[[str], None],
+    ) -> None:
         self._name, self._say = name, say
         self._write: Write | None = None
         self._end: Callable[[], None] = lambda: None
@@ -58,23 +70,37 @@ class Tracker:
 
     def _give_up(self, error: Exception) -> None:
         self._write = None
-        hint = f"; install it: pip install 'disttrain[{NEEDS[self._name]}]'" if isinstance(error, ImportError) else ""
+        hint = (
+            f"; install it: pip install 'disttrain[{NEEDS[self._name]}]'"
+            if isinstance(error, ImportError)
+            else ""
+        )
         self._say(f"warning: {self._name} gets no figures ({type(error).__name__}: {error}{hint})")
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a step's row that are numbers, by the name that trackers show."""
-    known = {FIGURES[key]: float(value) for key, value in row.items()
-             if key in FIGURES and value is not None and math.isfinite(value)}
-    known |= {f"loss/{module}": float(value) for module, value in (row.get("generator_losses") or {}).items()
-              if math.isfinite(value)}
-    return known | {f"mfu/{unit}": float(value) for unit, value in (row.get("unit_mfu") or {}).items()}
+    known = {
+        FIGURES[key]: float(value)
+        for key, value in row.items()
+        if key in FIGURES and value is not None and math.isfinite(value)
+    }
+    known |= {
+        f"loss/{module}": float(value)
+        for module, value in (row.get("generator_losses") or {}).items()
+        if math.isfinite(value)
+    }
+    return known | {
+        f"mfu/{unit}": float(value) for unit, value in (row.get("unit_mfu") or {}).items()
+    }
 
 
 def trackers_of(run: Run, name: str, resume: bool, say: Callable[[str], None]) -> list[Tracker]:
     """The trackers that the run file asks for, in the run's folder; `name` is the start's."""
-    connects = {"tensorboard": lambda: _tensorboard(run.dir.root / "tensorboard" / name),
-                "wandb": lambda: _wandb(run, resume)}
+    connects = {
+        "tensorboard": lambda: _tensorboard(run.dir.root / "tensorboard" / name),
+        "wandb": lambda: _wandb(run, resume),
+    }
     return [Tracker(kind, connects[kind], say) for kind in dict.fromkeys(run.file.train.track)]
 
 
@@ -86,6 +112,7 @@ def _tensorboard(folder: Path) -> tuple[Write, Callable[[], None]]:
     def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
+
     return write, writer.close
 
 
@@ -97,9 +124,16 @@ def _wandb(run: Run, resume: bool) -> tuple[Write, Callable[[], None]]:
     known = folder / "id"  # so that a run that goes on is one there, too
     number = known.read_text() if resume and known.exists() else uuid.uuid4().hex[:12]
     known.write_text(number)
-    started = wandb.init(project="disttrain", name=run.file.name, id=number, resume="allow", dir=str(run.dir.root),
-                         config=run.file.model_dump(mode="json"))
+    started = wandb.init(
+        project="disttrain",
+        name=run.file.name,
+        id=number,
+        resume="allow",
+        dir=str(run.dir.root),
+        config=run.file.model_dump(mode="json"),
+    )
 
     def write(step: int, values: Mapping[str, float]) -> None:
         started.log(dict(values), step=step)
+
     return write, started.finish

@@ -1,7 +1,9 @@
-"""The verdict: a file beside the ranks' states that says why the job is over. Every rank looks for it and ends.
+"""The verdict: a file beside the ranks' states that says why the job is over. Every rank looks for
+it and ends.
 
-It is opened each time as if to be written, also by those who read: a file system of several hosts then asks its
-server, while it may believe for a minute that a file which it has not seen is not there.
+It is opened each time as if to be written, also by those who read: a file system of several hosts
+then asks its server, while it may believe for a minute that a file which it has not seen is not
+there.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ class Verdict(BaseModel):
 
 
 def publish_verdict(folder: Path, verdict: Verdict) -> None:
-    """Leave a verdict where there is none yet. Where nothing can be written, or ranks have no states, none is left."""
+    """Leave a verdict where there is none yet. Where nothing can be written, or ranks have no
+    states, none is left."""
     with suppress(OSError):
         descriptor = _open(folder)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who comes second has nothing to add
+            fcntl.flock(
+                descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # who comes second has nothing to add
             if os.fstat(descriptor).st_size == 0:
                 os.write(descriptor, verdict.model_dump_json().encode())
         finally:

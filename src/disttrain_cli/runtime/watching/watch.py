@@ -1,4 +1,5 @@
-"""What the step loop tells besides its artefacts, and hears: figures for trackers, and requests to stop."""
+"""What the step loop tells besides its artefacts, and hears: figures for trackers, and requests to
+stop."""
 
 from __future__ import annotations
 
@@ -13,26 +14,34 @@ from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import Tracker
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: What may ask to stop, besides nothing; where ranks were asked by several, the last of them counts.
+# : What may ask to stop, besides nothing; where ranks were asked by several, the last of them
+# counts.
 REASONS = ("", signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
 
 
 class Watch:
-    """Made once per rank, by its main thread. Trackers, narration and the stop file belong to rank 0.
+    """Made once per rank, by its main thread. Trackers, narration and the stop file belong to rank
+    0.
 
-    SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, ask to stop after the step; a second
-    SIGTERM or SIGINT ends the rank at once, also where it waits for another one.
+    SIGTERM, SIGINT or SIGUSR1 to the rank, and the file that the launcher writes, ask to stop after
+    the step; a second SIGTERM or SIGINT ends the rank at once, also where it waits for another one.
     """
 
-    def __init__(self, trackers: Sequence[Tracker] = (), stop_file: Path | None = None,
-                 narration: Narration | None = None) -> None:
+    def __init__(
+        self,
+        trackers: Sequence[Tracker] = (),
+        stop_file: Path | None = None,
+        narration: Narration | None = None,
+    ) -> None:
         self._trackers, self._stop_file, self._narration = trackers, stop_file, narration
         self._asked = ""
         heard, tell = os.pipe()
         os.set_blocking(tell, False)
         for number in STOPS:
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(tell)  # written at once, while Python's handlers wait for the main thread
+        signal.set_wakeup_fd(
+            tell
+        )  # written at once, while Python's handlers wait for the main thread
         threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
 
     def step(self, row: dict[str, Any]) -> None:
@@ -43,7 +52,8 @@ class Watch:
             tracker.step(row)
 
     def stop_reason(self) -> str:
-        """Which of `REASONS` asked this rank to stop. One rank asked is enough: the step loop compares their answers.
+        """Which of `REASONS` asked this rank to stop. One rank asked is enough: the step loop
+        compares their answers.
 
         A launcher that was sent a signal names it in the stop file.
         """
@@ -65,4 +75,7 @@ class Watch:
                 if self._asked and number != signal.SIGUSR1:
                     os._exit(128 + number)
                 self._asked = self._asked or signal.Signals(number).name
-                print(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint", flush=True)
+                print(
+                    f"{signal.Signals(number).name}: stopping after this step, with a checkpoint",
+                    flush=True,
+                )

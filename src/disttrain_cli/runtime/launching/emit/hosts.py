@@ -1,4 +1,5 @@
-"""Which rank runs on which host: hostfiles, and hosts filled in the order of ranks without dividing a TP group."""
+"""Which rank runs on which host: hostfiles, and hosts filled in the order of ranks without dividing
+a TP group."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Node(NamedTuple):
 
 
 def hosts_of(run: Run) -> list[Host]:
-    """The hosts of the run file's hostfile; without one, `cluster.nodes` of them with names of ours."""
+    """The hosts of the run file's hostfile; without one, `cluster.nodes` of them with names of
+    ours."""
     cluster = run.file.cluster
     if cluster.hostfile is not None:
         return read_hostfile(run.resolve(cluster.hostfile))
@@ -29,14 +31,17 @@ def hosts_of(run: Run) -> list[Host]:
 
 
 def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
-    """Fill hosts with ranks in order; a TP group that would not fit on a host whole begins on the next one.
+    """Fill hosts with ranks in order; a TP group that would not fit on a host whole begins on the
+    next one.
 
     Hosts that are not needed are left out.
 
     Raises:
         SpecError: the hosts have too few slots, or a TP group is larger than a host.
     """
-    groups = sorted(stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp))
+    groups = sorted(
+        stage.tp_group(replica) for stage in graph.stages for replica in range(stage.unit.dp)
+    )
     counts = [0] * len(hosts)
     place = 0
     for group in groups:
@@ -56,7 +61,16 @@ def place_ranks(graph: StageGraph, hosts: Sequence[Host]) -> list[Node]:
 
 def _too_few(graph: StageGraph, hosts: Sequence[Host], tp: int) -> SpecError:
     slots = sum(host.slots for host in hosts)
-    what = f"The plan's {graph.world_size} ranks do not fit on {len(hosts)} host(s) with {slots} slot(s)"
-    why = "" if graph.world_size > slots else f"the ranks of a TP group (up to {tp}) stay on one host"
-    return SpecError(what, why, "Name more hosts in cluster.hostfile or cluster.nodes, or plan for fewer GPUs: "
-                     "disttrain plan --gpus N")
+    what = (
+        f"The plan's {graph.world_size} ranks do not fit on {len(hosts)} host(s) with {slots}"
+        " slot(s)"
+    )
+    why = (
+        "" if graph.world_size > slots else f"the ranks of a TP group (up to {tp}) stay on one host"
+    )
+    return SpecError(
+        what,
+        why,
+        "Name more hosts in cluster.hostfile or cluster.nodes, or plan for fewer GPUs: "
+        "disttrain plan --gpus N",
+    )

@@ -1,7 +1,7 @@
 """What `disttrain train --emit` writes: a job file, and the scripts that start its ranks.
 
-The scripts are templates under `templates/launch/`; a value enters one only through `shlex.quote`, as a number, or
-as an option that the run file's schema has checked.
+The scripts are templates under `templates/launch/`; a value enters one only through `shlex.quote`,
+as a number, or as an option that the run file's schema has checked.
 """
 
 from __future__ import annotations
@@ -41,28 +41,48 @@ class _Template(Template):
     delimiter = "@"
 
 
-def write_job(run: Run, plan: Plan, profile: Profile, folder: Path, nodes: Sequence[Node], steps: int, resume: bool,
-              preflight: bool, profile_steps: range | None = None, restart: bool = False,
-              origin: Path | None = None) -> Path:
+def write_job(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    folder: Path,
+    nodes: Sequence[Node],
+    steps: int,
+    resume: bool,
+    preflight: bool,
+    profile_steps: range | None = None,
+    restart: bool = False,
+    origin: Path | None = None,
+) -> Path:
     """Write the job file from which every rank starts."""
     root = run.dir.preflight if preflight else run.dir
     payload = payload_of(run, plan, profile, profile_steps, origin) | {
-        "steps": 0 if preflight else steps, "resume": resume or preflight, "restart": restart,
-        "logs": str(root.logs.resolve()), "start_file": str((folder / "start.json").resolve()),
-        "ranks_of_hosts": [len(node.ranks) for node in nodes]}
-    job = JobFile(target=PREFLIGHT if preflight else TRAIN, payload=payload, logs=str(root.logs.resolve()),
-                  ranks=plan.plan.gpus_used)
+        "steps": 0 if preflight else steps,
+        "resume": resume or preflight,
+        "restart": restart,
+        "logs": str(root.logs.resolve()),
+        "start_file": str((folder / "start.json").resolve()),
+        "ranks_of_hosts": [len(node.ranks) for node in nodes],
+    }
+    job = JobFile(
+        target=PREFLIGHT if preflight else TRAIN,
+        payload=payload,
+        logs=str(root.logs.resolve()),
+        ranks=plan.plan.gpus_used,
+    )
     return write_whole(folder / "job.json", job.model_dump_json(indent=1))
 
 
 def filled(name: str, values: Mapping[str, Any]) -> str:
-    """A template of `templates/launch/` with its values; others may be parts of it, as `@{NAME.sh}`."""
+    """A template of `templates/launch/` with its values; others may be parts of it, as
+    `@{NAME.sh}`."""
     room = files("disttrain_cli") / "templates" / "launch"
     text = (room / name).read_text()
     for part in ("follow", "stopped"):
         text = text.replace(f"@{{{part}.sh}}", (room / f"{part}.sh").read_text().strip())
-    return _Template(text).substitute({
-        key: value if isinstance(value, str) else str(value) for key, value in values.items()})
+    return _Template(text).substitute(
+        {key: value if isinstance(value, str) else str(value) for key, value in values.items()}
+    )
 
 
 def common(run: Run, job: Path, logs: Path, restarts: int = 0) -> dict[str, str]:
@@ -70,21 +90,33 @@ def common(run: Run, job: Path, logs: Path, restarts: int = 0) -> dict[str, str]
     python = f"{shlex.quote(sys.executable)} -m"
     setup = run.file.cluster.slurm.setup
     interface = run.file.cluster.interface
-    exports = [f"export {name}={shlex.quote(interface)}" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-               if interface is not None]
+    exports = [
+        f"export {name}={shlex.quote(interface)}"
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if interface is not None
+    ]
     return {
-        "name": run.file.name, "job": shlex.quote(str(job.resolve())), "stop": shlex.quote(str(stop_file(logs))),
+        "name": run.file.name,
+        "job": shlex.quote(str(job.resolve())),
+        "stop": shlex.quote(str(stop_file(logs))),
         "stopped": shlex.quote(str(stopped_file(logs))),
-        "setup": "" if setup is None else
-                 f"# shellcheck source=/dev/null\nsource {shlex.quote(str(run.resolve(setup)))}",
-        "exports": "\n".join(exports), "python": python, "restarts": str(restarts),
-        "port": str(run.file.cluster.port)}
+        "setup": ""
+        if setup is None
+        else f"# shellcheck source=/dev/null\nsource {shlex.quote(str(run.resolve(setup)))}",
+        "exports": "\n".join(exports),
+        "python": python,
+        "restarts": str(restarts),
+        "port": str(run.file.cluster.port),
+    }
 
 
 def plain_path(path: Path, what: str) -> str:
     """A path for an option of sbatch, which takes no quotes apart as a shell does."""
     text = str(path)
     if any(sign in text for sign in "\"'\\%\n ") or not text.isprintable():
-        raise SpecError(f"{what} cannot be named in an option of sbatch", f"given: {text!r}",
-                        "Use a path without blanks, quotes and percent signs.")
+        raise SpecError(
+            f"{what} cannot be named in an option of sbatch",
+            f"given: {text!r}",
+            "Use a path without blanks, quotes and percent signs.",
+        )
     return text

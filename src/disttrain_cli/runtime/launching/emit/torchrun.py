@@ -16,36 +16,70 @@ from disttrain_cli.spec.stage_graph import stage_graph
 from disttrain_cli.spec.whole import write_whole
 
 
-def emit_torchrun(run: Run, plan: Plan, profile: Profile, folder: Path, *, steps: int, resume: bool = False,
-                  preflight: bool = False, profile_steps: range | None = None,
-                  restart: bool = False, origin: Path | None = None) -> Emitted:
-    """Write a job file and one script per host into `folder`, which every host must see under the same name.
+def emit_torchrun(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    folder: Path,
+    *,
+    steps: int,
+    resume: bool = False,
+    preflight: bool = False,
+    profile_steps: range | None = None,
+    restart: bool = False,
+    origin: Path | None = None,
+) -> Emitted:
+    """Write a job file and one script per host into `folder`, which every host must see under the
+    same name.
 
     Raises:
         SpecError: the hosts are not known, or have too few slots.
     """
     if run.file.cluster.nodes > 1 and run.file.cluster.hostfile is None:
-        raise SpecError("torchrun must know the hosts by name", f"cluster.nodes: {run.file.cluster.nodes}, "
-                        "cluster.hostfile: none", "Write a hostfile with lines such as 'worker-1 slots=8', and name it "
-                        "in cluster.hostfile.")
+        raise SpecError(
+            "torchrun must know the hosts by name",
+            f"cluster.nodes: {run.file.cluster.nodes}, cluster.hostfile: none",
+            "Write a hostfile with lines such as 'worker-1 slots=8', and name it "
+            "in cluster.hostfile.",
+        )
     nodes = place_ranks(stage_graph(plan.plan, profile.inputs.llm), hosts_of(run))
-    job = write_job(run, plan, profile, folder, nodes, steps, resume, preflight, profile_steps, restart, origin)
+    job = write_job(
+        run, plan, profile, folder, nodes, steps, resume, preflight, profile_steps, restart, origin
+    )
     logs = (run.dir.preflight if preflight else run.dir).logs
     texts = _scripts(run, nodes, job, logs.resolve(), 0 if preflight else run.file.train.restarts)
     paths = [write_whole(_script(folder, number), text) for number, text in enumerate(texts)]
-    return Emitted(job=str(job), scripts=[str(path) for path in paths], commands=commands(nodes, folder))
+    return Emitted(
+        job=str(job), scripts=[str(path) for path in paths], commands=commands(nodes, folder)
+    )
 
 
 def _scripts(run: Run, nodes: list[Node], job: Path, logs: Path, restarts: int) -> list[str]:
     values = common(run, job, logs, restarts) | {
-        "nodes": str(len(nodes)), "master": master(nodes), "hosts": shlex.quote(" ".join(node.host for node in nodes))}
+        "nodes": str(len(nodes)),
+        "master": master(nodes),
+        "hosts": shlex.quote(" ".join(node.host for node in nodes)),
+    }
     if len(nodes) == 1 and run.file.cluster.interface is None:
         values["exports"] = "export GLOO_SOCKET_IFNAME=lo"
-    begin = f'{values["python"]} disttrain_cli.runtime.launching.begin "$job" --again "$attempt" --port "$port"'
-    return [filled("torchrun.sh", values | {
-        "node": number, "host": shlex.quote(node.host), "ranks": len(node.ranks),
-        "span": f"{node.ranks[0]} to {node.ranks[-1]}", "begin": begin if number == 0 else ":"})
-        for number, node in enumerate(nodes)]
+    begin = (
+        f'{values["python"]} disttrain_cli.runtime.launching.begin "$job" --again "$attempt" --port'
+        ' "$port"'
+    )
+    return [
+        filled(
+            "torchrun.sh",
+            values
+            | {
+                "node": number,
+                "host": shlex.quote(node.host),
+                "ranks": len(node.ranks),
+                "span": f"{node.ranks[0]} to {node.ranks[-1]}",
+                "begin": begin if number == 0 else ":",
+            },
+        )
+        for number, node in enumerate(nodes)
+    ]
 
 
 def master(nodes: list[Node]) -> str:
@@ -55,10 +89,15 @@ def master(nodes: list[Node]) -> str:
 
 def commands(nodes: Sequence[Node], folder: Path) -> list[str]:
     """What to type for each host; nothing is needed there but a shell."""
-    own = [f"bash {shlex.quote(str(_script(folder, number).resolve()))}" for number in range(len(nodes))]
+    own = [
+        f"bash {shlex.quote(str(_script(folder, number).resolve()))}"
+        for number in range(len(nodes))
+    ]
     if len(nodes) == 1:
         return own
-    return [shlex.join(["ssh", node.host, command]) for node, command in zip(nodes, own, strict=True)]
+    return [
+        shlex.join(["ssh", node.host, command]) for node, command in zip(nodes, own, strict=True)
+    ]
 
 
 def _script(folder: Path, node: int) -> Path:
