@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disttrain_cli.costs.memory import (
     GIB,
@@ -13,6 +15,7 @@ from disttrain_cli.costs.memory import (
     layout_memory,
     worst_mix,
 )
+from disttrain_cli.data.ordering.levelling import level
 from disttrain_cli.spec.plan import Layout, UnitPlan
 from disttrain_cli.spec.profile import Polynomial
 from disttrain_cli.spec.work import Work
@@ -172,11 +175,32 @@ def test_reserves_are_stated_and_take_their_share() -> None:
         )
 
 
+@settings(max_examples=200)
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 8), st.integers(1, 24))
+def test_a_replica_has_whole_images_of_one_size(mean: int, more: int, slot: int, dp: int) -> None:
+    """What levelling gives the fullest replica of a slot with one sequence above the mean."""
+    profile = synthetic.tiny(synthetic.run_file())
+    generator = profile.modules["image_generator"]
+    known = {
+        "work_per_sequence": Work(mean, 64 * mean, 64**2 * mean),
+        "max_work_per_sequence": Work(mean + more, 64 * (mean + more), 64**2 * (mean + more)),
+    }
+    modules = profile.modules | {"image_generator": generator.model_copy(update=known)}
+    profile = profile.model_copy(update={"modules": modules})
+    shares = worst_mix(profile, ["image_generator"], slot, np.array([float(dp)]))
+    items = float(
+        sum(share[0] * n for share, n in zip(shares, (mean + more, mean, 1), strict=True))
+    )
+    fullest = max(map(len, level(np.full(mean * slot + more, 64), dp)))
+    assert items == pytest.approx(fullest)
+
+
 def test_communicators_of_a_rank() -> None:
     assert [communicators(1, 1, 0), communicators(4, 1, 1), communicators(4, 8, 3)] == [1, 4, 9]
 
 
 def test_one_replica_has_the_whole_slot() -> None:
-    worst, mean, item = worst_mix(False, 4, np.array([1.0]))
-    assert (worst[0], mean[0], item[0]) == (1.0, 3.0, 0.0)
+    profile = synthetic.tiny(synthetic.run_file())
+    worst, mean, _ = worst_mix(profile, ["image_generator"], 4, np.array([1.0]))
+    assert (worst[0], mean[0]) == (1.0, 3.0)
     assert Work(9, 1, 1).scaled(float(worst[0])) == Work(9, 1, 1)

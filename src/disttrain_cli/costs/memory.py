@@ -14,6 +14,7 @@ which layers' transients contain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from disttrain_cli.spec.work import Work
 Floats = NDArray[np.float64]
 GIB = float(2**30)
 WEIGHT_BYTES = {"bf16": 2.0, "fp32": 4.0}
+WHOLE = 1e-6  # items, below which a share that is no whole number is a sum's rounding
 SENT_SLOTS = 2  # whose rows may not have left yet, each way over a cut
 
 
@@ -52,18 +54,30 @@ def share_of_states(precision: str, dp: Floats) -> Floats:
     return np.where((dp == 1.0) & (precision == "fp32"), 8.0 / 12.0, 1.0 / dp)
 
 
-def worst_mix(holds_llm: bool, slot_sequences: float, dp: Floats) -> tuple[Floats, Floats, Floats]:
+def worst_mix(
+    profile: Profile, modules: Sequence[str], slot_sequences: float, dp: Floats
+) -> tuple[Floats, Floats, Floats]:
     """Worst work of one replica in a slot, as multiples of (worst sequence, mean sequence, mean
     item), by DP.
 
     A unit with the LLM works on whole sequences, M = slot / DP of them, each possibly the worst.
     Other units share the slot's images over their replicas: a slot with one worst sequence among
     average ones, levelled image by image, which leaves at most one image more on a replica than its
-    share.
+    share (Graham 1969). Where all images are of one size that is the share rounded up.
     """
-    if holds_llm:
+    if profile.inputs.llm in modules:
         return slot_sequences / dp, np.zeros_like(dp), np.zeros_like(dp)
-    return 1.0 / dp, (slot_sequences - 1.0) / dp, (dp > 1).astype(float)
+    of = profile.modules[modules[0]]
+    worst, mean = 1.0 / dp, (slot_sequences - 1.0) / dp
+    share = worst * of.max_work_per_sequence.items + mean * of.work_per_sequence.items
+    if all(_of_one_size(work) for work in (of.max_work_per_sequence, of.work_per_sequence)):
+        return worst, mean, np.ceil(share - WHOLE) - share
+    return worst, mean, (dp > 1).astype(float)
+
+
+def _of_one_size(work: Work) -> bool:
+    """Whether all items have the same tokens (equality in Cauchy and Schwarz's inequality)."""
+    return math.isclose(work.sum_length_sq * work.items, work.tokens**2, rel_tol=1e-9)
 
 
 def activation_terms(
@@ -248,7 +262,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     stages = stage_graph(layout, profile.inputs.llm).stages
     for unit in layout.units:
         dp = np.array([float(unit.dp)])
-        mix = np.array(worst_mix(profile.inputs.llm in unit.modules, slot, dp))[:, 0]
+        mix = np.array(worst_mix(profile, unit.modules, slot, dp))[:, 0]
         weights = np.array([1.0, *mix])
         kept, shared = state_bytes(
             profile, unit.modules, unit.tp, layout.zero_stage, layout.trained

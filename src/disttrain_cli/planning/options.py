@@ -272,7 +272,8 @@ def kind_gib(
     slot while it runs."""
     kinds, replicas, profile = unit.kinds, dp.astype(float), unit.profile
     mix = np.stack(
-        [np.ones_like(replicas), *worst_mix(unit.holds_llm, slot_sequences, replicas)], axis=1
+        [np.ones_like(replicas), *worst_mix(profile, unit.modules, slot_sequences, replicas)],
+        axis=1,
     )
     states = (
         kinds.kept_gib[variant]

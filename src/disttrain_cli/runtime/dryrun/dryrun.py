@@ -176,7 +176,8 @@ def reports(
                 *(
                     part[0]
                     for part in worst_mix(
-                        profile.inputs.llm in unit.modules,
+                        profile,
+                        unit.modules,
                         slot_sequences(profile, layout),
                         np.array([float(unit.dp)]),
                     )

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from disttrain_cli.costs.memory import worst_mix
+from disttrain_cli.costs.memory import WHOLE, worst_mix
 from disttrain_cli.data.slots import Ints, ReplicaItems, Slot, StepOrder, no_items
 from disttrain_cli.spec.inputs import ImageInput
 from disttrain_cli.spec.plan import Layout, UnitPlan
@@ -81,9 +81,7 @@ def at_work(profile: Profile, layout: Layout, slot: Slot) -> Profile:
             module = profile.modules[name]
             worst, mean, item = (
                 float(part[0])
-                for part in worst_mix(
-                    profile.inputs.llm in unit.modules, sequences, np.array([float(unit.dp)])
-                )
+                for part in worst_mix(profile, unit.modules, sequences, np.array([float(unit.dp)]))
             )
             rest = module.work_per_sequence.scaled(
                 mean
@@ -117,6 +115,7 @@ class _Items:
     """The images, clips or targets of a slot, as `module` has them."""
 
     def __init__(self, profile: Profile, layout: Layout, module: str) -> None:
+        self._profile = profile
         self._llm, self._unit = layout.unit_of(profile.inputs.llm), layout.unit_of(module)
         of = profile.modules[module]
         self._mean, self._worst = of.work_per_sequence, of.max_work_per_sequence
@@ -128,7 +127,7 @@ class _Items:
         until = np.ceil(
             worst * self._worst.items
             + (np.arange(self._sequences) + 1 - worst) * self._mean.items
-            - 1e-6
+            - WHOLE
         )
         self.counts: Ints = np.diff(until, prepend=0.0).astype(np.int64)  # by sequence
 
@@ -138,7 +137,7 @@ class _Items:
             each = self._sequences // unit.dp
             return np.repeat(np.arange(self._sequences) // each, self.counts)
         total = int(self.counts.sum())
-        first = min(total, math.ceil(self._mix(unit).items - 1e-6)) if unit.dp > 1 else total
+        first = min(total, math.ceil(self._mix(unit).items - WHOLE)) if unit.dp > 1 else total
         others = np.arange(total - first) * max(1, unit.dp - 1) // max(1, total - first) + 1
         return np.concatenate([np.zeros(first, np.int64), others])
 
@@ -159,7 +158,10 @@ class _Items:
 
     def _mix(self, unit: UnitPlan) -> Work:
         worst, mean, item = (
-            float(part[0]) for part in worst_mix(False, self._sequences, np.array([float(unit.dp)]))
+            float(part[0])
+            for part in worst_mix(
+                self._profile, unit.modules, self._sequences, np.array([float(unit.dp)])
+            )
         )
         one = self._mean.scaled(item / self._mean.items) if self._mean.items else Work()
         return self._worst.scaled(worst) + self._mean.scaled(mean) + one
