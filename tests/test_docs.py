@@ -1,10 +1,16 @@
 """The documentation is complete and tells today's truth."""
 
+import re
+import shlex
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
-from disttrain_cli.app import command_names
+import pytest
+from typer.main import get_command
+
+from disttrain_cli.app import command_line, command_names
 from disttrain_cli.spec.runfile import RunFile
 
 ROOT = Path(__file__).parent.parent
@@ -47,9 +53,36 @@ def test_every_section_of_the_run_file_is_documented():
 
 
 def test_relative_links_lead_somewhere():
-    import re
-
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
+
+
+def test_every_howto_is_in_the_index():
+    index = (ROOT / "docs" / "howto" / "README.md").read_text()
+    assert all(f"]({page.name})" in index for page in HOWTO if page.name != "README.md")
+
+
+@pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.stem)
+def test_commands_of_howtos_parse(page):
+    for line in re.findall(r"^\$ (disttrain .*)", page.read_text(), re.MULTILINE):
+        words = shlex.split(line, comments=True)[1:]
+        parse(takewhile(lambda word: word not in ("|", ">", "&&"), words))
+
+
+def test_an_option_that_does_not_exist_fails_to_parse():
+    with pytest.raises(Exception, match="--no-such-option"):
+        parse(["plan", "--no-such-option"])
+
+
+def parse(words):
+    """Parse a command line without running it."""
+    words = list(words)
+    command = get_command(command_line())
+    while hasattr(command, "commands"):
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name, words)

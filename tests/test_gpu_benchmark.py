@@ -15,11 +15,14 @@ from torch import nn
 
 from benchmarks.gpu import __main__ as runner
 from benchmarks.gpu import jobs, modules, rank, wheels
+from benchmarks.gpu.aims import aims
 from benchmarks.gpu.formats import ChannelsLastNorm, channels_last
 from benchmarks.gpu.parts import PARTS, run_part
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.surroundings import environment
 from disttrain_cli.errors import SpecError
+from tests.gpu_on_fake_cuda import figures_of
+from tests.runtime.dryrun.on_fake_cuda import on_fake_cuda
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +53,57 @@ def test_a_block_of_the_llm(setting):
         )
         assert found["model_tflops"] > 0 < found["tflops_that_run"]
     assert figures["attention"] == "grouped" and figures["kernels"][0]["ms"] > 0
+
+
+@pytest.mark.slow
+def test_a_block_of_70b_on_a_fake_device_of_its_size(tmp_path):
+    """Each kernel call is said to take 20 ms, so a forward and backward take 40."""
+    figures = on_fake_cuda(figures_of, "block_70b", str(tmp_path))
+    block = figures["one_document"]
+    assert figures["attention"] == "varlen" and figures["documents"] == [[4096, 2048, 2048]]
+    assert block["priced_kept_mib"] > 2000 and block["reserved_over_allocated_mib"] == 0
+    # 6 FLOPs per weight and token of 8192·(2·8192 + 2·1024 + 3·28672) weights; attention unmasked
+    weights, tokens = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672), 8192
+    expected = 6 * tokens * weights + 12 * 8192 * tokens**2
+    assert block["model_tflop"] == pytest.approx(expected / 1e12, rel=0.01)
+    assert block["mfu"] == pytest.approx(block["model_tflop"] / 0.040 / 989.4)
+
+
+def test_out_of_memory_keeps_the_message_and_frees_the_device(setting, monkeypatch):
+    held = []
+
+    def command(setting, *words):
+        assert words == ("train", "--restart", "--steps", "2") and held == [3 << 30]
+        return {"seconds": 1.0, "code": 4, "said": {"error": "Out of memory in the backward"}}
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (9 << 30, 80 << 30))
+    monkeypatch.setattr(torch, "empty", lambda size, **_: held.append(size))
+    monkeypatch.setattr(jobs, "disttrain", command)
+    assert jobs.out_of_memory(setting) == {
+        "seconds": 1.0,
+        "code": 4,
+        "message": "Out of memory in the backward",
+    }
+
+
+def test_aims_are_stated_with_what_was_measured():
+    parts = {
+        "block_7b": {"figures": {"one_document": {"mfu": 0.6}}},
+        "block_70b": {"error": "not finished", "figures": {}},
+        "large": {
+            "figures": {
+                "planned": {"peak_gib": [40.0]},
+                "train": {"mfu": 0.49, "memory_gib": 38.5},
+            }
+        },
+    }
+    assert [(aim["part"], aim["aim"], aim["reached"]) for aim in aims(parts)] == [
+        ("block_7b", "at least 0.55", True),
+        ("block_70b", "at least 0.55", None),
+        ("large", "at least 0.5", False),
+        ("large", "at most 0.05", True),
+    ]
+    assert not any(aim["reached"] is not None for aim in aims({}))
 
 
 def test_the_head(setting):

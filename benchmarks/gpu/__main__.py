@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.aims import aims
 from benchmarks.gpu.surroundings import ROOT, environment
 from disttrain_cli.spec.whole import write_whole
 
@@ -91,6 +92,9 @@ def main() -> None:
         f"{options.out}: {len(results['parts']) - len(failed)} parts measured"
         + (f", failed: {', '.join(failed)}" if failed else "")
     )
+    for aim in results["aims"]:
+        said = {None: "not measured", True: "reached", False: "not reached"}[aim["reached"]]
+        print(f"{aim['part']}: {aim['figure']} {aim['aim']}, {said}: {aim['measured']}")
     for line in results["parts"].get("curve", {}).get("figures", {}).get("proposed", []):
         print(line)
     sys.exit(bool(failed))
@@ -104,6 +108,7 @@ def measure(parts: list[str], device: str, out: Path, minutes: float = MINUTES) 
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": _host(device),
         "parts": {},
+        "aims": [],
     }
     write_whole(
         out, json.dumps(results, indent=1) + "\n"
@@ -117,6 +122,7 @@ def measure(parts: list[str], device: str, out: Path, minutes: float = MINUTES) 
         results["parts"][name] = (
             _run(name, device, limit_s) if limit_s > 1.0 else {"error": "no time was left"}
         )
+        results["aims"] = aims(results["parts"]) if device == "cuda" else []
         write_whole(out, json.dumps(results, indent=1) + "\n")
         found = results["parts"][name]
         print(

@@ -154,7 +154,11 @@ def _steps(setting: Setting, steps: str, *more: str) -> None:
         setting,
         "train",
         done,
-        _trained(done) | {"synchronisations": synchronisations(setting.folder)},
+        _trained(done)
+        | {
+            "synchronisations": synchronisations(setting.folder),
+            "allocators": allocators(setting.folder),
+        },
     )
 
 
@@ -246,6 +250,11 @@ def synchronisations(folder: Path) -> list[Figures]:
         {"where": where, "count": count}
         for where, count in sorted(counted.items(), key=lambda pair: -pair[1])
     ]
+
+
+def allocators(folder: Path) -> list[Figures]:
+    """Allocated and reserved peaks of each rank, as `benchmarks.gpu.rank` left them."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("allocator-*.json"))]
 
 
 def pytest(setting: Setting) -> None:

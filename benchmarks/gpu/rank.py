@@ -21,8 +21,8 @@ SAID = "called a synchronizing"
 
 
 def main(payload: dict[str, Any]) -> None:
-    """Train as `runtime.worker` does, and leave `synchronisations-RANK.json` beside the run
-    file."""
+    """Train as `runtime.worker` does, and leave `synchronisations-RANK.json`, on CUDA also
+    `allocator-RANK.json`, beside the run file."""
     counted: Counter[str] = Counter()
     show = warnings.showwarning
 
@@ -39,8 +39,18 @@ def main(payload: dict[str, Any]) -> None:
     try:
         worker.main(payload)
     finally:
-        path = Path(payload["run"]).parent / f"synchronisations-{os.environ['RANK']}.json"
-        write_whole(path, json.dumps(counted))
+        folder, rank = Path(payload["run"]).parent, os.environ["RANK"]
+        write_whole(folder / f"synchronisations-{rank}.json", json.dumps(counted))
+        if torch.cuda.is_available():
+            write_whole(folder / f"allocator-{rank}.json", json.dumps(_allocator()))
+
+
+def _allocator() -> dict[str, float]:
+    """What tensors held at most, and what the allocator held of the device for them."""
+    return {
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
 
 
 def _where() -> str:

@@ -7,6 +7,7 @@ import codecs
 import errno
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -87,7 +88,9 @@ def root(
 def command_line(*names: str) -> typer.Typer:
     """The command line with these commands, or all; of the others nothing is imported."""
     app = typer.Typer(
-        name="disttrain", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]}
+        name="disttrain",
+        epilog=_paragraphs(EPILOG),
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback(invoke_without_command=True)(root)
     for name in names or COMMANDS:
@@ -95,10 +98,19 @@ def command_line(*names: str) -> typer.Typer:
         if hasattr(command, "app"):
             for inner in command.app.registered_commands:
                 inner.callback = naming(inner.callback)
+                inner.epilog = _paragraphs(inner.epilog or "")
             app.add_typer(command.app, name=name)
         else:
-            app.command(name, epilog=command.EPILOG)(naming(command.run))
+            app.command(name, epilog=_paragraphs(command.EPILOG))(naming(command.run))
     return app
+
+
+def _paragraphs(text: str) -> str:
+    """Join the lines of each paragraph, so that it is wrapped once, at the terminal's width.
+
+    Example commands and exit codes keep their lines.
+    """
+    return re.sub(r"(?<!\n)\n(?!\n|\$ |\d+  |\Z)", " ", text)
 
 
 def command_names() -> list[str]:
