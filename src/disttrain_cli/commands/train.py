@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,16 +22,15 @@ from disttrain_cli.commands.common import (
 from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
-from disttrain_cli.commands.naming import with_named
+from disttrain_cli.commands.steps import LiveStep, say_drift
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError, UsageError
-from disttrain_cli.runtime.watching.lines import StepLines, listed
+from disttrain_cli.runtime.watching.lines import listed
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
-    from disttrain_cli.spec.progress import Progress
     from disttrain_cli.spec.runfile import RunFile
 
 EPILOG = """Examples:
@@ -349,34 +347,6 @@ def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> ran
     return range(int(first), int(last))
 
 
-class LiveStep:
-    """Progress that shows the latest step's figures, and how long the rest will take, while
-    training."""
-
-    def __init__(self, progress: Progress, learns: bool = True) -> None:
-        self._progress, self._lines = progress, StepLines(learns)
-        self._figures = ""
-        self._first: tuple[float, int] | None = None
-
-    def on_step(self, step: dict[str, Any]) -> None:
-        """Take in one finished step."""
-        self._figures = self._lines.of(step)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what == "training" and self._figures:
-            what = f"{what}  {self._figures}  {self._left(done, total)}"
-        self._progress(what, done, total)
-
-    def _left(self, done: int, total: int) -> str:
-        now_s = time.monotonic()
-        if self._first is None or done <= self._first[1]:
-            self._first = (now_s, done)
-            return ""
-        since_s, since = self._first
-        left_s = round((now_s - since_s) / (done - since) * (total - done))
-        return f"{left_s // 60}:{left_s % 60:02d} left"
-
-
 def _render(
     console: Console, run_file: Path, result: TrainResult, chosen: Plan, profile: Profile
 ) -> None:
@@ -458,27 +428,6 @@ def _render(
             f"Judged      {'; '.join(says)}\n            ({judge.name}, right about "
             f"{percent(judge.accuracy)} of held-out real ones)"
         )
-
-
-def say_drift(
-    console: Console,
-    run_file: Path,
-    profile: Profile,
-    plan: Plan,
-    steps: list[dict[str, Any]],
-    folder: Path,
-) -> None:
-    """Say what of the data has moved away from what the plan was made for."""
-    from disttrain_cli.data.drift import drift
-
-    found = drift(profile, [step | {"sequences": plan.plan.global_batch_size} for step in steps])
-    for moved in found:
-        console.say(f"{moved.sentence}.")
-    if found:
-        command = (
-            f"disttrain profile --calibrate {shlex.quote(short_path(folder))} && disttrain plan"
-        )
-        console.say(f"Plan for these data: {with_named(command, run_file)}")
 
 
 def _number(value: float | None, form: str) -> str:
