@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.commands.common import short_path
-from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
+from disttrain_cli.naming import short_path, with_named
 from disttrain_cli.runtime.watching.lines import StepLines
 
 if TYPE_CHECKING:
