@@ -17,9 +17,9 @@ from typing import Annotated
 import typer
 
 from disttrain_cli import __version__
-from disttrain_cli.commands.naming import naming
 from disttrain_cli.console import Console, OutputError, nearest_letters
 from disttrain_cli.errors import DisttrainError
+from disttrain_cli.naming import naming
 
 EPILOG = """Examples:
 

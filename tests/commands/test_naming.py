@@ -12,7 +12,7 @@ import pytest
 
 import disttrain_cli
 from disttrain_cli.app import main
-from disttrain_cli.commands.naming import with_named
+from disttrain_cli.naming import with_named
 from tests.analysis import synthetic
 from tests.commands.test_analyze import call
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from disttrain_cli.app import main
-from disttrain_cli.commands.train import LiveStep
+from disttrain_cli.commands.steps import LiveStep
 from disttrain_cli.errors import RankFailedError, RankLostError, UsageError
 from disttrain_cli.runtime import train as training
 
@@ -174,7 +174,7 @@ def test_a_plan_that_does_not_belong_is_refused(planned, old, new, named, capsys
 
 def test_progress_carries_the_figures_and_the_time_left(monkeypatch):
     lines, clock = [], iter([0.0, 10.0])
-    monkeypatch.setattr("disttrain_cli.commands.train.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("disttrain_cli.commands.steps.time.monotonic", lambda: next(clock))
     live = LiveStep(lambda what, done, total: lines.append(what))
     live("starting ranks", 0, 0)
     for step in STEPS[:2]:

@@ -24,7 +24,6 @@ from disttrain_cli.models.parallel import (
     across,
     embed,
     gather,
-    join,
     once,
     reduce,
     scatter,
@@ -34,6 +33,7 @@ from disttrain_cli.models.parallel import (
 )
 from disttrain_cli.models.parallel import copy as copy_whole
 from disttrain_cli.models.probe import probe_batch, state_at
+from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.spec.runfile import read_run
 

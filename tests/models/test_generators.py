@@ -11,7 +11,6 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import read_configs
-from disttrain_cli.models.division import shard
 from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.generator import Finish
 from disttrain_cli.models.graph import build_layers, describe, layer_table, live_tensors
@@ -20,6 +19,7 @@ from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.models.published import on_meta
 from disttrain_cli.models.sampling import generate
 from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.models.tensor_parallel import shard
 from tests.models.test_sharding import in_lockstep
 from tests.models.test_vae import VAE
 

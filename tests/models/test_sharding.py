@@ -4,19 +4,12 @@ import threading
 import pytest
 import torch
 
-from disttrain_cli.models.division import (
-    Shard,
-    own_rows,
-    parts,
-    piece,
-    shard,
-    shard_of,
-    whole_shape,
-)
+from disttrain_cli.models.division import Shard, own_rows, piece, shard_of, whole_shape
 from disttrain_cli.models.flops import layer_flops
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.probe import probe_batch, state_at
 from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.models.tensor_parallel import parts, shard
 
 TP = 2
 DIVISIBLE = {"llm": {"config": {"vocab_size": 264}}}

@@ -15,8 +15,8 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.footprint import Noted, footprint
 from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.operators import layer_operators
-from disttrain_cli.models.parallel import join
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.profiling.analytic import analytic_profile
 from disttrain_cli.profiling.measure import measure
 from disttrain_cli.spec.profile import Polynomial, Profile

@@ -4,27 +4,25 @@ conditions."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from disttrain_cli.api import (
+    analyze,
+    not_over,
+    open_run,
+)
 from disttrain_cli.commands.analyze_tables import change, render
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
     QuietFlag,
-    not_over,
-    open_run,
-    short_path,
 )
 from disttrain_cli.commands.device_tables import figure
-from disttrain_cli.commands.naming import with_named
 from disttrain_cli.console import Console
 from disttrain_cli.errors import ConditionHoldsError, UsageError
-from disttrain_cli.spec.rundir import RunDir, run_folder
-
-if TYPE_CHECKING:
-    from disttrain_cli.analysis.result import Analysis
+from disttrain_cli.naming import short_path
 
 EPILOG = """Examples:
 
@@ -92,47 +90,41 @@ def run(
         {"--sql": sql, "--perfetto": perfetto},
         {"--html": html, "--compare": compare, "--fail-if": fail_if},
     )
-    folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
-    not_over(html, *folders)
-    not_over(perfetto, *folders)
-    if sql is not None:
-        _answer(console, folders, sql)
-        return
-    if perfetto is not None:
-        _export(console, folders, perfetto)
+    if sql is not None or perfetto is not None:
+        folders = paths or [open_run(DEFAULT_RUN_FILE).dir.root]
+        not_over(perfetto, *folders)
+        if sql is not None:
+            _answer(console, folders, sql)
+        if perfetto is not None:
+            _export(console, folders, perfetto)
         return
     from msgspec.structs import asdict
 
-    from disttrain_cli.analysis.analyze import analyze, analyze_open
-    from disttrain_cli.analysis.compare import compare as set_side_by_side
     from disttrain_cli.analysis.expressions import fail_if as raise_if_holds
     from disttrain_cli.analysis.expressions import holds
 
     with console.progress() as progress:
-        found, pictures = analyze_open(folders, progress)
-    found = _with_named(found, paths or [])
-    document: dict[str, Any] = found.to_json()
-    root = _run_dir(folders[0])
-    report = html or (root.report if root is not None else None)
+        result = analyze(paths or [], html=html, compare=compare, progress=progress)
+    analysis, report = result.analysis, result.report
+    document: dict[str, Any] = analysis.to_json()
     if report is not None:
-        from disttrain_cli.analysis.report import write_report
-
-        write_report(found, pictures(), _samples(root) if root is not None else [], report)
         document["report"] = str(report)
-    changes = set_side_by_side(analyze([compare]), found) if compare is not None else []
     if compare is not None:
-        document["compare"] = {"with": str(compare), "changes": [asdict(row) for row in changes]}
+        document["compare"] = {
+            "with": str(compare),
+            "changes": [asdict(row) for row in result.changes],
+        }
     if fail_if is not None:
-        fails, sentence = holds(found, fail_if)
+        fails, sentence = holds(analysis, fail_if)
         document["fail_if"] = {"condition": fail_if, "holds": fails, "sentence": sentence}
     console.result(document, report or "")
-    render(console, found)
+    render(console, analysis)
     console.table(
         f"Against {compare}",
         ["figure", "before", "after", "change"],
         [
             [row.what, figure(row.before), figure(row.after), change(row.change_pct)]
-            for row in changes
+            for row in result.changes
         ],
     )
     if report is not None:
@@ -140,9 +132,9 @@ def run(
     if fail_if is not None:
         if fails and json_mode:  # the document says it; a second one would not be JSON
             raise typer.Exit(ConditionHoldsError.exit_code)
-        raise_if_holds(found, fail_if)
+        raise_if_holds(analysis, fail_if)
         console.note(sentence)
-    console.hint(found.verdict.next_command)
+    console.hint(analysis.verdict.next_command)
 
 
 def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
@@ -159,39 +151,6 @@ def _only_one(alone: dict[str, object], others: dict[str, object]) -> None:
             f"given: {' '.join(given)}",
             f"Run disttrain analyze twice: with {given[0]}, and without",
         )
-
-
-def _samples(root: RunDir) -> list[Path]:
-    """Images that the model drew after the newest step, and those that it read."""
-    from disttrain_cli.spec.samples import read_samples
-
-    folder = max(
-        (path for path in root.images.glob("step-*") if path.is_dir()), default=root.images
-    )
-    samples = read_samples(folder)
-    if samples is None:
-        return sorted(folder.glob("*.png"))
-    return [folder / name for name in [*(one.file for one in samples.drawn), *samples.read]]
-
-
-def _with_named(found: Analysis, paths: list[Path]) -> Analysis:
-    """The analysis with next commands that ask the traces which the user named."""
-    from msgspec.structs import replace
-
-    def named(command: str) -> str:
-        return with_named(command, traces=paths)
-
-    return replace(
-        found,
-        verdict=replace(found.verdict, next_command=named(found.verdict.next_command)),
-        causes=[replace(cause, next_command=named(cause.next_command)) for cause in found.causes],
-        remedies=[replace(remedy, command=named(remedy.command)) for remedy in found.remedies],
-    )
-
-
-def _run_dir(folder: Path) -> RunDir | None:
-    root = run_folder(folder)
-    return None if root is None else RunDir(root)
 
 
 def _export(console: Console, folders: list[Path], file: Path) -> None:

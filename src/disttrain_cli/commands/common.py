@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from disttrain_cli.commands.naming import DEFAULT_RUN_FILE
-from disttrain_cli.errors import UsageError
-
-if TYPE_CHECKING:
-    from disttrain_cli.spec.runfile import Run
+from disttrain_cli.naming import DEFAULT_RUN_FILE
 
 RunFileArgument = Annotated[
     Path, typer.Argument(metavar="RUN.yaml", show_default=True, help="The run file.")
@@ -27,24 +23,6 @@ QuietFlag = Annotated[
 OutOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write here instead of in the run's folder.")
 ]
-
-
-def open_run(path: Path) -> Run:
-    """Read the run file the user named; a folder stands for the `disttrain.yaml` in it."""
-    from disttrain_cli.spec.runfile import read_run
-
-    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path)
-
-
-def not_over(out: Path | None, *inputs: Path) -> None:
-    """Raise UsageError where `out`, a file to write, is one of those that the command reads."""
-    for path in inputs:
-        if out is not None and out.exists() and path.exists() and out.samefile(path):
-            raise UsageError(
-                f"{out} is what this command reads",
-                "it would be replaced",
-                "Name another file to write.",
-            )
 
 
 def next_command(command: str, run_file: Path, **options: object) -> str:
@@ -62,11 +40,3 @@ def next_command(command: str, run_file: Path, **options: object) -> str:
 def percent(fraction: float | None) -> str:
     """0.1234 as "12.3 %"; a dash where there is no value."""
     return "–" if fraction is None else f"{100 * fraction:.1f} %"
-
-
-def short_path(path: Path) -> str:
-    """A path relative to the working folder where it lies inside it."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

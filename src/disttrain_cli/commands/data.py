@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from disttrain_cli.api import open_run
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
     QuietFlag,
     RunFileArgument,
     next_command,
-    open_run,
 )
 from disttrain_cli.console import Console
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from disttrain_cli.commands.common import percent, short_path
+from disttrain_cli.commands.common import percent
 from disttrain_cli.commands.launching import span
+from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
     from disttrain_cli.console import Console

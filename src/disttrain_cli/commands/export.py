@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
+from disttrain_cli.api import open_run
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
     QuietFlag,
     RunFileArgument,
-    open_run,
-    short_path,
 )
 from disttrain_cli.console import Console
+from disttrain_cli.naming import short_path
 
 EPILOG = """Examples:
 

@@ -12,9 +12,14 @@ from typing import Annotated
 
 import typer
 
-from disttrain_cli.commands.common import DEFAULT_RUN_FILE, JsonFlag, QuietFlag, short_path
+from disttrain_cli.commands.common import (
+    DEFAULT_RUN_FILE,
+    JsonFlag,
+    QuietFlag,
+)
 from disttrain_cli.console import Console
 from disttrain_cli.errors import SpecError, UsageError
+from disttrain_cli.naming import short_path
 
 EPILOG = """Examples:
 

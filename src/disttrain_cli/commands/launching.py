@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from disttrain_cli.commands.common import short_path
 from disttrain_cli.console import Console
+from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.launching.emit.hosts import Node

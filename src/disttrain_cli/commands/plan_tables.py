@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.commands.common import percent
-from disttrain_cli.commands.naming import with_named
+from disttrain_cli.naming import with_named
 
 if TYPE_CHECKING:
     from disttrain_cli.console import Console

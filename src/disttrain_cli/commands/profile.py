@@ -3,12 +3,16 @@ catalogue."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from disttrain_cli.api import (
+    not_over,
+    open_run,
+    profile,
+)
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
@@ -16,19 +20,15 @@ from disttrain_cli.commands.common import (
     QuietFlag,
     RunFileArgument,
     next_command,
-    not_over,
-    open_run,
-    short_path,
 )
 from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
+from disttrain_cli.naming import short_path
 from disttrain_cli.spec.index import TARGET, UNREAD
 
 if TYPE_CHECKING:
     from disttrain_cli.profiling.calibrate import Change
     from disttrain_cli.spec.profile import LinkTimes, Profile
-    from disttrain_cli.spec.progress import Progress
-    from disttrain_cli.spec.runfile import Run
 
 EPILOG = """Examples:
 
@@ -86,36 +86,13 @@ def run(
             )
         _calibrate(console, run_file, calibrate, out)
         return
-    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
-        raise UsageError(
-            f"There is no device {device!r}",
-            "allowed: auto, cpu, cuda, analytic:NAME",
-            "disttrain profile --help",
-        )
-    opened = open_run(run_file)
-    not_over(out, opened.path, opened.dir.index)
-    from disttrain_cli.models.weights import starting_weights
-    from disttrain_cli.profiling.measure import measure
-    from disttrain_cli.spec.whole import write_whole
-
-    for note in starting_weights(opened):
-        console.note(note)
     with console.progress() as progress:
-        if reindex:
-            _reindex(opened, progress)
-        profile = measure(opened, device, progress)
-    path = write_whole(out or opened.dir.profile, profile.model_dump_json(indent=2) + "\n")
-    console.result(profile.model_dump(mode="json") | {"path": str(path)}, path)
-    _render(console, profile, path)
+        result = profile(
+            run_file, device=device, reindex=reindex, out=out, progress=progress, note=console.note
+        )
+    console.result(result.profile.model_dump(mode="json") | {"path": str(result.path)}, result.path)
+    _render(console, result.profile, result.path)
     console.hint(next_command("plan", run_file, profile=out))
-
-
-def _reindex(opened: Run, progress: Progress) -> None:
-    """Index the data anew; the old index stays until the new one is whole."""
-    from disttrain_cli.data.index import build_index
-    from disttrain_cli.models.graph import describe
-
-    build_index(opened, describe(opened), progress)
 
 
 def _calibrate(console: Console, run_file: Path, recorded: Path, out: Path | None) -> None:

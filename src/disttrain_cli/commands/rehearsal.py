@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from disttrain_cli.commands.common import percent, short_path
-from disttrain_cli.commands.train import LiveStep, say_drift
+from disttrain_cli.commands.common import percent
+from disttrain_cli.commands.steps import LiveStep, say_drift
+from disttrain_cli.naming import short_path
 
 if TYPE_CHECKING:
     from disttrain_cli.analysis.result import OperationRow

@@ -8,9 +8,13 @@ from typing import Annotated
 
 import typer
 
-from disttrain_cli.commands.common import JsonFlag, QuietFlag, short_path
+from disttrain_cli.commands.common import (
+    JsonFlag,
+    QuietFlag,
+)
 from disttrain_cli.console import Console
 from disttrain_cli.errors import UsageError
+from disttrain_cli.naming import short_path
 
 EPILOG = """Examples:
 

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import shlex
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from disttrain_cli.api import (
+    check_start,
+    checked_plan,
+    find_origin,
+    open_run,
+    say_start,
+    train,
+)
 from disttrain_cli.commands.common import (
     DEFAULT_RUN_FILE,
     JsonFlag,
     QuietFlag,
     RunFileArgument,
     next_command,
-    open_run,
     percent,
-    short_path,
 )
 from disttrain_cli.commands.launching import Emit, show_ranks
 from disttrain_cli.commands.launching import emit as write_scripts
 from disttrain_cli.commands.launching import preflight as try_out
-from disttrain_cli.commands.naming import with_named
+from disttrain_cli.commands.steps import LiveStep, say_drift
 from disttrain_cli.console import Console
 from disttrain_cli.errors import RankLostError, UsageError
-from disttrain_cli.runtime.watching.lines import StepLines, listed
+from disttrain_cli.naming import short_path
+from disttrain_cli.runtime.watching.lines import listed
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.train import TrainResult
     from disttrain_cli.spec.plan import Plan
     from disttrain_cli.spec.profile import Profile
-    from disttrain_cli.spec.progress import Progress
-    from disttrain_cli.spec.runfile import RunFile
+    from disttrain_cli.spec.runfile import Run, RunFile
 
 EPILOG = """Examples:
 
@@ -152,21 +159,129 @@ def run(
     """Train by the plan, or rehearse it on emulated devices; write checkpoints and traces."""
     console = Console(json_mode=json_mode, quiet=quiet)
     opened = open_run(run_file)
-    from disttrain_cli.planning.check import check, not_run, refuse_not_run
-    from disttrain_cli.spec.plan import read_plan
-    from disttrain_cli.spec.profile import read_profile
+    _check_modes(origin, rehearse, dry_run, device, emit, out)
+    check_start(resume, restart, origin)
+    profiled = _steps_to_profile(profile_steps, rehearse, preflight)
+    from disttrain_cli.planning.check import refuse_not_run
 
+    weights = find_origin(origin)
+    chosen, profile = checked_plan(opened, plan)
+    total = steps if steps is not None else opened.file.train.steps
+    if profiled is not None:
+        from disttrain_cli.runtime.train import check_profiled
+
+        check_profiled(profiled, total)
+    if device is not None:
+        from disttrain_cli.commands.dry_run import show_steps
+
+        if not show_steps(console, opened, chosen, profile):
+            raise SystemExit(1)
+    elif dry_run:
+        begin = partial(
+            next_command,
+            "train",
+            run_file,
+            plan=plan,
+            steps=steps,
+            profile_steps=profile_steps,
+            **{"from": origin},
+            resume=resume,
+            restart=restart,
+            rehearse=rehearse,
+        )
+        _show_dry_run(console, opened, chosen, profile, emit, rehearse, begin)
+    elif rehearse:
+        from disttrain_cli.commands.rehearsal import run_rehearsal
+
+        run_rehearsal(console, run_file, opened, chosen, profile, steps, resume)
+    elif emit is not None:
+        refuse_not_run(chosen, opened.file, profile)
+        if not preflight:
+            say_start(opened, total, weights, resume, console.note)
+        write_scripts(
+            console,
+            opened,
+            chosen,
+            profile,
+            emit,
+            plan=plan or opened.dir.plan,
+            out=out,
+            steps=steps,
+            resume=resume,
+            restart=restart,
+            preflight=preflight,
+            profile_steps=profiled,
+            origin=weights,
+        )
+    elif preflight:
+        refuse_not_run(chosen, opened.file, profile)
+        try_out(console, opened, chosen, profile)
+    else:
+        again = next_command("train", run_file, plan=plan, steps=steps)
+        with _ways_on(opened, again), console.progress() as progress:
+            live = LiveStep(progress)
+            result = train(
+                opened,
+                plan=chosen,
+                steps=steps,
+                resume=resume,
+                restart=restart,
+                origin=origin,
+                profile_steps=profiled,
+                on_step=live.on_step,
+                progress=live,
+                note=console.note,
+            )
+        console.result(result, result.run_dir)
+        _render(console, run_file, result, chosen, profile)
+        _say_next(console, run_file, opened, result, again)
+
+
+@contextmanager
+def _ways_on(run: Run, again: str) -> Iterator[None]:
+    """Have a lost rank's error say how to go on; `again` is the command."""
+    from disttrain_cli.runtime.checkpoints.folder import latest
+
+    try:
+        yield
+    except RankLostError as error:
+        newest = latest(run.dir.checkpoints)
+        error.next_step = (
+            f"Go on from {newest.name}: {again} --resume"
+            if newest
+            else f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
+        )
+        raise
+
+
+def _say_next(console: Console, run_file: Path, run: Run, result: TrainResult, again: str) -> None:
+    """The command to run next; SystemExit where a signal or a stop file ended the run."""
+    if result.stopped_by is not None:
+        done = result.steps[-1]["step"] + 1 if result.steps else 0
+        console.note(f"Stopped by {result.stopped_by} after step {done}.")
+        console.hint(f"{again} --resume")
+        raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
+    console.hint(
+        next_command("analyze", run_file)
+        if run_file == DEFAULT_RUN_FILE
+        else shlex.join(["disttrain", "analyze", short_path(run.dir.root)])
+    )
+
+
+def _check_modes(
+    origin: Path | None,
+    rehearse: bool,
+    dry_run: bool,
+    device: str | None,
+    emit: Emit | None,
+    out: Path | None,
+) -> None:
+    """UsageError where options exclude each other, or would have no effect."""
     if out is not None and emit is None:
         raise UsageError(
             "--out names a folder for what --emit writes",
             "given: no --emit",
             "disttrain train --help",
-        )
-    if resume and restart:
-        raise UsageError(
-            "--resume and --restart exclude each other",
-            "one goes on from the newest checkpoint, the other starts at step 0",
-            "Give one of them.",
         )
     if emit is not None and rehearse:
         raise UsageError(
@@ -182,140 +297,12 @@ def run(
             + f" --emit {emit}" * (emit is not None),
             "disttrain train --dry-run --device cuda",
         )
-    profiled = _steps_to_profile(profile_steps, rehearse, preflight)
-    begins = _begins_with(origin, resume, rehearse)
-    chosen, profile = read_plan(plan or opened.dir.plan), read_profile(opened.dir.profile)
-    check(chosen, opened.file, profile)
-    if profiled is not None:
-        from disttrain_cli.runtime.train import check_profiled
-
-        check_profiled(profiled, steps or opened.file.train.steps)
-    if device is not None:
-        from disttrain_cli.commands.dry_run import show_steps
-
-        if not show_steps(console, opened, chosen, profile):
-            raise SystemExit(1)
-        return
-    begin = partial(
-        next_command,
-        "train",
-        run_file,
-        plan=plan,
-        steps=steps,
-        profile_steps=profile_steps,
-        **{"from": origin},
-        resume=resume,
-        restart=restart,
-    )
-    if dry_run:
-        show_ranks(console, opened, chosen, profile, emit, begin(rehearse=rehearse))
-        if rehearse:
-            _show_rehearsal(console, chosen, opened.file)
-        for reason in not_run(chosen, opened.file, profile):
-            console.note(
-                f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}."
-            )
-        elsewhere = opened.file.cluster.nodes > 1 and emit is None and not rehearse
-        console.hint(begin(emit="slurm" if elsewhere else emit, rehearse=rehearse))
-        return
-    if rehearse:
-        from disttrain_cli.commands.rehearsal import run_rehearsal
-
-        run_rehearsal(console, run_file, opened, chosen, profile, steps, resume)
-        return
-    refuse_not_run(chosen, opened.file, profile)
-    if not preflight:
-        from disttrain_cli.runtime.checkpoints.origin import starts
-        from disttrain_cli.runtime.engine.optimizer import beyond_schedule
-
-        for note in [
-            *starts(opened, begins, resume),
-            *beyond_schedule(opened, steps or opened.file.train.steps),
-        ]:
-            console.note(note)
-    if emit is not None:
-        write_scripts(
-            console,
-            opened,
-            chosen,
-            profile,
-            emit,
-            plan=plan or opened.dir.plan,
-            out=out,
-            steps=steps,
-            resume=resume,
-            restart=restart,
-            preflight=preflight,
-            profile_steps=profiled,
-            origin=begins,
-        )
-        return
-    if preflight:
-        try_out(console, opened, chosen, profile)
-        return
-    from disttrain_cli.runtime.checkpoints.folder import latest
-    from disttrain_cli.runtime.train import train
-
-    again = next_command("train", run_file, plan=plan, steps=steps)
-    try:
-        with console.progress() as progress:
-            live = LiveStep(progress)
-            result = train(
-                opened,
-                chosen,
-                profile,
-                steps=steps,
-                resume=resume,
-                restart=restart,
-                profile_steps=profiled,
-                origin=begins,
-                on_step=live.on_step,
-                progress=live,
-            )
-    except RankLostError as error:
-        newest = latest(opened.dir.checkpoints)
-        error.next_step = (
-            f"Go on from {newest.name}: {again} --resume"
-            if newest
-            else f"{error.next_step}\nThere is no checkpoint yet; start again: {again}"
-        )
-        raise
-    console.result(result, result.run_dir)
-    _render(console, run_file, result, chosen, profile)
-    if result.stopped_by is not None:
-        done = result.steps[-1]["step"] + 1 if result.steps else 0
-        console.note(f"Stopped by {result.stopped_by} after step {done}.")
-        console.hint(f"{again} --resume")
-        raise SystemExit(130 if result.stopped_by == "SIGINT" else 143)
-    console.hint(
-        next_command("analyze", run_file)
-        if run_file == DEFAULT_RUN_FILE
-        else shlex.join(["disttrain", "analyze", short_path(opened.dir.root)])
-    )
-
-
-def _begins_with(origin: Path | None, resume: bool, rehearse: bool) -> Path | None:
-    """The folder of the checkpoint or export that --from names.
-
-    Raises:
-        UsageError: no weights are loaded, or they are those of --resume.
-        SpecError: there are none.
-    """
-    if origin is None:
-        return None
-    if resume or rehearse:
+    if origin is not None and rehearse:
         raise UsageError(
-            f"--from does not go with --{'resume' if resume else 'rehearse'}",
-            (
-                "--resume goes on with this run's own weights; --from starts at step 0"
-                if resume
-                else "emulated devices have no weights"
-            ),
+            "--from does not go with --rehearse",
+            "emulated devices have no weights",
             "Leave one of the two out.",
         )
-    from disttrain_cli.runtime.checkpoints.origin import find
-
-    return find(origin)
 
 
 def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> range | None:
@@ -347,34 +334,6 @@ def _steps_to_profile(given: str | None, rehearse: bool, preflight: bool) -> ran
             "disttrain train --profile-steps 5:8",
         )
     return range(int(first), int(last))
-
-
-class LiveStep:
-    """Progress that shows the latest step's figures, and how long the rest will take, while
-    training."""
-
-    def __init__(self, progress: Progress, learns: bool = True) -> None:
-        self._progress, self._lines = progress, StepLines(learns)
-        self._figures = ""
-        self._first: tuple[float, int] | None = None
-
-    def on_step(self, step: dict[str, Any]) -> None:
-        """Take in one finished step."""
-        self._figures = self._lines.of(step)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what == "training" and self._figures:
-            what = f"{what}  {self._figures}  {self._left(done, total)}"
-        self._progress(what, done, total)
-
-    def _left(self, done: int, total: int) -> str:
-        now_s = time.monotonic()
-        if self._first is None or done <= self._first[1]:
-            self._first = (now_s, done)
-            return ""
-        since_s, since = self._first
-        left_s = round((now_s - since_s) / (done - since) * (total - done))
-        return f"{left_s // 60}:{left_s % 60:02d} left"
 
 
 def _render(
@@ -460,29 +419,29 @@ def _render(
         )
 
 
-def say_drift(
-    console: Console,
-    run_file: Path,
-    profile: Profile,
-    plan: Plan,
-    steps: list[dict[str, Any]],
-    folder: Path,
-) -> None:
-    """Say what of the data has moved away from what the plan was made for."""
-    from disttrain_cli.data.drift import drift
-
-    found = drift(profile, [step | {"sequences": plan.plan.global_batch_size} for step in steps])
-    for moved in found:
-        console.say(f"{moved.sentence}.")
-    if found:
-        command = (
-            f"disttrain profile --calibrate {shlex.quote(short_path(folder))} && disttrain plan"
-        )
-        console.say(f"Plan for these data: {with_named(command, run_file)}")
-
-
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def _show_dry_run(
+    console: Console,
+    run: Run,
+    chosen: Plan,
+    profile: Profile,
+    emit: Emit | None,
+    rehearse: bool,
+    begin: Callable[..., str],
+) -> None:
+    """Ranks, groups, hosts and commands; `begin` is the command with further options."""
+    from disttrain_cli.planning.check import not_run
+
+    show_ranks(console, run, chosen, profile, emit, begin())
+    if rehearse:
+        _show_rehearsal(console, chosen, run.file)
+    for reason in not_run(chosen, run.file, profile):
+        console.note(f"Training does not run {reason.what} yet ({reason.why}): {reason.next_step}.")
+    elsewhere = run.file.cluster.nodes > 1 and emit is None and not rehearse
+    console.hint(begin(emit="slurm" if elsewhere else emit))
 
 
 def _show_rehearsal(console: Console, chosen: Plan, run: RunFile) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from torch.nn import functional
 
 from disttrain_cli.models.host import to_device
 from disttrain_cli.models.torch_versions import varlen_attn
-
-if TYPE_CHECKING:
-    from disttrain_cli.models.layer import Batch
 
 PACKED = "packed"
 
@@ -93,12 +90,12 @@ class Segments:
 
 
 def segments_of(
-    batch: Batch, name: str, lengths: Callable[[], Sequence[int]], like: Tensor
+    cache: dict[str, Any], name: str, lengths: Callable[[], Sequence[int]], like: Tensor
 ) -> Segments:
-    """Segments of this name, made once per stage and batch, on the device of `like`."""
-    if name not in batch.cache:
-        batch.cache[name] = Segments(lengths(), like.device)
-    return batch.cache[name]
+    """Segments of this name on the device of `like`, made once per batch (`Batch.cache`)."""
+    if name not in cache:
+        cache[name] = Segments(lengths(), like.device)
+    return cache[name]
 
 
 @lru_cache(maxsize=256)

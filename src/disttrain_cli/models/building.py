@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from disttrain_cli.models.division import shard
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.tensor_parallel import shard
 
 
 @dataclass(frozen=True)

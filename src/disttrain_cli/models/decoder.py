@@ -122,7 +122,7 @@ class Block(DecoderLayer):
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         assert batch.positions is not None
         layer, shape, hidden = self.layer, batch.positions.shape, state["hidden"]
-        samples = segments_of(batch, "samples", lambda: batch.sample_lengths or [], hidden)
+        samples = segments_of(batch.cache, "samples", lambda: batch.sample_lengths or [], hidden)
         rotary = self._rotary_factors(batch, hidden)
 
         def attend(normed_RD: Tensor) -> Tensor:

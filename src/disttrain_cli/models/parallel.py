@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from disttrain_cli.models.division import own_rows, parts, shard_of
-from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.division import own_rows
 from disttrain_cli.models.torch_versions import all_gather, reduce_scatter
 
 #: Numbers that are summed in one message, at least.
@@ -69,33 +68,6 @@ def wire(device: torch.device, ranks: dist.ProcessGroup | None = None) -> torch.
     if device.type == "meta":
         return device
     return torch.device("cpu") if dist.get_backend(ranks) == "gloo" else device
-
-
-def join(layer: PipelineLayer, group: Group | None) -> None:
-    """Have a layer that was narrowed to this rank's part (`division.shard`) work with the others of
-    its group, if any.
-
-    The bias of a row-parallel linear is added by the first rank, once. Undivided weights get
-    `partial_gradient`: the sum over the group is their gradient. Where all ranks compute the same
-    one, each gives its part of the mean, so that the weights stay equal where kernels are not
-    deterministic.
-    """
-    if group is None:
-        return
-    layer.group = group
-    biases = []
-    for _, linear in parts(layer, layer.division.row):
-        biases.append(linear.bias)
-        if group.rank:
-            linear.__class__ = _WithoutBias
-    for parameter in layer.parameters():
-        partial = shard_of(parameter) is None
-        parameter.__dict__["partial_gradient"] = partial
-        alike = partial and not layer.by_rows and not any(parameter is bias for bias in biases)
-        if alike and parameter.requires_grad:
-            parameter.register_hook(lambda gradient: gradient / group.size)
-    if not layer.by_rows:
-        _join_whole(layer, group)
 
 
 def across(f: Callable[[Tensor], Tensor], own_RD: Tensor, rows: int, group: Group | None) -> Tensor:
@@ -184,13 +156,6 @@ def sum_over(tensors: Sequence[Tensor], group: Group) -> None:
             bucket.clear()
 
 
-class _WithoutBias(nn.Linear):
-    """A row-parallel linear on all ranks but the first."""
-
-    def forward(self, given: Tensor) -> Tensor:
-        return functional.linear(given, self.weight)
-
-
 def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager[Any]:
     """What autograd keeps of gathered rows: the own ones, of which its nodes have views again in
     the backward.
@@ -216,26 +181,6 @@ def _kept_as(own: Tensor, whole: Tensor, group: Group) -> AbstractContextManager
         return again.pop().as_strided(*kept)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _join_whole(layer: PipelineLayer, group: Group) -> None:
-    """Hooks around the divided linears of a layer whose code is the library's: copy before, reduce
-    after."""
-
-    def before(owner: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-        return tuple(map(copied, given)), {name: copied(value) for name, value in named.items()}
-
-    def copied(value: Any) -> Any:
-        return copy(value, group) if isinstance(value, Tensor) and value.requires_grad else value
-
-    def after(linear: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
-        return reduce(made, group)
-
-    columns = (*layer.division.column, *layer.division.fused)
-    for owner in dict.fromkeys(owner for owner, _ in parts(layer, columns)):
-        owner.register_forward_pre_hook(before, with_kwargs=True)
-    for _, linear in parts(layer, layer.division.row):
-        linear.register_forward_hook(after)
 
 
 def _all_gathered(own: Tensor, rows: int, group: Group) -> Tensor:

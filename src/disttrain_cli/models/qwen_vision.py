@@ -151,7 +151,7 @@ class Block(QwenLayer):
         if self.all:
             return images_of(batch, 0, like)
         return segments_of(
-            batch,
+            batch.cache,
             f"windows of {self.window}",
             lambda: [
                 length

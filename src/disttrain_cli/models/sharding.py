@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from disttrain_cli.models.division import pieces
 from disttrain_cli.models.graph import build_layers, layer_table
 from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.tensor_parallel import pieces
 from disttrain_cli.spec.runfile import Run
 
 

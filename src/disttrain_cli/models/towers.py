@@ -61,7 +61,9 @@ def count(grids: list[tuple[int, int]], extra: int) -> int:
 
 def images_of(batch: Batch, extra: int, like: Tensor) -> Segments:
     """The rows of each image, which attend each other."""
-    return segments_of(batch, f"images + {extra}", lambda: rows_of(batch.image_grids, extra), like)
+    return segments_of(
+        batch.cache, f"images + {extra}", lambda: rows_of(batch.image_grids, extra), like
+    )
 
 
 def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int) -> Tensor:

@@ -117,7 +117,10 @@ class Block(WhisperLayer):
         layer, hidden, rows = self.layer, state["audio_hidden"], batch.clips * self.positions
         begin(self, self.dropouts, batch.clip_seeds, [self.positions] * batch.clips)
         clips = segments_of(
-            batch, f"clips of {self.positions}", lambda: [self.positions] * batch.clips, hidden
+            batch.cache,
+            f"clips of {self.positions}",
+            lambda: [self.positions] * batch.clips,
+            hidden,
         )
 
         def attend(normed_RD: Tensor) -> Tensor:

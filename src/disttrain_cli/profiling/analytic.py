@@ -31,15 +31,16 @@ from disttrain_cli.models.flops import count_flops
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.operators import layer_operators
-from disttrain_cli.models.parallel import Group, join
+from disttrain_cli.models.parallel import Group
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
 from disttrain_cli.models.sharding import tp_degrees
+from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.profiling.assemble import Series, Setting, known_parts, module_profile
 from disttrain_cli.profiling.dataset import read_dataset
 from disttrain_cli.profiling.fitting import Floats
 from disttrain_cli.profiling.footprints import running
-from disttrain_cli.profiling.measure import library_versions
 from disttrain_cli.profiling.trial import first_of_kinds
+from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.spec.inputs import Item, ModelInputs
 from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent

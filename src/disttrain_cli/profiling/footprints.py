@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from disttrain_cli.models.division import pieces
 from disttrain_cli.models.footprint import Footprint, Message, Noted, Operation, footprint
 from disttrain_cli.models.graph import LayerInfo, build_layers, describe, layer_table
 from disttrain_cli.models.layer import Batch, PipelineLayer
-from disttrain_cli.models.parallel import join
 from disttrain_cli.models.probe import probe_batch, probe_work, state_at
+from disttrain_cli.models.tensor_parallel import join, pieces
 from disttrain_cli.profiling.fitting import fit
 from disttrain_cli.profiling.trial import first_of_kinds
 from disttrain_cli.spec.inputs import ModelInputs

@@ -8,7 +8,6 @@ the same convention).
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from disttrain_cli.profiling.kept import kept_path, record_name
 from disttrain_cli.profiling.processes import Measured, Request, measure_in_processes
 from disttrain_cli.profiling.sizes import draw_sizes, fewer, packed_sizes, with_work
 from disttrain_cli.profiling.trial import first_of_kinds
+from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.profiling.worker import Variant
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.inputs import ModelInputs
@@ -35,7 +35,6 @@ from disttrain_cli.spec.runfile import Run
 
 ANALYTIC = "analytic:"
 MEMORY_EVERY = 3  # of the fewer draws, every third has its kept activations counted
-LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed")
 
 
 def measure(run: Run, device: str = "auto", progress: Progress = silent) -> Profile:
@@ -208,16 +207,6 @@ def _shards(run: Run, module: str, tps: list[int]) -> dict[int, dict[str, Pipeli
         }
         for tp in tps
     }
-
-
-def library_versions() -> dict[str, str]:
-    found = {}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _provenance(measured: Measured) -> dict[str, str]:

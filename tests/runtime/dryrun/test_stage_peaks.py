@@ -135,8 +135,9 @@ def _peak(module: str, first: int, last: int, tp: int, flight: int, recompute: b
 
     from disttrain_cli.models.graph import build_layers, layer_table, live_tensors
     from disttrain_cli.models.layer import Batch
-    from disttrain_cli.models.parallel import Group, join
+    from disttrain_cli.models.parallel import Group
     from disttrain_cli.models.probe import probe_batch, state_at
+    from disttrain_cli.models.tensor_parallel import join
     from disttrain_cli.runtime.dryrun.storages import Storages
     from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
 

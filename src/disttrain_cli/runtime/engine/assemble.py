@@ -12,7 +12,8 @@ import torch
 
 from disttrain_cli.models.graph import LayerInfo, build_layers, layer_table, live_tensors
 from disttrain_cli.models.layer import PipelineLayer, TensorSpec
-from disttrain_cli.models.parallel import Group, join
+from disttrain_cli.models.parallel import Group
+from disttrain_cli.models.tensor_parallel import join
 from disttrain_cli.models.weights import load_into
 from disttrain_cli.runtime.engine.engine import StageModule, UnitEngine
 from disttrain_cli.runtime.engine.faults import Sums, out_of_memory

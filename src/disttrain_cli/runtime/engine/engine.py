@@ -325,7 +325,7 @@ class UnitEngine(PipelineEngine):
 
     def _sum_partial_gradients(self) -> None:
         """Over the TP group: gradients of undivided weights, of which each rank has a part
-        (`parallel.join`)."""
+        (`tensor_parallel.join`)."""
         group = self.module.mpu().tp
         if group is not None:
             sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)

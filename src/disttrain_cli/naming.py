@@ -43,6 +43,14 @@ def with_named(text: str, run_file: Path | None = None, traces: Sequence[Path] =
     return _BARE.sub(named, text)
 
 
+def short_path(path: Path) -> str:
+    """A path relative to the working folder where it lies inside it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
 def run_file_beside(traces: Path) -> Path | None:
     """The run file of a run's folder (`runs/NAME` beside it) or of the traces inside, as one types
     it here, if any."""

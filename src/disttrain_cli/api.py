@@ -1,0 +1,425 @@
+"""The four commands as functions, for notebooks and scripts: `profile`, `plan`, `train`, `analyze`.
+
+The commands are made of them, so both read the same run file, leave the same files in `runs/NAME/`
+and raise the same errors (`errors.DisttrainError`). Nothing is printed: `progress` is called while
+something lasts, `note` with a sentence that a user should know.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from disttrain_cli.errors import SpecError, UsageError
+from disttrain_cli.naming import DEFAULT_RUN_FILE, short_path, with_named
+from disttrain_cli.spec.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from disttrain_cli.analysis.compare import Change
+    from disttrain_cli.analysis.result import Analysis
+    from disttrain_cli.planning.changes import Changes
+    from disttrain_cli.planning.check import NotRun
+    from disttrain_cli.planning.explain import Explanation
+    from disttrain_cli.planning.predict import Step
+    from disttrain_cli.planning.sensitivity import Sensitivity
+    from disttrain_cli.runtime.train import TrainResult
+    from disttrain_cli.spec.plan import Plan
+    from disttrain_cli.spec.profile import Profile
+    from disttrain_cli.spec.rundir import RunDir
+    from disttrain_cli.spec.runfile import Run
+
+Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """What everything costs, and where that was written."""
+
+    profile: Profile
+    path: Path
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The best plan, why it is the best, and where it was written."""
+
+    plan: Plan
+    path: Path
+    picture: Path | None  # SVG of the step; None where the plan went to a pipe or device
+    explanation: Explanation
+    step: Step  # as simulated
+    sensitivity: Sensitivity | None  # None where it was not asked for, or nothing else fits
+    previous: Path  # the plan that was there before, if any
+    changes: Changes | None  # against the previous plan, where both can be compared
+    not_run: list[NotRun]  # what training refuses; a rehearsal does not
+    gpus: int  # what the plan had to fit into
+
+
+@dataclass(frozen=True)
+class AnalyzeResult:
+    """What the traces say, the report page, and the changes against an earlier run."""
+
+    analysis: Analysis
+    report: Path | None  # None where the traces are not in a run's folder and no file was named
+    changes: list[Change]
+
+
+def ignore(note: str) -> None:
+    """Take no note."""
+
+
+def open_run(run: Run | Path | str) -> Run:
+    """A run that was read already, or the run file of this name; a folder stands for the
+    `disttrain.yaml` in it.
+
+    Raises:
+        SpecError: it is missing or wrong; the line is named.
+    """
+    if not isinstance(run, Path | str):
+        return run
+    from disttrain_cli.spec.runfile import read_run
+
+    path = Path(run)
+    return read_run(path / DEFAULT_RUN_FILE if path.is_dir() else path)
+
+
+def not_over(out: Path | None, *inputs: Path) -> None:
+    """Raise UsageError where `out`, a file to write, is one of those that are read."""
+    for path in inputs:
+        if out is not None and out.exists() and path.exists() and out.samefile(path):
+            raise UsageError(
+                f"{out} is what this command reads",
+                "it would be replaced",
+                "Name another file to write.",
+            )
+
+
+def profile(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    device: str = "auto",
+    reindex: bool = False,
+    out: Path | None = None,
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> ProfileResult:
+    """Find out what every module, link and sample costs, and write it to `profile.json`.
+
+    Args:
+        device: "auto", "cpu", "cuda", or "analytic:NAME" for a device of the hardware catalogue.
+        reindex: read all shards again, also where some changed since they were indexed.
+        out: file to write instead of the one in the run's folder.
+
+    Raises:
+        UsageError: no such device, or `out` is what is read. Others as `profiling.measure`.
+    """
+    if not re.fullmatch(r"auto|cpu|cuda|analytic:[A-Za-z0-9._-]+", device):
+        raise UsageError(
+            f"There is no device {device!r}",
+            "allowed: auto, cpu, cuda, analytic:NAME",
+            "disttrain profile --help",
+        )
+    opened = open_run(run)
+    not_over(out, opened.path, opened.dir.index)
+    from disttrain_cli.models.weights import starting_weights
+    from disttrain_cli.profiling.measure import measure
+    from disttrain_cli.spec.whole import write_whole
+
+    for sentence in starting_weights(opened):
+        note(sentence)
+    if reindex:
+        _reindex(opened, progress)
+    costs = measure(opened, device, progress)
+    path = write_whole(out or opened.dir.profile, costs.model_dump_json(indent=2) + "\n")
+    return ProfileResult(costs, path)
+
+
+def _reindex(run: Run, progress: Progress) -> None:
+    """Index the data anew; the old index stays until the new one is whole."""
+    from disttrain_cli.data.index import build_index
+    from disttrain_cli.models.graph import describe
+
+    build_index(run, describe(run), progress)
+
+
+def plan(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    profile: Path | None = None,
+    gpus: int | None = None,
+    strategy: Strategy = "disaggregated",
+    top: int = 3,
+    out: Path | None = None,
+    sensitivity: bool = True,
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> PlanResult:
+    """Choose GPUs and parallelism for every module, and write them to `plan.yaml`.
+
+    Args:
+        profile: file to plan from instead of the run's own; its device may be another.
+        gpus: use at most so many devices, not the whole cluster.
+        strategy: which layouts are searched: disaggregated ones, or those of a baseline.
+        top: how many runner-up plans to keep.
+        out: file to write instead of the one in the run's folder.
+        sensitivity: also ask what other clusters, data and batches would change (seconds).
+
+    Raises:
+        InfeasibleError: no layout fits; the limit in the way is named.
+        MismatchError: the profile is of another model, cluster or device.
+        SpecError: the run file or the profile is missing or wrong.
+        UsageError: `out` is what is read.
+    """
+    opened = open_run(run)
+    from disttrain_cli.planning.changes import changes, not_comparable
+    from disttrain_cli.planning.check import check_device, not_run
+    from disttrain_cli.planning.explain import explain
+    from disttrain_cli.planning.picture import svg
+    from disttrain_cli.planning.predict import simulated_step
+    from disttrain_cli.planning.sensitivity import sensitivity as ask_sensitivity
+    from disttrain_cli.planning.solve import cluster_of, solve
+    from disttrain_cli.planning.units import units_of
+    from disttrain_cli.simulation.faults import check_faults
+    from disttrain_cli.spec.hostfile import read_hostfile
+    from disttrain_cli.spec.plan import write_plan
+    from disttrain_cli.spec.profile import read_profile
+    from disttrain_cli.spec.whole import is_own_file, write_whole
+
+    profile_path = profile or opened.dir.profile
+    not_over(out, opened.path, profile_path, opened.dir.index)
+    costs = read_profile(profile_path)
+    if opened.file.cluster.hostfile is not None:
+        read_hostfile(opened.resolve(opened.file.cluster.hostfile))
+    if profile is None:  # who names a profile means its device
+        check_device(opened.file, costs)
+    cluster = cluster_of(opened.file, costs, gpus)
+    best = solve(opened.file, costs, gpus=gpus, strategy=strategy, top=top)
+    previous = out if out is not None and is_own_file(out) else opened.dir.plan
+    before = _plan_before(previous, note)
+    change = None
+    if before is not None and (another := not_comparable(before, best)):
+        note(f"Not compared with {short_path(previous)}: it was made for {another}.")
+    elif before is not None:
+        change = changes(before, best, opened.file, costs, cluster)
+    path = write_plan(out or opened.dir.plan, best)
+    step = simulated_step(costs, best.plan, cluster)
+    picture = None
+    if is_own_file(path):
+        picture = write_whole(
+            path.with_name(path.name.removesuffix(".yaml") + ".svg"),
+            svg(step.pipeline, step.timeline, best.plan),
+        )
+    explanation = explain(best, units_of(costs, cluster, best.plan), step)
+    what_if = ask_sensitivity(costs, cluster, best.plan, progress) if sensitivity else None
+    refused = not_run(best, opened.file, costs)
+    try:
+        check_faults(step.stages, opened.file.rehearse.faults, costs)
+    except SpecError as error:
+        note(f"Note: a rehearsal refuses this plan. {error.what}: {error.why}.")
+    return PlanResult(
+        plan=best,
+        path=path,
+        picture=picture,
+        explanation=explanation,
+        step=step,
+        sensitivity=what_if,
+        previous=previous,
+        changes=change,
+        not_run=refused,
+        gpus=cluster.gpus,
+    )
+
+
+def _plan_before(path: Path, note: Note) -> Plan | None:
+    """The plan that is there already; None, and a note, where it cannot be read."""
+    from disttrain_cli.spec.plan import read_plan
+
+    if not path.is_file():
+        return None
+    try:
+        return read_plan(path)
+    except SpecError as error:
+        note(f"Not compared with {short_path(path)}: {error.what}.")
+        return None
+
+
+def checked_plan(run: Run, plan: Plan | Path | None = None) -> tuple[Plan, Profile]:
+    """A plan (the run's, if none is given), and the run's profile, from which it was made.
+
+    Raises:
+        MismatchError, SpecError: as `planning.check.check`, or one of the files is missing or
+        wrong.
+    """
+    from disttrain_cli.planning.check import check
+    from disttrain_cli.spec.plan import read_plan
+    from disttrain_cli.spec.profile import read_profile
+
+    chosen = read_plan(plan or run.dir.plan) if plan is None or isinstance(plan, Path) else plan
+    costs = read_profile(run.dir.profile)
+    check(chosen, run.file, costs)
+    return chosen, costs
+
+
+def train(
+    run: Run | Path | str = DEFAULT_RUN_FILE,
+    *,
+    plan: Plan | Path | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    restart: bool = False,
+    origin: Path | None = None,
+    profile_steps: range | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    progress: Progress = silent,
+    note: Note = ignore,
+) -> TrainResult:
+    """Train by the plan, with a process per rank on this host; write checkpoints and traces.
+
+    Args:
+        plan: the plan to run, or its file, instead of the run's own.
+        steps: optimizer steps in all, instead of the run file's.
+        resume: go on from the newest checkpoint.
+        restart: start at step 0 though there are checkpoints; what is there is moved to `earlier/`.
+        origin: run, checkpoint or export with whose weights step 0 begins.
+        profile_steps: steps of which every rank leaves torch's profile.
+        on_step: called with the figures of every finished step (`watching.lines.reported`).
+
+    Raises:
+        UsageError: arguments exclude each other. MismatchError, SpecError: the plan does not belong
+        to the run file and profile, or asks for what training does not do. RankFailedError: a rank
+        failed; its log is named. Others as `runtime.train.train`.
+    """
+    check_start(resume, restart, origin)
+    opened = open_run(run)
+    from disttrain_cli.planning.check import refuse_not_run
+    from disttrain_cli.runtime import train as running
+
+    weights = find_origin(origin)
+    chosen, costs = checked_plan(opened, plan)
+    total = steps if steps is not None else opened.file.train.steps
+    if profile_steps is not None:
+        running.check_profiled(profile_steps, total)
+    refuse_not_run(chosen, opened.file, costs)
+    say_start(opened, total, weights, resume, note)
+    return running.train(
+        opened,
+        chosen,
+        costs,
+        steps=steps,
+        resume=resume,
+        restart=restart,
+        profile_steps=profile_steps,
+        origin=weights,
+        on_step=on_step,
+        progress=progress,
+    )
+
+
+def check_start(resume: bool, restart: bool, origin: Path | None) -> None:
+    """UsageError where a run is to start in two ways at once."""
+    if resume and restart:
+        raise UsageError(
+            "--resume and --restart exclude each other",
+            "one goes on from the newest checkpoint, the other starts at step 0",
+            "Give one of them.",
+        )
+    if origin is not None and resume:
+        raise UsageError(
+            "--from does not go with --resume",
+            "--resume goes on with this run's own weights; --from starts at step 0",
+            "Leave one of the two out.",
+        )
+
+
+def find_origin(origin: Path | None) -> Path | None:
+    """The folder of the checkpoint or export that `origin` names; SpecError where there is none."""
+    if origin is None:
+        return None
+    from disttrain_cli.runtime.checkpoints.origin import find
+
+    return find(origin)
+
+
+def say_start(run: Run, total: int, origin: Path | None, resume: bool, note: Note) -> None:
+    """Note where weights come from, and which modules learn nothing in the last of `total` steps.
+
+    Raises:
+        SpecError: the weights do not fit the model.
+    """
+    from disttrain_cli.runtime.checkpoints.origin import starts
+    from disttrain_cli.runtime.engine.optimizer import beyond_schedule
+
+    for sentence in [*starts(run, origin, resume), *beyond_schedule(run, total)]:
+        note(sentence)
+
+
+def analyze(
+    paths: Sequence[Path | str] = (),
+    *,
+    html: Path | None = None,
+    compare: Path | None = None,
+    progress: Progress = silent,
+) -> AnalyzeResult:
+    """Explain a run from its traces, and write the report page.
+
+    Args:
+        paths: run folders, trace folders, or traces of any PyTorch job (Kineto); if none is given,
+            the run of ./disttrain.yaml.
+        html: file of the report page instead of the one in the run's folder.
+        compare: an earlier run to set beside this one.
+
+    Raises:
+        DataError: nothing in a path can be read, or the paths are of different formats.
+        UsageError: `html` is one of the paths.
+    """
+    named = [Path(path) for path in paths]
+    folders = named or [open_run(DEFAULT_RUN_FILE).dir.root]
+    not_over(html, *folders)
+    from disttrain_cli.analysis import analyze as analysing
+    from disttrain_cli.analysis.compare import compare as changes_between
+    from disttrain_cli.spec.rundir import RunDir, run_folder
+
+    analysis, pictures = analysing.analyze_open(folders, progress)
+    analysis = _with_named(analysis, named)
+    root = run_folder(folders[0])
+    report = html or (root and RunDir(root).report)
+    if report is not None:
+        from disttrain_cli.analysis.report import write_report
+
+        write_report(analysis, pictures(), _samples(RunDir(root)) if root else [], report)
+    changes = [] if compare is None else changes_between(analysing.analyze([compare]), analysis)
+    return AnalyzeResult(analysis, report, changes)
+
+
+def _samples(root: RunDir) -> list[Path]:
+    """Images that the model drew after the newest step, and those that it read."""
+    from disttrain_cli.spec.samples import read_samples
+
+    folder = max(
+        (path for path in root.images.glob("step-*") if path.is_dir()), default=root.images
+    )
+    samples = read_samples(folder)
+    if samples is None:
+        return sorted(folder.glob("*.png"))
+    return [folder / name for name in [*(one.file for one in samples.drawn), *samples.read]]
+
+
+def _with_named(analysis: Analysis, paths: Sequence[Path]) -> Analysis:
+    """The analysis with next commands that ask the traces which the user named."""
+    from msgspec.structs import replace
+
+    def named(command: str) -> str:
+        return with_named(command, traces=paths)
+
+    return replace(
+        analysis,
+        verdict=replace(analysis.verdict, next_command=named(analysis.verdict.next_command)),
+        causes=[
+            replace(cause, next_command=named(cause.next_command)) for cause in analysis.causes
+        ],
+        remedies=[replace(one, command=named(one.command)) for one in analysis.remedies],
+    )

@@ -1,0 +1,147 @@
+"""A layer over a tensor-parallel group: narrowed to one rank's part of it, and joined with the
+others (Megatron-LM, Shoeybi et al. 2019, section 3).
+
+Which weights are divided is said by the layer's `division`; what the ranks then send each other is
+`models/parallel.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from disttrain_cli.models.division import Shard, piece, shard_of
+from disttrain_cli.models.layer import PipelineLayer
+from disttrain_cli.models.parallel import Group, copy, reduce
+
+
+def parts(layer: PipelineLayer, ends: tuple[str, ...]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """The parts of a layer whose path ends in one of `ends`, each with the module that owns it."""
+    for path, part in layer.named_modules():
+        if any(path == end or path.endswith(f".{end}") for end in ends):
+            yield layer.get_submodule(path.rpartition(".")[0]), part
+
+
+def pieces(layer: PipelineLayer) -> set[int]:
+    """Numbers of heads, features and ids that a TP size must divide; none where the layer is whole
+    on every rank."""
+    division = layer.division
+    found = {
+        _heads(owner, linear) or linear.out_features
+        for owner, linear in parts(layer, division.column)
+    }
+    found |= {linear.out_features // 2 for _, linear in parts(layer, division.fused)}
+    found |= {_heads(owner, linear) // 3 for owner, linear in parts(layer, division.thirds)}
+    return found | {len(part.weight) for _, part in parts(layer, division.vocabulary)}
+
+
+def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
+    """Narrow a layer in place to one rank's part, for any device (on the meta device only shapes
+    change).
+
+    `tp` must divide `pieces(layer)`; what a parameter is a part of is known by `shard_of`. The
+    shard sends no messages until it joins a group (`join`): its outputs are one rank's
+    partial sums, and the head's loss is that of its own ids, with all other labels clipped to them.
+    """
+    if tp == 1:
+        return layer
+    assert not any(count % tp for count in pieces(layer)), (layer.name, tp)
+    division = layer.division
+    owners = {owner for owner, _ in parts(layer, (*division.column, *division.thirds))}
+    for ends, halves in ((division.column, 1), (division.fused, 2), (division.thirds, 3)):
+        for _, linear in parts(layer, ends):
+            _narrow(linear, Shard(0, halves, tp, rank))
+            linear.out_features //= tp
+    for _, linear in parts(layer, division.row):
+        _narrow(linear, Shard(1, 1, tp, rank))
+        linear.in_features //= tp
+    for (
+        attention
+    ) in owners:  # diffusers' and Whisper's; the others follow the shapes of their linears
+        for count in ("heads", "num_heads"):
+            if hasattr(attention, count):
+                setattr(attention, count, getattr(attention, count) // tp)
+    for _, part in parts(layer, division.vocabulary):
+        _narrow(part, Shard(0, 1, tp, rank))
+        if isinstance(part, nn.Embedding):
+            part.num_embeddings //= tp
+        else:
+            part.out_features //= tp
+        layer.first_id = rank * len(part.weight)
+    return layer
+
+
+def join(layer: PipelineLayer, group: Group | None) -> None:
+    """Have a layer that was narrowed to this rank's part (`shard`) work with the others of
+    its group, if any.
+
+    The bias of a row-parallel linear is added by the first rank, once. Undivided weights get
+    `partial_gradient`: the sum over the group is their gradient. Where all ranks compute the same
+    one, each gives its part of the mean, so that the weights stay equal where kernels are not
+    deterministic.
+    """
+    if group is None:
+        return
+    layer.group = group
+    biases = []
+    for _, linear in parts(layer, layer.division.row):
+        biases.append(linear.bias)
+        if group.rank:
+            linear.__class__ = _WithoutBias
+    for parameter in layer.parameters():
+        partial = shard_of(parameter) is None
+        parameter.__dict__["partial_gradient"] = partial
+        alike = partial and not layer.by_rows and not any(parameter is bias for bias in biases)
+        if alike and parameter.requires_grad:
+            parameter.register_hook(lambda gradient: gradient / group.size)
+    if not layer.by_rows:
+        _join_whole(layer, group)
+
+
+def _heads(owner: nn.Module, linear: nn.Module) -> int:
+    """Heads that an attention's linear gives; 0 where the owner is no attention."""
+    if hasattr(owner, "head_dim"):
+        return int(linear.out_features) // int(owner.head_dim)
+    return int(getattr(owner, "heads", 0))
+
+
+def _narrow(part: nn.Module, shard: Shard) -> None:
+    """Keep one rank's part of the weights along a dimension, and of the bias if outputs are
+    divided."""
+    for name, parameter in list(part.named_parameters(recurse=False)):
+        if shard.dim < parameter.ndim:
+            own = piece(parameter.detach(), shard).clone(memory_format=torch.contiguous_format)
+            made = nn.Parameter(own, parameter.requires_grad)
+            made.__dict__["shard"] = shard
+            setattr(part, name, made)
+
+
+class _WithoutBias(nn.Linear):
+    """A row-parallel linear on all ranks but the first."""
+
+    def forward(self, given: Tensor) -> Tensor:
+        return functional.linear(given, self.weight)
+
+
+def _join_whole(layer: PipelineLayer, group: Group) -> None:
+    """Hooks around the divided linears of a layer whose code is the library's: copy before, reduce
+    after."""
+
+    def before(owner: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        return tuple(map(copied, given)), {name: copied(value) for name, value in named.items()}
+
+    def copied(value: Any) -> Any:
+        return copy(value, group) if isinstance(value, Tensor) and value.requires_grad else value
+
+    def after(linear: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
+        return reduce(made, group)
+
+    columns = (*layer.division.column, *layer.division.fused)
+    for owner in dict.fromkeys(owner for owner, _ in parts(layer, columns)):
+        owner.register_forward_pre_hook(before, with_kwargs=True)
+    for _, linear in parts(layer, layer.division.row):
+        linear.register_forward_hook(after)

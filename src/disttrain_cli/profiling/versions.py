@@ -1,0 +1,18 @@
+"""The libraries behind a profile."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+LIBRARIES = ("disttrain", "torch", "transformers", "diffusers", "deepspeed")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a profile measures or counts."""
+    versions = {}
+    for library in LIBRARIES:
+        try:
+            versions[library] = version(library)
+        except PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,91 @@
+"""The commands as functions, called as a notebook would."""
+
+import subprocess
+import sys
+
+import pytest
+
+import disttrain_cli
+from disttrain_cli import analyze, plan, profile, train
+from disttrain_cli.commands.init import preset_text
+from disttrain_cli.errors import DataError, MismatchError, SpecError, UsageError
+from disttrain_cli.spec.plan import read_plan
+from disttrain_cli.spec.profile import read_profile
+from disttrain_cli.spec.runfile import read_run
+from disttrain_cli.spec.whole import write_whole
+
+
+def test_the_four_functions_are_imported_when_asked_for():
+    code = """import sys, disttrain_cli
+assert not [name for name in sys.modules if name.startswith("disttrain_cli.")]
+from disttrain_cli import profile, plan, train, analyze
+assert not {"torch", "duckdb", "pydantic", "typer"} & sys.modules.keys()"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="fly"):
+        disttrain_cli.fly  # noqa: B018
+
+
+def test_a_plan_is_explained_written_and_compared_with_the_one_before(run_folder, capfd):
+    first = plan(run_folder, sensitivity=False)
+    assert first.plan == read_plan(first.path) and first.picture.exists()
+    assert first.explanation.sentences and first.sensitivity is None and first.changes is None
+    second = plan(read_run(run_folder / "disttrain.yaml"), gpus=1, sensitivity=False)
+    assert second.plan.plan.gpus_used == second.gpus == 1
+    assert second.previous == first.path
+    assert second.changes is not None and second.changes.differences
+    assert capfd.readouterr() == ("", "")
+
+
+def test_notes_go_to_who_asked_for_them(run_folder):
+    notes = []
+    path = read_run(run_folder / "disttrain.yaml").dir.plan
+    write_whole(path, "no plan")
+    plan(run_folder, sensitivity=False, note=notes.append)
+    assert len(notes) == 1 and "Not compared with" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda run: profile(run, device="abacus"), UsageError, "no device 'abacus'"),
+        (lambda run: profile(run, out=run / "disttrain.yaml"), UsageError, "would be replaced"),
+        (lambda run: plan(run, out=run / "disttrain.yaml"), UsageError, "would be replaced"),
+        (lambda run: plan(run / "nothing.yaml"), SpecError, "nothing.yaml"),
+        (lambda run: train(run), SpecError, "plan.yaml"),
+        (lambda run: train(run, resume=True, restart=True), UsageError, "exclude each other"),
+        (lambda run: train(run, resume=True, origin=run), UsageError, "does not go with"),
+        (lambda run: train(run, origin=run / "nothing"), SpecError, "no weights to start from"),
+        (lambda run: analyze([run / "nothing"]), DataError, "nothing"),
+    ],
+)
+def test_wrong_arguments_raise_the_projects_errors(run_folder, call, error, says):
+    with pytest.raises(error) as raised:
+        call(run_folder)
+    assert says in f"{raised.value.what} {raised.value.why}"
+
+
+def test_a_plan_of_another_profile_is_not_trained(run_folder):
+    planned = plan(run_folder, sensitivity=False).plan
+    other = planned.model_copy(
+        update={"fingerprints": planned.fingerprints.model_copy(update={"profile": "other"})}
+    )
+    with pytest.raises(MismatchError, match="profile"):
+        train(run_folder, plan=other)
+
+
+@pytest.mark.slow
+def test_the_chain_as_a_notebook_calls_it(tmp_path, capfd):
+    from disttrain_cli.data.sample_data import write_sample_data
+
+    text = preset_text("tiny").replace("  images: 100", "  images: 0")
+    run_file = write_whole(tmp_path / "disttrain.yaml", text.replace("  read: 100", "  read: 0"))
+    write_sample_data(tmp_path / "data")
+    costs = profile(run_file, device="cpu")
+    assert read_profile(costs.path) == costs.profile
+    planned = plan(run_file, sensitivity=False)
+    steps = []
+    trained = train(run_file, plan=planned.plan, steps=3, on_step=steps.append)
+    assert trained.steps == steps and [step["step"] for step in steps] == [0, 1, 2]
+    explained = analyze([trained.run_dir])
+    assert explained.analysis.verdict.headline and explained.report.exists()
+    assert capfd.readouterr().out == ""
