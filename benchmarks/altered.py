@@ -32,8 +32,8 @@ KINETO = ("clean", "rank", "transfers", "small", "missing")
 KINETO_HELD_OUT = ("two ranks",)
 NUMBERED = ("correlation", "External id")  # what joins a kernel to its launch
 PAUSE_S = 1.0  # between steps
-# : Operations that begin later than this after they could have waited for the slow stage, which is
-# taken out.
+#: Operations that begin later than this after they could have waited for the slow stage, which is
+#: taken out.
 LONGEST_LAUNCH_S = 0.005
 
 

@@ -89,8 +89,8 @@ GAIN_GPUS, GAIN_BATCH, PAIRS, PAIRS_OVER_BEST = (
     5,
     1,
 )  # 1,920 sequences on 1,296 devices are 284 on 192
-# : The same for all plans of a pair: what the host adds to a step then weighs the same in all of
-# them.
+#: The same for all plans of a pair: what the host adds to a step then weighs the same in all of
+#: them.
 GAIN_TIME_SCALE = 0.6
 OURS, PUBLISHED, ONE_UNIT = "disaggregated", "Megatron-LM of the paper", "one unit"
 PAPER_GAIN = {

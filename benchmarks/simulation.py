@@ -25,8 +25,8 @@ from tests.simulation.test_pipeline import by_events
 
 LAYERS = {"image_encoder": 32, "llm": 34, "image_generator": 11}
 BATCH = 1920
-# : (TP, DP, PP) of encoder, LLM and generator, and slots; the last ones use nearly all of 1,296
-# GPUs.
+#: (TP, DP, PP) of encoder, LLM and generator, and slots; the last ones use nearly all of 1,296
+#: GPUs.
 SHAPES = (
     ((1, 5, 1), (1, 8, 11), (1, 3, 1), 240),
     ((1, 82, 1), (4, 96, 3), (1, 62, 1), 20),

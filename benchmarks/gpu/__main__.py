@@ -27,8 +27,8 @@ from disttrain_cli.spec.whole import write_whole
 
 Figures = dict[str, Any]
 MINUTES = 9.0
-# : The parts in the order in which they run, and the seconds that are kept for each; what earlier
-# ones leave is added.
+#: The parts in the order in which they run, and the seconds that are kept for each; what earlier
+#: ones leave is added.
 LIMITS_S = {
     "tests": 45.0,
     "block_7b": 40.0,

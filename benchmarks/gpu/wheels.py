@@ -64,8 +64,8 @@ BESIDE = {
         "narwhals",
     ),
 }
-# : Parts of scipy that only scikit-learn imports; they go with it, and so do scipy's metadata:
-# where diffusers finds : those, it imports scipy.stats.
+#: Parts of scipy that only scikit-learn imports; they go with it, and so do scipy's metadata:
+#: where diffusers finds those, it imports scipy.stats.
 WITH_PICTURES = (
     "scipy-*.dist-info",
     "scipy/cluster",
@@ -78,8 +78,8 @@ WITH_PICTURES = (
 )
 #: Asked for, but imported by nothing that runs here: it only fetches from hubs.
 LEFT_OUT = ("hf-xet",)
-# : Parts of packages that nothing here imports: tests, headers, sources, other stores, formats and
-# servers of Arrow.
+#: Parts of packages that nothing here imports: tests, headers, sources, other stores, formats and
+#: servers of Arrow.
 TRIMMED = (
     "**/tests",
     "**/*.pyi",

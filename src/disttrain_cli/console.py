@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from disttrain_cli.spec.progress import Progress
 
 PLAIN_LINE_EVERY_S = 5.0  # without a terminal a long operation says this often that it is alive
-# : What steers a terminal, turns the direction of writing or is no character: names from files may
-# hold it.
+#: What steers a terminal, turns the direction of writing or is no character: names from files may
+#: hold it.
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )

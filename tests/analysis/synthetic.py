@@ -41,8 +41,8 @@ TYPES = {
     "map<string,float64>": pa.map_(pa.string(), pa.float64()),
 }
 MODULES = {"encoder": "image_encoder", "llm": "llm", "generator": "image_generator"}
-# : ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts
-# twice as much.
+#: ms per token of one stage, FLOPs per token of one stage, forward; backward takes and counts
+#: twice as much.
 RATE_MS = {"encoder": 0.02, "llm": 0.01, "generator": 0.02}
 FLOPS = {"encoder": 2e6, "llm": 1e6, "generator": 1.5e6}
 

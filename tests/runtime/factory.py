@@ -64,8 +64,8 @@ MODEL: dict[str, Any] = {
     "loss_weights": {"text": 1.0, "image": 0.5},
 }
 
-# : A diffusion transformer in the latent space of a VAE, beside the tests' U-Net over pixels; of
-# another size.
+#: A diffusion transformer in the latent space of a VAE, beside the tests' U-Net over pixels; of
+#: another size.
 REFINER: dict[str, Any] = {
     "kind": "generator",
     "architecture": "pixart",

@@ -24,13 +24,13 @@ from disttrain_cli.analysis.walk import Floats
 
 #: A cause that gains less than this share of a step is no fault.
 LEAST_SHARE = 0.05
-# : The same of what is a limit that nobody reaches: even work, where the data are ordered already
-# and cannot be cut.
+#: The same of what is a limit that nobody reaches: even work, where the data are ordered already
+#: and cannot be cut.
 LEAST_LIMIT_SHARE = 0.1
 #: What gains less than this share is not looked at any more.
 SMALLEST_SHARE = 0.01
-# : One suspect is named alone where mending it gains this share of what mending all of its kind
-# does.
+#: One suspect is named alone where mending it gains this share of what mending all of its kind
+#: does.
 ALONE_SHARE = 0.4
 #: The fewest suspects of a kind are named that gain this share of what all of them do.
 ENOUGH_SHARE = 0.9

@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from disttrain_cli.analysis.result import Analysis
 
-# : Beyond this many times the figure before, which then is as good as nothing, a change in percent
-# says nothing.
+#: Beyond this many times the figure before, which then is as good as nothing, a change in percent
+#: says nothing.
 MOST_CHANGE = 1e4
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from disttrain_cli.analysis.walk import Floats
 
-# : What gains of two jobs that differ in nothing else differ by, as a share of a step, however many
-# the steps.
+#: What gains of two jobs that differ in nothing else differ by, as a share of a step, however many
+#: the steps.
 FLOOR = 0.005
 
 
@@ -38,8 +38,8 @@ def calibrated(raw: float, kind: str) -> float:
     return round(float(np.interp(raw, evidence, right)), 3)
 
 
-# : By format, raw evidence and how often it was right, between which lines are drawn; from
-# `benchmarks.calibration`.
+#: By format, raw evidence and how often it was right, between which lines are drawn; from
+#: `benchmarks.calibration`.
 CALIBRATION: dict[str, tuple[tuple[float, float], ...]] = {
     "disttrain": ((0.0, 0.0), (0.405, 0.75), (0.575, 0.857), (0.761, 0.875), (0.939, 0.982)),
     "operations": ((0.0, 0.0), (0.653, 0.857), (0.999, 0.975)),

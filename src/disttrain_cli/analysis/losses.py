@@ -38,11 +38,11 @@ CAUSES = (
     "unexplained",
 )
 
-# : Cores are crowded where the passes of all ranks need this share of them: who is ready may have
-# to wait.
+#: Cores are crowded where the passes of all ranks need this share of them: who is ready may have
+#: to wait.
 CROWDED = 0.5
-# : A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing
-# is said.
+#: A rank that is off by this share in a step is slow at times; of fewer passes in a step nothing
+#: is said.
 AT_TIMES, FEWEST_PASSES = 0.03, 4
 
 

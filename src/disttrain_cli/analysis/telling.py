@@ -20,8 +20,8 @@ from disttrain_cli.analysis.next_commands import (
 from disttrain_cli.analysis.result import Comparison, Evidence, OperationRow, Place, Remedy
 from disttrain_cli.analysis.suspects import common
 
-# : A replica is named that is the heaviest in this share of the slots; else it is now one, now
-# another.
+#: A replica is named that is the heaviest in this share of the slots; else it is now one, now
+#: another.
 OFTEN = 0.75
 #: Predictions further off than this are measured again before they are planned with.
 TRUSTED_ERROR_PCT = 25.0

@@ -34,12 +34,12 @@ Bytes = NDArray[np.uint8]
 #: Of an image whose colours are not split by OpenCV.
 FEW_PIXELS = 128 * 128
 
-# : A progressive JPEG has about ten scans, each of which goes over the whole image: more would be
-# there to stall.
+#: A progressive JPEG has about ten scans, each of which goes over the whole image: more would be
+#: there to stall.
 MAX_SCANS = 64
 
-# : Some cameras and programs leave a few bytes before the end marker. Many there mean that the code
-# went astray.
+#: Some cameras and programs leave a few bytes before the end marker. Many there mean that the code
+#: went astray.
 _FEW_LEFT_OVER = re.compile(r"data: \d extraneous bytes before marker 0xd9")
 
 

@@ -89,8 +89,8 @@ class Index:
     )
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
-    # : [N, 2] (first character, characters) of samples that are pieces of a document
-    # (`data.documents`), else 0; None = : there is no such sample
+    #: [N, 2] (first character, characters) of samples that are pieces of a document
+    #: (`data.documents`), else 0; None = there is no such sample
     pieces: Ints | None = None
     scaled_down: int | None = (
         None  # images read that have more pixels than the model's budget; of files only

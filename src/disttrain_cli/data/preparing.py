@@ -31,8 +31,8 @@ from disttrain_cli.spec.inputs import ImageInput, ModelInputs, number_of
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.runfile import Run
 
-# : Fields that are read from the data's files, those of further encoders and generators
-# ("pixels.1") too.
+#: Fields that are read from the data's files, those of further encoders and generators
+#: ("pixels.1") too.
 READ = frozenset({"pixels", "audio", "tokens", "labels", "targets", "weights"})
 
 FIELDS = READ | {"layout", "context", "dropout"}

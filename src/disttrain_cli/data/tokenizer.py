@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.runfile import Run
 
-# : All that is read of a tokenizer; the later of the last two says which tokens begin, end and pad
-# a text.
+#: All that is read of a tokenizer; the later of the last two says which tokens begin, end and pad
+#: a text.
 FILES = ("tokenizer.json", "special_tokens_map.json", "tokenizer_config.json")
 CHOICES = (
     "Give 'bytes', a local folder with tokenizer.json, or a name on Hugging Face (data.tokenizer)."

@@ -286,8 +286,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-# : What a `config.json` names otherwise: the architecture, and the field of its configuration
-# inside the whole model's.
+#: What a `config.json` names otherwise: the architecture, and the field of its configuration
+#: inside the whole model's.
 _ALIASES: dict[str, tuple[str, str | None]] = {
     "clip": ("clip_vision_model", "vision_config"),
     "siglip": ("siglip_vision_model", "vision_config"),

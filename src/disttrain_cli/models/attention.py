@@ -30,8 +30,8 @@ from disttrain_cli.models.torch_versions import varlen_attn
 PACKED = "packed"
 
 Kernel = Literal["varlen", "efficient", "grouped"]
-# : What flash attention takes (torch 2.11 to 2.13): the widest head, in steps of, and the oldest
-# compute capability.
+#: What flash attention takes (torch 2.11 to 2.13): the widest head, in steps of, and the oldest
+#: compute capability.
 WIDEST_HEAD, HEAD_STEP, CAPABILITY = 256, 8, (8, 0)
 #: Memory-efficient attention takes heads of any width in steps of as many bytes.
 HEAD_STEP_BYTES = 16

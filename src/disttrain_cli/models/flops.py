@@ -10,6 +10,7 @@ of a pair.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ def count_flops(run: Run) -> dict[str, dict[str, LayerFlops]]:
             sizes.pop("length", None)
             works.append(probe_work(inputs, info.module, windows=False, **sizes))
         forward, backward, backward_input = (
-            _exact(works, column, item) for column in zip(*counts, strict=True)
+            _exact(works, column, item, inputs.probe_step) for column in zip(*counts, strict=True)
         )
         kinds[info.kind] = LayerFlops(info.parameters, forward, backward, backward_input)
     return counted
@@ -127,17 +128,24 @@ def _sizes(inputs: ModelInputs, item: Item) -> list[dict[str, Any]]:
     return [{"clips": 1}] if item == "audio" else [{"targets": 1}]
 
 
-def _exact(works: Sequence[Work], counts: Sequence[int], item: Item) -> Polynomial:
+def _exact(works: Sequence[Work], counts: Sequence[int], item: Item, merge: int) -> Polynomial:
     """The polynomial through all counts; clips and images to generate all have one size: their
-    FLOPs are per item."""
+    FLOPs are per item.
+
+    A projector works once per block of `merge`² patches, so that FLOPs of a patch need not be
+    whole numbers.
+    """
     features = np.array(works, dtype=float)[:, : 3 if item in ("image", "sequence") else 1]
     scale = features.max(axis=0)
     solution = (
         np.linalg.lstsq(features / scale, np.array(counts, dtype=float), rcond=None)[0] / scale
     )
-    terms = [float(round(value)) for value in solution] + [0.0, 0.0]
+    terms = [round(value * merge**2) / merge**2 for value in solution] + [0.0, 0.0]
     polynomial = Polynomial(per_item=terms[0], per_token=terms[1], per_length_sq=terms[2])
-    assert all(polynomial(work) == count for work, count in zip(works, counts, strict=True)), (
+    assert all(
+        math.isclose(polynomial(work), count, rel_tol=1e-12)
+        for work, count in zip(works, counts, strict=True)
+    ), (
         works,
         counts,
         polynomial,

@@ -102,9 +102,9 @@ class Batch:
         return [value for value in tree_leaves([vars(self), made]) if isinstance(value, Tensor)]
 
 
-# : Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
-# "pixels.N" and "targets.N" : ask for those of the model's encoder or generator N, counted from 0:
-# they are in `other_pixels` and `other_targets`.
+#: Names of the batch fields that a layer may ask for, by group; `image_grids` always comes.
+#: "pixels.N" and "targets.N" ask for those of the model's encoder or generator N, counted from 0:
+#: they are in `other_pixels` and `other_targets`.
 FIELDS: dict[str, tuple[str, ...]] = {
     "pixels": ("pixels",),
     "audio": ("audio_features",),
@@ -117,8 +117,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "dropout": ("image_seeds", "clip_seeds", "target_seeds"),
 }
 
-# : State names with this prefix are summed losses (scalars), already weighted and normalised by
-# global counts.
+#: State names with this prefix are summed losses (scalars), already weighted and normalised by
+#: global counts.
 LOSS_PREFIX = "loss/"
 
 

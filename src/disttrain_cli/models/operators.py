@@ -31,8 +31,8 @@ from disttrain_cli.models.layer import Batch, PipelineLayer
 
 Kind = Literal["product", "attention", "convolution", "other"]
 
-# : Attention by segments, and which of its arguments is its window; one that looks at no later row
-# is causal.
+#: Attention by segments, and which of its arguments is its window; one that looks at no later row
+#: is causal.
 _VARLEN = {"torch_attn::_varlen_attn": 9, "torch_attn::_varlen_attn_backward": 13}
 #: Attention of equal lengths, and which of its arguments says whether it is causal.
 _EFFICIENT = {
@@ -61,12 +61,12 @@ _NOT_READING = (
     "zero",
     "arange",
 )
-# : Operators that read of their first input only as much as they write; and that write in place
-# only as much as they : read from their last.
+#: Operators that read of their first input only as much as they write; and that write in place
+#: only as much as they read from their last.
 _PICKING = ("embedding", "index_select", "gather", "index")
 _PLACING = ("index_copy_", "index_add_", "scatter_add_", "index_put_", "_index_put_impl_")
-# : Kernels of an operator that launches more than one, and how often its inputs are read (ATen's
-# CUDA sources, by : reading). Of a convolution's backward each gradient is one.
+#: Kernels of an operator that launches more than one, and how often its inputs are read (ATen's
+#: CUDA sources, by reading). Of a convolution's backward each gradient is one.
 _KERNELS = {
     "native_group_norm": (3, 2),  # moments; scale and shift of each channel; the result
     "native_group_norm_backward": (

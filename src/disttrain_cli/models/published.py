@@ -24,8 +24,8 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.models.architectures import ARCHITECTURES
 from disttrain_cli.spec.files import parse_json
 
-# : Files that transformers and diffusers write; an index beside the name says that the tensors are
-# in several.
+#: Files that transformers and diffusers write; an index beside the name says that the tensors are
+#: in several.
 SINGLE = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
 

@@ -27,8 +27,8 @@ from disttrain_cli.models.noise import own_seed
 #: Keeps the posterior's draw apart from the diffusion noise of the same seed.
 _POSTERIOR = 0x1A7E27
 
-# : Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB
-# in bf16.
+#: Pixels that are encoded at a time: what the encoder holds meanwhile grows with them, to 1.3 GiB
+#: in bf16.
 PIXELS = 1 << 20
 
 

@@ -27,15 +27,15 @@ from disttrain_cli.models.published import Weights, locate, renaming, weight_fil
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.runfile import Run
 
-# : Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each
-# starts as a copy of it.
+#: Where a folder ties its LLM's head to its embedding, it holds the embedding only: here each
+#: starts as a copy of it.
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-# : Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones)
-# start at random.
+#: Tensors with a row per token id; ids that the folder has no rows for (a tokenizer's new ones)
+#: start at random.
 _BY_ID = {*TIED, *TIED.values()}
 _SHOWN = 4  # names shown of many
-# : What a weight may be stored as, in safetensors' words; what is quantised means nothing without
-# its scales.
+#: What a weight may be stored as, in safetensors' words; what is quantised means nothing without
+#: its scales.
 _STORED_AS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -50,8 +50,8 @@ class Source:
     otherwise: str = "set pretrained: false"  # what to do where its weights do not fit
 
 
-# : Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without
-# a row are NaN.
+#: Takes a layer, the path of one of its parameters, and what that is as a whole; token ids without
+#: a row are NaN.
 Fill = Callable[[PipelineLayer, str, Tensor], None]
 
 

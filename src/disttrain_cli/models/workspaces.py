@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-# : Rows that flash attention leaves free behind each segment of its sums, and in steps of which it
-# rounds heads up.
+#: Rows that flash attention leaves free behind each segment of its sums, and in steps of which it
+#: rounds heads up.
 SEGMENT_ROWS, HEAD_STEP = 128, 32
 
 

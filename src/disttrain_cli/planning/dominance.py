@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-# : Columns of equal length. A row dominates another where none of the first is higher and, by the
-# second, it comes : first: it is lower in the first of these columns in which the two differ.
+#: Columns of equal length. A row dominates another where none of the first is higher and, by the
+#: second, it comes first: it is lower in the first of these columns in which the two differ.
 Dearness = tuple[Sequence[NDArray[np.float64] | Ints], Sequence[Ints]]
 BLOCK = 512  # rows compared with those before them at once
 MOST = 256  # rows that others are compared with; of more, every second one

@@ -47,8 +47,8 @@ from disttrain_cli.spec.progress import Progress, silent
 from disttrain_cli.spec.runfile import ClusterSpec, Run
 from disttrain_cli.spec.work import Work
 
-# : Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
-# bf16 weight.
+#: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;
+#: bf16 weight.
 OPTIMIZER_BYTES = {"fp32": 28.0, "bf16": 30.0}
 
 

@@ -16,8 +16,8 @@ Floats = NDArray[np.float64]
 
 #: Standard deviation expected of a factor around the common one.
 SPREAD = 0.3
-# : Measurements that count: more of them are of the same few stages, whose errors are not
-# independent.
+#: Measurements that count: more of them are of the same few stages, whose errors are not
+#: independent.
 ENOUGH = 50
 #: Relative noise of a measurement, at least.
 LEAST_NOISE = 1e-3

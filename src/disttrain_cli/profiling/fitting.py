@@ -20,8 +20,8 @@ Floats = NDArray[np.float64]
 
 #: Every HELD_OUT-th measurement judges a fit made from the others.
 HELD_OUT = 3
-# : Values below this share of the mean weigh no more than that share would (a relative error of
-# nothing is no guide).
+#: Values below this share of the mean weigh no more than that share would (a relative error of
+#: nothing is no guide).
 WEIGHT_FLOOR = 1e-3
 #: Terms that add less than this to every value, relative to it, are rounding errors.
 NOTHING = 1e-9

@@ -22,8 +22,8 @@ from disttrain_cli.spec.trace import COMPUTE, Job
 
 #: Rows of one module and direction that are read, spread over steps, ranks and slots.
 MOST_ROWS = 20_000
-# : A rank is slow, and left out, where it takes more than so many times what a middling replica of
-# its stage takes.
+#: A rank is slow, and left out, where it takes more than so many times what a middling replica of
+#: its stage takes.
 SLOW = 1.1
 TERMS = tuple(Polynomial.model_fields)
 TIMES = {"forward_ms": "forward", "backward_ms": "backward", "backward_input_ms": "backward"}

@@ -23,8 +23,8 @@ from disttrain_cli.models.probe import entry_state, probe_batch
 from disttrain_cli.profiling.compute import Stopwatch, run_module
 from disttrain_cli.spec.runfile import Run
 
-# : Layers of one kind that are built: the first, which prepares what a stage needs once per batch,
-# and another one.
+#: Layers of one kind that are built: the first, which prepares what a stage needs once per batch,
+#: and another one.
 LAYERS_PER_KIND = 2
 
 Pair = tuple[float, float]  # forward, backward

@@ -15,8 +15,8 @@ from disttrain_cli.spec.rundir import RunDir
 
 Kind = Literal["encoder", "llm", "generator"]
 PROJECTORS = "projectors"
-# : A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
-# apart.
+#: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
+#: apart.
 SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
 #: Fields of `cluster` that say how ranks are started, and not what they run on.
 LAUNCHING = frozenset({"cpu_nodes", "node_cores", "hostfile", "port", "interface", "slurm"})
@@ -895,8 +895,8 @@ class RunFile(Strict):
             )
         return self
 
-    # : Sizes in bytes of the weight files that modules start from, by module and file; set where
-    # the file is read.
+    #: Sizes in bytes of the weight files that modules start from, by module and file; set where
+    #: the file is read.
     _weights: dict[str, dict[str, int]] = PrivateAttr(default_factory=dict)
 
     def model_fingerprint(self) -> str:

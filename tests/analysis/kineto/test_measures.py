@@ -11,8 +11,8 @@ from tests.analysis.kineto import traces
 
 DLRM = Path(__file__).parents[4] / "shared" / "data" / "traces" / "dlrm-8rank"
 needs_dlrm = pytest.mark.skipif(not DLRM.is_dir(), reason="needs the shared traces")
-# : idle, compute, non-compute, span in µs, overlap in %, wait in the collectives in µs;
-# HolisticTraceAnalysis 0.6.1.
+#: idle, compute, non-compute, span in µs, overlap in %, wait in the collectives in µs;
+#: HolisticTraceAnalysis 0.6.1.
 PUBLISHED = [
     (6419, 1034, 5556, 13009, 4.50, 5580),
     (6428, 1246, 11075, 18749, 2.47, 11125),

@@ -10,8 +10,8 @@ from tests.analysis.kineto import traces
 
 LAYERS, STEPS, WORK_US, MOVE_US = 4, 5, 1000.0, 50.0
 WORLD = [[[0, 1, 2, 3, 4, 5, 6, 7]]]
-# : Every layer ends with a collective of each tensor group, the last also with one of each data
-# group.
+#: Every layer ends with a collective of each tensor group, the last also with one of each data
+#: group.
 TENSOR_AND_DATA = [[[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]]
 
 

@@ -27,8 +27,8 @@ from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 
 STEPS = 4
-# : Of the recorded step: ends of sends and of the update are taken at their usual time beside the
-# rest.
+#: Of the recorded step: ends of sends and of the update are taken at their usual time beside the
+#: rest.
 TOLERANCE = 0.01
 #: By cause, what is put in, and what the job has instead once it is mended.
 FAULTS = {

@@ -20,9 +20,9 @@ from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning
 
 STEPS = 5
-# : Of the recorded step: the changed job orders the same data anew, and its slots and replicas are
-# as uneven as that : makes them; a step of the true job that is as the replay says but for that is
-# this far away at most.
+#: Of the recorded step: the changed job orders the same data anew, and its slots and replicas are
+#: as uneven as that makes them; a step of the true job that is as the replay says but for that is
+#: this far away at most.
 TOLERANCE = 0.05
 
 TINY = {

@@ -245,8 +245,8 @@ class Crash(Exception):
     pass
 
 
-# : Stages of writing, the last of which is the renaming of the folder that is replaced and of the
-# one that replaces it.
+#: Stages of writing, the last of which is the renaming of the folder that is replaced and of the
+#: one that replaces it.
 STAGES = [
     (storage, "write_tensors", 1),
     (storage, "write_whole", 1),

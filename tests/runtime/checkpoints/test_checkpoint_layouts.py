@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 ENCODER, LLM, GENERATOR = "image_encoder", "llm", "image_generator"
 ALL = [ENCODER, LLM, GENERATOR]
 DECAY = 0.8
-# : Runs that start from the weights of others, without a step: run, layout, and where the weights
-# are.
+#: Runs that start from the weights of others, without a step: run, layout, and where the weights
+#: are.
 STARTS = {
     "from checkpoint": ("zero", "tp2dp2", "whole/checkpoints/step-000002"),
     "from bf16": ("bf16", "1-tp2-1", "bf16/checkpoints/step-000002"),

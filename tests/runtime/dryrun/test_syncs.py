@@ -121,8 +121,8 @@ def test_what_waits_is_found_with_its_line_and_nothing_else() -> None:
     assert {name: said for name, said in list(found.items())[19:] if said} == {}
 
 
-# : Encoder, LLM, generator: together every class, with heads that flash attention takes (of 8) and
-# others (12).
+#: Encoder, LLM, generator: together every class, with heads that flash attention takes (of 8) and
+#: others (12).
 RUNS = {
     "vit, llama, sd 2.1": (
         "vit",

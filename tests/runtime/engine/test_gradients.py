@@ -31,8 +31,8 @@ def _layer(
     )
 
 
-# : Two encoders side by side, an LLM that reads both, a generator whose first layer reads nothing
-# of it.
+#: Two encoders side by side, an LLM that reads both, a generator whose first layer reads nothing
+#: of it.
 TABLE = [
     _layer("eye", 0, "", "image"),
     _layer("eye", 1, "image", "image_embeds", "projector"),

@@ -86,8 +86,7 @@ def graph_of(*shapes: tuple[int, int]) -> StageGraph:
     return stage_graph(layout, "m0")
 
 
-# ---- hosts
-# --------------------------------------------------------------------------------------------------
+# ---- hosts -------------------------------------------------------------------------------------
 def test_a_hostfile_gives_names_and_slots(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(
         "# ours\nworker-1 slots=8\n\nworker-2   slots=4  # half\n10.0.0.3 slots=1\n"
@@ -150,8 +149,7 @@ def test_too_few_slots_are_refused_with_both_numbers() -> None:
     assert "TP group (up to 4)" in caught.value.why
 
 
-# ---- what is written
-# ---------------------------------------------------------------------------------------------
+# ---- what is written ---------------------------------------------------------------------------
 def shellcheck(*options: str) -> None:
     assert SHELLCHECK is not None, "shellcheck comes with the extra dev"
     found = subprocess.run([SHELLCHECK, *options], capture_output=True, text=True)
@@ -299,8 +297,7 @@ def test_torchrun_needs_names_of_hosts(tmp_path: Path) -> None:
         emit_torchrun(run, plan, profile, tmp_path, steps=1)
 
 
-# ---- that it runs
-# ------------------------------------------------------------------------------------------------
+# ---- that it runs ------------------------------------------------------------------------------
 @pytest.fixture
 def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}

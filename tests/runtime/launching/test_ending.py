@@ -41,8 +41,7 @@ ROOT = Path(__file__).parents[3]
 ENDING, FAULT = "tests.runtime.launching.ending_worker", "tests.runtime.launching.fault_worker"
 
 
-# ---- one process
-# -------------------------------------------------------------------------------------------------
+# ---- one process -------------------------------------------------------------------------------
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -172,8 +171,7 @@ def test_names_that_are_no_unicode_are_told(
     assert verdict is not None and verdict.text.encode() == written[0]
 
 
-# ---- ranks
-# --------------------------------------------------------------------------------------------------
+# ---- ranks -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("lock", ["free", "held"])
 def test_the_text_is_told_though_closing_waits_for_ever(tmp_path: Path, lock: str) -> None:
     with pytest.raises(RankFailedError) as caught:

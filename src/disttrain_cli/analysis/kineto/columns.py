@@ -40,8 +40,8 @@ _CLASSES = {
 #: Categories given to events that have a stream and no category.
 KERNEL_OF_STREAM, MEMORY_OF_STREAM = "kernel", "gpu_memcpy"
 _SPANS, _INSTANTS = frozenset("XBE"), frozenset("iI")
-# : Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond
-# twice as much. Three : of them together still fit into 64 bits of ns.
+#: Times beyond this (µs before or after 1970, or in length) are none; numbers are clipped beyond
+#: twice as much. Three of them together still fit into 64 bits of ns.
 FARTHEST_US = 3 * 10**15
 _CLIPPED_US = 2 * FARTHEST_US
 

@@ -45,8 +45,8 @@ CHUNK_BYTES = 2**20  # larger ones are slower: what is decoded leaves the proces
 GZIP = b"\x1f\x8b"
 ROWS_AT_ONCE = 122_880  # a row group of DuckDB
 THREADS = 2
-# : What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank
-# must fit whole.
+#: What DuckDB may hold: the least at which all that was asked so far fits. A window over one rank
+#: must fit whole.
 MEMORY_LIMITS = ("128MB", "256MB", "512MB", "1GB", "2GB", "4GB", "8GB")
 #: Questions of every analysis, answered once: `queries/kineto/NAME.sql`.
 ANSWERS = (

@@ -23,8 +23,8 @@ from disttrain_cli.analysis.walk import Ints
 
 #: Kernels of a step up to which a path is looked for, and parts that are shown.
 MOST_KERNELS, MOST_PARTS = 1_000_000, 30
-# : Ends later than the next begin by no more than this are rounded, or clocks of engines that
-# differ.
+#: Ends later than the next begin by no more than this are rounded, or clocks of engines that
+#: differ.
 ROUNDED_NS = 2000
 #: What of a path is no kernel.
 HOST, LAUNCH = "host", "launch"

@@ -30,8 +30,8 @@ QUEUED_NS = 20_000
 HELD_SHARE = 0.1
 #: By so much ends may be later than the next begin because they are rounded.
 ROUNDED_NS = 2000
-# : Share of communication in messages of which an end is unknown, above which waiting is not told
-# from work.
+#: Share of communication in messages of which an end is unknown, above which waiting is not told
+#: from work.
 MOST_LONE = 0.05
 #: Ranks that are looked at, those first that work longest beyond their peers.
 MOST_RANKS = 32

@@ -17,8 +17,8 @@ from disttrain_cli.analysis.suspects import by_rank, common, most_s, of_passes
 from disttrain_cli.analysis.walk import Floats
 
 COMPUTE, TRANSFER, HANDOVER, LOAD, GAP, UPDATE = range(6)  # of a state
-# : Stages and units are slow that take so many times as long for their work as others do, by the
-# profile.
+#: Stages and units are slow that take so many times as long for their work as others do, by the
+#: profile.
 SLOW_STAGE, SLOW_UNIT = 1.03, 1.1
 
 

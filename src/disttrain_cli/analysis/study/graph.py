@@ -42,8 +42,8 @@ from disttrain_cli.analysis.study.operations import (
 from disttrain_cli.analysis.study.reader import StudyTrace
 from disttrain_cli.analysis.walk import Floats, Ints, Walk, walk_of
 
-# : What lies this many seconds before it can have happened is a contradiction of clocks, and counts
-# as no time.
+#: What lies this many seconds before it can have happened is a contradiction of clocks, and counts
+#: as no time.
 CLOCKS_APART_S = 1e-2
 
 

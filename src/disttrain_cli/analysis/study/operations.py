@@ -15,8 +15,8 @@ EMBEDDING, NORM, CLIP = (
 OVER_REPLICAS = (GATHER, SCATTER, SEPARATE, CLIP)
 #: Communication, whose ideal is the median. That of the others is the mean.
 COMMUNICATION = (*TRANSFERS, *OVER_REPLICAS, NORM, EMBEDDING)
-# : What follows the last pass of a stage, in this order; where gradients are reduced beside
-# backward passes, SEPARATE : stands in the place of SCATTER.
+#: What follows the last pass of a stage, in this order; where gradients are reduced beside
+#: backward passes, SEPARATE stands in the place of SCATTER.
 CLOSING = ("gc", NORM, EMBEDDING, SCATTER, SEPARATE, CLIP, "optimizer")
 KNOWN = (FORWARD, BACKWARD, *COMMUNICATION, "gc", "optimizer")
 

@@ -41,8 +41,8 @@ COLUMNS = {
     "gmc": "BIGINT",
 }
 TIMES = ("start_ts", "duration")
-# : A pass over a microbatch takes no longer. Beyond it times are no seconds: the unit, how many of
-# it are a second, and : the longest median pass for which they are taken for it.
+#: A pass over a microbatch takes no longer. Beyond it times are no seconds: the unit, how many of
+#: it are a second, and the longest median pass for which they are taken for it.
 LONGEST_PASS_S = 100
 _UNITS = (("s", 1, LONGEST_PASS_S), ("ms", 10**3, 10**3), ("µs", 10**6, 10**7))
 #: Steps that are read, spread evenly, so that memory does not grow with the length of a job.

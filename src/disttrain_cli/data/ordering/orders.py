@@ -86,8 +86,8 @@ class Orders:
         )
         self._stream = SequenceStream(index, run.train.seed)
         self._known = known or {}
-        # : What every replica of every unit does in a step, and the global batch, in the order of
-        # the stream.
+        #: What every replica of every unit does in a step, and the global batch, in the order of
+        #: the stream.
         self.of = Once(self._order, KEPT)
         #: What the policy decides for a step.
         self.assignment = Once(self._assign, KEPT)

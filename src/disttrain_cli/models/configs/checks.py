@@ -61,8 +61,8 @@ def refuse_unknown(
             raise SpecError(what, f"known: {', '.join(near)}")
 
 
-# : Largest numbers of a configuration: blocks in a row, ids and positions, and everything else that
-# is whole.
+#: Largest numbers of a configuration: blocks in a row, ids and positions, and everything else that
+#: is whole.
 MOST_LAYERS, MOST_IDS, MOST_WIDTH = 256, 2**24, 2**17
 LAYERS = re.compile(r"depth|(^|_)layers($|_)")
 IDS = re.compile(r"vocab|position|window|_id($|_)|_ids$")

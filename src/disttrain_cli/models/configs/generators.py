@@ -38,8 +38,8 @@ _UNET_UNSUPPORTED = (
     "class_embeddings_concat",
 )
 
-# : What SD XL embeds of an image's size: original height and width, crop's top and left, target
-# height and width.
+#: What SD XL embeds of an image's size: original height and width, crop's top and left, target
+#: height and width.
 TIME_IDS = 6
 
 

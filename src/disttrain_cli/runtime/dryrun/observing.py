@@ -33,8 +33,8 @@ class Observer(Storages):
 
     def __init__(self) -> None:
         super().__init__()
-        # : Kernels, operators of the host; sends, receives, collectives and the bytes of each
-        # ("sends_bytes").
+        #: Kernels, operators of the host; sends, receives, collectives and the bytes of each
+        #: ("sends_bytes").
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from disttrain_cli.models.workspaces import workspace_bytes
 
-# : CUDA's caching allocator hands out multiples of this many bytes
-# (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+#: CUDA's caching allocator hands out multiples of this many bytes
+#: (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 BLOCK_BYTES = 512
 
 

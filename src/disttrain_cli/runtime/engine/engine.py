@@ -112,8 +112,8 @@ class UnitEngine(PipelineEngine):
             tuple[int, str], dict[str, int]
         ] = {}  # of this step, by slot and module
         self.data_wait_ns = 0
-        # : Updates that the moments of each name have seen, under which weights of the whole model
-        # are trained.
+        #: Updates that the moments of each name have seen, under which weights of the whole model
+        #: are trained.
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
         self._norm = math.nan
@@ -125,8 +125,7 @@ class UnitEngine(PipelineEngine):
             self.optimizer.step = partial(step_unchecked, self.optimizer)
             add_at_once(self.optimizer)
 
-    # ---- DeepSpeed's questions
-    # -------------------------------------------------------------------------------
+    # ---- DeepSpeed's questions ------------------------------------------------------------------
     def is_first_stage(self) -> bool:
         """Both ends while starting: its ping-pong with neighbours assumes equal DP (trap 3)."""
         return self._starting or super().is_first_stage()
@@ -134,8 +133,7 @@ class UnitEngine(PipelineEngine):
     def is_last_stage(self) -> bool:
         return self._starting or super().is_last_stage()
 
-    # ---- one step
-    # --------------------------------------------------------------------------------------------
+    # ---- one step -------------------------------------------------------------------------------
     def get_ready(self) -> None:
         """Called before the clock of a step starts: a rank begins as soon as it can."""
 
@@ -426,8 +424,8 @@ class UnitEngine(PipelineEngine):
     def _nothing(self, slot: int) -> None:
         """Tied weights do not exist; every stage loads what its layers need in `_forward`."""
 
-    # : By name, so that subclasses may replace one: the base class's map holds its own functions
-    # (trap 4).
+    #: By name, so that subclasses may replace one: the base class's map holds its own functions
+    #: (trap 4).
     _INSTRUCTION_MAP = {  # noqa: RUF012
         schedule.OptimizerStep: "_step",
         schedule.ReduceGrads: "_reduce",

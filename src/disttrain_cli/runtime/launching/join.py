@@ -38,8 +38,8 @@ from disttrain_cli.spec.rundir import RunDir, pulses
 from disttrain_cli.spec.runfile import Run, read_run
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph, stage_graph
 
-# : Environment variable: addresses of the preprocessing workers of this job, with commas between
-# them.
+#: Environment variable: addresses of the preprocessing workers of this job, with commas between
+#: them.
 WORKERS = "DISTTRAIN_WORKERS"
 
 

@@ -34,8 +34,8 @@ from disttrain_cli.runtime.launching.rank import live, resolve, settle
 from disttrain_cli.spec.rundir import rank_log
 
 LOOPBACK = "127.0.0.1"
-# : Environment variable: the open socket on which rank 0 serves the rendezvous
-# (`process.rendezvous`).
+#: Environment variable: the open socket on which rank 0 serves the rendezvous
+#: (`process.rendezvous`).
 LISTENER = "DISTTRAIN_LISTENER"
 POLL_S = 0.05
 GRACE_S = 5.0

@@ -17,8 +17,8 @@ from disttrain_cli.runtime.rehearsal.device import Device
 from disttrain_cli.runtime.rehearsal.feeding import Feeder
 from disttrain_cli.runtime.watching.tracing import Tracer
 
-# : Between the last host that is ready and the step, so that all hosts have given their devices the
-# first operation.
+#: Between the last host that is ready and the step, so that all hosts have given their devices the
+#: first operation.
 MARGIN_S = 0.1
 
 

@@ -11,9 +11,9 @@ from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.runfile import RunFile
 
 MOST_PROCESSES = 24
-# : Time of a core that a process takes for a slot's forward and backward (`benchmarks/rehearsal.py
-# overhead`), the share : of the cores that may be busy, and seconds that a step takes here at
-# least: all processes end one at the same time.
+#: Time of a core that a process takes for a slot's forward and backward (`benchmarks/rehearsal.py
+#: overhead`), the share of the cores that may be busy, and seconds that a step takes here at
+#: least: all processes end one at the same time.
 SLOT_CPU_S, BUSY, LEAST_STEP_S = 0.012, 0.35, 6.0
 
 

@@ -62,8 +62,8 @@ class Broker:
     pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(
         default_factory=deque
     )  # sends, the oldest first
-    # : Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id
-    # meanwhile.
+    #: Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id
+    #: meanwhile.
     known: dict[tuple[int, str, str], tuple[Slot, list[Route]]] = field(default_factory=dict)
     expected: deque[Slot] = field(default_factory=deque)  # slots whose receives are not posted yet
     arriving: dict[int, _Arriving] = field(default_factory=dict)  # by the slot's id

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from disttrain_cli.spec.stage_graph import Stage, StageGraph
 
-# : By (number of the stage that sends, of the one that receives), the group whose communicator
-# messages take.
+#: By (number of the stage that sends, of the one that receives), the group whose communicator
+#: messages take.
 Ways = dict[tuple[int, int], dist.ProcessGroup]
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# : An anchor is set again, at most so often, if the host was interrupted for longer than this while
-# it set it.
+#: An anchor is set again, at most so often, if the host was interrupted for longer than this while
+#: it set it.
 INTERRUPTED_NS, TRIES = 50_000, 3
 
 

@@ -14,8 +14,8 @@ from disttrain_cli.runtime.watching.lines import Narration
 from disttrain_cli.runtime.watching.trackers import Tracker
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# : What may ask to stop, besides nothing; where ranks were asked by several, the last of them
-# counts.
+#: What may ask to stop, besides nothing; where ranks were asked by several, the last of them
+#: counts.
 REASONS = ("", signal.SIGUSR1.name, "stop file", signal.SIGTERM.name, signal.SIGINT.name)
 
 
