@@ -65,9 +65,8 @@ def operations(kind: str, seed: int, path: Path) -> list[Truth] | None:
         then = random_.choice(("rank", "stage"))
     largest = 0.08 if kind == "small" else 0.8
     base = _even(graph)
-    faults: list[
-        tuple[str, Row, Floats, Floats]
-    ] = []  # cause, place, seconds more that are taken, and until launched
+    # cause, place, seconds more that are taken, and until launched
+    faults: list[tuple[str, Row, Floats, Floats]] = []
 
     def put(cause: str, pick: Any, place: Row, factor: float) -> None:
         passes = np.isin(graph.optype, (FORWARD, BACKWARD)) & pick

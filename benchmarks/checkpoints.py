@@ -260,9 +260,8 @@ def _stock(engine: Any) -> Any:
 
 def _torch_save(torch: Any, tensors: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
-        torch.save(
-            {key: values.clone() for key, values in tensors.items()}, file
-        )  # of views it saves all storage
+        # of views it saves all storage
+        torch.save({key: values.clone() for key, values in tensors.items()}, file)
         file.flush()
         os.fsync(file.fileno())
 

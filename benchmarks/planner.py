@@ -140,9 +140,8 @@ def measure(small: bool = False) -> Tables:
             ("72B", paper("72B", PAPER_GPUS, memory_gib=10.0)),
             ("9B", paper("9B", PAPER_GPUS, memory_gib=1.0)),
         ]
-    gaps = (
-        [tiny(3)] if small else [tiny(5), tiny(6), tiny(6, memory_gib=0.02), tiny(8)]
-    )  # 0.02 GiB binds
+    # 0.02 GiB binds
+    gaps = [tiny(3)] if small else [tiny(5), tiny(6), tiny(6, memory_gib=0.02), tiny(8)]
     return {
         "Exact search, best plan only": [searched(name, case, rounds) for name, case in cases],
         "Every strategy": [

@@ -204,9 +204,8 @@ def test_what_a_part_leaves_of_its_time_goes_to_those_after_it(tmp_path, monkeyp
     runner.measure(list(runner.LIMITS_S), "cuda", tmp_path / "gpu.json")
     assert all(given[name] >= limit_s for name, limit_s in runner.LIMITS_S.items())
     assert given["curve"] == pytest.approx(60 * runner.MINUTES, abs=1)
-    runner.measure(
-        ["large", "curve"], "cuda", tmp_path / "gpu.json", minutes=1.0
-    )  # too little for both
+    # too little for both
+    runner.measure(["large", "curve"], "cuda", tmp_path / "gpu.json", minutes=1.0)
     assert given["large"] == pytest.approx(60, abs=1)
 
 

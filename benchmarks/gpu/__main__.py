@@ -77,9 +77,8 @@ def main() -> None:
 
         run_part(options.part, Setting(options.device, options.folder, options.out))
         return
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # through `finally`, where a part's processes are ended
+    # through `finally`, where a part's processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     known = list(LIMITS_S)
     chosen = options.parts.split(",") if options.parts else known
     if unknown := set(chosen) - set(known):
@@ -110,9 +109,8 @@ def measure(parts: list[str], device: str, out: Path, minutes: float = MINUTES) 
         "parts": {},
         "aims": [],
     }
-    write_whole(
-        out, json.dumps(results, indent=1) + "\n"
-    )  # a place that cannot be written is known before all else
+    # a place that cannot be written is known before all else
+    write_whole(out, json.dumps(results, indent=1) + "\n")
     for place, name in enumerate(parts):
         own_s, later_s = (
             scale * sum(LIMITS_S[one] for one in some) for some in ([name], parts[place + 1 :])

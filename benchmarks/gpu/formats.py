@@ -65,9 +65,8 @@ class _GroupNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        variance, mean = torch.var_mean(
-            _grouped(x, groups).to(exact), dim=(1, 3), correction=0
-        )  # [N, G]
+        # [N, G]
+        variance, mean = torch.var_mean(_grouped(x, groups).to(exact), dim=(1, 3), correction=0)
         scale = torch.rsqrt(variance + eps)
         ctx.save_for_backward(x, weight, mean, scale)
         ctx.groups = groups

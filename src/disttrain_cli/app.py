@@ -131,9 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _open_streams()
     codecs.register_error("nearest", nearest_letters)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # of a locale that lacks our letters, and for names that are no text
+        # of a locale that lacks our letters, and for names that are no text
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="nearest")
     try:
         code = _run(words, Console(json_mode="--json" in words))

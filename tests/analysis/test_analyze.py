@@ -113,9 +113,8 @@ def test_same_work_is_predicted_exactly(analysis):
     planned = {
         (row.unit, row.what): row for row in analysis.predicted_vs_measured if row.basis == "plan"
     }
-    assert planned["llm", "forward_ms"].measured == pytest.approx(
-        40.0, rel=1e-4
-    )  # two stages of 20 ms
+    # two stages of 20 ms
+    assert planned["llm", "forward_ms"].measured == pytest.approx(40.0, rel=1e-4)
     assert planned["llm", "stage_ms"].measured == pytest.approx(60.0, rel=1e-4)
     assert planned["llm", "stage_ms"].error_pct == pytest.approx(100.0, rel=1e-3)
 

@@ -108,9 +108,8 @@ def large(planned: Path) -> Path:
 def test_1296_ranks_are_shown_with_groups_and_hosts(
     large: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "disttrain_cli.planning.check.check_layout", lambda *about: None
-    )  # of interest is the shape
+    # of interest is the shape
+    monkeypatch.setattr("disttrain_cli.planning.check.check_layout", lambda *about: None)
     code, out, err = call(["train", large, "--dry-run", "--json", "--quiet"], capsys)
     assert code == 0, err
     document = json.loads(out)

@@ -58,9 +58,8 @@ def test_llm_stage_by_hand() -> None:
     first = 40_000 + 2 * 200_000  # parameters of embed and two blocks
     activations = 2 * 256 * (500 + 2 * 8e3)  # two sequences of 256 tokens at worst
     working = 0.4 * 8e3 * 2 * 256  # a block's beside what it keeps
-    messages = (
-        2 * (30_000 + 8_000) * 4 / 2
-    )  # of two slots: gradients to the encoder, rows to the next stage
+    # of two slots: gradients to the encoder, rows to the next stage
+    messages = 2 * (30_000 + 8_000) * 4 / 2
     assert memory[1].peak_gib * GIB == pytest.approx(
         first * (4 + 4 + 12 / 2) + 3 * activations + working + messages
     )
@@ -76,14 +75,12 @@ def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:
     profile = synthetic.tiny(synthetic.run_file())
     module = profile.modules["image_encoder"]
     mean, worst = module.work_per_sequence, module.max_work_per_sequence
-    busiest = (
-        worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)
-    )  # a slot has 4 sequences
+    # a slot has 4 sequences
+    busiest = worst.scaled(1 / 3) + mean.scaled(3 / 3) + mean.scaled(1 / mean.items)
     kept = [module.costs[kind].tp["1"].activation_bytes(busiest) for kind in module.layers]
     states, messages = module.parameters * (8 + 12 / 3), 2 * 30_000 * 4 / 3
-    fullest = (
-        sum(kept[:3]) + 0.4 * kept[2]
-    )  # the last block runs; the projector, of a quarter of its size, is done
+    # the last block runs; the projector, of a quarter of its size, is done
+    fullest = sum(kept[:3]) + 0.4 * kept[2]
     assert layout_memory(profile, layout(8), 4.0)[0].peak_gib * GIB == pytest.approx(
         states + 3 * sum(kept) + fullest + messages
     )

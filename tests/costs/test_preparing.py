@@ -90,12 +90,10 @@ def test_times_by_hand() -> None:
 
 
 def test_text_never_takes_less_than_nothing_and_unknown_rates_take_nothing() -> None:
-    assert (
-        item_s(with_rates(images=1.0, sequences=10.0), "llm") == 0.0
-    )  # the images alone take longer
-    assert (
-        item_s(with_rates(images=300.0, sequences=300.0 / mean_images()), "llm") == 0.0
-    )  # nothing but rounding
+    # the images alone take longer
+    assert item_s(with_rates(images=1.0, sequences=10.0), "llm") == 0.0
+    # nothing but rounding
+    assert item_s(with_rates(images=300.0, sequences=300.0 / mean_images()), "llm") == 0.0
     assert item_s(with_rates(images=0.0, sequences=10.0), "llm") == 0.1
     assert [
         item_s(with_rates(images=0.0, sequences=0.0), module) for module in PROFILE.modules

@@ -54,9 +54,8 @@ def test_durations_come_from_headers_and_samples_follow_them(form: str) -> None:
     data = sound(form, seconds=0.75, channels=2)
     assert header_of(data) == (750, 16_000)
     samples = decode_clip(data, 750)
-    expected = 0.375 * np.sin(
-        2 * np.pi * 440 * np.arange(12_000) / 16_000
-    )  # the mean of both channels
+    # the mean of both channels
+    expected = 0.375 * np.sin(2 * np.pi * 440 * np.arange(12_000) / 16_000)
     assert samples.dtype == np.float32 and len(samples) == 12_000
     assert np.abs(samples - expected).max() < (1e-4 if form in ("wav", "float", "flac") else 0.05)
 

@@ -192,9 +192,8 @@ def test_copies_with_other_times_are_known_by_their_content(
     write_tar(run.folder / "own" / "c.tar", shard_of("three"))
     assert len(open_index(run, INPUTS)) == 3 and read.taken() == ["c.tar"]
     with monkeypatch.context() as looked:
-        looked.setattr(
-            "disttrain_cli.data.index_checks.content_of", None
-        )  # the new times are in the index now
+        # the new times are in the index now
+        looked.setattr("disttrain_cli.data.index_checks.content_of", None)
         assert len(open_index(run, INPUTS)) == 3
 
 

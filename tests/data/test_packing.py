@@ -68,9 +68,8 @@ def test_fill_holds_everything_once(lengths: list[int]) -> None:
     assert sorted(place for members in bins for place in members) == list(range(len(lengths)))
     loads = sorted(sum(lengths[place] for place in members) for members in bins)
     assert loads[-1] <= 128
-    assert (
-        len(loads) < 2 or loads[0] + loads[1] > 128
-    )  # best fit never opens a sequence that was not needed
+    # best fit never opens a sequence that was not needed
+    assert len(loads) < 2 or loads[0] + loads[1] > 128
 
 
 def test_a_packing_counts_its_members(index: Index) -> None:

@@ -120,9 +120,8 @@ def test_messages_are_those_of_a_process_group(make_run, group, name):  # type: 
                 recompute,
             )
             seen += len(sent.messages)
-            if (
-                info.kind == "block" and layers[0].by_rows and trained and not recompute
-            ):  # it gathers rows again
+            # it gathers rows again
+            if info.kind == "block" and layers[0].by_rows and trained and not recompute:
                 assert [m.operation for m in noted.forward] == ["all_gather", "reduce_scatter"] * 2
                 assert (
                     sorted(m.operation for m in noted.backward)

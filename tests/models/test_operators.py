@@ -84,18 +84,15 @@ def test_views_and_what_allocates_only_are_no_kernels():
 
 
 def test_kept_is_what_the_backward_holds():
-    assert (
-        toy(torch.relu).saved_bytes == X + H
-    )  # relu needs its output only, which the second product keeps too
+    # relu needs its output only, which the second product keeps too
+    assert toy(torch.relu).saved_bytes == X + H
     assert toy(lambda h: torch.exp(h).sin().cos()).saved_bytes == X + 3 * H  # each result, once
     assert toy(torch.relu, frozen=True).saved_bytes == H
-    assert (
-        toy(lambda h: (h * 2.0 + 1.0).clone()).saved_bytes == X + H
-    )  # nothing but the product's input
+    # nothing but the product's input
+    assert toy(lambda h: (h * 2.0 + 1.0).clone()).saved_bytes == X + H
     assert toy(lambda h: h[:, :8].repeat(1, 2)).saved_bytes == X + H
-    assert (
-        toy(lambda h: h.expand(2, -1, -1)[0].sin()).saved_bytes == X + 2 * H
-    )  # a view keeps what it is of, once
+    # a view keeps what it is of, once
+    assert toy(lambda h: h.expand(2, -1, -1)[0].sin()).saved_bytes == X + 2 * H
 
 
 def test_what_a_function_keeps_by_itself_counts_too():

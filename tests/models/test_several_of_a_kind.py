@@ -57,9 +57,8 @@ def test_every_generator_reads_the_llm_and_nothing_of_the_other(several):
             range(local[-1] + 1, len(table))
         )
     crossing = next(place for place, layer in enumerate(table) if layer.module == "second")
-    assert [spec.name for spec in live_tensors(table, crossing)] == [
-        "context"
-    ]  # passed on in a line of both
+    # passed on in a line of both
+    assert [spec.name for spec in live_tensors(table, crossing)] == ["context"]
 
 
 def test_generators_draw_noise_of_their_own_and_a_first_one_as_if_it_were_alone(several):

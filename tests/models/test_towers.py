@@ -123,9 +123,8 @@ def test_patches_equal_transformers_own(tower, architecture, feature_layer):
     torch.testing.assert_close(
         found, torch.cat([e.flatten(0, 1) for e in expected]), rtol=1e-5, atol=1e-5
     )
-    assert (4, 4) in batch.image_grids and found.shape[
-        1
-    ] == 32  # the tower's own size is among them
+    # the tower's own size is among them
+    assert (4, 4) in batch.image_grids and found.shape[1] == 32
     if feature_layer is None:
         heads = {name for name in unused if not name.startswith(("head.", "pooler."))}
         assert not heads, heads
@@ -151,9 +150,8 @@ def test_qwen_equals_transformers_own(tower):
         for image in pixels:
             rows, columns = image.shape[1] // 4, image.shape[2] // 4
             cut = image.unflatten(1, (rows // 2, 2, 4)).unflatten(4, (columns // 2, 2, 4))
-            blocks = cut.permute(
-                1, 4, 2, 5, 0, 3, 6
-            )  # block rows, block columns, 2, 2, channel, height, width
+            # block rows, block columns, 2, 2, channel, height, width
+            blocks = cut.permute(1, 4, 2, 5, 0, 3, 6)
             patches.append(
                 blocks.unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).flatten(4).flatten(0, 3)
             )
@@ -184,9 +182,8 @@ def test_images_together_equal_one_by_one(tower, architecture):
     ]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
     table, state = layer_table(run), {}
-    for place, layer in enumerate(
-        layers
-    ):  # a cut before every layer: on each side only what is live, nothing cached
+    # a cut before every layer: on each side only what is live, nothing cached
+    for place, layer in enumerate(layers):
         state = {spec.name: state[spec.name] for spec in live_tensors(table, place)}
         state.update(layer(state, dataclasses.replace(batch, cache={})))
     assert torch.equal(state["image_embeds"], together)

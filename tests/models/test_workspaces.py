@@ -45,9 +45,8 @@ def test_the_backward_of_attention_sums_in_fp32() -> None:
     sums = 4 * (300 + 2 * 128) * 8
     assert attention(8, 8, 64) == [sums * (64 + 1)]
     assert attention(8, 8, 72) == [sums * (96 + 1)]
-    assert attention(8, 2, 64) == [
-        sums * (64 + 1) + 2 * 300 * 8 * 64 * 2
-    ]  # keys and values of every query's head
+    # keys and values of every query's head
+    assert attention(8, 2, 64) == [sums * (64 + 1) + 2 * 300 * 8 * 64 * 2]
 
 
 def test_convolutions_of_half_precision_copy_what_they_read_and_write() -> None:

@@ -19,9 +19,8 @@ def test_busiest_replica_has_whole_images() -> None:
     assert loads[1] == pytest.approx(10 / 2 + 1 / 4)
     assert loads[4] == 1.0
     assert (np.diff(loads) <= 0).all()
-    assert (
-        busiest_load(False, 1, 0.25, dp).tolist() == [1.0] * 5
-    )  # a quarter of an image, on one replica
+    # a quarter of an image, on one replica
+    assert busiest_load(False, 1, 0.25, dp).tolist() == [1.0] * 5
     assert busiest_load(True, 12, 1.0, np.array([3.0])).tolist() == [4.0]
 
 

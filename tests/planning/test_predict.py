@@ -273,25 +273,22 @@ def test_traffic_counts_every_byte(case: tuple[Profile, list[Unit], Cluster]) ->
     plan = three(2, 2, 1, tp=2)
     rows = {(row.kind, row.unit): row for row in predict(units, plan, cluster).traffic}
     to_llm = rows["between_units", "image_encoder"]
-    assert to_llm.to == "llm" and to_llm.job_gib * GIB == pytest.approx(
-        2 * 24 * 30_000
-    )  # there and back
+    # there and back
+    assert to_llm.to == "llm" and to_llm.job_gib * GIB == pytest.approx(2 * 24 * 30_000)
     assert to_llm.rank_gib * GIB == pytest.approx(24 * 30_000) and not to_llm.inside_a_node
     assert to_llm.rank_s == pytest.approx(24 * 30_000 * 8 / 8e9)
     assert rows["between_stages", "llm"].job_gib * GIB == pytest.approx(2 * 24 * 8_000)
     weights = max(stage.trained for stage in stages_of(profile, plan) if stage.unit.name == "llm")
-    assert rows["gradients", "llm"].rank_gib * GIB == pytest.approx(
-        4 * weights
-    )  # 2 · bytes · (2 - 1) / 2
+    # 2 · bytes · (2 - 1) / 2
+    assert rows["gradients", "llm"].rank_gib * GIB == pytest.approx(4 * weights)
     assert rows["weights", "llm"].rank_gib * GIB == pytest.approx(2 * weights)
     assert ("gradients", "image_generator") not in rows  # one replica
     assert ("tensor_parallel", "llm") not in rows  # nothing was counted
     frozen = {
         (row.kind, row.unit): row for row in predict(units, three(trained=["llm"]), cluster).traffic
     }
-    assert frozen["between_units", "image_encoder"].job_gib * GIB == pytest.approx(
-        24 * 30_000
-    )  # no gradient back
+    # no gradient back
+    assert frozen["between_units", "image_encoder"].job_gib * GIB == pytest.approx(24 * 30_000)
     assert ("gradients", "image_encoder") not in frozen
 
 
@@ -461,9 +458,8 @@ def test_preprocessing_keeps_up(case: tuple[Profile, list[Unit], Cluster]) -> No
     found = predict(units, three(), dataclasses.replace(cluster, cpu_node_cores=1))
     need = found.preprocess
     assert need is not None and need.sequences_per_s == pytest.approx(found.sequences_per_s)
-    assert need.images_per_s == pytest.approx(
-        found.sequences_per_s * 4
-    )  # three read, one generated
+    # three read, one generated
+    assert need.images_per_s == pytest.approx(found.sequences_per_s * 4)
     assert need.cores == need.hosts == int(np.ceil(found.sequences_per_s / 300))
 
 

@@ -125,9 +125,8 @@ def test_it_is_whole_and_says_where_its_figures_are_from(run: Run, profile: Prof
     assert list(profile.modules) == ["eye", "llm", "brush"]
     assert set(profile.modules["llm"].tp) == {"1", "2"} and "4" in profile.modules["eye"].tp
     for name, module in profile.modules.items():
-        most_pct = (
-            0.1 if name == "eye" else 1e-6
-        )  # some bytes of positions go with the sides of an image
+        # some bytes of positions go with the sides of an image
+        most_pct = 0.1 if name == "eye" else 1e-6
         assert all(time.fit_error_pct < most_pct for time in module.tp.values())
         assert module.work_per_sequence.items > 0
     assert Profile.model_validate_json(profile.model_dump_json()) == profile

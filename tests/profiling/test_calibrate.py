@@ -181,9 +181,8 @@ def test_a_shared_cpu_is_not_taken_for_slow_layers(recording, run, tmp_path):
     planned = tiny(run.file, kind="cpu", tps=(1,))
     shared = replace(recording, planned=planned, true=planned, sharing=1.5)
     assert worst_error(calibrated(shared, run, tmp_path).profile, planned, shared.layout) < 1e-3
-    alone = calibrated(
-        replace(shared, rehearsed=True), run, tmp_path / "rehearsal"
-    )  # had devices of its own
+    # had devices of its own
+    alone = calibrated(replace(shared, rehearsed=True), run, tmp_path / "rehearsal")
     slower = retimed(planned, lambda *place: 1.5)
     assert worst_error(alone.profile, slower, shared.layout) < 1e-3
 
@@ -213,9 +212,8 @@ def test_links_come_back(recording, run, tmp_path):
         assert reduce_s(found.profile, stage, 4) == pytest.approx(
             reduce_s(true, stage, 4), rel=0.02
         )
-    assert (
-        found.profile.links.inter_node.all_reduce_gbps == far.all_reduce_gbps
-    )  # no group is that large
+    # no group is that large
+    assert found.profile.links.inter_node.all_reduce_gbps == far.all_reduce_gbps
     assert found.profile.links.reduce_scatter_gbps == near.reduce_scatter_gbps
     rows = {(row.what, row.where): row for row in found.changes}
     assert rows["p2p_gbps", "inside a node"].measure == "Gbit/s"

@@ -94,9 +94,8 @@ def test_the_allocator_holds_what_a_layer_keeps_and_its_output() -> None:
     kept = allocated_bytes(
         layer, {"x": torch.randn(512, 4, device=device, requires_grad=True)}, Batch(image_grids=[])
     )
-    assert (
-        kept == 2 * 512 * 4 * 4
-    )  # the sum, which the linear keeps, and the output, which tanh keeps
+    # the sum, which the linear keeps, and the output, which tanh keeps
+    assert kept == 2 * 512 * 4 * 4
 
 
 @pytest.mark.gpu

@@ -153,9 +153,8 @@ def test_killing_a_worker_in_mid_epoch_changes_no_loss(
     )
     assert losses(result.steps) == without
     run = pulling(job, service.addresses[:1])
-    with loader(
-        run, job
-    ) as alone:  # the one that was killed: it was started again, at its old place
+    # the one that was killed: it was started again, at its old place
+    with loader(run, job) as alone:
         assert alone.fetch(0, 0)
     children = psutil.Process(service.popen.pid).children()
     assert "killed by SIGKILL" in service.end() and service.popen.returncode == 0
@@ -317,9 +316,8 @@ def test_memory_of_a_worker_behind_a_client_that_reads_nothing(job: Job, tmp_pat
         start_mib = resident_mib(service.pids[0])
         streams = [client.do_get(ticket) for ticket in tickets]
         waiting = streams[-1]
-        for _ in range(
-            6
-        ):  # a beat per second: the worker has time to go beyond its bound, if it would
+        # a beat per second: the worker has time to go beyond its bound, if it would
+        for _ in range(6):
             assert waiting.read_chunk().app_metadata is None
         grown_mib = resident_mib(service.pids[0]) - start_mib
         print(

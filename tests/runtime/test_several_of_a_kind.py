@@ -217,9 +217,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
     out, (history, parameters, _) = runs[name]
     found = json.loads((out / "history.json").read_text())
-    assert [len(row) for row in found] == [
-        2 if "eye" in name else 4
-    ] * STEPS  # text, both images, norm
+    # text, both images, norm
+    assert [len(row) for row in found] == [2 if "eye" in name else 4] * STEPS
     assert torch.allclose(torch.tensor(found), torch.tensor(history), rtol=1e-5, atol=1e-5)
     saved = checkpoint_folder.latest(out / "checkpoints")
     assert saved is not None

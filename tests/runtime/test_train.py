@@ -108,9 +108,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path, data: Path) -> 
     steps = open_database([job[0].dir.root]).sql(
         "SELECT rank, max(step) AS last FROM recorded GROUP BY rank"
     )
-    assert len(steps) == 3 and all(
-        row["last"] >= 1 for row in steps
-    )  # step 2 had just been reported
+    # step 2 had just been reported
+    assert len(steps) == 3 and all(row["last"] >= 1 for row in steps)
     assert ranks and not psutil.Process().children(recursive=True)
 
 
@@ -118,9 +117,8 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
     broken = tmp_path / "data"
     for tar in data.rglob("*.tar"):
         content = bytearray(tar.read_bytes())
-        place = content.find(
-            b"\xff\xda"
-        )  # start of scan: the header stays readable, the pixels do not
+        # start of scan: the header stays readable, the pixels do not
+        place = content.find(b"\xff\xda")
         while place >= 0:
             content[place : place + 2] = b"\xff\xd9"
             place = content.find(b"\xff\xda", place + 2)
@@ -134,9 +132,8 @@ def test_too_many_broken_images_stop_the_job_by_name(tmp_path: Path, data: Path)
 def test_profiled_steps_are_joined_with_our_rows(tmp_path: Path, data: Path) -> None:
     job = make_job(tmp_path, data, checkpoint={"every_steps": 3, "keep": 2})
     train(*job, steps=3)
-    resumed = train(
-        *job, steps=6, resume=True, profile_steps=range(2, 5)
-    )  # of which the first is past
+    # of which the first is past
+    resumed = train(*job, steps=6, resume=True, profile_steps=range(2, 5))
     files = sorted(path.name for path in (Path(resumed.trace) / "kineto").iterdir())
     assert files == [f"rank-{rank:05d}-start-001.json.gz" for rank in range(3)]
     database = open_database([Path(resumed.run_dir)])

@@ -223,9 +223,8 @@ def test_training_equals_a_single_process(runs: Runs, name: str) -> None:
     weights = _weights(out)
     assert set(weights) == set(parameters)
     for key, expected in parameters.items():
-        if (
-            weights[key].shape == expected.shape
-        ):  # else a TP rank's part, whose gradients the norm has shown
+        # else a TP rank's part, whose gradients the norm has shown
+        if weights[key].shape == expected.shape:
             assert torch.allclose(weights[key], expected, rtol=1e-5, atol=1e-5), key
 
 

@@ -126,9 +126,8 @@ def test_data_prepared_in_no_time_change_no_bit(pipeline: Pipeline, prefetch: in
     assert plain.load_wait_s is None
     for timeline in simulate_steps([with_loads(pipeline, 0.0, prefetch)] * 2):
         assert same(timeline, plain)
-    busy = dataclasses.replace(
-        pipeline, forward_s=pipeline.forward_s + 0.01
-    )  # time to prepare the next slot in
+    # time to prepare the next slot in
+    busy = dataclasses.replace(pipeline, forward_s=pipeline.forward_s + 0.01)
     first, *others = simulate_steps([with_loads(busy, 1e-6, prefetch)] * 3)
     assert all(same(timeline, simulate(busy)) for timeline in others)
     assert first.iteration_s == pytest.approx(simulate(busy).iteration_s, abs=1e-4)

@@ -32,9 +32,8 @@ def equal(stages: int, slots: int, forward: float, backward: float) -> Pipeline:
 @st.composite
 def pipelines(draw: st.DrawFn) -> Pipeline:
     """One to five units; those before one of them stand side by side, and so do those behind it."""
-    units = draw(
-        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5)
-    )  # (DP, PP)
+    # (DP, PP)
+    units = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))
     cuts = tuple(stage_cuts([pp for _, pp in units], draw(st.integers(0, len(units) - 1))))
     replicas = np.array([dp for dp, pp in units for _ in range(pp)])
     entry = np.array([stage == 0 for _, pp in units for stage in range(pp)])

@@ -45,9 +45,8 @@ def analyze_open(
     found, files, left_out = find_format(paths)
     inputs = files_of(found, files)
     named = f"{found} {[str(path) for path in paths]}"
-    traces = cache(
-        lambda: _open(found, files, progress)
-    )  # at most once, and not where all is known already
+    # at most once, and not where all is known already
+    traces = cache(lambda: _open(found, files, progress))
     analysis = remembered(inputs, f"analysis {named}", Analysis, lambda: _judge(found, traces()))
     if left_out:
         analysis = replace(analysis, warnings=[*left_out, *analysis.warnings])

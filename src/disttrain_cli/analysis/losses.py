@@ -56,19 +56,15 @@ class Losses:
     busy: dict[str, float]  # unit → compute seconds of one of its usual ranks per step
     stage_factor: dict[tuple[str, int], float]  # (unit, stage) → its time over the unit's mean
     rank_factor: dict[int, float]  # rank → its time over what its work and stage explain
-    replica_work: dict[
-        tuple[str, int], float
-    ]  # (unit, replica) → work of its heaviest slot over the slot's mean
-    heaviest: dict[
-        tuple[str, int], float
-    ]  # (unit, replica) → share of the slots in which it has most work
+    # (unit, replica) → work of its heaviest slot over the slot's mean
+    replica_work: dict[tuple[str, int], float]
+    # (unit, replica) → share of the slots in which it has most work
+    heaviest: dict[tuple[str, int], float]
     slot_work: dict[tuple[str, int], float]  # (unit, slot) → work over the mean slot
-    data_wait: dict[
-        tuple[str, int], float
-    ]  # (unit, replica) → seconds per step that its ranks wait for data at most
-    links: dict[
-        tuple[str, int], float
-    ]  # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
+    # (unit, replica) → seconds per step that its ranks wait for data at most
+    data_wait: dict[tuple[str, int], float]
+    # (unit, stage) → seconds of a step lost over the cut after it, ranks summed
+    links: dict[tuple[str, int], float]
     gap: dict[int, float]  # rank → seconds per step that no row covers
     steps: Ints  # [steps] their numbers
     # compute of all ranks ÷ time of the cores that they share; 0 where every rank has a device
@@ -133,9 +129,8 @@ def split_losses(graph: Graph, why: Explained | None = None) -> Losses:
 
     computes = [why.mean * share, why.mean, why.uneven, why.worked, why.staged, why.ranked]
     times = [graph.replay(replace(still, compute=compute)) for compute in computes]
-    times[0] = np.minimum(
-        times[0], times[1]
-    )  # levelling can lengthen the filling of a pipeline with few slots
+    # levelling can lengthen the filling of a pipeline with few slots
+    times[0] = np.minimum(times[0], times[1])
     usual = still.transfer
     heard = np.where(
         (graph.unheard < 0)[:, None], recorded.transfer, np.minimum(recorded.transfer, usual)

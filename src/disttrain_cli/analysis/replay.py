@@ -402,9 +402,8 @@ def _walk(
             (bool(backward[index]), int(columns["slot"][index]), int(columns["depth"][index])), []
         ).append(index)
     at = {key: np.array(members, dtype=np.int64) for key, members in gathered.items()}
-    near_by: dict[
-        tuple[bool, int], list[int]
-    ] = {}  # by direction and depth, the depths that feed it
+    # by direction and depth, the depths that feed it
+    near_by: dict[tuple[bool, int], list[int]] = {}
     for before, after in cuts:
         near_by.setdefault((False, after), []).append(before)
         near_by.setdefault((True, before), []).append(after)

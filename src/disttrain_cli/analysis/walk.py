@@ -32,9 +32,8 @@ class Level:
     set_of: Ints  # the set of sources of each of these
     starts: Ints  # where each set begins
     sources: Ints  # the sets, one after the other
-    absent: (
-        Floats | None
-    )  # [sources, steps] −∞ in steps in which one does not feed, else 0; None: all always do
+    # [sources, steps] −∞ in steps in which one does not feed, else 0; None: all always do
+    absent: Floats | None
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class Walk:
     place: Ints  # by number, the number that the node had before
     previous: Ints  # node before it on its rank, -1 = none
     sources: list[Ints]
-    feeds: (
-        list[Feeds] | None
-    )  # by node [its sources, steps]: whether it waits for them in a step; None: always
+    # by node [its sources, steps]: whether it waits for them in a step; None: always
+    feeds: list[Feeds] | None
     levels: list[Level]
 
     def ends(self, time: Floats, lag: Floats | None = None) -> Floats:

@@ -397,9 +397,8 @@ def _render(
         console.say(f"Checkpoint  {short_path(Path(result.checkpoint))}")
     console.say(f"Traces      {short_path(Path(result.trace))}")
     if result.images:
-        folders = dict.fromkeys(
-            short_path(Path(image).parent) for image in result.images
-        )  # one for each generator
+        # one for each generator
+        folders = dict.fromkeys(short_path(Path(image).parent) for image in result.images)
         console.say(f"Images      {len(result.images)} generated in {' and '.join(folders)}")
     if result.samples and (judge := result.samples.judge):
         drawn, written = result.samples.drawn, result.samples.written

@@ -93,9 +93,8 @@ def _cut_bytes(profile: Profile, layout: Layout, unit: UnitPlan, name: str, laye
     here, llm = names.index(name), names.index(profile.inputs.llm)
     passing = [other for other in unit.modules if names.index(other) < here < llm]
     parts = names[llm] in unit.modules and unit is not layout.units[-1]
-    read = layer < min(
-        modules[name].projector, default=0
-    )  # the generator itself has yet to read it
+    # the generator itself has yet to read it
+    read = layer < min(modules[name].projector, default=0)
     if (
         here > llm
         and not read

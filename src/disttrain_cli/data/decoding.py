@@ -171,9 +171,8 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
             size if factor == 2 else 2 * size
             for size, factor in zip((height, width), factors, strict=True)
         ]
-        how = (
-            cv2.INTER_CUBIC if largest <= 1.55 else cv2.INTER_LINEAR
-        )  # linear halves an axis as the mean of two
+        # linear halves an axis as the mean of two
+        how = cv2.INTER_CUBIC if largest <= 1.55 else cv2.INTER_LINEAR
         out = cv2.resize(
             cv2.resize(pixels, twice[::-1], interpolation=how),
             (width, height),
@@ -187,9 +186,8 @@ def _resized(pixels: Bytes, height: int, width: int) -> Bytes:
 def _planes(pixels: Bytes, out: Bytes | None) -> Bytes:
     """[H, W, BGR] as [RGB, H, W]."""
     planes = np.empty((pixels.shape[2], *pixels.shape[:2]), np.uint8) if out is None else out
-    if (
-        pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS
-    ):  # one pass with strides costs less than splitting the colours
+    # one pass with strides costs less than splitting the colours
+    if pixels.shape[0] * pixels.shape[1] <= FEW_PIXELS:
         planes[:] = pixels.transpose(2, 0, 1)[::-1]
     else:
         planes[:] = _cv2().split(pixels)[::-1]

@@ -117,9 +117,8 @@ def draw(spec: DistributionSpec, inputs: ModelInputs) -> Drawn:
     """
     form = read_distribution(spec.name)
     probe = _items(form, spec, inputs, PROBED, PROBED, PROBED)
-    if (
-        _mean_tokens(spec, probe) > inputs.sequence_length
-    ):  # before as many are drawn as were asked for
+    # before as many are drawn as were asked for
+    if _mean_tokens(spec, probe) > inputs.sequence_length:
         raise _too_much(spec, inputs, probe)
     items = _items(
         form,
@@ -183,9 +182,8 @@ def image_sizes(form: Distribution, count: int, min_side_px: int = 0) -> Ints:
         )
     side, sigma = form.short_side_px, form.short_side_px.sigma
     least = math.log(max(1, min_side_px) / side.median) / sigma
-    above = -ndtri(
-        _uniform(count, form.seed, SHORT_SIDE) * ndtr(-least)
-    )  # of the normal's part above `least`
+    # of the normal's part above `least`
+    above = -ndtri(_uniform(count, form.seed, SHORT_SIDE) * ndtr(-least))
     short = side.median * np.exp(sigma * above)
     within = ndtr(math.log(form.most_aspect) / form.aspect_sigma) - 0.5
     long = short * np.exp(
@@ -240,9 +238,8 @@ def _lay_out(
     order = np.lexsort((mix(form.seed, PLACE_INSIDE, np.arange(len(document))), document))
     start = starts_of(2 * np.bincount(document, minlength=spec.sequences) + 1)
     count, last = int(start[-1]), start[1:] - 1
-    place = (
-        np.arange(len(order)) * 2 + 1 + document[order]
-    )  # every document before adds its last text
+    # every document before adds its last text
+    place = np.arange(len(order)) * 2 + 1 + document[order]
     kinds, tokens = np.full(count, TEXT, dtype=np.int64), np.zeros(count, dtype=np.int64)
     grids = np.zeros((count, 2), dtype=np.int64)
     kinds[place], tokens[place], grids[place] = (

@@ -95,9 +95,8 @@ class Index:
     scaled_down: int | None = (
         None  # images read that have more pixels than the model's budget; of files only
     )
-    unread: dict[str, int] = field(
-        default_factory=dict
-    )  # by `UNREAD`, what the model has no module for
+    # by `UNREAD`, what the model has no module for
+    unread: dict[str, int] = field(default_factory=dict)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all
     #: [shards] all images and clips of a shard were decoded once
     checked: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
@@ -125,9 +124,8 @@ class Index:
         texts = np.flatnonzero(self.kinds == TEXT)
         if not len(texts):
             return np.ones(len(self), dtype=bool)
-        last = texts[
-            np.searchsorted(texts, self.segment_start[1:]) - 1
-        ]  # of this sample, or of another one
+        # of this sample, or of another one
+        last = texts[np.searchsorted(texts, self.segment_start[1:]) - 1]
         own = (last >= self.segment_start[:-1]) & (last < self.segment_start[1:])
         return (~own | self.trained[last]) & ~goes_on
 

@@ -121,9 +121,8 @@ class Preparer:
         self._tokenizer = read_tokenizer(run)
         self._reader = ShardReader(self._index, self._tokenizer)
         self._threads = ThreadPoolExecutor(run.file.preprocess.workers, "decode")
-        self._whole = np.zeros(
-            len(self._index.kinds), dtype=bool
-        )  # [segments] that were decoded, whoever asked
+        # [segments] that were decoded, whoever asked
+        self._whole = np.zeros(len(self._index.kinds), dtype=bool)
 
     def close(self) -> None:
         """End the threads; what was begun and not finished fails."""

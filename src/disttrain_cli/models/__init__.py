@@ -6,6 +6,5 @@ Start at `layer.py` (what a layer is), then `graph.py` (which layers a model has
 the kernels that would run.
 """
 
-from disttrain_cli.models import (
-    torch_versions as torch_versions,
-)  # refuses a torch that it is not made for
+# refuses a torch that it is not made for
+from disttrain_cli.models import torch_versions as torch_versions

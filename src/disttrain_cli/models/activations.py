@@ -29,9 +29,8 @@ def saved_bytes(layer: PipelineLayer, state: Mapping[str, Tensor], batch: Batch)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = layer(
-            dict(state), batch
-        )  # kept until counted, so that no storage is given out twice
+        # kept until counted, so that no storage is given out twice
+        results = layer(dict(state), batch)
     total = sum(saved.values())
     del results
     return total

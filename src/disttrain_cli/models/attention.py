@@ -202,9 +202,8 @@ def _grouped(
         query, key, value = (
             tensor.unflatten(0, (count, length)).transpose(1, 2) for tensor in part
         )  # [N, H, L, D]
-        if (
-            window is None or length <= window or query.is_meta
-        ):  # model FLOPs know no window (`flops`)
+        # model FLOPs know no window (`flops`)
+        if window is None or length <= window or query.is_meta:
             made = _dense(kernel, query, key, value, causal, scale)
         else:
             made = _windowed(query, key, value, scale, window)

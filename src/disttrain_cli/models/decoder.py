@@ -88,9 +88,8 @@ class Embed(DecoderLayer):
             if given is None or (rows is None and not len(given)):
                 continue
             assert rows is not None
-            if (
-                self.group is not None
-            ):  # each rank puts in its own part of them, and the sum below has all of it
+            # each rank puts in its own part of them, and the sum below has all of it
+            if self.group is not None:
                 hidden = hidden.index_fill(0, rows, 0.0)
                 rows = rows[self.group.own(len(rows))]
             hidden = hidden.index_copy(0, rows, given.to(hidden.dtype))

@@ -24,9 +24,8 @@ class Division:
     """
 
     column: tuple[str, ...] = ()
-    fused: tuple[
-        str, ...
-    ] = ()  # column-parallel, its outputs two halves (value and gate) that are divided alike
+    # column-parallel, its outputs two halves (value and gate) that are divided alike
+    fused: tuple[str, ...] = ()
     thirds: tuple[str, ...] = ()  # the same of three: an attention's queries, keys and values
     row: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()  # divided by token ids

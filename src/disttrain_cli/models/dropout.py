@@ -49,9 +49,8 @@ class SeededDropout(nn.Module):
             return hidden
         self.calls += 1
         width = hidden.shape[-1]
-        before = torch.arange(
-            hidden[0].numel() // width, device=hidden.device
-        )  # of the dimensions between
+        # of the dimensions between
+        before = torch.arange(hidden[0].numel() // width, device=hidden.device)
         own = torch.arange(width, device=hidden.device)
         if self.divided and self.calls == 1:
             own, width = own + self.tp_rank * width, width * self.tp
@@ -95,9 +94,8 @@ def begin(
 def row_hashes(seeds_N: Tensor, counts: list[int]) -> Tensor:
     """[R] int64: one number for each row of each item."""
     repeats = np.asarray(counts, dtype=np.int64)
-    items = np.repeat(
-        np.arange(len(counts)), repeats
-    )  # what the counts alone say is made where they are: on the host
+    # what the counts alone say is made where they are: on the host
+    items = np.repeat(np.arange(len(counts)), repeats)
     numbers = np.arange(len(items)) - np.repeat(repeats.cumsum() - repeats, repeats)
     item_R, number_R = (
         to_device(torch.from_numpy(values), seeds_N.device) for values in (items, numbers)

@@ -96,9 +96,8 @@ def footprint(
         if roots:
             torch.autograd.backward(roots)
         del roots
-    if (
-        len(batch.tensors()) > prepared
-    ):  # what a stage makes of the batch, once for all layers, does not count
+    # what a stage makes of the batch, once for all layers, does not count
+    if len(batch.tensors()) > prepared:
         return footprint(layer, state, batch, recompute)
     return Footprint(kept, follow.most - kept, forward, list(sent))
 

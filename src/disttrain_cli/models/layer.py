@@ -59,9 +59,8 @@ class Batch:
     Images, sequences and targets are in the replica's own order, which every state tensor follows.
     """
 
-    image_grids: list[
-        tuple[int, int]
-    ]  # patches (rows, columns) of each image; equal grids are adjacent
+    # patches (rows, columns) of each image; equal grids are adjacent
+    image_grids: list[tuple[int, int]]
     clips: int = 0  # audio clips; always comes
     pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
     other_pixels: list[Tensor] | None = (
@@ -92,9 +91,8 @@ class Batch:
     target_seeds: Tensor | None = None  # [N] int64, of the images to generate
     label_tokens: float = 1.0  # label tokens of the whole global batch
     targets: float = 1.0  # images to generate of the whole global batch
-    cache: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the layers of a stage made of the batch, once for all
+    # what the layers of a stage made of the batch, once for all
+    cache: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the batch, with what was made of them so far."""
@@ -145,9 +143,8 @@ class PipelineLayer(nn.Module):
     by_rows: bool = False
     group: Group | None = None  # its TP group, if it shares its computation with others
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
-    published: Mapping[
-        str, str
-    ] = {}  # prefixes of its parameters' paths → prefixes in the published model's weights
+    # prefixes of its parameters' paths → prefixes in the published model's weights
+    published: Mapping[str, str] = {}
     weights_of: Literal["module", "vae"] = (
         "module"  # the published model that `published` speaks of
     )

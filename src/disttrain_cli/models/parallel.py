@@ -137,9 +137,8 @@ def embed(ids_R: Tensor, weight_VD: Tensor, first_id: int) -> Tensor:
 
 def all_reduced(tensor: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or maximum) of a tensor over the group, as a new tensor."""
-    total = tensor.to(group.wire(tensor)).clone(
-        memory_format=torch.contiguous_format
-    )  # autograd keeps what it gave
+    # autograd keeps what it gave
+    total = tensor.to(group.wire(tensor)).clone(memory_format=torch.contiguous_format)
     group.all_reduce(total, op)
     return total.to(tensor.device)
 

@@ -160,9 +160,8 @@ class Out(Finish):
         side, p = self.patches_per_side, self.patch
         image = pixels.unflatten(2, (p, p, -1)).unflatten(1, (side, side))  # [N, h, w, p, q, C]
         image_NCHW = image.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
-        return image_NCHW[
-            :, : self.canvas.shape[0]
-        ].float()  # the other half, if there is one, is a variance
+        # the other half, if there is one, is a variance
+        return image_NCHW[:, : self.canvas.shape[0]].float()
 
 
 def makers(

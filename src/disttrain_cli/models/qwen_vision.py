@@ -89,9 +89,8 @@ class Embed(QwenLayer):
         kernel = self.patch_embed.proj.weight.sum(2)  # the same image at every time
         hidden = []
         for pixels in batch.pixels:
-            grid = functional.conv2d(
-                pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:]
-            )  # [N, D, rows, columns]
+            # [N, D, rows, columns]
+            grid = functional.conv2d(pixels.to(kernel.dtype), kernel, stride=kernel.shape[2:])
             order = to_device(self.layout(*grid.shape[2:]).order, grid.device)
             hidden.append(grid.flatten(2).transpose(1, 2).index_select(1, order).flatten(0, 1))
         return {"image_hidden": split(torch.cat(hidden), self.group)}
@@ -118,9 +117,8 @@ class Block(QwenLayer):
         if self.all:
             self.kind = "block.global"
         self.layer = with_own_norms(Qwen2_5_VLVisionBlock(config))
-        self._rotary = partial(
-            Qwen2_5_VLVisionRotaryEmbedding, config
-        )  # never registered: bf16 would spoil it
+        # never registered: bf16 would spoil it
+        self._rotary = partial(Qwen2_5_VLVisionRotaryEmbedding, config)
         self.published = {"layer": f"blocks.{number}"}
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:

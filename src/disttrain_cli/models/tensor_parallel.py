@@ -59,9 +59,8 @@ def shard(layer: PipelineLayer, tp: int, rank: int = 0) -> PipelineLayer:
     for _, linear in parts(layer, division.row):
         _narrow(linear, Shard(1, 1, tp, rank))
         linear.in_features //= tp
-    for (
-        attention
-    ) in owners:  # diffusers' and Whisper's; the others follow the shapes of their linears
+    # diffusers' and Whisper's; the others follow the shapes of their linears
+    for attention in owners:
         for count in ("heads", "num_heads"):
             if hasattr(attention, count):
                 setattr(attention, count, getattr(attention, count) // tp)

@@ -71,9 +71,8 @@ def merged(rows_RD: Tensor, grids: list[tuple[int, int]], merge: int, extra: int
     image are dropped."""
     blocks = []
     for view, (_, rows, columns) in zip(by_grid(rows_RD, grids, extra), runs(grids), strict=True):
-        grid = view[:, extra:].unflatten(
-            1, (rows // merge, merge, columns // merge, merge)
-        )  # [N, h, m, w, m, D]
+        # [N, h, m, w, m, D]
+        grid = view[:, extra:].unflatten(1, (rows // merge, merge, columns // merge, merge))
         blocks.append(grid.transpose(2, 3).flatten(3, 5).flatten(0, 2))
     return torch.cat(blocks)
 

@@ -108,9 +108,8 @@ class Inner(GeneratorLayer):
         if self.skips:
             arguments["res_hidden_states_tuple"] = tuple(state[name] for name in self.skips)
         result = self.block(**arguments)
-        outputs = (
-            result[1] if isinstance(result, tuple) else (result,)
-        )  # a down block's output is its last skip
+        # a down block's output is its last skip
+        outputs = result[1] if isinstance(result, tuple) else (result,)
         return {spec.name: output for spec, output in zip(self.writes, outputs, strict=True)}
 
 

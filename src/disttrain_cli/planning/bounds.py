@@ -112,9 +112,8 @@ class Space:
     llm: Options  # its options
     least_ms: list[float]  # by unit
     floor_ms: float  # of a step
-    exact_ms: dict[
-        tuple[int, int, bool], Floats
-    ]  # slowest stage by PP of rows of the LLM that were looked at
+    # slowest stage by PP of rows of the LLM that were looked at
+    exact_ms: dict[tuple[int, int, bool], Floats]
 
     @property
     def combinations(self) -> float:
@@ -193,9 +192,8 @@ def _floor(space: Space) -> float:
         return float((space.llm.unit_ms + (space.slots - 1) * space.llm.stage_ms).min()) * SAFE
     rest = np.array([_together(tables, 0, int(count)) for count in left])
     steady = work / np.maximum(left, 1)
-    place = (
-        np.searchsorted(-left, space.llm.gpus - space.gpus, side="right") - 1
-    )  # at most so many are left
+    # at most so many are left
+    place = np.searchsorted(-left, space.llm.gpus - space.gpus, side="right") - 1
     times = (
         space.llm.unit_ms
         + rest[place]
@@ -212,9 +210,8 @@ def _least_ms(rows: Rows, stages: Ints, share: int, gpus: int) -> Floats:
     needed = np.minimum(needed[:, slowest_first], gpus + 1)
     needed[needed > share] = gpus + 1
     table = np.full((len(stages), gpus + 2), np.inf)
-    table[np.arange(len(stages))[:, None], needed] = rows.unit_ms[
-        slowest_first
-    ]  # of equal places the last one stays
+    # of equal places the last one stays
+    table[np.arange(len(stages))[:, None], needed] = rows.unit_ms[slowest_first]
     table[:, -1] = np.inf
     return np.minimum.accumulate(table[:, :-1], axis=1)
 
@@ -437,9 +434,8 @@ def _level(gpus: int, shares: list[int], sides: list[Rows], lower: Floats, upper
 def _pairs(space: Space, level: _Level, llm: Options, limit: float) -> _Pairs:
     """Every pair of an option of the LLM and an interval that may be within the limit."""
     count = len(level.lower_ms)
-    fewest = [
-        np.isinf(table).sum(axis=1) for table in level.tables
-    ]  # GPUs; `gpus + 1` where no row is so fast
+    # GPUs; `gpus + 1` where no row is so fast
+    fewest = [np.isinf(table).sum(axis=1) for table in level.tables]
     own_ms = llm.unit_ms[:, None] + _steady_ms(
         np.maximum(level.lower_ms, llm.stage_ms[:, None]), space.slots
     )
@@ -489,9 +485,8 @@ def _beside(
     others = [table for other, table in enumerate(level.tables) if other != number]
     encoders = space.holder - (number < space.holder)
     whole_ms = line_ms = _others_ms(space, level, pairs, llm, others, encoders)
-    if (
-        number < space.holder and encoders
-    ):  # of the other encoders only the GPUs count where this one is slower
+    # of the other encoders only the GPUs count where this one is slower
+    if number < space.holder and encoders:
         idle = [np.where(np.isfinite(table), 0.0, np.inf) for table in others[:encoders]]
         line_ms = _others_ms(space, level, pairs, llm, idle + others[encoders:], encoders)
     interval = np.unique(pairs.interval)

@@ -50,9 +50,8 @@ class Changes:
     old_iteration_s: float  # of the plan in place, as predicted when it was made
     old_now_s: float | None  # the same layout under the profile of now
     new_s: float
-    gain_pct: (
-        float | None
-    )  # more sequences per second than the plan in place, under the profile of now
+    # more sequences per second than the plan in place, under the profile of now
+    gain_pct: float | None
     keep: bool  # whether the plan in place is still good
     unfit: str | None = None  # why the plan in place does not fit any more
     moved: list[Moved] = field(default_factory=list)

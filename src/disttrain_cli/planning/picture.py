@@ -234,9 +234,8 @@ def gantt(
     whole = timeline.iteration_s
     half = (room - 5) // 2
     warmup = float(np.nanmax(timeline.backward_end[0]))
-    part = max(
-        1.5 * warmup, whole * half / (6 * layout.microbatches)
-    )  # about three letters per operation
+    # about three letters per operation
+    part = max(1.5 * warmup, whole * half / (6 * layout.microbatches))
     panels = (
         [(0.0, whole, room)]
         if part >= whole / 2

@@ -60,9 +60,8 @@ class Sensitivity:
     now: Change
     one_more_gpu: Change
     one_more_node: Change
-    gpus_until_faster: (
-        int | None
-    )  # more GPUs that the next faster layout takes; None: not within twice as many
+    # more GPUs that the next faster layout takes; None: not within twice as many
+    gpus_until_faster: int | None
     changes: list[Change]
 
 

@@ -189,9 +189,8 @@ def _with_module_times(profile: Profile) -> Profile:
     work = sizes_of_sample(profile.data.sample).work(profile.inputs)
     modules = {}
     for name, module in profile.modules.items():
-        idle = 1.0 - float(
-            np.mean(np.any(work[name] > 0, axis=1))
-        )  # sequences that bring it no work cost no base
+        # sequences that bring it no work cost no base
+        idle = 1.0 - float(np.mean(np.any(work[name] > 0, axis=1)))
 
         def mean_ms(
             times: list[Polynomial], idle: float = idle, mean: Work = module.work_per_sequence

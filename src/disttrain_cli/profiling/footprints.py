@@ -45,18 +45,15 @@ class Messages:
 class Running:
     """One rank's part of a kind of layer, as it runs."""
 
-    transient_bytes: Polynomial = field(
-        default_factory=Polynomial
-    )  # the most beyond what it keeps, in either pass
-    recomputing_bytes: Polynomial = field(
-        default_factory=Polynomial
-    )  # the same beyond that, where it recomputes
+    # the most beyond what it keeps, in either pass
+    transient_bytes: Polynomial = field(default_factory=Polynomial)
+    # the same beyond that, where it recomputes
+    recomputing_bytes: Polynomial = field(default_factory=Polynomial)
     forward: Messages = field(default_factory=Messages)
     backward: Messages = field(default_factory=Messages)
     backward_input: Messages = field(default_factory=Messages)  # the weights are frozen
-    recomputing: Messages = field(
-        default_factory=Messages
-    )  # a backward that runs the forward again first
+    # a backward that runs the forward again first
+    recomputing: Messages = field(default_factory=Messages)
 
 
 @dataclass(frozen=True)

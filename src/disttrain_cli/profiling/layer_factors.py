@@ -28,9 +28,8 @@ SLOW = 1.1
 TERMS = tuple(Polynomial.model_fields)
 TIMES = {"forward_ms": "forward", "backward_ms": "backward", "backward_input_ms": "backward"}
 NOTHING = Polynomial()
-Change = Callable[
-    [str, str, str, str, Polynomial], Polynomial
-]  # module, kind, TP, time, polynomial → polynomial
+# module, kind, TP, time, polynomial → polynomial
+Change = Callable[[str, str, str, str, Polynomial], Polynomial]
 ROWS = """
 SELECT unit, stage, rank, CASE WHEN $llm THEN sequences ELSE images END AS items, tokens,
   sum_length_sq, duration_ns
@@ -55,9 +54,8 @@ class Corrected:
     error_before_pct: float
     error_after_pct: float
     slow_ranks: list[int]  # left out
-    stages_pct: dict[
-        int, float
-    ]  # by number of a stage, how much longer it takes than its layers now explain
+    # by number of a stage, how much longer it takes than its layers now explain
+    stages_pct: dict[int, float]
 
 
 @dataclass(frozen=True)

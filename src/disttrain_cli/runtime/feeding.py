@@ -116,9 +116,8 @@ def to_batch(
 
 def sample_lengths(documents_ML: Ints) -> list[int]:
     """Tokens of each sample in the M·L rows, a sequence's padding as one more."""
-    starts = np.flatnonzero(
-        np.diff(documents_ML, prepend=-2)
-    )  # no sample's number, so every sequence begins one
+    # no sample's number, so every sequence begins one
+    starts = np.flatnonzero(np.diff(documents_ML, prepend=-2))
     return np.diff(starts, append=documents_ML.size).tolist()
 
 

@@ -26,9 +26,8 @@ class Feed:
     def __init__(self, stage: int, replicas: int, slots: int, prefetch: int) -> None:
         self.stage, self._slots, self._prefetch = stage, slots, prefetch
         self._ready = np.zeros(replicas)  # when the workers have done all that they were asked for
-        self._handed = np.full(
-            (slots + prefetch, replicas), np.inf
-        )  # when they get each slot of this step and later
+        # when they get each slot of this step and later
+        self._handed = np.full((slots + prefetch, replicas), np.inf)
         self._handed[: prefetch + 1] = 0.0
         self._load_s: Floats  # [n, R] of the present step
         self.wait_s: Floats  # [n, R] how long its data have kept the replicas waiting
@@ -43,9 +42,8 @@ class Feed:
         """[R] when the replicas have a slot's data, for which they ask at `asked`; slots in
         order."""
         later = self._handed[slot + self._prefetch]
-        np.minimum(
-            later, asked, out=later
-        )  # the very first ones were handed over before anyone asked
+        # the very first ones were handed over before anyone asked
+        np.minimum(later, asked, out=later)
         np.maximum(self._ready, self._handed[slot], out=self._ready)
         self._ready += self._load_s[slot]
         begins = np.maximum(asked, self._ready)
@@ -63,9 +61,8 @@ class Feed:
 def feeds_of(pipelines: Sequence[Pipeline]) -> list[Feed]:
     """Feeds of the stages for which something is prepared in any of these steps of one layout."""
     first = pipelines[0]
-    loads = [
-        one.load_s.any(axis=(0, 2)) for one in pipelines if one.load_s is not None
-    ]  # by step, [S]
+    # by step, [S]
+    loads = [one.load_s.any(axis=(0, 2)) for one in pipelines if one.load_s is not None]
     if not loads:
         return []
     assert len(loads) == len(pipelines) and all(one.prefetch == first.prefetch for one in pipelines)

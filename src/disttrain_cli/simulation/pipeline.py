@@ -59,9 +59,8 @@ class Program:
     stage_of: Ints  # [ranks]
     depth: Ints  # [S]
     hold_s: Floats  # [steps, S] transfer before a stage's operation; -inf: it does nothing
-    joins: list[
-        tuple[slice, int, Floats]
-    ]  # ranks, a stage more that they wait for, transfer by step
+    # ranks, a stage more that they wait for, transfer by step
+    joins: list[tuple[slice, int, Floats]]
     sources: list[Ints]  # for even and odd steps, [ranks] entry of the clock that they wait for
 
     def table(self, durations: Floats, is_forward: bool, spent: Floats) -> None:
@@ -104,9 +103,8 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
     spent_s, starts = np.zeros((program.steps, ranks)), np.empty((program.steps, ranks))
     program.table(pipeline.forward_s, True, spent_s)
     program.table(pipeline.backward_s, False, spent_s)
-    clock = np.zeros(
-        ranks + stages + 1
-    )  # end of every rank's last operation, the latest of every stage, and 0
+    # end of every rank's last operation, the latest of every stage, and 0
+    clock = np.zeros(ranks + stages + 1)
     own, latest = clock[:ranks], clock[ranks:-1]
     held = np.empty(ranks)
     fed = [
@@ -131,9 +129,8 @@ def _step(pipeline: Pipeline, feeds: Sequence[Feed]) -> Timeline:
         np.maximum.reduceat(own, first[:-1], out=latest)
     ends = spent_s
     ends += starts
-    forward, backward = (
-        np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2)
-    )  # [start or end, n, S, R]
+    # [start or end, n, S, R]
+    forward, backward = (np.full((2, *pipeline.forward_s.shape), np.nan) for _ in range(2))
     for stage, is_forward, steps_of in _operations(slots, depth):
         for table, values in zip(forward if is_forward else backward, (starts, ends), strict=True):
             table[:, stage, : pipeline.replicas[stage]] = values[

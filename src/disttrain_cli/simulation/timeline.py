@@ -28,9 +28,8 @@ class Pipeline:
 
     replicas: NDArray[np.int64]  # [S] replicas of each stage
     entry: NDArray[np.bool_]  # [S] whether the stage is the first of its unit
-    cuts: tuple[
-        tuple[int, int], ...
-    ]  # stages on both sides of every cut, sender first (`spec.stage_graph.stage_cuts`)
+    # stages on both sides of every cut, sender first (`spec.stage_graph.stage_cuts`)
+    cuts: tuple[tuple[int, int], ...]
     forward_s: Floats  # [n, S, R]
     backward_s: Floats  # [n, S, R]
     transfer_s: Floats  # [S-1] time of one crossing of each cut, either way

@@ -113,9 +113,8 @@ def _explain(problem: dict[str, Any], kind: type[BaseModel]) -> str:
         for part in problem["loc"]
         if not str(part).startswith(("constrained-", "literal["))
     ]
-    where = (
-        ".".join(parts) or "(top level)"
-    )  # without the choices of a union, which are no places in the file
+    # without the choices of a union, which are no places in the file
+    where = ".".join(parts) or "(top level)"
     if problem["type"] == "extra_forbidden":
         allowed = ", ".join(_fields_at(kind, problem["loc"][:-1]))
         return f"{where}: unknown key" + (f"; allowed here: {allowed}" if allowed else "")

@@ -30,9 +30,8 @@ class _Loader(yaml.CSafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (
-            ValueError
-        ) as error:  # 2026-13-45 looks like a date and is none; a number of 5,000 digits
+        # 2026-13-45 looks like a date and is none; a number of 5,000 digits
+        except ValueError as error:
             raise yaml.constructor.ConstructorError(
                 None, None, str(error), node.start_mark
             ) from None
@@ -86,9 +85,8 @@ def _check_size(text: str) -> None:
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
             part = inside.pop()
-        elif (
-            isinstance(event, yaml.AliasEvent) and event.anchor in anchored
-        ):  # the loader refuses unknown ones
+        # the loader refuses unknown ones
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in anchored:
             part = anchored[event.anchor]
             if part in inside:
                 _refuse(event, f"the alias *{event.anchor} stands inside what it stands for")

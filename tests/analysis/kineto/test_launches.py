@@ -83,9 +83,8 @@ def test_launches_and_queues(one):
 
 def test_the_critical_path_goes_through_kernels_and_the_host_that_was_late(one):
     path = analyze([one]).critical_path
-    assert (
-        path.step is None and path.length_us == 455
-    )  # all of it: from the first launch to the last end
+    # all of it: from the first launch to the last end
+    assert path.step is None and path.length_us == 455
     assert {part.name: part.us for part in path.parts} == {
         "gemm_a": 100,
         "gemm_b": 100,
@@ -119,12 +118,10 @@ def test_the_critical_path_changes_to_the_rank_that_came_last(tmp_path):
     assert path.step in (1, 2) and found.job.steps_measured == 2
     late = arrivals[1][path.step]
     shares = {(part.kind, part.rank): part.us for part in path.parts}
-    assert [us for (kind, _), us in shares.items() if kind == "communication"] == [
-        20
-    ]  # what moves; no waiting
-    assert (
-        shares["launch", 1] == 5 and shares["host", 1] == late - 5
-    )  # its device was done long before
+    # what moves; no waiting
+    assert [us for (kind, _), us in shares.items() if kind == "communication"] == [20]
+    # its device was done long before
+    assert shares["launch", 1] == 5 and shares["host", 1] == late - 5
     assert {rank for kind, rank in shares if kind != "communication"} == {1}
     assert path.length_us == pytest.approx(late + 20)
     (kind,) = found.collective_kinds

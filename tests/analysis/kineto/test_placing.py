@@ -257,9 +257,8 @@ def test_several_ranks_that_nothing_tells_apart_are_said(tmp_path):
     for rank, events in enumerate(ranks):
         for event in events:
             event["pid"] += 10 * rank * (event["pid"] == 100)  # the devices' ids are all alike
-        events += [
-            named(events[1] | {"pid": 0}, f"rank {rank}")
-        ]  # three names for one process tell nothing
+        # three names for one process tell nothing
+        events += [named(events[1] | {"pid": 0}, f"rank {rank}")]
     found = analyze([merged(tmp_path / "all.json", ranks)])
     assert len(found.ranks) == 1
     assert any(

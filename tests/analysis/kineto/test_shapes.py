@@ -30,9 +30,8 @@ def test_products_and_attention():
     assert said("aten::bmm", [[7, 2, 3], [7, 3, 5]]).flops == 420
     attention = said("aten::_scaled_dot_product_flash_attention", [[2, 4, 8, 16]] * 3)
     assert attention.flops == 4 * 2 * 4 * 8 * 8 * 16
-    assert (
-        said("flash_attn::_flash_attn_forward", [[2, 8, 4, 16]] * 3).flops == attention.flops
-    )  # lengths before heads
+    # lengths before heads
+    assert said("flash_attn::_flash_attn_forward", [[2, 8, 4, 16]] * 3).flops == attention.flops
     assert said("aten::mm", [[2, 3], [3, 5]], "float8_e8m0").bytes is None
 
 

@@ -45,9 +45,8 @@ def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tm
 def test_views_answer_and_every_column_is_documented(clean):
     views = documented_views("own")
     shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
-    assert {row[0] for row in run_sql([clean[0]], shown).rows} == {*views, "columns"} - {
-        "losses"
-    }  # made when asked
+    # made when asked
+    assert {row[0] for row in run_sql([clean[0]], shown).rows} == {*views, "columns"} - {"losses"}
     for name, view in views.items():
         assert run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), (
             name

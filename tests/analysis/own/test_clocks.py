@@ -51,9 +51,8 @@ def met(offsets, drifts, steps, delays, every_ns=SECOND):
 def test_offsets_lie_within_the_error(offsets, delays, steps):
     bounds, at_ns = met(offsets, (0, 0, 0), steps, delays)
     for clock, offset in zip(clocks_of(HOSTS, bounds, at_ns), offsets, strict=True):
-        assert (
-            clock.error_us * 1e3 <= 2 * max(delays) + 300
-        )  # host-c is two hops away; float64 of 10^12 ns
+        # host-c is two hops away; float64 of 10^12 ns
+        assert clock.error_us * 1e3 <= 2 * max(delays) + 300
         assert abs(1e3 * clock.offset_us - offset) <= 1e3 * clock.error_us + 300
         assert clock.drift_ppm == 0.0
 

@@ -65,9 +65,8 @@ def test_a_run_that_orders_nothing_is_told_what_ordering_gains(tmp_path, job):
     then = [timeline.iteration_s for *_, timeline in simulated.play(profile, layout, STEPS)]
     now_s = np.mean([timeline.iteration_s for timeline in now][-len(graph.steps) :])
     then_s = np.mean(then[-len(graph.steps) :])
-    assert remedy.step_s == pytest.approx(
-        then_s, rel=0.015
-    )  # the policy may also put other sequences side by side
+    # the policy may also put other sequences side by side
+    assert remedy.step_s == pytest.approx(then_s, rel=0.015)
     assert remedy.gain_s > 0 and (1 - then_s / now_s) > 0.003
     assert not remedy.at_most
 

@@ -191,9 +191,8 @@ def test_layouts_divide_the_batch_and_fit_the_memory(tmp_path):
     profile = planning.tiny(planning.run_file(batch=48, gpus=12), kind="cuda", memory_gib=1e-3)
     layout = simulated.layout_of(profile, 48, 24, **TINY["one sequence"][1])
     simulated.write(tmp_path, profile, layout, 2)
-    assert (
-        with_replicas(open_database([tmp_path]).job, {"llm": 1}) is None
-    )  # microbatches of two keep twice as much
+    # microbatches of two keep twice as much
+    assert with_replicas(open_database([tmp_path]).job, {"llm": 1}) is None
 
 
 def test_without_devices_of_their_own_or_all_replicas_there_is_no_record(tmp_path):

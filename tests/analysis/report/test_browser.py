@@ -100,9 +100,8 @@ def test_the_page_by_keyboard(browser, page):
     for _ in range(40):
         tab.keyboard.press("Tab")
         seen.append(tab.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert (
-        seen.index("zoom-in") < seen.index("timeline") < seen.index("SUMMARY")
-    )  # in the order of the page
+    # in the order of the page
+    assert seen.index("zoom-in") < seen.index("timeline") < seen.index("SUMMARY")
     tab.locator("#timeline").focus()
     whole = opened.view()
     tab.keyboard.press("+")

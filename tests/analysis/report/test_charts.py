@@ -77,9 +77,8 @@ def test_heatmaps_show_the_replicas_furthest_from_the_mean():
         drawn.count("<title>") == MOST_REPLICAS
         and "replica 700: 10 ms, 200.0 % of the mean" in drawn
     )
-    assert (
-        drawn.count("<svg") == 1 and heat_maps([]) == ""
-    )  # without a profile there is no second map
+    # without a profile there is no second map
+    assert drawn.count("<svg") == 1 and heat_maps([]) == ""
 
 
 @pytest.mark.parametrize(

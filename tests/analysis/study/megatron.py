@@ -45,15 +45,12 @@ class Job:
     slow_part: dict[int, float] = field(default_factory=dict)  # part of the model
     slow_stage: dict[int, float] = field(default_factory=dict)
     slow_rank: dict[int, float] = field(default_factory=dict)
-    load: dict[tuple[int, int], float] = field(
-        default_factory=dict
-    )  # (step + replica) % 3, slot → times as much work
-    launch_s: dict[int, float] = field(
-        default_factory=dict
-    )  # by rank, before its first forward of a step
-    ahead_s: dict[int, float] = field(
-        default_factory=dict
-    )  # by rank, what its clock shows more than the others'
+    # (step + replica) % 3, slot → times as much work
+    load: dict[tuple[int, int], float] = field(default_factory=dict)
+    # by rank, before its first forward of a step
+    launch_s: dict[int, float] = field(default_factory=dict)
+    # by rank, what its clock shows more than the others'
+    ahead_s: dict[int, float] = field(default_factory=dict)
 
     def pass_s(
         self, kind: str, stage: int, chunk: int, replica: int, step: int, slot: int
@@ -174,9 +171,8 @@ def _interleaved(
 ) -> tuple[dict[int, float], list[dict[str, Any]]]:
     """When each stage is done, and the rows of a replica's passes and transfers."""
     found, parts = list[dict[str, Any]](), job.pp * job.chunks
-    done: dict[
-        tuple[str, int, int], tuple[float, int]
-    ] = {}  # when, and the how manieth of its kind and stage
+    # when, and the how manieth of its kind and stage
+    done: dict[tuple[str, int, int], tuple[float, int]] = {}
     queue: dict[tuple[str, int], float] = {}  # until when transfers of a kind and stage go
     launch = {stage: job.launch_s.get(stage * job.dp + replica, 0.0) for stage in range(job.pp)}
     gathered = {chunk: (chunk + 1) * TRANSFER_S for chunk in range(job.chunks)}
@@ -201,9 +197,8 @@ def _interleaved(
             while orders[stage]:
                 kind, slot, chunk = orders[stage][0]
                 depth, ahead = chunk * job.pp + stage, 1 if kind == "forward" else -1
-                own = [
-                    end for other, end in ends[stage] if other == kind
-                ]  # it receives when the one before is done
+                # it receives when the one before is done
+                own = [end for other, end in ends[stage] if other == kind]
                 asked = (
                     own[-1] if own else launch[stage] if kind == "forward" else ends[stage][-2][1]
                 )

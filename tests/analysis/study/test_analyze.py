@@ -209,9 +209,8 @@ def test_missing_columns_and_rows_are_named(tmp_path, rows):
 
 
 def test_what_cannot_be_replayed_is_still_measured(tmp_path, rows):
-    interleaved = [
-        row | {"mc": row["mb_id"] % 2} for row in rows
-    ]  # without what the last stage sends to the first
+    # without what the last stage sends to the first
+    interleaved = [row | {"mc": row["mb_id"] % 2} for row in rows]
     found = analyze_study([megatron.write(tmp_path / "t.parquet", interleaved)])
     assert found.verdict.cause == "unknown" and "need a forward-recv" in found.verdict.headline
     assert found.job.iteration_s > 0 and len(found.ranks) == 6

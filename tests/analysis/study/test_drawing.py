@@ -43,9 +43,8 @@ def test_the_timeline_shows_every_rank_and_the_cells_who_is_slow(tmp_path):
             for length, name in zip(bars["length"], bars["name"], strict=True)
             if item["names"][name][1] == "send"
         ]
-        assert sends == pytest.approx(
-            [1e6 * megatron.TRANSFER_S] * len(sends)
-        )  # however long their receivers wait
+        # however long their receivers wait
+        assert sends == pytest.approx([1e6 * megatron.TRANSFER_S] * len(sends))
         assert max(map(sum, zip(bars["start"], bars["length"], strict=True))) == pytest.approx(
             item["length_us"]
         )

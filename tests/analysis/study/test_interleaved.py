@@ -55,9 +55,8 @@ def test_the_ideal_of_interleaved_stages_is_the_even_job(tmp_path):
         made(tmp_path, slow_stage=dict.fromkeys(range(3), 1.0)),
     )
     passes = np.isin(uneven.optype, (FORWARD, BACKWARD))
-    ideal = np.where(
-        passes[:, None], ideal_of(uneven), uneven.taken
-    )  # transfers that move nothing take no time
+    # transfers that move nothing take no time
+    ideal = np.where(passes[:, None], ideal_of(uneven), uneven.taken)
     assert uneven.replay(ideal) == pytest.approx(seconds(even))
 
 

@@ -556,9 +556,8 @@ def test_who_reads_nothing_holds_a_bounded_number_of_slots(
     gauge = Gauge(monkeypatch)
     with serving(run, index) as worker:
         streams = asked(worker, run, index, gauge, 3 * AT_ONCE)
-        beat = streams[
-            -1
-        ].read_chunk()  # shows that the worker lives, and that this one has to wait
+        # shows that the worker lives, and that this one has to wait
+        beat = streams[-1].read_chunk()
         assert beat.data.num_rows == 0 and beat.app_metadata is None
         assert gauge.begun == gauge.most == AT_ONCE
         for stream in streams[:AT_ONCE]:

@@ -26,6 +26,5 @@ def test_alive_and_peak_bytes_are_those_of_a_small_block() -> None:
     assert before == 2 + 8  # the weight and the input
     assert kept == 8 + 8  # the product's result, kept for gelu, and the result
     assert after == 2 + 2  # the weight and its gradient
-    assert (
-        2 + 3 * 8 + 8 <= peak < 2 + 3 * 8 + 8 + 0.1
-    )  # in gelu's backward its own gradient joins them
+    # in gelu's backward its own gradient joins them
+    assert 2 + 3 * 8 + 8 <= peak < 2 + 3 * 8 + 8 + 0.1

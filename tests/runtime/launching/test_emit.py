@@ -165,9 +165,8 @@ def test_every_script_passes_shellcheck_also_with_names_that_a_shell_takes_apart
     (strange / "hosts").write_text("worker-1 slots=3\nworker-2 slots=3\n")
     run, plan, profile = make_run(strange, hosts)
     written = emit_torchrun(run, plan, profile, strange / "out", steps=3)
-    shellcheck(
-        "--exclude=SC2016", *written.scripts
-    )  # the dollar of our own folder, in single quotes
+    # the dollar of our own folder, in single quotes
+    shellcheck("--exclude=SC2016", *written.scripts)
     assert (
         written.commands[1].startswith("ssh worker-2 ")
         and "--node-rank=1" in Path(written.scripts[1]).read_text()
@@ -491,9 +490,8 @@ def test_the_torchrun_scripts_start_ranks_on_every_host(
     assert {one["GLOO_SOCKET_IFNAME"] for one in ranks.values()} == {"lo"}
     assert {one["DISTTRAIN_HOSTS"] for one in ranks.values()} == {"127.0.0.1 127.0.0.2"}
     assert start("fail") == [1, 1]  # also the second time
-    said = [
-        log.read_text() for log in logs.glob("rank-*.log")
-    ]  # torchrun ends slower ranks before they have a log
+    # torchrun ends slower ranks before they have a log
+    said = [log.read_text() for log in logs.glob("rank-*.log")]
     assert any("ValueError: this rank is broken" in text for text in said)
     with socket.create_server(("", port)):
         found = subprocess.run(

@@ -89,9 +89,8 @@ def test_of_several_verdicts_the_first_stays_and_half_of_one_is_none(tmp_path: P
     assert read_verdict(tmp_path) == Verdict(text="rank 3: its text\n", told_on="a")
     (tmp_path / "verdict").write_text('{"text": "ra')
     assert read_verdict(tmp_path) is None
-    publish_verdict(
-        tmp_path / "none", Verdict(text="", told_on=None)
-    )  # jobs without states have no such folder
+    # jobs without states have no such folder
+    publish_verdict(tmp_path / "none", Verdict(text="", told_on=None))
     assert read_verdict(tmp_path / "none") is None and not (tmp_path / "none").exists()
 
 

@@ -42,9 +42,8 @@ def test_a_device_that_is_too_old_is_refused_unless_it_was_profiled_itself(tmp_p
         assert "disttrain profile --device cuda" in caught.value.next_step
     check_fit(run, profiled("cuda", "Tesla T4"), CUDA)
     check_fit(run, profiled("cpu", "a CPU"), torch.device("cpu"))
-    check_fit(
-        write_run(tmp_path, tmp_path), profiled("analytic", "H200"), CUDA
-    )  # fp32 attends elsewise everywhere
+    # fp32 attends elsewise everywhere
+    check_fit(write_run(tmp_path, tmp_path), profiled("analytic", "H200"), CUDA)
 
 
 @pytest.mark.usefixtures("turing")

@@ -105,9 +105,8 @@ def held(sent: list[Any]) -> list[bool]:
 def test_sent_buffers_are_let_go_of_in_turn(
     works: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        communicators, "in_order", lambda: False
-    )  # gloo: nothing else lets go of them
+    # gloo: nothing else lets go of them
+    monkeypatch.setattr(communicators, "in_order", lambda: False)
     link = broker([ROWS], [])
     for _ in range(3):
         link.send(slot(), {"rows": torch.ones(4, 3)})

@@ -63,9 +63,8 @@ def test_both_sides_agree(
         },
     )
     counts = slot.rows("image", "tokens")
-    values = [
-        np.arange(n) + 100 * i for i, n in enumerate(counts)
-    ]  # every row of every item is different
+    # every row of every item is different
+    values = [np.arange(n) + 100 * i for i, n in enumerate(counts)]
 
     def tensor(end: End) -> np.ndarray:
         items = slot.items(end.unit, end.replica, "image")

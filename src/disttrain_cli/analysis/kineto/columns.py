@@ -61,17 +61,14 @@ class Strings:
     names: Numbers = field(default_factory=Numbers)
     categories: Numbers = field(default_factory=Numbers)
     threads: Numbers = field(default_factory=Numbers)  # (file, pid, tid)
-    calls: Numbers = field(
-        default_factory=Numbers
-    )  # (collective, group, about, ranks, size, elements, dtype, peers)
-    shapes: Numbers = field(
-        default_factory=Numbers
-    )  # (number of the name, dims, types, concrete inputs), as JSON
+    # (collective, group, about, ranks, size, elements, dtype, peers)
+    calls: Numbers = field(default_factory=Numbers)
+    # (number of the name, dims, types, concrete inputs), as JSON
+    shapes: Numbers = field(default_factory=Numbers)
     thread_names: dict[tuple[int, str, str], str] = field(default_factory=dict)
     process_names: dict[tuple[int, str], set[str]] = field(default_factory=dict)
-    ranks_told: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # thread → `args.rank` of its events
+    # thread → `args.rank` of its events
+    ranks_told: dict[int, set[int]] = field(default_factory=dict)
 
 
 def class_of(category: str) -> int:

@@ -77,9 +77,8 @@ def align(files: list[TraceFile]) -> list[str]:
         return []
     silent = [file for file in files if file.base_ns is None]
     lost = [file for file in silent if file.first_ns < SINCE_1970_NS]
-    whole = any(
-        file.base_ns and file.first_ns >= SINCE_1970_NS for file in files
-    )  # they count from 1970 all the same
+    # they count from 1970 all the same
+    whole = any(file.base_ns and file.first_ns >= SINCE_1970_NS for file in files)
     zero = min(file.base_ns or 0 for file in files if file not in lost) if whole else 0
     for file in files:
         if file not in lost:

@@ -78,9 +78,8 @@ class Collectives:
     def _play(self, state: State, note: Callable[[int, Floats], None]) -> Floats:
         (work,) = state
         at, ended = self.begin.copy(), np.full(work.shape, -np.inf)
-        held = np.full(
-            at.shape, -np.inf
-        )  # until when, by what a rank joined and has not waited for yet
+        # until when, by what a rank joined and has not waited for yet
+        held = np.full(at.shape, -np.inf)
         for number, nodes in enumerate(self.members):
             ranks, behind = self.rank_of[nodes], self.behind[nodes]
             ready, until, waits = (

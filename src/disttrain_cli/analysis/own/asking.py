@@ -42,9 +42,8 @@ def run_sql(paths: list[Path], query: str) -> Table:
 
 def _open(paths: list[Path]) -> DuckDBPyConnection:
     files = files_of("disttrain", paths)
-    if (
-        paths[0].is_file()
-    ):  # Chrome JSON of own traces: its rows are in no segments that views could read in place
+    # Chrome JSON of own traces: its rows are in no segments that views could read in place
+    if paths[0].is_file():
         return _in_memory(paths)
     try:
         connection = open_cached(
@@ -74,9 +73,8 @@ def _prepare(paths: list[Path], file: Path) -> None:
     database = open_database(paths, file, strangers=True)
     database.asker.close()
     with database.connection as connection:
-        connection.execute(
-            "CHECKPOINT"
-        )  # closing would do it too, but says nothing where that fails
+        # closing would do it too, but says nothing where that fails
+        connection.execute("CHECKPOINT")
 
 
 def _make_losses(connection: DuckDBPyConnection, paths: list[Path]) -> None:

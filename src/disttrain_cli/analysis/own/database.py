@@ -61,9 +61,8 @@ class Database:
     warnings: list[str] = field(default_factory=list)
     clocks: list[HostClock] = field(default_factory=list)
     _asked: dict[str, Future[list[dict[str, Any]]]] = field(default_factory=dict)
-    _asking: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1)
-    )  # one connection, one question
+    # one connection, one question
+    _asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def ask_ahead(self, *names: str) -> None:
         """Have questions without parameters answered in turn while other work goes on; `query` then
@@ -117,9 +116,8 @@ def open_database(paths: list[Path], file: Path | None = None, strangers: bool =
         _make_layout(connection, files.job, stages)
         _make_cuts(connection, stages)
         connection.execute("SET preserve_insertion_order = false")  # lets both cores write
-        for view in (
-            _VIEWS if files.rows else _VIEWS[1:]
-        ):  # what was unpacked says itself which steps are measured
+        # what was unpacked says itself which steps are measured
+        for view in _VIEWS if files.rows else _VIEWS[1:]:
             text = query_text(f"view_{view}")
             once = file is None and (
                 view == "idle" or (view == "known" and files.rows <= MOST_ROWS_HELD)
@@ -185,9 +183,8 @@ def _make_source(
     """A view over Parquet files and rows with the columns of our schema, or an empty table of the
     same shape."""
     shape = ", ".join(f"{column} {TYPES[kind]}" for column, kind in columns.items())
-    alike: dict[
-        frozenset[tuple[str, str]], list[Path]
-    ] = {}  # of files with the same columns one footer is enough
+    # of files with the same columns one footer is enough
+    alike: dict[frozenset[tuple[str, str]], list[Path]] = {}
     for file, footer in files.items():
         alike.setdefault(footer.columns, []).append(file)
     parts = [f"SELECT * FROM read_parquet({literals(group, no_glob)})" for group in alike.values()]

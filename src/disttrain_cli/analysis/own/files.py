@@ -46,9 +46,8 @@ class TraceFiles:
     steps: dict[Path, Footer] = field(default_factory=dict)
     sizes: dict[Path, Footer] = field(default_factory=dict)
     samples: dict[Path, Footer] = field(default_factory=dict)
-    open_segments: dict[str, pa.Table] = field(
-        default_factory=dict
-    )  # rows by the name of the fields above
+    # rows by the name of the fields above
+    open_segments: dict[str, pa.Table] = field(default_factory=dict)
     job: Job | None = None
     name: str | None = None  # of the run, where a file tells it
     warnings: list[str] = field(default_factory=list)

@@ -62,9 +62,8 @@ class _Sum:
     ranks: set[int] = field(default_factory=set)
     count: int = 0
     ns: int = 0
-    parts: dict[int, list[int]] = field(
-        default_factory=lambda: defaultdict(lambda: [0, 0])
-    )  # name → ns, runs
+    # name → ns, runs
+    parts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
 
 def inside(database: Database, progress: Progress = silent) -> list[InsideRow]:

@@ -187,9 +187,8 @@ def _row(
                 "bytes": round(args.gib * 2**30),
             }
         )
-    if (
-        event.ph != "X" or args.step not in runs or args.slot is None
-    ):  # of no slot: a bar of a whole step
+    # of no slot: a bar of a whole step
+    if event.ph != "X" or args.step not in runs or args.slot is None:
         return None
     return (
         {name: getattr(args, name) for name in AMOUNTS}

@@ -32,9 +32,8 @@ def reordered_s(graph: Graph) -> Floats | None:
     if (at < 0).any():
         return None
     costs = _stage_costs_ns(graph, slots)
-    orders = np.stack(
-        [interval_order(costs[step]) for step in range(len(graph.steps))], axis=1
-    )  # [slots, steps]
+    # [slots, steps]
+    orders = np.stack([interval_order(costs[step]) for step in range(len(graph.steps))], axis=1)
     source = at[lanes[:, None], orders[graph.slot]]  # [passes, steps]
     moved = replace(graph.recorded, compute=np.take_along_axis(compute, source, axis=0))
     return np.minimum(graph.replay(moved), graph.replay(graph.recorded))

@@ -38,9 +38,8 @@ class Record:
     graph: Graph
     job: Job
     stages: list[CostedStage]
-    items: dict[
-        str, Floats
-    ]  # by unit [slots, steps]: sequences (of the LLM) or images of all replicas together
+    # by unit [slots, steps]: sequences (of the LLM) or images of all replicas together
+    items: dict[str, Floats]
 
 
 def record_of(database: Database, graph: Graph) -> Record | None:

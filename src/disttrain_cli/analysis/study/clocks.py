@@ -24,9 +24,8 @@ from disttrain_cli.analysis.walk import Floats
 APART_S = 1e-3
 _SHOWN = 5  # ranks that a warning names
 
-Sent = dict[
-    tuple[int, int], Floats
-]  # by sender and receiver, seconds from a send to the end of its receive, [steps]
+# by sender and receiver, seconds from a send to the end of its receive, [steps]
+Sent = dict[tuple[int, int], Floats]
 
 
 def on_one_clock(trace: StudyTrace, groups: list[list[int]]) -> StudyTrace:

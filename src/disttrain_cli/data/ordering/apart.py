@@ -31,16 +31,14 @@ def order_apart(pipeline: Pipeline, places: Ints) -> Ints:
     exchanged."""
     slots, replicas, _ = places.shape
     base = of_replica(pipeline, 0)
-    times = (
-        np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()
-    )  # [R, n, 2, S]
+    # [R, n, 2, S]
+    times = np.stack([pipeline.forward_s, pipeline.backward_s]).transpose(3, 1, 0, 2).copy()
     orders = np.array([_start(base, own) for own in times])
     times_s = np.array(
         [float(_times_s(base, own[order])[0]) for own, order in zip(times, orders, strict=True)]
     )
-    who, which = np.divmod(
-        np.arange(replicas * slots).reshape(replicas, slots), slots
-    )  # where each came from
+    # where each came from
+    who, which = np.divmod(np.arange(replicas * slots).reshape(replicas, slots), slots)
     settled = np.zeros(replicas, dtype=bool)  # whether a search over orders found nothing more
     left, pairs = affordable(EVALUATIONS, slots), affordable(PAIRS, slots)
     while left > 0:
@@ -114,9 +112,8 @@ def _replaced_s(base: Pipeline, times: Floats, order: Ints, away: Ints, others: 
 
 def _times_s(base: Pipeline, times: Floats) -> Floats:
     """[K] times of one replica whose microbatches take times [..., n, 2, S]."""
-    cases = times.reshape(-1, *times.shape[-3:]).transpose(1, 3, 2, 0)[
-        :, :, :, None
-    ]  # [n, S, 2, 1, K]
+    # [n, S, 2, 1, K]
+    cases = times.reshape(-1, *times.shape[-3:]).transpose(1, 3, 2, 0)[:, :, :, None]
     return iterations_s(base, cases[:, :, 0], cases[:, :, 1])
 
 

@@ -17,9 +17,8 @@ from disttrain_cli.data.slots import Ints
 
 UNIT = 2**16  # a load's mean per sequence, as integers
 EXCHANGES_PER_BIN = 6  # at most, on average
-MOST_WEIGHED = (
-    6 * 2048**2
-)  # exchanges weighed in all, beyond the first: what 2,048 sequences take at most
+# exchanges weighed in all, beyond the first: what 2,048 sequences take at most
+MOST_WEIGHED = 6 * 2048**2
 TOLERANCE = 0.0005  # of a bin's mean load: nearer is near enough
 
 

@@ -53,9 +53,8 @@ class _Clock:
 
     def __init__(self, stages: int) -> None:
         self._free = [0] * stages
-        self._returned: list[int | None] = [
-            None
-        ] * stages  # end of the latest backward on each stage
+        # end of the latest backward on each stage
+        self._returned: list[int | None] = [None] * stages
         self._backward: list[list[int]] = []
 
     def interval(self) -> int:

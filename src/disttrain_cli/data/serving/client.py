@@ -51,9 +51,8 @@ class Workers:
         self._wait_s, self._slots, self._say = run.file.preprocess.wait_s, layout.microbatches, say
         access, own = access_of(run), identity_of(run.file, layout, index, profile)
         self._all = [Connection(address, access, own) for address in run.file.preprocess.addresses]
-        self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(
-            self._all, NOT_YET
-        )  # and why
+        # and why
+        self._out: dict[Connection, DisttrainError | str] = dict.fromkeys(self._all, NOT_YET)
         self._changed = threading.Condition()
         self._said_s, self._warned, self._closed = 0.0, set[str](), threading.Event()
         self._greeter = threading.Thread(target=self._keep_greeting, name="greet", daemon=True)

@@ -96,9 +96,8 @@ def assignment_messages(assignment: Assignment) -> Iterator[Message]:
 def read_assignment(chunks: Iterator[Any]) -> Assignment:
     """The assignment in the chunks of a Flight stream. EOFError where it ends too early."""
     fields, about = _read_messages(chunks)
-    return Assignment(
-        fields["places"].copy(), bool(about["carry"])
-    )  # aligned, for whoever computes with it
+    # aligned, for whoever computes with it
+    return Assignment(fields["places"].copy(), bool(about["carry"]))
 
 
 def _messages(fields: dict[str, Any], about: dict[str, Any]) -> Iterator[Message]:

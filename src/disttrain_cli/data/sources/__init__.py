@@ -93,9 +93,8 @@ def find_shards(path: str, field: str, images: str | None = None) -> list[Shard]
     )
     given = f"given by {printable(field)}"
     form = _form(path)
-    if (form or not is_url(path)) and is_file(
-        path
-    ):  # a web page that lists files counts as a folder
+    # a web page that lists files counts as a folder
+    if (form or not is_url(path)) and is_file(path):
         if form is None:
             raise DataError(
                 f"The form of {shown(path)} is not known",

@@ -41,9 +41,8 @@ SPOKEN_NAMES = (
     "normalized_text",
 )  # where there is none of the others
 LISTS = ("images", "texts")
-ELSEWHERE = re.compile(
-    r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE
-)  # names a column of URLs
+# names a column of URLs
+ELSEWHERE = re.compile(r"image|img|picture|photo|thumbnail|audio|video", re.IGNORECASE)
 BATCH_ROWS = 64  # rows of a Parquet or Arrow file that are looked at together
 
 

@@ -55,9 +55,8 @@ class LocalFile:
 
     def __init__(self, path: str, flags: int = 0) -> None:
         self._path, self._descriptor = path, -1
-        self._descriptor = os.open(
-            path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags
-        )  # a pipe would wait
+        # a pipe would wait
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", path)
@@ -98,9 +97,8 @@ class RemoteFile:
                     raise _unreachable(self._url, error) from None
                 time.sleep(PAUSE_S * attempt)
             else:
-                if offset and len(data) > max(
-                    0, min(size, self.size - offset)
-                ):  # its beginning would pass for damage
+                # its beginning would pass for damage
+                if offset and len(data) > max(0, min(size, self.size - offset)):
                     raise DataError(
                         f"The server of {shown_url(self._url)} answers requests for a part with the"
                         " whole",

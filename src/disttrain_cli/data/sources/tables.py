@@ -88,9 +88,8 @@ class ParquetShard:
         table = self._cache.get(key)
         if table is None:
             with self._lock:
-                table = self._cache.get(
-                    key
-                )  # another thread may have read it while this one waited
+                # another thread may have read it while this one waited
+                table = self._cache.get(key)
                 if table is None:
                     table = self._file.read_row_group(group, columns=[column])
                     self._cache.keep(key, table)

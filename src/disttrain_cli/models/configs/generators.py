@@ -83,9 +83,8 @@ def read_pixart(
         and fields.get("use_additional_conditions") is None
         and fields
     ):
-        fields = fields | {
-            "use_additional_conditions": fields.get("sample_size", 128) == 128
-        }  # diffusers' own rule
+        # diffusers' own rule
+        fields = fields | {"use_additional_conditions": fields.get("sample_size", 128) == 128}
     return _read(name, architecture, spec, fields, _check_pixart)
 
 
@@ -282,9 +281,8 @@ def _check_pixart(name: str, config: dict[str, Any], image_size: int, side: int)
         if not isinstance(config[field], int) or config[field] < 1:
             raise wrong(name, field, config[field], "1 or more")
     width = config["num_attention_heads"] * config["attention_head_dim"]
-    multiple = (
-        12 if config["use_additional_conditions"] else 4
-    )  # sinusoids of two axes; a third for each size told
+    # sinusoids of two axes; a third for each size told
+    multiple = 12 if config["use_additional_conditions"] else 4
     if width % multiple:
         raise wrong(
             name,

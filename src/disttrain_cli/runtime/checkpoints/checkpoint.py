@@ -77,9 +77,8 @@ class Saver:
     ) -> None:
         self._checkpoints, self._made_from, self._keep = checkpoints, dict(made_from), keep
         self._engine, self._average = engine, average
-        self._group = dist.new_group(
-            backend="gloo"
-        )  # its own, so that the thread's messages meet no others
+        # its own, so that the thread's messages meet no others
+        self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._host: dict[str, Tensor] = {}

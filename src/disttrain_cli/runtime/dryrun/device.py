@@ -171,9 +171,8 @@ def pretend(
         patch.object(torch.Tensor, "record_stream", lambda *_: None),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(torch, "tensor", _tensor),
-        patch.object(
-            fake_tensor, "CONSTANT_NUMEL_LIMIT", -1
-        ),  # constants would be kept as real tensors
+        # constants would be kept as real tensors
+        patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
     ):
         yield mode

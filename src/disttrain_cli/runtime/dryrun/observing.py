@@ -63,6 +63,5 @@ class Observer(Storages):
             if isinstance(value, Tensor)
         ]
         self.counts[kind] += 1
-        self.counts[f"{kind}_bytes"] += max(
-            sizes, default=0
-        )  # of a gather what it makes, of a scatter what it takes
+        # of a gather what it makes, of a scatter what it takes
+        self.counts[f"{kind}_bytes"] += max(sizes, default=0)

@@ -87,9 +87,8 @@ def _waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> str:
             for index in args[1]
             if index is not None and index.dtype in (torch.bool, torch.uint8)
         ]
-        alone = (
-            len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda
-        )  # filled, as `masked_fill` does
+        # filled, as `masked_fill` does
+        alone = len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda
         return name if masks and not alone else ""
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
     return name if depends and kwargs.get("output_size") is None else ""

@@ -149,9 +149,8 @@ class _Items:
         first = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
         blocks = max(1, math.ceil(work.tokens / max(1, first) / image.merge**2 - 1e-6))
         rows = max(1, math.isqrt(blocks))
-        while (
-            rows > 1 and blocks % rows > 0 and rows > math.isqrt(blocks) - 4
-        ):  # as square as it divides
+        # as square as it divides
+        while rows > 1 and blocks % rows > 0 and rows > math.isqrt(blocks) - 4:
             rows -= 1
         grid = np.array([rows, -(-blocks // rows)]) * image.merge
         return np.tile(grid, (int(self.counts.sum()), 1))

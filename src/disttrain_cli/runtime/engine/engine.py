@@ -105,21 +105,18 @@ class UnitEngine(PipelineEngine):
         self.loss_modules = loss_modules  # of the whole model: by name, the module that has it
         self.order: StepOrder
         self.fetch: Callable[[int], Batch]
-        self._state: dict[
-            int, dict[str, Tensor]
-        ] = {}  # slot → tensors waiting between two instructions
-        self._amounts: dict[
-            tuple[int, str], dict[str, int]
-        ] = {}  # of this step, by slot and module
+        # slot → tensors waiting between two instructions
+        self._state: dict[int, dict[str, Tensor]] = {}
+        # of this step, by slot and module
+        self._amounts: dict[tuple[int, str], dict[str, int]] = {}
         self.data_wait_ns = 0
         #: Updates that the moments of each name have seen, under which weights of the whole model
         #: are trained.
         self.updates = dict.fromkeys(trained, 0)
         self.skipped_in_a_row = 0  # steps; `skipped_steps` counts all of them
         self._norm = math.nan
-        self.step_losses: dict[
-            str, float
-        ] = {}  # of the last step's global batch, weighted, by name
+        # of the last step's global batch, weighted, by name
+        self.step_losses: dict[str, float] = {}
         self.largest: list[float] = []  # over the ranks, of what each told in the last step
         if self.using_bf16_optimizer:  # trap 8 forbids a subclass
             self.optimizer.step = partial(step_unchecked, self.optimizer)
@@ -260,9 +257,8 @@ class UnitEngine(PipelineEngine):
             )
 
     def _send_activation(self, slot: int) -> None:
-        if (
-            self.downstream is None
-        ):  # the end of a shorter line: others have stages where it has none
+        # the end of a shorter line: others have stages where it has none
+        if self.downstream is None:
             return
         start = self.tracer.mark()
         size, peer = self.downstream.send(self.order.slots[slot], self._state.pop(slot))
@@ -303,9 +299,8 @@ class UnitEngine(PipelineEngine):
             self.tracer.record("wait", start)
         start = self.tracer.mark()
         if not self.using_bf16_optimizer:
-            for (
-                parameter
-            ) in self.module.parameters():  # a replica whose layers had nothing to do (trap 30)
+            # a replica whose layers had nothing to do (trap 30)
+            for parameter in self.module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         self._sum_partial_gradients()
@@ -329,9 +324,8 @@ class UnitEngine(PipelineEngine):
             sum_over(partial_gradients(self.module.parameters(), self.optimizer), group)
 
     def _reduce_gradients(self) -> None:
-        if (
-            self.optimizer is None or self.place.unit.dp == 1
-        ):  # stock DeepSpeed copies its gradients even alone
+        # stock DeepSpeed copies its gradients even alone
+        if self.optimizer is None or self.place.unit.dp == 1:
             return
         if self.using_bf16_optimizer:  # in place; stock DeepSpeed copies up to 500 million of them
             for gradients in self.optimizer.fp32_groups_gradients_flat:

@@ -25,9 +25,8 @@ from disttrain_cli.spec.stage_graph import RankCoords
 MOST_SKIPPED = 10
 PHASES = ("forward", "backward", "gradients")
 _NOTHING_FOUND = torch.iinfo(torch.int64).max
-_BASE = (
-    1 << 15
-)  # of the digits (phase, slot, place, name) of a place in a step; fits any pipeline into 63 bits
+# of the digits (phase, slot, place, name) of a place in a step; fits any pipeline into 63 bits
+_BASE = 1 << 15
 
 
 class NotFiniteError(DisttrainError):
@@ -46,9 +45,8 @@ class Sums:
     """Sums of what passed a rank's modules in this step, in the order of computation."""
 
     names: Sequence[str]  # modules of the whole model and "projectors"
-    found: list[tuple[int, int, int, str, Tensor]] = field(
-        default_factory=list
-    )  # phase, slot, place, module, sum
+    # phase, slot, place, module, sum
+    found: list[tuple[int, int, int, str, Tensor]] = field(default_factory=list)
 
     def note(
         self, phase: str, slot: int, place: int, module: str, tensors: Iterable[Tensor]

@@ -18,14 +18,12 @@ from disttrain_cli.models.layer import PipelineLayer
 class GradientFlow:
     """What is trained of a whole model, and what follows from it."""
 
-    names: (
-        tuple[str, ...] | None
-    )  # under which weights are trained (`PipelineLayer.owner_of`); None = all
+    # under which weights are trained (`PipelineLayer.owner_of`); None = all
+    names: tuple[str, ...] | None
     trained: tuple[bool, ...]  # by layer, whether any of its weights are
     passes: tuple[bool, ...]  # by layer, whether its inputs carry gradients
-    carrying: tuple[
-        frozenset[str], ...
-    ]  # by cut before a layer, and at the end: state tensors with gradients
+    # by cut before a layer, and at the end: state tensors with gradients
+    carrying: tuple[frozenset[str], ...]
 
     def mark(self, layers: Sequence[PipelineLayer], first: int) -> None:
         """Freeze the weights that are not trained, and tell layers `first`, first + 1, … what they

@@ -50,9 +50,8 @@ class _Saved:
     """What one slot keeps of one segment from forward to backward."""
 
     inputs: dict[str, Tensor]
-    outputs: dict[
-        str, tuple[GradientEdge, torch.dtype]
-    ]  # where their gradients go in, without the tensors
+    # where their gradients go in, without the tensors
+    outputs: dict[str, tuple[GradientEdge, torch.dtype]]
     losses: list[Tensor]
 
 
@@ -166,9 +165,8 @@ class StageRunner:
                 return layer(state, batch)
         if not self.recompute:
             return layer(state, batch)
-        own = {
-            name: state[name] for name in layer.reads if name in state
-        }  # what the second forward will find
+        # what the second forward will find
+        own = {name: state[name] for name in layer.reads if name in state}
         written = checkpoint(layer, own, batch, use_reentrant=False, preserve_rng_state=False)
         return cast(dict[str, Tensor], written)
 

@@ -60,9 +60,8 @@ def raise_limit(count: int) -> None:
         DisttrainError: those are fewer than `count`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = (
-        hard == resource.RLIM_INFINITY
-    )  # then what is needed is asked for: some systems refuse more
+    # then what is needed is asked for: some systems refuse more
+    unlimited = hard == resource.RLIM_INFINITY
     if soft < (count if unlimited else hard) and soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count if unlimited else hard, hard))
     if not unlimited and hard < count:

@@ -50,9 +50,8 @@ class Ending:
         )
         self.code = RankFailedError.exit_code if known is error else 1
         text = f"rank {self._rank} ({socket.gethostname()}): {known}\nlog: {self._log}\n"
-        self._text = text.encode(
-            errors="backslashreplace"
-        ).decode()  # names of files may be no Unicode
+        # names of files may be no Unicode
+        self._text = text.encode(errors="backslashreplace").decode()
         timer = threading.Timer(CLOSING_S, self.leave)
         timer.daemon = True
         timer.start()

@@ -85,9 +85,8 @@ def launch(
             "LOCAL_WORLD_SIZE": str(world_size),
             "MASTER_ADDR": LOOPBACK,
             "PYTHONUNBUFFERED": "1",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": (
-                "1"
-            ),  # to count devices by the CUDA runtime spoils it for forked processes
+            # to count devices by the CUDA runtime spoils it for forked processes
+            "PYTORCH_NVML_BASED_CUDA_CHECK": ("1"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _loopback_interface()),
         }
@@ -190,9 +189,8 @@ def _failure(codes: dict[int, int], errors: dict[int, list[str]], log_dir: Path)
         [rank for rank in codes if not codes[rank]],
     )
     killed = [rank for rank, code in codes.items() if code < 0 and rank not in errors]
-    first = [
-        rank for rank in killed if codes[rank] != -signal.SIGABRT
-    ]  # NCCL aborts a rank that has lost a peer
+    # NCCL aborts a rank that has lost a peer
+    first = [rank for rank in killed if codes[rank] != -signal.SIGABRT]
     cause = [*first, *alone(errors), *killed, *alone(failed), *early, *failed][0]
     log, code = rank_log(log_dir, cause), codes.get(cause, RankFailedError.exit_code)
     what, why, next_step = errors.get(cause) or [_last_line(log), "", ""]

@@ -81,9 +81,8 @@ def joined(
             timeout=timeout,
         )
         if backend == "nccl":
-            warnings.filterwarnings(
-                "ignore", "barrier.*: using the device under current context"
-            )  # as meant
+            # as meant
+            warnings.filterwarnings("ignore", "barrier.*: using the device under current context")
             dist.barrier(device_ids=[device.index])
     try:
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)

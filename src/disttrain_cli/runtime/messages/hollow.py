@@ -154,9 +154,8 @@ class HollowEngine(UnitEngine):
 
     def _update(self) -> None:
         super()._update()
-        if (
-            self.place.unit.dp > 1
-        ):  # ZeRO's replicas give each other the weights that each has changed
+        # ZeRO's replicas give each other the weights that each has changed
+        if self.place.unit.dp > 1:
             join(self.module.mpu().dp_proc_group)
 
     def _memory(self, operation: str, slot: int) -> Any:

@@ -36,9 +36,8 @@ class Record:
     """One rank's operations."""
 
     rank: int
-    members: dict[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # ranks of each communicator that is used
+    # ranks of each communicator that is used
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:

@@ -58,9 +58,8 @@ def batch_of(
         for number, prompt in enumerate(prompts)
         if prompt.image is not None
     }
-    order = sorted(
-        grids, key=lambda number: (*grids[number], number)
-    )  # images of equal grid are adjacent
+    # images of equal grid are adjacent
+    order = sorted(grids, key=lambda number: (*grids[number], number))
     rows, image_rows, context_rows = [], {}, []
     for number, prompt in enumerate(prompts):
         head = inputs.image

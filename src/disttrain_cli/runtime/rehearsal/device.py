@@ -23,9 +23,8 @@ class Device:
     free_s: float = 0.0  # when the last operation ends
     ready_s: float = 0.0  # when the inputs of the next one are there
     stepping: bool = False
-    late_s: list[float] = field(
-        default_factory=list
-    )  # by how much the host missed the start of each operation
+    # by how much the host missed the start of each operation
+    late_s: list[float] = field(default_factory=list)
 
     def begin(self, at_s: float) -> None:
         """Start a step with a device that is idle until then."""

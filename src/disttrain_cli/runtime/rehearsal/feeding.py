@@ -62,12 +62,10 @@ class StepWork:
     order: StepOrder  # of the plan's layout
     joined: StepOrder  # of the processes
     batch: Packing
-    seconds: dict[
-        str, dict[str, Floats]
-    ]  # "forward" or "backward" → by module [n, k], faults and noise included
-    waits: list[
-        dict[str, tuple[float, float]]
-    ]  # by slot and module: forward and backward of the slowest replica
+    # "forward" or "backward" → by module [n, k], faults and noise included
+    seconds: dict[str, dict[str, Floats]]
+    # by slot and module: forward and backward of the slowest replica
+    waits: list[dict[str, tuple[float, float]]]
     prepare_s: Floats  # [n] until the slot's data are prepared, from when the cores begin with it
 
 
@@ -90,9 +88,8 @@ class Feeder:
         self._orders = orders
         self._steps: dict[int, StepWork] = {}
         self._prepared_s = 0.0
-        self._asked_s: deque[float] = deque(
-            maxlen=run.preprocess.prefetch_slots + 1
-        )  # when the last slots were
+        # when the last slots were
+        self._asked_s: deque[float] = deque(maxlen=run.preprocess.prefetch_slots + 1)
 
     def work(self, step: int) -> StepWork:
         """A step's work; the last one is remembered."""

@@ -24,12 +24,10 @@ from disttrain_cli.runtime.rehearsal.device import Device
 class EmulatedBatch(Batch):
     """What the layers of a stage need of a slot."""
 
-    rows: Callable[[TensorSpec], int] = field(
-        default=lambda spec: 0
-    )  # rows of a state tensor on this process
-    seconds: dict[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # by module: forward, backward
+    # rows of a state tensor on this process
+    rows: Callable[[TensorSpec], int] = field(default=lambda spec: 0)
+    # by module: forward, backward
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class EmulatedLayer(PipelineLayer):
@@ -61,9 +59,8 @@ class EmulatedModule(PipelineLayer):
         self.writes = message_specs([written[name] for name in exit_ if name in written], scaled)
         self._losses = [LOSS_PREFIX + layer.loss for layer in layers if layer.loss is not None]
         self._device, self._dtype = device, dtype
-        self._trained = torch.zeros(
-            1, requires_grad=True
-        )  # backwards come also where nothing is received
+        # backwards come also where nothing is received
+        self._trained = torch.zeros(1, requires_grad=True)
 
     def forward(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Wait for the forward's time; the backward through what it returns waits for its own."""

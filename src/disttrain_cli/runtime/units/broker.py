@@ -50,18 +50,16 @@ class Broker:
 
     place: RankCoords
     neighbour: Stage
-    sends: Sequence[
-        TensorSpec
-    ]  # what leaves here: activations downstream, or gradients upstream, in a fixed order
+    # what leaves here: activations downstream, or gradients upstream, in a fixed order
+    sends: Sequence[TensorSpec]
     receives: Sequence[TensorSpec]  # what comes back
     dtype: torch.dtype
     device: torch.device
     group: Group | None = None  # the rank's TP group
     leaving: dist.ProcessGroup | None = None  # over which rows leave; None is the world
     coming: dist.ProcessGroup | None = None  # over which they come
-    pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(
-        default_factory=deque
-    )  # sends, the oldest first
+    # sends, the oldest first
+    pending: deque[tuple[list[dist.Work], list[Tensor]]] = field(default_factory=deque)
     #: Routes until `drain`, by the slot's id, with the slot, so that no other one gets its id
     #: meanwhile.
     known: dict[tuple[int, str, str], tuple[Slot, list[Route]]] = field(default_factory=dict)

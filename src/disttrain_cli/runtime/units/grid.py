@@ -38,9 +38,8 @@ class UnitGrid(PipelineParallelGrid):
     """Groups and sizes of the caller's place; the getters are DeepSpeed's own."""
 
     tp: Group | None = None  # the TP group, where there is more than one rank in it
-    groups: dict[
-        str, dist.ProcessGroup
-    ]  # all that this rank is in, by name, in the order in which they are made
+    # all that this rank is in, by name, in the order in which they are made
+    groups: dict[str, dist.ProcessGroup]
     ways: communicators.Ways  # those of messages to and from neighbouring stages; none over gloo
 
     def __init__(self, graph: StageGraph, place: RankCoords) -> None:

@@ -35,9 +35,8 @@ class Route:
 
     replica: int  # of the other side
     tp_rank: int  # of the other side
-    runs: tuple[
-        tuple[int, int], ...
-    ]  # (start, length) in this rank's own rows, merged, in canonical item order
+    # (start, length) in this rank's own rows, merged, in canonical item order
+    runs: tuple[tuple[int, int], ...]
     rows: int
 
 

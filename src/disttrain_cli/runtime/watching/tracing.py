@@ -161,9 +161,8 @@ class Tracer:
     ) -> None:
         self._writer = SegmentWriter(folder / f"rank-{place.rank:05d}", TRACE_COLUMNS, run, say)
         self.now, self._device = clock, device_clock
-        self._ahead: list[
-            tuple[dict[str, Any], Mark, Mark]
-        ] = []  # rows whose times are not known yet
+        # rows whose times are not known yet
+        self._ahead: list[tuple[dict[str, Any], Mark, Mark]] = []
         self.step = 0
         self._place: dict[str, Any] = {
             "run": run,

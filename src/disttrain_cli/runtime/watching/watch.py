@@ -39,9 +39,8 @@ class Watch:
         os.set_blocking(tell, False)
         for number in STOPS:
             signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(
-            tell
-        )  # written at once, while Python's handlers wait for the main thread
+        # written at once, while Python's handlers wait for the main thread
+        signal.set_wakeup_fd(tell)
         threading.Thread(target=self._listen, args=(heard,), name="signals", daemon=True).start()
 
     def step(self, row: dict[str, Any]) -> None:
