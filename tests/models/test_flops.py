@@ -54,11 +54,11 @@ def test_polynomials_hold_at_other_sizes_and_by_hand(make_run):
 
 
 def test_flops_of_a_patch_need_not_be_whole(make_run):
-    """A block of 3 × 3 patches goes through the projector once."""
-    run = make_run(image_encoder={"merge": 3})
+    """A block of 5 × 5 patches goes through the projector once."""
+    run = make_run(image_encoder={"merge": 5})
     table, inputs = layer_table(run), describe(run)
-    batch = probe_batch(inputs, grids=[(9, 6), (3, 3)], device="meta")
-    work = probe_work(inputs, "image_encoder", grids=[(9, 6), (3, 3)])
+    batch = probe_batch(inputs, grids=[(10, 5), (5, 5)], device="meta")
+    work = probe_work(inputs, "image_encoder", grids=[(10, 5), (5, 5)])
     index = next(i for i, info in enumerate(table) if info.name == "image_encoder.projector")
     layer = build_layers(run, index, index + 1, device="meta")[0]
     expected = layer_flops(layer, state_at(table, index, inputs, batch, "meta"), batch)
