@@ -68,7 +68,10 @@ def test_llm_stage_by_hand() -> None:
         (working, messages)
     )
     few = layout_memory(profile, layout(2), 4.0)
-    assert few[1].peak_gib * GIB == pytest.approx(first * 14 + 2 * activations + working + messages)
+    absent = 4 * (40_000 + 200_000)  # while the last block's first backward runs, nobody else's
+    assert few[1].peak_gib * GIB == pytest.approx(
+        first * 14 - absent + 2 * activations + working + messages
+    )
 
 
 def test_encoder_replica_meets_its_share_of_a_worst_slot() -> None:

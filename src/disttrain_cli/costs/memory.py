@@ -254,7 +254,8 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
     """Peak memory of every stage of a layout.
 
     Slots in flight on a stage of a 1F1B pipeline: the stages from it to the end of its line of
-    units, at most n.
+    units, at most n. Gradients in fp32 appear in a step's first backward, which has all slots in
+    flight where there are no more; the search counts them in that moment too, and errs high there.
     """
     slot = layout.unit_of(profile.inputs.llm).dp * layout.microbatch_size
     waste = profile.device.fragmentation
@@ -290,24 +291,24 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                     for layer in (stage.layers.start, stage.layers.stop)
                 )
             )
-            own, held = (
-                activations[span],
-                np.cumsum(activations[span]) - activations[span] + working[span],
+            weight_bytes, gradient_bytes, optimizer_bytes = (
+                float(values[span].sum()) for values in states
             )
-            fullest = int(held.argmax())  # the layer that runs in the fullest moment
-            keeps = (flight - 1) * own.sum() + own[: fullest + 1].sum()
-            transient = held[fullest] - own[: fullest + 1].sum()
+            appear = profile.precision == "fp32" and flight == layout.microbatches
+            keeps, transient, absent = _fullest_moment(
+                activations[span],
+                working[span],
+                states[1][span] if appear else np.zeros(len(stage.layers)),
+                flight,
+            )
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
-            moving = float(keeps + transient) + messages
+            moving = keeps + transient + messages
             parts = {
-                **{
-                    name: float(values[span].sum())
-                    for name, values in zip(
-                        ("weights", "gradients", "optimizer"), states, strict=True
-                    )
-                },
-                "activations": float(keeps),
-                "transient": float(transient),
+                "weights": weight_bytes,
+                "gradients": gradient_bytes - absent,
+                "optimizer": optimizer_bytes,
+                "activations": keeps,
+                "transient": transient,
                 "messages": messages,
                 "fragmentation": waste * moving,
                 "reserve": reserved,
@@ -322,3 +323,26 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
                 )
             )
     return result
+
+
+def _fullest_moment(
+    activations: Floats, working: Floats, appearing: Floats, flight: int
+) -> tuple[float, float, float]:
+    """Bytes of kept activations, of what the running layer holds beside, and of gradients that do
+    not exist yet, when a stage holds most.
+
+    `activations`, `working` and `appearing` (gradients that the first backward brings) are by layer
+    [L]. While layer i of the first backward runs, the layers after it have given back their
+    activations and have gradients. The second backward has all gradients, and a slot less.
+    """
+    kept, done = np.cumsum(activations), np.cumsum(appearing)
+    held = kept - activations + working
+    moments = [(flight, done - appearing)]
+    if flight > 1 and appearing.any():
+        moments.append((flight - 1, np.zeros_like(done)))
+    best = []
+    for slots, absent in moments:
+        layer = int((held - absent).argmax())
+        keeps = (slots - 1) * kept[-1] + kept[layer]
+        best.append((float(keeps), float(held[layer] - kept[layer]), float(absent[layer])))
+    return max(best, key=lambda moment: moment[0] + moment[1] - moment[2])

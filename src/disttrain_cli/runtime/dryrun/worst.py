@@ -142,18 +142,15 @@ class _Items:
         return np.concatenate([np.zeros(first, np.int64), others])
 
     def grids(self, image: ImageInput) -> Ints:
-        """Patches (rows, columns) of every image: as many in each as the first replica has in the
-        mean."""
+        """Patches (rows, columns) of every image: those of the first replica have as many together
+        as its work, spread evenly in whole merge blocks."""
         unit = self._unit
         work = self._worst if self.inside else self._mix(unit)
-        first = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
-        blocks = max(1, math.ceil(work.tokens / max(1, first) / image.merge**2 - 1e-6))
-        rows = max(1, math.isqrt(blocks))
-        # as square as it divides
-        while rows > 1 and blocks % rows > 0 and rows > math.isqrt(blocks) - 4:
-            rows -= 1
-        grid = np.array([rows, -(-blocks // rows)]) * image.merge
-        return np.tile(grid, (int(self.counts.sum()), 1))
+        images = self.counts[0] if self.inside else int((self.owners(unit, False) == 0).sum())
+        blocks = math.ceil(work.tokens / image.merge**2 - WHOLE)
+        least, more = divmod(max(blocks, images), max(1, images))
+        of_first = [_near_square(least + (number < more)) for number in range(max(1, images))]
+        return np.resize(np.array(of_first) * image.merge, (int(self.counts.sum()), 2))
 
     def _mix(self, unit: UnitPlan) -> Work:
         worst, mean, item = (
@@ -164,6 +161,14 @@ class _Items:
         )
         one = self._mean.scaled(item / self._mean.items) if self._mean.items else Work()
         return self._worst.scaled(worst) + self._mean.scaled(mean) + one
+
+
+def _near_square(blocks: int) -> tuple[int, int]:
+    """(rows, columns) with as many blocks, or a few more where they divide badly."""
+    rows = square = math.isqrt(blocks)
+    while rows > 1 and blocks % rows > 0 and rows > square - 4:
+        rows -= 1
+    return rows, -(-blocks // rows)
 
 
 def slot_sequences(profile: Profile, layout: Layout) -> int:
