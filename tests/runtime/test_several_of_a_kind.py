@@ -57,9 +57,10 @@ def write_run(
     more: dict[str, Any],
     trained: list[str] | None = None,
     without: tuple[str, ...] = (),
+    **train: Any,
 ) -> Run:
     """The tests' run with more modules; the loss of a second generator weighs twice."""
-    run = write_one(folder, data, name=folder.name, global_batch_size=4, steps=STEPS)
+    run = write_one(folder, data, name=folder.name, global_batch_size=4, steps=STEPS, **train)
     content = yaml.safe_load(run.path.read_text())
     model = content["model"]
     model["modules"] = {
@@ -151,6 +152,7 @@ CASES = [
     "eyes 5-with the LLM",
     "eyes monolithic tp2 pp3",
     "one eye frozen 1+3-2",
+    "zero 1-2-1+2",
 ]
 #: Those that run a second time with NCCL's order of messages, and sends that block.
 IN_ORDER = [
@@ -160,7 +162,9 @@ IN_ORDER = [
     "monolithic pp6",
     "frozen refiner 1-1-2+pp2",
     "eyes pp2+1-pp3",
+    "zero 1-2-1+2",
 ]
+BF16 = "bf16 1-2-1+2"
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +179,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     frozen = write_run(folder / "frozen", folder / "data", two, [LLM, FIRST, "projectors"])
     seeing = write_run(folder / "seeing", folder / "data", eyes, without=(FIRST,))
     one_eye = write_run(folder / "one-eye", folder / "data", eyes, [EYE, LLM], without=(FIRST,))
+    zero = write_run(folder / "zero", folder / "data", two, zero_stage=1)
+    bf16 = write_run(folder / "bf16", folder / "data", two, zero_stage=1, precision="bf16")
     cases = [(name, every, units) for name, units in _layouts(every).items()]
     cases += [
         ("refiner alone 1-1-2+pp2", alone, _layouts(alone)["1-1-2+pp2"]),
@@ -184,6 +190,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ),
         *((name, seeing, units) for name, units in _seeing(seeing).items()),
         ("one eye frozen 1+3-2", one_eye, _seeing(one_eye)["eyes 1+3-2"]),
+        ("zero 1-2-1+2", zero, _layouts(zero)["1-2-1+2"]),
+        (BF16, bf16, _layouts(bf16)["1-2-1+2"]),
     ]
     payload = {
         "cases": [
@@ -201,12 +209,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         case
         | {"name": f"{case['name']} in order", "out": f"{case['out']} in order", "in order": True}
         for case in payload["cases"]
-        if case["name"] in IN_ORDER
+        if case["name"] in (*IN_ORDER, BF16)
     ]
     launch(6, "tests.runtime.equivalence_worker:ranks", payload, folder / "logs", timeout_s=400)
     references = {id(run): reference(run, STEPS) for run in (every, alone, frozen, seeing, one_eye)}
+    references[id(zero)] = references[id(every)]
     return {
-        f"{name}{how}": (folder / "out" / f"{name}{how}", references[id(run)])
+        f"{name}{how}": (folder / "out" / f"{name}{how}", references.get(id(run)))
         for name, run, _ in cases
         for how in ("", " in order")
     }
@@ -229,7 +238,16 @@ def test_layout_equals_single_process(runs: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IN_ORDER)
+def test_the_order_of_messages_changes_no_bit_in_bf16(runs: dict[str, Any]) -> None:
+    usual, ordered = (
+        json.loads((runs[name][0] / "history.json").read_text())
+        for name in (BF16, f"{BF16} in order")
+    )
+    assert len(ordered) == STEPS and ordered == usual
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*IN_ORDER, BF16])
 def test_messages_ran_in_an_order_that_nccl_can_run(runs: dict[str, Any], name: str) -> None:
     records = recorded(runs[f"{name} in order"][0])
     assert len(records) == 6 and faults(records) == []

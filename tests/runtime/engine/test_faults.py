@@ -7,6 +7,7 @@ import torch
 
 from disttrain_cli.runtime.engine.faults import (
     OutOfMemoryError,
+    located,
     memory_advice,
     not_finite,
     out_of_memory,
@@ -93,3 +94,10 @@ def test_a_step_that_is_not_finite_names_module_losses_and_norm() -> None:
     again = not_finite(12, {}, 1.0, ("llm", "gradients", 0), 10)
     assert again.what.startswith("Step 12, the last of 10 such steps in a row, is not finite: llm")
     assert again.what.endswith("in the gradients")
+
+
+def test_an_error_says_in_which_operation_of_which_stage() -> None:
+    place, _ = _place()
+    with pytest.raises(ValueError, match="mine") as caught, located(place, "forward", 3):
+        raise ValueError("mine")
+    assert caught.value.__notes__ == ["In the forward of slot 3: unit llm, stage 1, replica 1"]

@@ -25,7 +25,9 @@ def stuck(payload: dict[str, Any]) -> None:
         stack.enter_context(Pulse(pulses(Path(payload["logs"])), rank, 1.0, follow).beating())
         stack.callback(wait_for_ever, payload["lock"] == "held")
         if rank == 0:
-            raise ValueError("mine\nand more of it")
+            error = ValueError("mine\nand more of it")
+            error.add_note("In the forward of slot 3: unit llm, stage 1, replica 0")
+            raise error
         threading.Event().wait()
 
 

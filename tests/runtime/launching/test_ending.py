@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -343,6 +344,7 @@ def test_ranks_that_nobody_ends_end_by_themselves(tmp_path: Path) -> None:
     assert said == [
         (
             f"rank 0 ({socket.gethostname()}): ValueError: mine\nand more of it\n"
+            "In the forward of slot 3: unit llm, stage 1, replica 0\n"
             f"log: {tmp_path / 'logs' / 'rank-00000.log'}\n"
         ),
         "",
@@ -365,5 +367,7 @@ def test_an_error_of_a_training_rank_ends_all_of_them_with_its_text(tmp_path: Pa
         said = [rank.communicate(timeout=300)[0] for rank in ranks]
     log = rank_log(run.dir.logs, 1)
     assert ranks[1].returncode == 1 and {ranks[0].returncode, ranks[2].returncode} <= {1, 4}
-    assert f"rank 1 ({socket.gethostname()}): RuntimeError: {TEXT}\nlog: {log}\n" in said[1]
+    opening, closing = f"rank 1 ({socket.gethostname()}): RuntimeError: {TEXT}\n", f"\nlog: {log}\n"
+    where = said[1].partition(opening)[2].partition(closing)[0]
+    assert re.fullmatch(r"In the forward of slot 0: unit \w+, stage 0, replica 0", where), said[1]
     assert "RuntimeError" in log.read_text() and "Error" not in said[0] + said[2]

@@ -29,7 +29,7 @@ from disttrain_cli.data.slots import ReplicaItems, Slot, StepOrder
 from disttrain_cli.models.host import read, to_device
 from disttrain_cli.models.layer import Batch, PipelineLayer
 from disttrain_cli.models.parallel import sum_over
-from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, not_finite, out_of_memory
+from disttrain_cli.runtime.engine.faults import MOST_SKIPPED, located, not_finite, out_of_memory
 from disttrain_cli.runtime.engine.optimizer import (
     add_at_once,
     drop_gradients,
@@ -190,7 +190,8 @@ class UnitEngine(PipelineEngine):
                 for slot in range(len(order.slots)):
                     if self.upstream is not None:
                         self._receive_activation(slot)
-                    self._forward(slot)
+                    with located(self.place, "forward", slot):
+                        self._forward(slot)
                     self.runner.in_flight.pop(slot)
                     if self.downstream is not None:
                         self.downstream.drain()
@@ -225,8 +226,11 @@ class UnitEngine(PipelineEngine):
                     slot = backwards - 1
                 else:
                     slot = -1
-                self.tracer.begin(self._INSTRUCTION_MAP[kind].removeprefix("_"), slot)
-                getattr(self, self._INSTRUCTION_MAP[kind])(slot)
+                method = self._INSTRUCTION_MAP[kind]
+                operation = method.removeprefix("_")
+                self.tracer.begin(operation, slot)
+                with located(self.place, operation.replace("_", " "), slot):
+                    getattr(self, method)(slot)
                 forwards += kind is schedule.ForwardPass
                 backwards += kind is schedule.BackwardPass
 

@@ -125,15 +125,26 @@ def out_of_memory(place: RankCoords, layout: Layout, operation: str, slot: int) 
             error
         ):
             raise
-        where = f"unit {place.unit.name}, stage {place.stage.index}, replica {place.replica}"
-        what = (
-            f"Out of memory in the {operation}"
-            + (f" of slot {slot}" if slot >= 0 else "")
-            + f": {where}"
-        )
+        what = f"Out of memory in the {_where(place, operation, slot)}"
         raise OutOfMemoryError(
             what, str(error).strip().splitlines()[0], memory_advice(place, layout)
         ) from error
+
+
+@contextmanager
+def located(place: RankCoords, operation: str, slot: int) -> Iterator[None]:
+    """Note on any error in which operation of which stage it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In the {_where(place, operation, slot)}")
+        raise
+
+
+def _where(place: RankCoords, operation: str, slot: int) -> str:
+    of_slot = f" of slot {slot}" if slot >= 0 else ""
+    unit, stage = place.unit.name, place.stage.index
+    return f"{operation}{of_slot}: unit {unit}, stage {stage}, replica {place.replica}"
 
 
 def memory_advice(place: RankCoords, layout: Layout) -> str:

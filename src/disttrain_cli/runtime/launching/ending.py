@@ -46,7 +46,9 @@ class Ending:
         known = (
             error
             if isinstance(error, DisttrainError)
-            else DisttrainError(f"{type(error).__name__}: {error}")
+            else DisttrainError(
+                f"{type(error).__name__}: {error}", "\n".join(getattr(error, "__notes__", []))
+            )
         )
         self.code = RankFailedError.exit_code if known is error else 1
         text = f"rank {self._rank} ({socket.gethostname()}): {known}\nlog: {self._log}\n"
