@@ -175,7 +175,7 @@ def _ours(
     from disttrain_cli.models.graph import describe, layer_table
     from disttrain_cli.models.layer import Batch
     from disttrain_cli.runtime.engine.assemble import build_engine
-    from disttrain_cli.runtime.engine.optimizer import set_rates
+    from disttrain_cli.runtime.engine.optimizer import set_lrs
     from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
     from disttrain_cli.spec.plan import Layout, Plan, Prediction, Search, UnitPlan
     from disttrain_cli.spec.profile import Fingerprints
@@ -251,7 +251,7 @@ def _ours(
         )
 
     def step(turn: int) -> float:
-        set_rates(engine, turn)
+        set_lrs(engine.optimizer, engine.train_spec, turn)
         engine.run_step(order, fetch)
         return engine.step_losses["text"]
 

@@ -28,19 +28,6 @@ KNOWN = {
             "disttrain_cli.analysis.what_if",
         }
     ),
-    frozenset(
-        {
-            "disttrain_cli.runtime.checkpoints",
-            "disttrain_cli.runtime.engine",
-            "disttrain_cli.runtime.launching",
-            "disttrain_cli.runtime.train",
-            "disttrain_cli.runtime.watching",
-        }
-    ),
-    frozenset({"disttrain_cli.runtime.engine.engine", "disttrain_cli.runtime.engine.optimizer"}),
-    frozenset(
-        {"disttrain_cli.runtime.watching.profiles", "disttrain_cli.runtime.watching.tracing"}
-    ),
 }
 
 

@@ -22,7 +22,7 @@ from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime.checkpoints import checkpoint
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.engine.gradients import gradient_flow
-from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_rates
+from disttrain_cli.runtime.engine.optimizer import learning_rate, parameter_groups, set_lrs
 from disttrain_cli.runtime.feeding import fetcher, to_batch
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.messages.recorder import Recorder
@@ -127,7 +127,7 @@ def ranks(payload: dict[str, Any]) -> None:
             ) as loader:
                 for step in range(case["steps"]):
                     order = loader.order(step)
-                    set_rates(engine, step)
+                    set_lrs(engine.optimizer, engine.train_spec, step)
                     engine.run_step(order, fetcher(loader, device, dtype)(order))
                     history.append([*engine.step_losses.values(), engine.grad_norm()])
             checkpoint.save(out / "checkpoints", case["steps"], {"model": "test"}, engine, keep=1)

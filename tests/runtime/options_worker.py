@@ -21,7 +21,7 @@ from disttrain_cli.models.layer import Batch
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.engine.engine import UnitEngine
 from disttrain_cli.runtime.engine.faults import NotFiniteError
-from disttrain_cli.runtime.engine.optimizer import set_rates
+from disttrain_cli.runtime.engine.optimizer import set_lrs
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.process import joined
 from disttrain_cli.runtime.watching.tracing import Tracer, wall_clock
@@ -78,7 +78,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
         fetch_of = fetcher(loader, device, message_dtype(run.file.train))
         for step in range(case["steps"]):
             order = loader.order(step)
-            set_rates(engine, step)
+            set_lrs(engine.optimizer, engine.train_spec, step)
             fetch = fetch_of(order)
             try:
                 engine.run_step(

@@ -26,7 +26,7 @@ from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.checkpoints.checkpoint import Saver
 from disttrain_cli.runtime.checkpoints.folder import made_from
 from disttrain_cli.runtime.engine.engine import UnitEngine
-from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_rates
+from disttrain_cli.runtime.engine.optimizer import learning_rate, rates, set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.launching.ending import told_at_once
 from disttrain_cli.runtime.watching.profiles import StepProfiler
@@ -116,7 +116,7 @@ def run_steps(
             if task.profiler is not None:
                 task.profiler.begin(step)
             start_ns = tracer.now()
-            set_rates(engine, step)
+            set_lrs(engine.optimizer, engine.train_spec, step)
             skipped = engine.skipped_steps
             engine.run_step(order, fetch_of(order), lambda: _told(engine, task.watch))
             if task.average is not None and engine.skipped_steps == skipped:

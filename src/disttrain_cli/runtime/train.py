@@ -17,6 +17,7 @@ from disttrain_cli.errors import MismatchError, SpecError, UsageError
 from disttrain_cli.models.architectures import read_configs
 from disttrain_cli.runtime.checkpoints.folder import latest
 from disttrain_cli.runtime.launching import launch as launching
+from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.starts import (
     Reports,
     alone,
@@ -25,7 +26,7 @@ from disttrain_cli.runtime.launching.starts import (
     run_ranks,
     step_to_resume,
 )
-from disttrain_cli.runtime.watching.supervise import merged, stop_request, supervised
+from disttrain_cli.runtime.launching.supervise import merged, stop_request, supervised
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent
@@ -52,10 +53,6 @@ class TrainResult(BaseModel):
     reference_losses: dict[str, float]
     restarts: list[str] = []  # why ranks were started again
     stopped_by: str | None = None  # which of `watch.REASONS` ended the run before its last step
-
-
-#: What the ranks run.
-TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
 
 
 def train(
@@ -184,31 +181,6 @@ def preflight(run: Run, plan: Plan, profile: Profile, *, progress: Progress = si
             progress=hear,
         )
     return told[1:]  # the first is the launcher's own
-
-
-def payload_of(
-    run: Run,
-    plan: Plan,
-    profile: Profile,
-    profile_steps: range | None = None,
-    origin: Path | None = None,
-) -> dict[str, Any]:
-    """What a rank must know, besides its start."""
-    profiled = (
-        {}
-        if profile_steps is None
-        else {"profile_steps": [profile_steps.start, profile_steps.stop]}
-    )
-    return (
-        {
-            "run": str(run.path.resolve()),
-            "plan": plan.model_dump(mode="json"),
-            "device": profile.device.kind,
-            "profile": profile.model_dump(mode="json"),
-        }
-        | profiled
-        | ({"from": str(origin)} if origin else {})
-    )
 
 
 def check_profiled(steps: range, total: int, first: int = 0) -> None:

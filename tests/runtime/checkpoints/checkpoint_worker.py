@@ -18,7 +18,7 @@ from disttrain_cli.models.graph import describe, layer_table
 from disttrain_cli.runtime.checkpoints import checkpoint, origin, storage
 from disttrain_cli.runtime.checkpoints.averaging import Average
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
-from disttrain_cli.runtime.engine.optimizer import set_rates
+from disttrain_cli.runtime.engine.optimizer import set_lrs
 from disttrain_cli.runtime.evaluation import Evaluation, world_losses
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.runtime.launching.process import joined
@@ -84,7 +84,7 @@ def _train(case: dict[str, Any], device: torch.device) -> None:
             saver.save(0)
         for step in range(first, case["last"]):
             order = loader.order(step)
-            set_rates(engine, step)
+            set_lrs(engine.optimizer, engine.train_spec, step)
             engine.run_step(order, fetcher(loader, device, dtype)(order))
             average.update()
             losses = world_losses(engine, run.file.model.loss_weights)

@@ -21,7 +21,7 @@ from disttrain_cli.runtime.engine.optimizer import (
     make_optimizer,
     parameter_groups,
     reduced_gradients,
-    set_rates,
+    set_lrs,
     sum_of_squares,
 )
 from disttrain_cli.spec.runfile import OptimizerSpec, TrainSpec
@@ -141,8 +141,7 @@ def test_modules_follow_schedules_of_their_own() -> None:
     )
     optimizer = make_optimizer([Layer("llm"), Layer("llm", "projector")], train.optimizer)
     assert optimizer is not None
-    engine = SimpleNamespace(optimizer=optimizer, train_spec=train)
-    set_rates(engine, 1)  # type: ignore[arg-type]
+    set_lrs(optimizer, train, 1)
     assert {group["module"]: group["lr"] for group in optimizer.param_groups} == {
         "llm": pytest.approx(5e-3),
         "projectors": pytest.approx(0.99),

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from disttrain_cli.errors import RankFailedError, RankLostError
+from disttrain_cli.runtime.launching import supervise
 from disttrain_cli.runtime.launching.starts import Reports
-from disttrain_cli.runtime.watching import supervise
 from disttrain_cli.runtime.watching.trackers import Tracker, figures, trackers_of
 from disttrain_cli.spec.progress import silent
 from tests.runtime.factory import write_run

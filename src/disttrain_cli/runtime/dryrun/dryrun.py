@@ -19,7 +19,7 @@ from disttrain_cli.runtime.dryrun.shim import environment
 from disttrain_cli.runtime.dryrun.stages import OrderSeen, StageSeen, distinct
 from disttrain_cli.runtime.dryrun.worst import at_work, slot_sequences, worst_slot
 from disttrain_cli.runtime.launching.launch import launch
-from disttrain_cli.runtime.train import payload_of
+from disttrain_cli.runtime.launching.payload import payload_of
 from disttrain_cli.spec.plan import Layout, Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.progress import Progress, silent

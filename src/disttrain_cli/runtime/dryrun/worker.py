@@ -48,7 +48,7 @@ from disttrain_cli.runtime.dryrun.syncs import Waits
 from disttrain_cli.runtime.dryrun.worst import sample_lengths, worst_slot, worst_step
 from disttrain_cli.runtime.engine.assemble import build_engine, message_dtype
 from disttrain_cli.runtime.engine.engine import UnitEngine
-from disttrain_cli.runtime.engine.optimizer import set_rates
+from disttrain_cli.runtime.engine.optimizer import set_lrs
 from disttrain_cli.runtime.feeding import pinned, to_batch
 from disttrain_cli.runtime.launching.process import import_muon
 from disttrain_cli.runtime.messages.hollow import alone, record_steps
@@ -174,7 +174,7 @@ def _take_steps(
         for slots in (1, seen.slots):
             order = worst_step(profile, plan.plan, slots)
             arrays = empty_inputs(order.slots[0], lengths, place.unit.name, fields)
-            set_rates(engine, 0)
+            set_lrs(engine.optimizer, engine.train_spec, 0)
             observer.peak_bytes = observer.alive_bytes
             with Waits() as waits, watched(engine, observer, waits, seen, last=slots - 1):
                 engine.run_step(order, partial(_fetch, arrays, order, dtype))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.spec.runfile import OptimizerSpec, Run, TrainSpec
-
-if TYPE_CHECKING:
-    from disttrain_cli.runtime.engine.engine import UnitEngine
 
 
 def decays(parameter: nn.Parameter) -> bool:
@@ -115,10 +112,10 @@ def beyond_schedule(run: Run, total: int) -> list[str]:
     )
 
 
-def set_rates(engine: UnitEngine, step: int) -> None:
-    """Give every parameter group of a rank its rate of a step."""
-    for group in [] if engine.optimizer is None else engine.optimizer.param_groups:
-        group["lr"] = learning_rate(engine.train_spec, group["module"], step)
+def set_lrs(optimizer: Any, spec: TrainSpec, step: int) -> None:
+    """Give every parameter group of a rank its learning rate of a step."""
+    for group in [] if optimizer is None else optimizer.param_groups:
+        group["lr"] = learning_rate(spec, group["module"], step)
 
 
 def reduced_gradients(optimizer: Any, dp: int, tp: int) -> list[tuple[str, list[Tensor], float]]:

@@ -27,7 +27,7 @@ from disttrain_cli.spec.whole import write_whole
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.watching.device_clock import DeviceClock, Mark
-    from disttrain_cli.runtime.watching.profiles import Marks
+    from disttrain_cli.runtime.watching.marks import Marks
 
 SEGMENT_ROWS = 20_000
 _NOTHING = {

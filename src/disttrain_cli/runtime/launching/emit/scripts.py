@@ -18,8 +18,8 @@ from pydantic import BaseModel
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.launching.emit.hosts import Node
+from disttrain_cli.runtime.launching.payload import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.runtime.launching.rank import JobFile
-from disttrain_cli.runtime.train import PREFLIGHT, TRAIN, payload_of
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
 from disttrain_cli.spec.rundir import stop_file, stopped_file

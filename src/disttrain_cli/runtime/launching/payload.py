@@ -1,0 +1,38 @@
+"""What ranks run, and what they are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from disttrain_cli.spec.plan import Plan
+from disttrain_cli.spec.profile import Profile
+from disttrain_cli.spec.runfile import Run
+
+#: Entry points of ranks.
+TRAIN, PREFLIGHT = "disttrain_cli.runtime.worker:main", "disttrain_cli.runtime.worker:preflight"
+
+
+def payload_of(
+    run: Run,
+    plan: Plan,
+    profile: Profile,
+    profile_steps: range | None = None,
+    origin: Path | None = None,
+) -> dict[str, Any]:
+    """What a rank must know, besides its start."""
+    profiled = (
+        {}
+        if profile_steps is None
+        else {"profile_steps": [profile_steps.start, profile_steps.stop]}
+    )
+    return (
+        {
+            "run": str(run.path.resolve()),
+            "plan": plan.model_dump(mode="json"),
+            "device": profile.device.kind,
+            "profile": profile.model_dump(mode="json"),
+        }
+        | profiled
+        | ({"from": str(origin)} if origin else {})
+    )
