@@ -104,7 +104,7 @@ def _draw(found: Format, traces: Any, rank: int | None) -> Pictures:
 
 def analyze_database(database: Database) -> Analysis:
     """The same for own traces that are open already."""
-    from disttrain_cli.analysis.own.analysis import analyze_database as analyze_own
+    from disttrain_cli.analysis.run.analysis import analyze_database as analyze_own
 
     return analyze_own(database)
 
@@ -127,4 +127,4 @@ def ask(paths: list[Path], query: str, progress: Progress = silent) -> Table:
         return run_study_sql(files, query)
     from disttrain_cli.analysis.own.asking import run_sql
 
-    return run_sql(files, query)
+    return run_sql(files, query, analyze)

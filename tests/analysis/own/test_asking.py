@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from disttrain_cli.analysis import cache
-from disttrain_cli.analysis.analyze import analyze
+from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.own import database
-from disttrain_cli.analysis.own.asking import run_sql
 from disttrain_cli.analysis.views import documented_views
 from disttrain_cli.errors import UsageError
 
@@ -20,16 +19,16 @@ COUNT = "SELECT count(*) FROM trace"
 
 def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tmp_path):
     with pytest.raises(UsageError, match="too long"):
-        run_sql([clean[0]], "SELECT * FROM range(1000000000)")
+        ask([clean[0]], "SELECT * FROM range(1000000000)")
     endless = (
         "WITH RECURSIVE r AS (SELECT 1 AS i UNION ALL SELECT i + 1 FROM r) SELECT count(*) FROM r"
     )
     code = (
         "import os, sys, signal, threading\nfrom pathlib import Path\n"
-        "from disttrain_cli.analysis.own.asking import run_sql\n"
-        "run_sql([Path(sys.argv[1])], 'SELECT 1')\n"
+        "from disttrain_cli.analysis.analyze import ask\n"
+        "ask([Path(sys.argv[1])], 'SELECT 1')\n"
         "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
-        "try:\n    run_sql([Path(sys.argv[1])], sys.argv[2])\n"
+        "try:\n    ask([Path(sys.argv[1])], sys.argv[2])\n"
         "except KeyboardInterrupt:\n    print('ended')"
     )
     done = subprocess.run(
@@ -46,28 +45,26 @@ def test_views_answer_and_every_column_is_documented(clean):
     views = documented_views("own")
     shown = "SELECT table_name FROM information_schema.tables WHERE table_schema = 'main'"
     # made when asked
-    assert {row[0] for row in run_sql([clean[0]], shown).rows} == {*views, "columns"} - {"losses"}
+    assert {row[0] for row in ask([clean[0]], shown).rows} == {*views, "columns"} - {"losses"}
     for name, view in views.items():
-        assert run_sql([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), (
-            name
-        )
-        told = run_sql(
+        assert ask([clean[0]], f"SELECT * FROM {name} LIMIT 1").columns == list(view.columns), name
+        told = ask(
             [clean[0]], f"""SELECT "column", meaning FROM columns WHERE "view" = '{name}'"""
         ).rows
         assert dict(told) == view.columns and all(view.columns.values()), name
-    assert run_sql([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
-    assert run_sql([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
+    assert ask([clean[0]], "SELECT count(*) FROM trace").rows == [(len(clean[2].rows),)]
+    assert ask([clean[0]], "WITH a AS (FROM steps) SELECT max(step) FROM a").rows == [(7,)]
 
 
 def test_what_is_inside_is_neither_found_nor_suggested(clean):
     for query in ("FROM seen", "FROM segments", "SELECT * FROM knwon", "FROM sample_segments"):
         with pytest.raises(UsageError) as refused:
-            run_sql([clean[0]], query)
+            ask([clean[0]], query)
         assert "internal" not in str(refused.value) and "operations" in str(refused.value)
 
 
 def test_messages_tell_who_sent_and_how_long_was_waited(clean):
-    rows = run_sql(
+    rows = ask(
         [clean[0]],
         "SELECT direction, sender, receiver, waited_ms, transfer_ms, sent_ns, asked_ns, "
         "received_ns FROM messages WHERE step = 3 AND slot = 1",
@@ -91,11 +88,11 @@ def test_messages_tell_who_sent_and_how_long_was_waited(clean):
 
 def test_losses_by_step_are_those_of_the_analysis(clean):
     found = analyze([clean[0]]).stragglers
-    rows = run_sql(
+    rows = ask(
         [clean[0]], "SELECT cause, avg(lost_s), avg(ideal_s) FROM Losses GROUP BY cause"
     ).rows
     assert {cause: lost for cause, lost, _ in rows} == pytest.approx(found.lost_s)
-    whole = run_sql(
+    whole = ask(
         [clean[0]],
         "SELECT step, sum(lost_s) + any_value(ideal_s) - any_value(step_s) FROM losses GROUP BY 1",
     )
@@ -151,14 +148,14 @@ def test_losses_by_step_are_those_of_the_analysis(clean):
 )
 def test_queries_read_the_trace_and_nothing_else(clean, query):
     with pytest.raises(UsageError):
-        run_sql([clean[0]], query)
+        ask([clean[0]], query)
 
 
 def test_a_query_cannot_overwrite_a_segment(clean):
     target = clean[0] / "rank-00000" / "segment-00000.parquet"
     before = target.read_bytes()
     with pytest.raises(UsageError):
-        run_sql([clean[0]], f"COPY (SELECT 1) TO '{target}'")
+        ask([clean[0]], f"COPY (SELECT 1) TO '{target}'")
     assert target.read_bytes() == before
 
 
@@ -176,15 +173,15 @@ def prepared(monkeypatch):
 
 
 def test_the_database_is_prepared_once_whatever_is_asked(run, prepared, monkeypatch):
-    rows = run_sql([run], COUNT).rows
+    rows = ask([run], COUNT).rows
     link = run.with_name("link")
     link.symlink_to(run)
     monkeypatch.chdir(run)
     assert (
-        run_sql([run / "traces" / ".."], COUNT).rows == run_sql([link], COUNT).rows == rows
+        ask([run / "traces" / ".."], COUNT).rows == ask([link], COUNT).rows == rows
         and len(prepared) == 1
     )
-    assert run_sql([run], "SELECT max(step) FROM idle").rows == [(2,)] and len(prepared) == 1
+    assert ask([run], "SELECT max(step) FROM idle").rows == [(2,)] and len(prepared) == 1
     assert (
         prepared[0].parent.parent == cache.cache_folder()
         and len(list(cache.cache_folder().glob("*"))) == 1
@@ -192,13 +189,13 @@ def test_the_database_is_prepared_once_whatever_is_asked(run, prepared, monkeypa
 
 
 def test_what_changes_or_is_damaged_is_prepared_again(run, prepared):
-    rows = run_sql([run], COUNT).rows
+    rows = ask([run], COUNT).rows
     (kept,) = cache.cache_folder().glob("*.duckdb")
     kept.write_bytes(b"damaged" * 1000)
-    assert run_sql([run], COUNT).rows == rows and len(prepared) == 2
+    assert ask([run], COUNT).rows == rows and len(prepared) == 2
     for segment in (run / "traces" / "rank-00000").iterdir():
         segment.unlink()
-    assert run_sql([run], COUNT).rows < rows and len(prepared) == 3
+    assert ask([run], COUNT).rows < rows and len(prepared) == 3
 
 
 def test_without_a_cache_folder_it_answers_and_leaves_nothing(run, monkeypatch, tmp_path):
@@ -206,14 +203,14 @@ def test_without_a_cache_folder_it_answers_and_leaves_nothing(run, monkeypatch, 
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "blocked"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    assert run_sql([run], COUNT).rows[0][0] > 0 and not list((tmp_path / "tmp").iterdir())
+    assert ask([run], COUNT).rows[0][0] > 0 and not list((tmp_path / "tmp").iterdir())
 
 
 def test_where_the_cache_cannot_be_written_memory_does(run):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as a full disk
     try:
-        rows = run_sql([run], COUNT).rows
+        rows = ask([run], COUNT).rows
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert rows == run_sql([run], COUNT).rows and len(list(cache.cache_folder().glob("*"))) == 1
+    assert rows == ask([run], COUNT).rows and len(list(cache.cache_folder().glob("*"))) == 1

@@ -9,8 +9,7 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze
-from disttrain_cli.analysis.own.asking import run_sql
+from disttrain_cli.analysis.analyze import analyze, ask
 from disttrain_cli.analysis.own.database import open_database
 from disttrain_cli.errors import DataError
 from disttrain_cli.spec.trace import LATER_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS
@@ -54,9 +53,9 @@ def test_older_traces_lack_later_columns(folder):
         )
     found = analyze([folder])
     assert not any("lacks the column" in warning for warning in found.warnings)
-    assert run_sql(
-        [folder], "SELECT count(*), count(skipped_steps), count(loss) FROM steps"
-    ).rows == [(8, 0, 8)]
+    assert ask([folder], "SELECT count(*), count(skipped_steps), count(loss) FROM steps").rows == [
+        (8, 0, 8)
+    ]
 
 
 def test_missing_ranks_steps_and_job_are_said(folder):
@@ -217,7 +216,7 @@ def test_text_only_slots_cost_nothing(tmp_path):
 
 
 def test_columns_of_steps_are_those_of_the_schema(clean):
-    assert run_sql([clean[0]], "SELECT * FROM steps").columns == list(STEP_COLUMNS)
+    assert ask([clean[0]], "SELECT * FROM steps").columns == list(STEP_COLUMNS)
 
 
 def test_no_progress_bar_is_drawn_into_what_is_printed(tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from disttrain_cli.analysis.analyze import analyze, analyze_database
-from disttrain_cli.analysis.own.asking import run_sql
+from disttrain_cli.analysis.analyze import analyze, analyze_database, ask
 from disttrain_cli.analysis.own.database import open_database
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.recorded import expected_s, recorded_pipelines
@@ -243,7 +242,7 @@ def test_data_that_moved_are_named_and_a_new_plan_advised(tmp_path, small):
     steady = tmp_path / "steady"
     simulated.write(steady, small, layout, steps=8, rehearsed=rehearsed())
     assert analyze([steady]).drift == [] and analyze([steady]).warnings == []
-    assert run_sql([steady], "SELECT count(*) FROM sizes WHERE len(images) > 0").rows[0][0] > 0
+    assert ask([steady], "SELECT count(*) FROM sizes WHERE len(images) > 0").rows[0][0] > 0
     run = tmp_path / "run" / "traces"
     simulated.write(run, small, layout, steps=8, data={0: more}, rehearsed=rehearsed())
     job = run / "job.json"  # the plan was made for the profile's own data

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from disttrain_cli.analysis.analyze import analyze
 from disttrain_cli.analysis.losses import explain, split_losses
 from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.own.suspects import own_suspects
 from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
+from disttrain_cli.analysis.remedies.suspects import own_suspects
 from disttrain_cli.analysis.replay import build_graph
 from disttrain_cli.analysis.report import tables
 from disttrain_cli.analysis.result import Remedy

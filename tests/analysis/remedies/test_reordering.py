@@ -8,9 +8,9 @@ import pytest
 
 from disttrain_cli.analysis.losses import explain
 from disttrain_cli.analysis.own.database import open_database
-from disttrain_cli.analysis.own.suspects import own_suspects
 from disttrain_cli.analysis.remedies.remedies import remedies
 from disttrain_cli.analysis.remedies.reordering import reordered_s
+from disttrain_cli.analysis.remedies.suspects import own_suspects
 from disttrain_cli.analysis.replay import build_graph
 from tests.analysis import simulated, synthetic
 from tests.planning import synthetic as planning

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from disttrain_cli.analysis.own.asking import run_sql
+from disttrain_cli.analysis.analyze import ask
 from disttrain_cli.costs.layout import amount
 from disttrain_cli.errors import MismatchError, RankFailedError, SpecError
 from disttrain_cli.models.graph import layer_table
@@ -146,7 +146,7 @@ def test_every_replica_records_what_the_profile_says_of_its_work(tmp_path: Path)
         3, abs=1.5
     )
     batch = orders.of(1)[1]
-    samples = run_sql(
+    samples = ask(
         [Path(result.run_dir)], "SELECT sample FROM samples WHERE step = 1 ORDER BY sequence, place"
     ).rows
     assert [sample for (sample,) in samples] == batch.samples.tolist()

@@ -2,8 +2,7 @@
 were made by.
 
 `database` opens them (`files` finds them, `clocks` puts the hosts' times on one clock) and
-documents the views, `asking` answers `--sql`; `analysis` asks the questions of `queries/*.sql`,
-sets prediction and measurement side by side (`operations`, `costing`, `recorded`) and has the step
-judged. `staleness` says when a plan is made for other data, `inside` opens operations by torch's
-profiles, `chrome` writes steps as Chrome/Perfetto JSON.
+documents the views, `asking` answers `--sql`; `operations`, `costing` and `recorded` set prediction
+and measurement side by side, `inside` opens operations by torch's profiles, `chrome` writes steps
+as Chrome/Perfetto JSON.
 """

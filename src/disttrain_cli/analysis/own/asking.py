@@ -9,12 +9,14 @@ files that a query can reach.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disttrain_cli.analysis.cache import program
 from disttrain_cli.analysis.formats import files_of
+from disttrain_cli.analysis.result import Analysis
 from disttrain_cli.analysis.sql import Table, answer, literals, lock, no_glob, open_cached
 from disttrain_cli.analysis.views import ask_published, documented_views
 from disttrain_cli.errors import DataError
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 _LOSSES = re.compile(r"\blosses\b", re.IGNORECASE)
 
 
-def run_sql(paths: list[Path], query: str) -> Table:
+def run_sql(paths: list[Path], query: str, analyze: Callable[[list[Path]], Analysis]) -> Table:
     """Answer one SELECT over the views; read-only, and no file but the trace can be reached.
+
+    `analyze` is asked for what every step lost, where the query names it.
 
     Raises:
         DataError: nothing can be read in `paths`.
@@ -35,7 +39,7 @@ def run_sql(paths: list[Path], query: str) -> Table:
     """
     with _open(paths) as connection:
         if _LOSSES.search(query):
-            _make_losses(connection, paths)
+            _make_losses(connection, analyze(paths))
         lock(connection)
         return answer(connection, query, partial(documented_views, "own"))
 
@@ -77,17 +81,15 @@ def _prepare(paths: list[Path], file: Path) -> None:
         connection.execute("CHECKPOINT")
 
 
-def _make_losses(connection: DuckDBPyConnection, paths: list[Path]) -> None:
-    """What every replayed step lost, of the analysis that is remembered, or made now."""
-    from disttrain_cli.analysis.analyze import analyze
-
+def _make_losses(connection: DuckDBPyConnection, analysis: Analysis) -> None:
+    """What every replayed step lost."""
     connection.execute(
         "CREATE TEMP TABLE losses (step INTEGER, cause VARCHAR, lost_s DOUBLE, ideal_s DOUBLE,"
         " step_s DOUBLE)"
     )
     rows = [
         [one.step, cause, seconds, one.ideal_s, one.step_s]
-        for one in analyze(paths).stragglers.by_step
+        for one in analysis.stragglers.by_step
         for cause, seconds in one.lost_s.items()
     ]
     if rows:

@@ -29,7 +29,6 @@ from disttrain_cli.analysis import next_commands
 from disttrain_cli.analysis.causes import SMALLEST_SHARE, Finding, Suspect, mend
 from disttrain_cli.analysis.losses import Explained, Losses
 from disttrain_cli.analysis.own.database import Database
-from disttrain_cli.analysis.own.suspects import is_update, replayed, state_of
 from disttrain_cli.analysis.remedies.reordering import reordered_s
 from disttrain_cli.analysis.remedies.replanning import replan
 from disttrain_cli.analysis.remedies.replicas import (
@@ -39,6 +38,7 @@ from disttrain_cli.analysis.remedies.replicas import (
     record_of,
     seconds_with,
 )
+from disttrain_cli.analysis.remedies.suspects import is_update, replayed, state_of
 from disttrain_cli.analysis.replay import Graph
 from disttrain_cli.analysis.result import Place, Remedy
 from disttrain_cli.analysis.walk import Floats

@@ -18,15 +18,13 @@ from disttrain_cli.analysis.losses import explain, split_losses, stragglers_of
 from disttrain_cli.analysis.own.costing import peak_of, shares_cores
 from disttrain_cli.analysis.own.database import Database
 from disttrain_cli.analysis.own.inside import inside
-from disttrain_cli.analysis.own.limits import expected_ranks, say_limits, short_ranks
 from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.rank_times import rank_summaries
-from disttrain_cli.analysis.own.staleness import moved_data, stale
-from disttrain_cli.analysis.own.suspects import is_split, own_suspects, replayed, state_of
 from disttrain_cli.analysis.remedies.ordering import best_share
 from disttrain_cli.analysis.remedies.remedies import other_layouts, remedies, with_layouts
 from disttrain_cli.analysis.remedies.replanning import can_replan
 from disttrain_cli.analysis.remedies.replicas import record_of
+from disttrain_cli.analysis.remedies.suspects import is_split, own_suspects, replayed, state_of
 from disttrain_cli.analysis.replay import Delays, Graph, build_graph
 from disttrain_cli.analysis.result import (
     Analysis,
@@ -45,6 +43,8 @@ from disttrain_cli.analysis.result import (
     WhatIf,
     moment,
 )
+from disttrain_cli.analysis.run.limits import expected_ranks, say_limits, short_ranks
+from disttrain_cli.analysis.run.staleness import moved_data, stale
 from disttrain_cli.analysis.telling import Record
 from disttrain_cli.analysis.verdict import UNEVEN, judge, rows_of, unknown
 from disttrain_cli.analysis.what_if import what_if
