@@ -16,7 +16,7 @@ from benchmarks.rehearsal import edit
 from benchmarks.strategies import disttrain
 from disttrain_cli.spec.plan import Layout, read_plan
 from disttrain_cli.spec.profile import Profile, read_profile
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from tests.analysis import simulated
 
 Row = dict[str, Any]

@@ -18,7 +18,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from disttrain_cli.spec.runfile import ModuleOptimizerSpec, NoiseSpec, RunFile
+from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.runfile.model import NoiseSpec
+from disttrain_cli.spec.runfile.train import ModuleOptimizerSpec
 from tests.models.conftest import LLAMA, UNET
 from tests.models.test_towers import TOWERS
 

@@ -25,7 +25,7 @@ from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline, Timeline
 from disttrain_cli.spec.plan import Layout, Prediction, StageTime, UnitPlan
 from disttrain_cli.spec.profile import Profile, SizeSample
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import SIZE_COLUMNS, STEP_COLUMNS, TRACE_COLUMNS, Job, Rehearsed
 from tests.analysis.synthetic import table
 

@@ -16,7 +16,7 @@ from disttrain_cli.analysis.confidence import CALIBRATION, FLOOR, calibrated, ex
 from disttrain_cli.analysis.remedies.ordering import best_share
 from disttrain_cli.analysis.result import Place
 from disttrain_cli.errors import DataError
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import Job
 from tests.analysis import simulated
 from tests.planning import synthetic as planning

@@ -16,7 +16,7 @@ from disttrain_cli.costs.hardware import (
     memory_s,
 )
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.runfile import ClusterSpec, LinkSpec
+from disttrain_cli.spec.runfile.cluster import ClusterSpec, LinkSpec
 
 AMOUNTS = st.builds(KernelWork, *[st.floats(0, 1e13)] * 4, st.integers(0, 1000))
 

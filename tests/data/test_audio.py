@@ -18,7 +18,7 @@ from disttrain_cli.data.statistics import describe_data, mean_and_max_work, size
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.index import AUDIO, IMAGE, TARGET
 from disttrain_cli.spec.inputs import AudioInput
-from disttrain_cli.spec.runfile import DistributionSpec
+from disttrain_cli.spec.runfile.data import DistributionSpec
 from tests.data.dataset import make_layout, unit
 from tests.data.test_distribution import INPUTS, make_run
 

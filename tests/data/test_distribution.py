@@ -22,7 +22,8 @@ from disttrain_cli.data.statistics import describe_data
 from disttrain_cli.errors import DataError, SpecError
 from disttrain_cli.spec.index import IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
 from disttrain_cli.spec.inputs import ImageInput, ModelInputs, TargetInput
-from disttrain_cli.spec.runfile import DistributionSpec, Run, RunFile
+from disttrain_cli.spec.runfile import Run, RunFile
+from disttrain_cli.spec.runfile.data import DistributionSpec
 from tests.data.dataset import PROPERTY, make_layout, unit
 
 NAMES = [

@@ -16,7 +16,7 @@ from disttrain_cli.models.graph import (
 )
 from disttrain_cli.models.noise import draw_noise
 from disttrain_cli.models.probe import probe_batch
-from disttrain_cli.spec.runfile import ModelSpec
+from disttrain_cli.spec.runfile.model import ModelSpec
 from tests.models.conftest import MODULES, UNET, VIT
 
 SECOND = MODULES["image_generator"] | {

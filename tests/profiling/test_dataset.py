@@ -11,7 +11,8 @@ from disttrain_cli.errors import DataError
 from disttrain_cli.models.graph import describe
 from disttrain_cli.profiling import preprocess
 from disttrain_cli.profiling.dataset import read_dataset
-from disttrain_cli.spec.runfile import DataSpec, DistributionSpec, Run
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.data import DataSpec, DistributionSpec
 from tests.profiling.test_measure import MODULES, run_file
 
 

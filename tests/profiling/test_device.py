@@ -9,7 +9,7 @@ import torch
 
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.profiling import device as room
-from disttrain_cli.spec.runfile import ClusterSpec
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from disttrain_cli.models.graph import build_layers, describe, layer_table
 from disttrain_cli.models.layer import LOSS_PREFIX
 from disttrain_cli.runtime.evaluation import Evaluation, told
 from disttrain_cli.runtime.feeding import to_batch
-from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import LossWeights
+from disttrain_cli.spec.runfile.train import EvaluationSpec
 from disttrain_cli.spec.stage_graph import RankCoords, stage_graph
 from tests.runtime.checkpoints.checkpoint_parts import alone
 from tests.runtime.factory import plan_of, unit, write_run

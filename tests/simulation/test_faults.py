@@ -12,7 +12,7 @@ from disttrain_cli.simulation.faults import check_faults, inject, slowdown
 from disttrain_cli.simulation.step import fed, pipeline_of
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.profile import PreprocessProfile, Profile
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from tests.planning import synthetic
 from tests.planning.test_predict import three
 

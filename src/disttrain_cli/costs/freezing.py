@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import PROJECTORS
+from disttrain_cli.spec.runfile.model import PROJECTORS
 
 Backward = Literal["trained", "passes", "still"]
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict
 from disttrain_cli.spec.profile import LinkProfile, LinkTimes
-from disttrain_cli.spec.runfile import ClusterSpec
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
 Precision = Literal["fp32", "bf16"]
 #: Compute capability of a device of which it is not known.

@@ -27,7 +27,7 @@ from disttrain_cli.errors import SpecError
 from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
 from disttrain_cli.spec.index import AUDIO, IMAGE, SAMPLE_SPECIALS, TARGET, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
-from disttrain_cli.spec.runfile import DistributionSpec
+from disttrain_cli.spec.runfile.data import DistributionSpec
 
 Floats = NDArray[np.float64]
 

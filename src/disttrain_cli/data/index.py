@@ -45,7 +45,8 @@ from disttrain_cli.errors import DataError, MismatchError
 from disttrain_cli.spec.index import IMAGE, INDEX_VERSION, SAMPLE_SPECIALS, TEXT
 from disttrain_cli.spec.inputs import ModelInputs
 from disttrain_cli.spec.progress import Progress, silent
-from disttrain_cli.spec.runfile import DistributionSpec, Run
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.data import DistributionSpec
 
 
 class Keys(Sequence[str]):

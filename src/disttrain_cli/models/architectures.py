@@ -26,7 +26,8 @@ from disttrain_cli.models.layer import PipelineLayer
 from disttrain_cli.models.towers import ImageLayer
 from disttrain_cli.spec.files import parse_json
 from disttrain_cli.spec.inputs import AudioInput, ImageInput, Item, TargetInput
-from disttrain_cli.spec.runfile import Kind, LossWeights, ModuleSpec, Run
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import Kind, LossWeights, ModuleSpec
 
 #: Folders of the parts of a diffusers pipeline that are modules here.
 PARTS = ("unet", "transformer")

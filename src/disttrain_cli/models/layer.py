@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from disttrain_cli.models.attention import Segments
 from disttrain_cli.models.division import Division
 from disttrain_cli.spec.inputs import Item
-from disttrain_cli.spec.runfile import PROJECTORS
+from disttrain_cli.spec.runfile.model import PROJECTORS
 
 if TYPE_CHECKING:
     from disttrain_cli.models.parallel import Group

@@ -24,7 +24,7 @@ Betas = Literal["linear", "scaled_linear", "squaredcos_cap_v2"]
 
 @dataclass(frozen=True)
 class Noise:
-    """A noise schedule; the fields are those of `spec.runfile.NoiseSpec`."""
+    """A noise schedule; the fields are those of `spec.runfile.model.NoiseSpec`."""
 
     prediction: Prediction = "epsilon"
     betas: Betas = "linear"

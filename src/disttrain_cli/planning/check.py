@@ -10,7 +10,8 @@ from disttrain_cli.errors import MismatchError, SpecError
 from disttrain_cli.spec.files import fingerprint
 from disttrain_cli.spec.plan import Plan
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import PROJECTORS, RunFile
+from disttrain_cli.spec.runfile import RunFile
+from disttrain_cli.spec.runfile.model import PROJECTORS
 
 EDIT = "Correct the plan, or plan again: disttrain plan"
 

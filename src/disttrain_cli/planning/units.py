@@ -14,7 +14,7 @@ from disttrain_cli.costs.stage import tp_degrees, unit_times
 from disttrain_cli.errors import InfeasibleError
 from disttrain_cli.spec.plan import Layout
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import MONOLITH
+from disttrain_cli.spec.runfile.model import MONOLITH
 from disttrain_cli.spec.stage_graph import in_line, neighbours
 
 Floats = NDArray[np.float64]

@@ -44,7 +44,8 @@ from disttrain_cli.profiling.versions import library_versions
 from disttrain_cli.spec.inputs import Item, ModelInputs
 from disttrain_cli.spec.profile import DeviceProfile, Fingerprints, Profile
 from disttrain_cli.spec.progress import Progress, silent
-from disttrain_cli.spec.runfile import ClusterSpec, Run
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 from disttrain_cli.spec.work import Work
 
 #: Bytes that an AdamW step moves per parameter: fp32 weight and two moments both ways, gradient;

@@ -25,7 +25,7 @@ from disttrain_cli.spec.profile import (
     Pass,
     Polynomial,
 )
-from disttrain_cli.spec.runfile import Kind
+from disttrain_cli.spec.runfile.model import Kind
 from disttrain_cli.spec.work import Work
 
 NOTHING = Polynomial()

@@ -19,7 +19,7 @@ import torch
 from disttrain_cli.costs.hardware import Precision, catalogue, lookup
 from disttrain_cli.errors import DisttrainError
 from disttrain_cli.spec.profile import DeviceProfile
-from disttrain_cli.spec.runfile import ClusterSpec
+from disttrain_cli.spec.runfile.cluster import ClusterSpec
 
 GIB = float(1 << 30)
 GEMM_SIDES = (128, 1024)  # smallest and largest

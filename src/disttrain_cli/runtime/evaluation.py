@@ -16,7 +16,9 @@ from disttrain_cli.data.loader import Loader
 from disttrain_cli.data.ordering.orders import Orders
 from disttrain_cli.runtime.feeding import fetcher
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.runfile import EvaluationSpec, LossWeights, Run
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import LossWeights
+from disttrain_cli.spec.runfile.train import EvaluationSpec
 from disttrain_cli.spec.stage_graph import RankCoords
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from disttrain_cli.costs.preparing import item_s
 from disttrain_cli.errors import SpecError
 from disttrain_cli.simulation.timeline import Pipeline
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 
 EDIT = "Correct it in the run file."
 

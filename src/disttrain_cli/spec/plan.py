@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 
 from disttrain_cli.spec.files import Strict, parse_yaml, validate
 from disttrain_cli.spec.profile import Fingerprints
-from disttrain_cli.spec.runfile import MOST_GPUS, MOST_SEQUENCES, UNIT_NAME
+from disttrain_cli.spec.runfile.bounds import MOST_GPUS, MOST_SEQUENCES
+from disttrain_cli.spec.runfile.model import UNIT_NAME
 from disttrain_cli.spec.whole import keep_before, write_whole
 
 Strategy = Literal["disaggregated", "megatron", "distmm", "paper"]

@@ -27,7 +27,7 @@ from pydantic import Field
 from disttrain_cli.spec.files import Strict, parse_json, validate
 from disttrain_cli.spec.plan import Layout, Prediction
 from disttrain_cli.spec.profile import Profile
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 
 # Operations of a row. `receive_*` lasts from asking to having, waiting included; `wait` is the time
 # until earlier sends have left; `load` is the wait for data; forward and backward have one row per

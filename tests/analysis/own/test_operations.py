@@ -11,7 +11,7 @@ from disttrain_cli.analysis.own.operations import compare_operations
 from disttrain_cli.analysis.own.recorded import expected_s, recorded_pipelines
 from disttrain_cli.costs.flops import module_flops
 from disttrain_cli.spec.profile import SizeSample
-from disttrain_cli.spec.runfile import FaultSpec
+from disttrain_cli.spec.runfile.rehearse import FaultSpec
 from disttrain_cli.spec.trace import Rehearsed
 from disttrain_cli.spec.work import Work
 from tests.analysis import simulated, synthetic

@@ -10,7 +10,7 @@ import torch
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.runtime.checkpoints.averaging import Average
-from disttrain_cli.spec.runfile import EmaSpec
+from disttrain_cli.spec.runfile.train import EmaSpec
 from tests.runtime.checkpoints.checkpoint_parts import engine_of
 from tests.runtime.factory import write_run
 

@@ -25,7 +25,7 @@ from disttrain_cli.runtime.checkpoints.folder import (
     partial,
 )
 from disttrain_cli.runtime.checkpoints.owning import allocate_moments, staged, weights
-from disttrain_cli.spec.runfile import EmaSpec
+from disttrain_cli.spec.runfile.train import EmaSpec
 from tests.runtime.checkpoints.checkpoint_parts import SHAPES, alone, engine_of
 
 HERE = {"model": "m", "dataset": "d", "seed": 0, "global_batch_size": 6}

@@ -212,7 +212,8 @@ def slot(path: str, bf16: bool, recompute: bool) -> list[list[Any]]:
     from disttrain_cli.runtime.dryrun.syncs import Waits
     from disttrain_cli.runtime.engine.faults import Sums
     from disttrain_cli.runtime.engine.stage import StageRunner, build_segments
-    from disttrain_cli.spec.runfile import PROJECTORS, read_run
+    from disttrain_cli.spec.runfile import read_run
+    from disttrain_cli.spec.runfile.model import PROJECTORS
 
     run, cuda = read_run(Path(path)), torch.device("cuda")
     with unset_fake_temporarily():

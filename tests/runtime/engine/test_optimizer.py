@@ -24,7 +24,7 @@ from disttrain_cli.runtime.engine.optimizer import (
     set_lrs,
     sum_of_squares,
 )
-from disttrain_cli.spec.runfile import OptimizerSpec, TrainSpec
+from disttrain_cli.spec.runfile.train import OptimizerSpec, TrainSpec
 
 
 class Layer(PipelineLayer):

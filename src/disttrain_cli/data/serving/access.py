@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disttrain_cli.errors import SpecError
-from disttrain_cli.spec.runfile import WORKER_SCHEMES, Run, worker_host
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.preprocess import WORKER_SCHEMES, worker_host
 
 PLAIN, TLS = WORKER_SCHEMES
 HEADER = "authorization"

@@ -12,7 +12,7 @@ from typing import Any
 
 from disttrain_cli.errors import SpecError
 from disttrain_cli.models.noise import Noise
-from disttrain_cli.spec.runfile import ModuleSpec
+from disttrain_cli.spec.runfile.model import ModuleSpec
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from disttrain_cli.models.configs.checks import check_widths, refuse_dropout, wrong
-from disttrain_cli.spec.runfile import ModuleSpec
+from disttrain_cli.spec.runfile.model import ModuleSpec
 
 #: How transformers' file of each family calls its classes.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}

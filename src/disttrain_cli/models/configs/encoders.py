@@ -11,7 +11,7 @@ from disttrain_cli.models.configs.checks import (
     wrong,
     wrong_field,
 )
-from disttrain_cli.spec.runfile import ModuleSpec
+from disttrain_cli.spec.runfile.model import ModuleSpec
 
 
 def check_vit(name: str, spec: ModuleSpec, config: Any) -> None:

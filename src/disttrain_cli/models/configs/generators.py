@@ -19,7 +19,7 @@ from disttrain_cli.models.configs.checks import (
     wrong,
 )
 from disttrain_cli.models.noise import Noise
-from disttrain_cli.spec.runfile import ModuleSpec, NoiseSpec
+from disttrain_cli.spec.runfile.model import ModuleSpec, NoiseSpec
 
 _UNET_BLOCKS = {
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),

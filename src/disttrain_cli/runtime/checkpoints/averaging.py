@@ -18,7 +18,7 @@ from disttrain_cli.runtime.checkpoints.owning import Part, parts_of, weights
 
 if TYPE_CHECKING:
     from disttrain_cli.runtime.engine.engine import UnitEngine
-    from disttrain_cli.spec.runfile import EmaSpec
+    from disttrain_cli.spec.runfile.train import EmaSpec
 
 
 class Average:

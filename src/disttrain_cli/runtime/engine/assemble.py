@@ -25,7 +25,9 @@ from disttrain_cli.runtime.units.communicators import Ways
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout, Plan
-from disttrain_cli.spec.runfile import PROJECTORS, Run, TrainSpec
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.model import PROJECTORS
+from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords, Stage, StageGraph
 
 

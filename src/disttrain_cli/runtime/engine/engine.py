@@ -44,7 +44,7 @@ from disttrain_cli.runtime.units.broker import Broker, Brokers
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.watching.tracing import Tracer
 from disttrain_cli.spec.plan import Layout
-from disttrain_cli.spec.runfile import TrainSpec
+from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords
 
 

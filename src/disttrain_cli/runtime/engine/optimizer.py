@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from disttrain_cli.models.division import shard_of, whole_shape
 from disttrain_cli.models.layer import PipelineLayer
-from disttrain_cli.spec.runfile import OptimizerSpec, Run, TrainSpec
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.train import OptimizerSpec, TrainSpec
 
 
 def decays(parameter: nn.Parameter) -> bool:

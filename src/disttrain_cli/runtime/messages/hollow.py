@@ -30,7 +30,8 @@ from disttrain_cli.runtime.units.broker import Broker, together
 from disttrain_cli.runtime.units.grid import UnitGrid
 from disttrain_cli.runtime.units.routes import local_rows
 from disttrain_cli.runtime.watching.tracing import Tracer
-from disttrain_cli.spec.runfile import Run, TrainSpec
+from disttrain_cli.spec.runfile import Run
+from disttrain_cli.spec.runfile.train import TrainSpec
 from disttrain_cli.spec.stage_graph import RankCoords, StageGraph
 
 #: Where tensors have a shape and nothing else.

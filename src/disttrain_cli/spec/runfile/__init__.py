@@ -1,0 +1,154 @@
+"""The run file `disttrain.yaml`: everything a user decides about a run, with one sentence and a
+unit per field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from disttrain_cli.spec.files import Strict, fingerprint, parse_yaml, validate
+from disttrain_cli.spec.rundir import RunDir
+from disttrain_cli.spec.runfile.cluster import LAUNCHING, ClusterSpec
+from disttrain_cli.spec.runfile.data import DataSpec
+from disttrain_cli.spec.runfile.model import MONOLITH, PROJECTORS, ModelSpec
+from disttrain_cli.spec.runfile.preprocess import PreprocessSpec
+from disttrain_cli.spec.runfile.rehearse import RehearseSpec
+from disttrain_cli.spec.runfile.samples import SampleSpec
+from disttrain_cli.spec.runfile.train import TrainSpec
+
+
+class RunFile(Strict):
+    """The whole run file."""
+
+    version: Literal[1] = 1
+    name: str = Field(
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run's folder under runs/, of at most 100 characters.",
+    )
+    model: ModelSpec
+    data: DataSpec
+    cluster: ClusterSpec = Field(default_factory=ClusterSpec)
+    train: TrainSpec
+    preprocess: PreprocessSpec = Field(default_factory=PreprocessSpec)
+    samples: SampleSpec = Field(default_factory=SampleSpec)
+    rehearse: RehearseSpec = Field(default_factory=RehearseSpec)
+
+    @model_validator(mode="after")
+    def _known_optimizer_modules(self) -> RunFile:
+        allowed = [*self.model.modules, PROJECTORS]
+        unknown = [name for name in self.train.optimizer.modules if name not in allowed]
+        if unknown:
+            raise ValueError(
+                f"train.optimizer.modules: no such module: {', '.join(unknown)}; allowed:"
+                f" {', '.join(allowed)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _known_units(self) -> RunFile:
+        allowed = [*self.model.modules, MONOLITH]
+        unknown = [fault.unit for fault in self.rehearse.faults if fault.unit not in allowed]
+        if unknown:
+            raise ValueError(
+                f"rehearse.faults: no plan has such a unit: {', '.join(unknown)}; allowed: "
+                f"{', '.join(allowed)}, which holds every module"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _averaged_and_evaluated(self) -> RunFile:
+        unknown = (
+            [name for name in self.train.ema.modules if name not in self.model.modules]
+            if self.train.ema
+            else []
+        )
+        if unknown:
+            raise ValueError(
+                f"train.ema.modules: no such module: {', '.join(unknown)}; allowed: "
+                f"{', '.join(self.model.modules)}"
+            )
+        if self.train.evaluation and not self.data.held_out:
+            raise ValueError(
+                "train.evaluation needs data.held_out: the share of the samples to evaluate on"
+            )
+        return self
+
+    #: Sizes in bytes of the weight files that modules start from, by module and file; set where
+    #: the file is read.
+    _weights: dict[str, dict[str, int]] = PrivateAttr(default_factory=dict)
+
+    def model_fingerprint(self) -> str:
+        """Changes when a checkpoint or a profile of the model would no longer fit, or it starts
+        from other weights."""
+        return fingerprint(
+            {
+                "modules": {n: m.model_dump(mode="json") for n, m in self.model.modules.items()},
+                **({"weights": self._weights} if self._weights else {}),
+                "projector_hidden": self.model.projector_hidden,
+                "sequence_length": self.data.sequence_length,
+                "max_image_pixels": self.data.max_image_pixels,
+                "precision": self.train.precision,
+            }
+        )
+
+    def cluster_fingerprint(self) -> str:
+        """Changes when a plan was made for other machines; how ranks are started there does not
+        matter."""
+        return fingerprint(self.cluster.model_dump(mode="json", exclude=set(LAUNCHING)))
+
+
+class Run(Strict):
+    """A run file with the place it was read from."""
+
+    path: Path
+    file: RunFile
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run file; relative paths in it start here."""
+        return self.path.resolve().parent
+
+    @property
+    def dir(self) -> RunDir:
+        """The run's own folder."""
+        return RunDir(self.folder / "runs" / self.file.name)
+
+    def resolve(self, path: str) -> Path:
+        """A path of the run file as an absolute one."""
+        return (self.folder / path).resolve()
+
+
+def read_run(path: Path) -> Run:
+    """Read and check a run file.
+
+    Raises:
+        SpecError: it is missing, not YAML, or has wrong fields (each named by its path).
+    """
+    value = parse_yaml(
+        path, "run file", "Write one with: disttrain init DIR --preset tiny --sample-data"
+    )
+    run = Run(path=path, file=validate(RunFile, value, path, "run file"))
+    run.file._weights.update(_weight_files(run))
+    return run
+
+
+def _weight_files(run: Run) -> dict[str, dict[str, int]]:
+    """Names and sizes of the weight files that modules start from."""
+    found = {}
+    for name, spec in run.file.model.modules.items():
+        folders = [
+            run.resolve(given)
+            for given in (spec.folder, spec.vae_folder)
+            if given and spec.pretrained
+        ]
+        files = {
+            f"{folder.name}/{path.name}": path.stat().st_size
+            for folder in folders
+            for path in sorted(folder.glob("*.safetensors"))
+        }
+        if files:
+            found[name] = files
+    return found

@@ -1,0 +1,149 @@
+"""`cluster`: the machines, their links, and how ranks are started on them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.runfile.bounds import MOST_GPUS
+
+#: A value that Slurm reads: no blanks, quotes or other signs that a shell or sbatch would take
+#: apart.
+SLURM_WORD = r"^[A-Za-z0-9_.,:@%/+\[\]-]+$"
+#: Fields of `cluster` that say how ranks are started, and not what they run on.
+LAUNCHING = frozenset({"cpu_nodes", "node_cores", "hostfile", "port", "interface", "slurm"})
+
+
+class LinkSpec(Strict):
+    """Published bandwidths of one GPU's links, one direction; needed for devices that cannot be
+    measured here."""
+
+    intra_node_gbps: float | None = Field(
+        None, ge=1e-3, le=1e6, description="NVLink or the like; the catalogue's if not given."
+    )
+    inter_node_gbps: float = Field(
+        100.0,
+        ge=1e-3,
+        le=1e6,
+        description="Network of one GPU: a node's network bandwidth over its GPUs.",
+    )
+
+
+class SlurmSpec(Strict):
+    """What `disttrain train --emit slurm` asks Slurm for."""
+
+    partition: str | None = Field(
+        None, pattern=SLURM_WORD, description="Partition of the GPU nodes."
+    )
+    cpu_partition: str | None = Field(
+        None,
+        pattern=SLURM_WORD,
+        description="Partition of the preprocessing nodes; that of the GPU nodes if not given.",
+    )
+    account: str | None = Field(None, pattern=SLURM_WORD, description="Account that pays.")
+    qos: str | None = Field(None, pattern=SLURM_WORD, description="Quality of service.")
+    time: str | None = Field(
+        None,
+        pattern=r"^(\d+-)?\d+(:\d{2}){0,2}$",
+        description="Time limit as Slurm reads it, such as 1-12:00:00.",
+    )
+    signal_s: int = Field(
+        300,
+        ge=10,
+        le=86_400,
+        description=(
+            "Seconds before the time limit at which the job saves, ends and is queued again."
+        ),
+    )
+    options: list[Annotated[str, Field(pattern=rf"^--[a-z][a-z-]*(={SLURM_WORD[1:-1]})?$")]] = (
+        Field(
+            default_factory=list,
+            description="More options of sbatch for the GPU nodes, such as --exclusive.",
+        )
+    )
+    setup: str | None = Field(
+        None,
+        description=(
+            "Shell script, relative to the run file, that is sourced first: modules, environments."
+        ),
+    )
+
+
+class ClusterSpec(Strict):
+    """The machines."""
+
+    nodes: int = Field(1, ge=1, le=MOST_GPUS)
+    gpus_per_node: int = Field(
+        8, ge=1, le=1024, description="Devices of one node; on a CPU, processes."
+    )
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda|analytic:[A-Za-z0-9._-]+)$",
+        description=(
+            "auto, cpu, cuda, or analytic:NAME for a device of the hardware catalogue that is not"
+            " here."
+        ),
+    )
+    memory_gib: float | None = Field(
+        None, ge=1e-3, le=1e6, description="Memory of one device; measured when not given."
+    )
+    peak_tflops: float | None = Field(
+        None,
+        ge=1e-3,
+        le=1e6,
+        description="Dense peak of one device; needed when the device is not in the catalogue.",
+    )
+    links: LinkSpec = Field(default_factory=LinkSpec)
+    node_cores: int | None = Field(
+        None,
+        ge=1,
+        le=MOST_GPUS,
+        description=(
+            "Cores of one GPU node; a rank of --emit slurm gets its device's share "
+            "of them, or as many as it needs if not given."
+        ),
+    )
+    cpu_node_cores: int = Field(
+        64, ge=1, le=MOST_GPUS, description="Cores of one preprocessing node."
+    )
+    cpu_nodes: int = Field(
+        0, ge=0, le=MOST_GPUS, description="Preprocessing nodes that --emit slurm asks for."
+    )
+    hostfile: str | None = Field(
+        None,
+        description=(
+            "DeepSpeed hostfile (lines such as 'worker-1 slots=8'), relative to the run file: the"
+            " hosts of --emit torchrun."
+        ),
+    )
+    port: int = Field(
+        29500,
+        ge=1,
+        le=65535,
+        description="Port on the first host at which the ranks of several find each other.",
+    )
+    interface: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9_.=^,-]+$",
+        description=(
+            "Network interface of NCCL and gloo between hosts; they "
+            "choose one themselves if not given."
+        ),
+    )
+    slurm: SlurmSpec = Field(default_factory=SlurmSpec)
+
+    @model_validator(mode="after")
+    def _most_gpus(self) -> ClusterSpec:
+        if self.gpus > MOST_GPUS:
+            raise ValueError(
+                f"nodes × gpus_per_node = {self.nodes:,} × {self.gpus_per_node:,} = {self.gpus:,} "
+                f"devices; allowed: {MOST_GPUS:,}"
+            )
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.gpus_per_node

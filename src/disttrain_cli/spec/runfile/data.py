@@ -1,0 +1,116 @@
+"""`data`: where samples are, or what they would be like, and how they become sequences."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.runfile.bounds import MOST_DRAWN
+
+
+class SourceSpec(Strict):
+    """One dataset."""
+
+    path: str = Field(
+        description=(
+            "Folder or file of shards (tars, Parquet, Arrow, or LLaVA's JSON), relative to the run"
+            " file, or a URL that fsspec opens (s3://, https://, …)."
+        )
+    )
+    images: str | None = Field(
+        None,
+        description=(
+            "Folder of the images that a LLaVA JSON names; the JSON's own folder if not given."
+        ),
+    )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description=(
+            "How often its samples are drawn, relative to the other sources (1 = once per epoch)."
+        ),
+    )
+
+
+class DistributionSpec(Strict):
+    """A named distribution of sizes that stands in for a dataset: to plan for data that nobody has
+    here."""
+
+    name: str = Field("laion-like", description="File of templates/distributions/.")
+    images_per_sequence: float = Field(
+        8.0, ge=0, le=1e6, description="Mean images read per packed sequence."
+    )
+    generated_per_sequence: float = Field(
+        8.0, ge=0, le=1e6, description="Mean images generated per packed sequence."
+    )
+    clips_per_sequence: float = Field(
+        0.0, ge=0, le=1e6, description="Mean audio clips heard per packed sequence."
+    )
+    min_side_px: int = Field(
+        0, ge=0, le=10_000, description="Smaller images are not used (shorter side in pixels)."
+    )
+    sequences: int = Field(
+        4096, ge=1, le=100_000, description="Packed sequences drawn; together they are one epoch."
+    )
+
+    @model_validator(mode="after")
+    def _drawn(self) -> DistributionSpec:
+        each = self.images_per_sequence + self.generated_per_sequence + self.clips_per_sequence
+        if each * self.sequences > MOST_DRAWN:
+            raise ValueError(
+                f"{each:g} images and clips × {self.sequences:,} sequences are more than are drawn;"
+                f" allowed: {MOST_DRAWN:,}"
+            )
+        return self
+
+
+class DataSpec(Strict):
+    """What is trained on and how it is cut into sequences."""
+
+    sources: list[SourceSpec] = Field(default_factory=list)
+    distribution: DistributionSpec | None = Field(
+        None,
+        description=(
+            "Instead of sources: sizes drawn from a named distribution; plans only, no training."
+        ),
+    )
+    tokenizer: str = Field(
+        "bytes",
+        description=(
+            "'bytes', a local Hugging Face tokenizer folder, or the name of one on Hugging Face."
+        ),
+    )
+    sequence_length: int = Field(
+        8192, ge=16, le=2**20, description="Tokens of one packed sequence."
+    )
+    max_image_pixels: int = Field(
+        1048576,
+        ge=64,
+        le=100_000_000,
+        description="Pixels of one image read; larger ones are scaled down to it.",
+    )
+    held_out: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description=(
+            "Share of the samples that are never trained on, for train.evaluation; chosen by "
+            "their keys."
+        ),
+    )
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="Share of samples that may be broken before the run stops."
+    )
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> DataSpec:
+        if bool(self.sources) == (self.distribution is not None):
+            raise ValueError(
+                "give either sources (a dataset) or distribution (sizes that stand in for one)"
+            )
+        if self.held_out and self.distribution is not None:
+            raise ValueError(
+                "held_out belongs to sources: a distribution has no samples to evaluate on"
+            )
+        return self

@@ -1,0 +1,246 @@
+"""`model`: modules, how they are joined, what is trained, and how losses weigh."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+
+Kind = Literal["encoder", "llm", "generator"]
+PROJECTORS = "projectors"
+UNIT_NAME = r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$"
+MONOLITH = "model"  # the unit that holds every module
+KIND_ORDER: tuple[Kind, ...] = ("encoder", "llm", "generator")
+
+
+class NoiseSpec(Strict):
+    """How an image becomes noise while training, and what the generator predicts; none = as the
+    folder says.
+
+    Without a folder: 1,000 timesteps, beta linear from 0.0001 to 0.02, the noise is predicted
+    (DDPM).
+    """
+
+    prediction: Literal["epsilon", "v_prediction", "flow"] | None = Field(
+        None,
+        description=(
+            "What is predicted: the noise, the velocity, or the rectified flow from image to noise."
+        ),
+    )
+    betas: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] | None = Field(
+        None,
+        description=(
+            "Schedule of the noise's variance (diffusers' beta_schedule); flow: does not matter."
+        ),
+    )
+    beta_start: float | None = Field(None, gt=0, lt=1)
+    beta_end: float | None = Field(None, gt=0, lt=1)
+    timesteps: int | None = Field(
+        None, ge=1, le=100_000, description="Timesteps from image to noise."
+    )
+
+
+class ModuleSpec(Strict):
+    """One module of the model."""
+
+    kind: Kind = Field(description="Where the module stands: before the LLM, the LLM, or after it.")
+    architecture: str | None = Field(
+        None,
+        description=(
+            "Architecture by name, as in the model_type of a config.json: vit, clip_vision_model,"
+            " siglip_vision_model, qwen2_5_vl_vision, whisper; llama, mistral, qwen2, qwen3;"
+            " unet2d_condition, pixart."
+        ),
+    )
+    folder: str | None = Field(
+        None,
+        description=(
+            "Local folder with a Hugging Face config.json, instead of a name; where it holds"
+            " weights (safetensors), training starts from them."
+        ),
+    )
+    pretrained: bool = Field(
+        True,
+        description=(
+            "Whether training starts from the weights that the folders hold; if not, from random"
+            " ones."
+        ),
+    )
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="Fields of the architecture's configuration class."
+    )
+    merge: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description=(
+            "Encoders: what one LLM token stands for: patches per side of a square of the "
+            "image, or positions of the audio."
+        ),
+    )
+    feature_layer: int | None = Field(
+        None,
+        ge=-1024,
+        le=-1,
+        description=(
+            "Image encoders: the block whose output the LLM reads, from the end (-2: the last but"
+            " one, as LLaVA reads CLIP), without the final norm; the blocks after it are not built."
+            " None: the last, normed."
+        ),
+    )
+    image_size: int | None = Field(
+        None, ge=8, le=4096, description="Generators: side of a generated image in pixels."
+    )
+    context_tokens: int = Field(
+        8,
+        ge=1,
+        le=65_536,
+        description="Generators: LLM positions that condition one generated image.",
+    )
+    vae: dict[str, Any] | None = Field(
+        None,
+        description=(
+            "Generators: fields of diffusers' AutoencoderKL, in whose latent space images are"
+            " denoised; it is frozen and encodes target images on the generator's first stage."
+        ),
+    )
+    vae_folder: str | None = Field(
+        None,
+        description=(
+            "Generators: local folder of a diffusers AutoencoderKL with its weights; fields of vae"
+            " are put over those of its config.json."
+        ),
+    )
+    noise: NoiseSpec | None = Field(
+        None,
+        description=(
+            "Generators: how images are made noisy, over what a scheduler_config.json in the"
+            " folder, or in a folder scheduler beside it, says."
+        ),
+    )
+    cached_latents: bool = Field(
+        False,
+        description=(
+            "Generators with a vae: latents were prepared beforehand, so that the vae does not run."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModuleSpec:
+        if (self.architecture is None) == (self.folder is None):
+            raise ValueError(
+                "give either architecture (a name) or folder (with config.json), not both"
+            )
+        if (self.kind == "generator") != (self.image_size is not None):
+            raise ValueError("image_size belongs to generators, and every generator needs it")
+        if self.feature_layer is not None and self.kind != "encoder":
+            raise ValueError("feature_layer belongs to image encoders")
+        for field in ("vae", "vae_folder", "noise"):
+            if getattr(self, field) is not None and self.kind != "generator":
+                raise ValueError(f"{field} belongs to generators")
+        if self.cached_latents and self.vae is None and self.vae_folder is None:
+            raise ValueError("cached_latents needs a vae, whose latents they are")
+        return self
+
+
+class LossWeights(Strict):
+    """Weight of each loss in the sum that is trained."""
+
+    text: float = Field(1.0, ge=0, le=1e6)
+    image: float = Field(1.0, ge=0, le=1e6)
+    modules: dict[str, Annotated[float, Field(ge=0, le=1e6)]] = Field(
+        default_factory=dict, description="Other weights than image of some generators, by module."
+    )
+
+    def of(self, generator: str) -> float:
+        """Weight of a generator's loss."""
+        return self.modules.get(generator, self.image)
+
+
+class ModelSpec(Strict):
+    """The multimodal model: modules by name, joined by projectors."""
+
+    modules: dict[str, ModuleSpec] = Field(description="Modules by name, in any order.")
+    projector_hidden: int | None = Field(
+        None,
+        ge=1,
+        le=2**20,
+        description="Hidden width of the two-layer projectors; the LLM's width if not given.",
+    )
+    loss_weights: LossWeights = Field(default_factory=LossWeights)
+    trained: list[str] | None = Field(
+        None,
+        description=(
+            "Modules whose weights are trained, and 'projectors' for the layers that join modules; "
+            "all of them if not given. The others are frozen."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _names(self) -> ModelSpec:
+        for name in self.modules:
+            if name == PROJECTORS or not re.match(UNIT_NAME, name):
+                raise ValueError(
+                    f"modules: {name!r} is no name for a module; allowed: at most 64 letters,"
+                    f" digits, _, + and -, a letter or digit first, and not {PROJECTORS!r} (the"
+                    " layers between)"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _known_trained(self) -> ModelSpec:
+        allowed = [*self.modules, PROJECTORS]
+        unknown = [name for name in self.trained or [] if name not in allowed]
+        if unknown:
+            raise ValueError(
+                f"trained: no such module: {', '.join(unknown)}; allowed: {', '.join(allowed)}"
+            )
+        if self.trained == []:
+            raise ValueError("trained: at least one of " + ", ".join(allowed))
+        return self
+
+    @model_validator(mode="after")
+    def _one_llm(self) -> ModelSpec:
+        if len(self.named("llm")) != 1:
+            raise ValueError(
+                f"modules must hold exactly one module of kind llm; given: {len(self.named('llm'))}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _generators_agree(self) -> ModelSpec:
+        generators = self.named("generator")
+        lengths = {name: self.modules[name].context_tokens for name in generators}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                "generators read the same LLM positions, so that context_tokens must be equal;"
+                " given: " + ", ".join(f"{name} {length}" for name, length in lengths.items())
+            )
+        unknown = [name for name in self.loss_weights.modules if name not in generators]
+        if unknown:
+            raise ValueError(
+                f"loss_weights.modules: no such generator: {', '.join(unknown)}; allowed: "
+                f"{', '.join(generators) or 'none'}"
+            )
+        return self
+
+    @property
+    def trained_names(self) -> list[str]:
+        """Under which names weights are trained: modules in pipeline order, and "projectors"."""
+        return [
+            name
+            for name in (*self.order, PROJECTORS)
+            if self.trained is None or name in self.trained
+        ]
+
+    def named(self, kind: str) -> list[str]:
+        """Names of the modules of a kind."""
+        return [name for name, module in self.modules.items() if module.kind == kind]
+
+    @property
+    def order(self) -> list[str]:
+        """Module names in pipeline order: encoders, the LLM, generators."""
+        return [name for kind in KIND_ORDER for name in self.named(kind)]

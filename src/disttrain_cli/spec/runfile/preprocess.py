@@ -1,0 +1,72 @@
+"""`preprocess`: who prepares data, and how ranks reach them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.runfile.bounds import MOST_S
+
+WORKER_SCHEMES = ("grpc", "grpc+tls")
+
+
+def worker_host(address: str) -> tuple[str, str]:
+    """Scheme and host of a worker's address; raises ValueError where it is none."""
+    url = urlsplit(address)
+    if url.scheme not in WORKER_SCHEMES or not url.hostname or not url.port:
+        allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in WORKER_SCHEMES)
+        raise ValueError(f"not the address of a worker; allowed: {allowed}")
+    return url.scheme, url.hostname
+
+
+def _address(address: str) -> str:
+    worker_host(address)
+    return address
+
+
+class PreprocessSpec(Strict):
+    """How pixels are prepared: in every rank, or by workers on CPU nodes (`disttrain data
+    serve`)."""
+
+    workers: int = Field(
+        1, ge=1, le=1024, description="Decoding threads per rank that loads images, or per worker."
+    )
+    prefetch_slots: int = Field(
+        2, ge=1, le=1024, description="Slots prepared ahead of the training step, per rank."
+    )
+    addresses: list[Annotated[str, AfterValidator(_address)]] = Field(
+        default_factory=list,
+        description=(
+            "Preprocessing workers that ranks pull from, as grpc://HOST:PORT or "
+            "grpc+tls://HOST:PORT; none: ranks prepare their data themselves."
+        ),
+    )
+    tls_ca: str | None = Field(
+        None,
+        description="File of the certificate (PEM) that those of the workers must be signed by.",
+    )
+    token_file: str | None = Field(
+        None,
+        description=(
+            "File of the secret that ranks and workers share; needed for workers beyond loopback."
+        ),
+    )
+    tls_cert: str | None = Field(
+        None,
+        description=(
+            "Certificate (PEM) of the preprocessing nodes that --emit slurm starts; {host} stands"
+            " for the node's name."
+        ),
+    )
+    tls_key: str | None = Field(
+        None, description="Its private key (PEM); {host} stands for the node's name."
+    )
+    wait_s: float = Field(
+        300.0,
+        ge=1e-3,
+        le=MOST_S,
+        description="Longest wait for a worker when none answers, before training stops.",
+    )

@@ -1,0 +1,80 @@
+"""`rehearse`: emulated devices, their noise and their faults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.runfile.bounds import MOST_GPUS, MOST_STEPS
+from disttrain_cli.spec.runfile.data import DistributionSpec
+
+
+class FaultSpec(Strict):
+    """Something that a rehearsal makes slower than the profile says."""
+
+    slow: Literal["rank", "stage", "link", "worker", "host"] = Field(
+        description=(
+            "rank: one replica of a stage computes slower; stage: all of them do; link: what leaves"
+            " the stage, and its gradients, takes longer; worker: the data of a unit's replicas"
+            " take longer to prepare; host: one replica of a stage begins its operations late, so"
+            " that they take longer with the wait."
+        )
+    )
+    unit: str = Field(description="Unit of the plan.")
+    stage: int = Field(
+        0, ge=0, le=MOST_GPUS, description="Stage of the unit; worker: does not matter."
+    )
+    replica: int | None = Field(
+        None,
+        ge=0,
+        le=MOST_GPUS,
+        description="rank, host, worker: the replica; none: all workers of it.",
+    )
+    factor: float = Field(ge=1e-3, le=1e6, description="Times as long.")
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> FaultSpec:
+        if self.slow in ("rank", "host") and self.replica is None:
+            raise ValueError(
+                f"a slow {self.slow} needs replica: the number of the replica of its stage"
+            )
+        if self.slow in ("stage", "link") and self.replica is not None:
+            raise ValueError(f"a slow {self.slow} has no replica: it is all of them")
+        return self
+
+
+class RehearseSpec(Strict):
+    """How `disttrain train --rehearse` stands in for the cluster."""
+
+    steps: int = Field(
+        3, ge=1, le=MOST_STEPS, description="Optimizer steps, where --steps gives none."
+    )
+    time_scale: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Seconds here per second of the cluster; auto: slow enough for this machine to keep up."
+        ),
+    )
+    gpus_per_process: Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "GPUs of one stage for which a process stands, whole TP groups; auto: as few as make "
+            "at most 24 processes."
+        ),
+    )
+    messages: Literal["scaled", "real"] = Field(
+        "scaled",
+        description=(
+            "Size of what ranks send each other: one value per row of a tensor, or all of it."
+        ),
+    )
+    noise: float = Field(
+        0.0, ge=0, le=1, description="Standard deviation of an operation's time, as a share of it."
+    )
+    faults: list[FaultSpec] = Field(default_factory=list)
+    distribution: DistributionSpec | None = Field(
+        None,
+        description="Sizes of other data than the plan was made for; the run's own if not given.",
+    )

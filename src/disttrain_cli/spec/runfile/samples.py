@@ -1,0 +1,35 @@
+"""`samples`: what a trained model draws and writes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from disttrain_cli.spec.files import Strict
+
+
+class SampleSpec(Strict):
+    """What the model draws and writes after training, beside its checkpoint's step in `images/`."""
+
+    images: int = Field(8, ge=0, le=10_000, description="Images generated at the end of a run.")
+    prompts: list[str] = Field(
+        default_factory=list,
+        max_length=10_000,
+        description="Texts that they are drawn after, in turn; none: what the data ask for.",
+    )
+    read: int = Field(
+        0,
+        ge=0,
+        le=10_000,
+        description=(
+            "Held-out images (of all data where none are held out) that it writes a text about."
+        ),
+    )
+    judge: Literal["digits"] | None = Field(
+        None,
+        description=(
+            "Who says what an image shows: digits, a classifier of scikit-learn's scanned digits."
+        ),
+    )
+    denoising_steps: int = Field(20, ge=1, le=10_000)

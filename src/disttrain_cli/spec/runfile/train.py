@@ -1,0 +1,190 @@
+"""`train`: steps, batch, precision, optimizer, checkpoints, evaluation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from disttrain_cli.spec.files import Strict
+from disttrain_cli.spec.runfile.bounds import MOST_S, MOST_SEQUENCES, MOST_STEPS
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ModuleOptimizerSpec(Strict):
+    """What the optimizer does differently for one module; fields not given are those of the whole
+    model."""
+
+    lr: float | None = Field(None, ge=0, le=1e3)
+    weight_decay: float | None = Field(None, ge=0, le=1e3)
+    warmup_steps: int | None = Field(None, ge=0, le=MOST_STEPS)
+    schedule: Literal["constant", "cosine", "linear"] | None = None
+    min_lr_fraction: float | None = Field(None, ge=0, le=1)
+
+
+class OptimizerSpec(Strict):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(1e-3, gt=0, le=1e3, description="Learning rate after the warm-up.")
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, le=1)
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        le=1e3,
+        description=(
+            "Decoupled decay of matrices, kernels and embeddings; biases, norms and other "
+            "single vectors do not decay."
+        ),
+    )
+    warmup_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Steps of linear warm-up, before the schedule begins."
+    )
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant",
+        description=(
+            "The rate after the warm-up: constant, or falling to min_lr_fraction at train.steps."
+        ),
+    )
+    min_lr_fraction: float = Field(
+        0.0, ge=0, le=1, description="Where cosine and linear end, as a share of lr."
+    )
+    modules: dict[str, ModuleOptimizerSpec] = Field(
+        default_factory=dict,
+        description="Other values by module, and 'projectors' for the layers that join modules.",
+    )
+
+    def of(self, module: str) -> OptimizerSpec:
+        """The values of one module, or of the projectors."""
+        own = self.modules.get(module)
+        return self if own is None else self.model_copy(update=own.model_dump(exclude_none=True))
+
+
+class CheckpointSpec(Strict):
+    """When checkpoints are written."""
+
+    every_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="Steps between checkpoints; 0 = only at the end."
+    )
+    keep: int = Field(2, ge=1, le=MOST_STEPS, description="Newest checkpoints kept.")
+
+
+class EvaluationSpec(Strict):
+    """Losses on data that are never trained on (`data.held_out`)."""
+
+    every_steps: int = Field(ge=1, le=MOST_STEPS, description="Steps between evaluations.")
+    sequences: int = Field(
+        ge=1,
+        le=10**6,
+        description="Packed sequences evaluated, rounded up to whole global batches.",
+    )
+
+
+class EmaSpec(Strict):
+    """Exponential moving averages of weights, which images are generated with and `disttrain
+    export` writes."""
+
+    decay: float = Field(
+        0.9999, gt=0, lt=1, description="Share of the average that stays at each step."
+    )
+    modules: list[str] = Field(
+        min_length=1, description="Modules whose weights are averaged, such as the generator."
+    )
+
+
+class TrainSpec(Strict):
+    """The optimisation."""
+
+    global_batch_size: int = Field(
+        ge=1,
+        le=MOST_SEQUENCES,
+        description="Packed sequences per optimizer step, over the whole job.",
+    )
+    steps: int = Field(ge=1, le=MOST_STEPS, description="Optimizer steps.")
+    precision: Literal["fp32", "bf16"] = "bf16"
+    zero_stage: Literal[0, 1, "auto"] = Field(
+        1,
+        description=(
+            "1 splits optimizer states over the replicas of a unit, 0 does not; auto lets the plan"
+            " choose."
+        ),
+    )
+    activation_checkpointing: Literal["none", "full", "auto"] = Field(
+        "auto",
+        description=(
+            "Recompute activations in the backward: never, in every unit, or where the plan"
+            " needs it."
+        ),
+    )
+    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
+    gradient_clipping: float = Field(
+        1.0, ge=0, le=1e6, description="Largest global gradient norm; 0 = no clipping."
+    )
+    on_bad_loss: Literal["stop", "skip"] = Field(
+        "stop",
+        description=(
+            "When a loss or the gradient norm is not finite: stop and name the module, or skip the "
+            "step (weights stay as they were), and stop after ten such steps in a row."
+        ),
+    )
+    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec)
+    evaluation: EvaluationSpec | None = Field(
+        None, description="Losses on held-out data; none if not given."
+    )
+    ema: EmaSpec | None = Field(None, description="Moving averages of weights; none if not given.")
+    ordering: Literal["none", "paper", "best"] = Field(
+        "paper",
+        description=(
+            "How samples are ordered in a global batch: as packed, by the paper's two rules, or by "
+            "a search that the simulator drives."
+        ),
+    )
+    seed: int = Field(0, ge=0, lt=2**32)
+    timeout_s: float = Field(
+        600.0, ge=1e-3, le=MOST_S, description="Longest wait of a rank for another one."
+    )
+    hang_s: float | None = Field(
+        None,
+        ge=1e-3,
+        le=MOST_S,
+        description=(
+            "Longest time without progress of any rank, after which the job ends and "
+            "names the rank that the others wait for; three quarters of timeout_s if not given."
+        ),
+    )
+    restarts: int = Field(
+        0,
+        ge=0,
+        le=10**6,
+        description=(
+            "How often the job is started again from its newest checkpoint when a rank dies "
+            "or hangs."
+        ),
+    )
+    track: list[Literal["tensorboard", "wandb"]] = Field(
+        default_factory=list,
+        description="Where every step's figures go besides the console and the traces.",
+    )
+
+    @property
+    def longest_hang_s(self) -> float:
+        """`hang_s`, or what stands for it."""
+        return self.hang_s if self.hang_s is not None else 0.75 * self.timeout_s
+
+    @model_validator(mode="after")
+    def _hang_before_timeout(self) -> TrainSpec:
+        if self.longest_hang_s >= self.timeout_s:
+            raise ValueError(
+                "hang_s must be shorter than timeout_s, after which waits fail by themselves;"
+                f" given: {self.hang_s:g} and {self.timeout_s:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _precision_and_zero(self) -> TrainSpec:
+        if self.precision == "bf16" and self.zero_stage == 0:
+            raise ValueError(
+                "precision bf16 accumulates gradients in fp32, which needs zero_stage 1"
+            )
+        return self
