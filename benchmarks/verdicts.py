@@ -67,9 +67,8 @@ class Case:
     layout: str = "two"
     faults: tuple[Row, ...] = ()
     uneven: bool = False
-    written: Row | None = (
-        None  # a trace of the tests' simulator with these settings, instead of a rehearsal
-    )
+    # a trace of the tests' simulator with these settings, instead of a rehearsal
+    written: Row | None = None
 
 
 def fault(slow: str, unit: str, factor: float, **place: int) -> tuple[Row, ...]:

@@ -48,9 +48,8 @@ class Suspect:
     cause: str
     place: Place
     mend: Callable[[State], State]
-    most_s: float = (
-        0.0  # seconds per step that it adds where it adds most: the order in which places are named
-    )
+    # seconds per step that it adds where it adds most: the order in which places are named
+    most_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,8 @@ class Finding:
     places: list[Place]  # those that add most first
     gain_s: Floats  # once the findings before it are mended
     alone_s: Floats  # all else as recorded
-    rest_s: float | None = (
-        None  # mean of `gain_s` if its largest single event had not happened; None: not told
-    )
+    # mean of `gain_s` if its largest single event had not happened; None: not told
+    rest_s: float | None = None
     limit: bool = False  # whether mending gains less than that: how much less is not known
     regained: bool = False  # whether it claims only what another plan or ordering regains of it
 

@@ -81,9 +81,8 @@ class Graph(Passes):
     devices: dict[str, float]  # unit → devices for which one of its ranks stands
     # [passes] seconds that the profile expects a transfer to take; infinite where it does not say
     expected: Floats
-    expected_update_s: (
-        float  # that it expects of reduction and optimizer after the last pass; infinite likewise
-    )
+    # that it expects of reduction and optimizer after the last pass; infinite likewise
+    expected_update_s: float
     # [passes] group of ranks without a trace (`lost`) that may have sent what a pass waits for; -1:
     # none
     unheard: Ints

@@ -44,9 +44,8 @@ class Record:
     kind: str  # of traces, for the confidence
     shares: dict[str, float]  # where the ranks' time goes, as fractions
     present: float = 1.0  # share of the job's ranks whose traces are there
-    shared_cores: bool = (
-        False  # the ranks run on one CPU, so a rank that is ready may wait for a core
-    )
+    # the ranks run on one CPU, so a rank that is ready may wait for a core
+    shared_cores: bool = False
     remedies: Sequence[Remedy] = ()
     operations: Sequence[OperationRow] = ()
 

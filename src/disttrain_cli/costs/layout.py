@@ -45,9 +45,8 @@ class CostedStage(Stage):
     costs: list[Cost]
     trained: float  # parameters that one rank trains
     cut_bytes: float  # that one packed sequence sends to each of these
-    gradients_back: (
-        bool  # whether something up to here is trained, so that gradients come back over the cut
-    )
+    # whether something up to here is trained, so that gradients come back over the cut
+    gradients_back: bool
     begins: list[str]  # modules whose first layer it holds: it loads their inputs
 
 

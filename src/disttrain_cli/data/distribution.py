@@ -32,9 +32,8 @@ from disttrain_cli.spec.runfile.data import DistributionSpec
 Floats = NDArray[np.float64]
 
 FOLDER = files("disttrain_cli") / "templates" / "distributions"
-LEAST_WEIGHT = (
-    1e-9  # of a document, in images; no weight at all could leave an image without a document
-)
+# of a document, in images; no weight at all could leave an image without a document
+LEAST_WEIGHT = 1e-9
 PROBED = 1000  # images of a kind that tell their mean size
 LAST_TEXT = 1  # every document ends with a text of at least one token
 

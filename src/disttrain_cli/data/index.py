@@ -85,17 +85,15 @@ class Index:
     tokens: Ints  # [segments]
     trained: NDArray[np.bool_]  # [segments] a text whose tokens are labels
     ended: NDArray[np.bool_]  # [segments] a text whose last token is an EOS inside the sample
-    offsets: (
-        Ints  # [segments] where it lies in its shard: two numbers whose meaning is the form's own
-    )
+    # [segments] where it lies in its shard: two numbers whose meaning is the form's own
+    offsets: Ints
     sizes: Ints  # [segments]
     grids: Ints  # [segments, 2] patches (rows, columns) of images read, else 0
     #: [N, 2] (first character, characters) of samples that are pieces of a document
     #: (`data.documents`), else 0; None = there is no such sample
     pieces: Ints | None = None
-    scaled_down: int | None = (
-        None  # images read that have more pixels than the model's budget; of files only
-    )
+    # images read that have more pixels than the model's budget; of files only
+    scaled_down: int | None = None
     # by `UNREAD`, what the model has no module for
     unread: dict[str, int] = field(default_factory=dict)
     drawn: NDArray[np.bool_] | None = None  # [N] samples that sequences are made of; None = all

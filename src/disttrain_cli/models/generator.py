@@ -26,9 +26,8 @@ class Canvas:
     shape: tuple[int, int, int]  # channels, height, width: of the image, or of a VAE's latents
     noise: Noise
     image_size: int  # pixels
-    reads_latents: (
-        bool  # a VAE's layer before the generator leaves them; else they are in the batch
-    )
+    # a VAE's layer before the generator leaves them; else they are in the batch
+    reads_latents: bool
     place: int = 0  # of the generator among the model's
 
     @property

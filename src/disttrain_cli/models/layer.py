@@ -63,27 +63,22 @@ class Batch:
     image_grids: list[tuple[int, int]]
     clips: int = 0  # audio clips; always comes
     pixels: list[Tensor] | None = None  # per run of equal grids: [N, C, H, W], normalised
-    other_pixels: list[Tensor] | None = (
-        None  # of one further encoder after the other; [0, …] where not asked for
-    )
+    # of one further encoder after the other; [0, …] where not asked for
+    other_pixels: list[Tensor] | None = None
     audio_features: Tensor | None = None  # [N, mel bins, frames] of each clip
     token_ids: Tensor | None = None  # [M, L] int64
     positions: Tensor | None = None  # [M, L] int64, restarting with every sample
-    sample_lengths: list[int] | None = (
-        None  # of the M·L rows: tokens of each sample, and a sequence's padding as one
-    )
+    # of the M·L rows: tokens of each sample, and a sequence's padding as one
+    sample_lengths: list[int] | None = None
     image_rows: Tensor | None = None  # [R] int64, places in M·L of the image tokens, in image order
     audio_rows: Tensor | None = None  # [R] int64, the same of the audio tokens, in clip order
-    context_rows: Tensor | None = (
-        None  # [N·K] int64, places in M·L of the context tokens, in target order
-    )
+    # [N·K] int64, places in M·L of the context tokens, in target order
+    context_rows: Tensor | None = None
     labels: Tensor | None = None  # [M, L] int64, the next token, -100 = not trained
-    target_pixels: Tensor | None = (
-        None  # [N, C, H, W] in -1..1, or latents that were prepared beforehand
-    )
-    other_targets: list[Tensor] | None = (
-        None  # the same for further generators, in order; [0, …] where not asked for
-    )
+    # [N, C, H, W] in -1..1, or latents that were prepared beforehand
+    target_pixels: Tensor | None = None
+    # the same for further generators, in order; [0, …] where not asked for
+    other_targets: list[Tensor] | None = None
     target_weights: Tensor | None = None  # [N] float32, 0 = could not be decoded
     noise_seeds: Tensor | None = None  # [N] int64, from (seed, step, sample), the same on any rank
     image_seeds: Tensor | None = None  # [N] int64, the same of the images read
@@ -145,9 +140,8 @@ class PipelineLayer(nn.Module):
     first_id: int | None = None  # first token id of a vocabulary shard; None = the whole vocabulary
     # prefixes of its parameters' paths → prefixes in the published model's weights
     published: Mapping[str, str] = {}
-    weights_of: Literal["module", "vae"] = (
-        "module"  # the published model that `published` speaks of
-    )
+    # the published model that `published` speaks of
+    weights_of: Literal["module", "vae"] = "module"
 
     def compute(self, state: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
         """Map the tensors named in `reads` to those in `writes` (plus `loss/NAME`)."""

@@ -31,13 +31,11 @@ class Cluster:
     zero_stage: Literal[0, 1]
     batch: int  # packed sequences per step
     trained: tuple[str, ...] | None = None  # what is trained (`costs.freezing`); None = everything
-    ordering: Literal["none", "paper", "best"] = (
-        "paper"  # policy under which global batches are simulated
-    )
+    # policy under which global batches are simulated
+    ordering: Literal["none", "paper", "best"] = "paper"
     cpu_node_cores: int = 64  # of one preprocessing node
-    checkpointing: Literal["none", "full", "auto"] = (
-        "none"  # of activations; auto = for each unit what is faster
-    )
+    # of activations; auto = for each unit what is faster
+    checkpointing: Literal["none", "full", "auto"] = "none"
     most_tp: int | None = None  # largest TP degree; None = what fits a node
 
 

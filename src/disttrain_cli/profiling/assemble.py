@@ -59,9 +59,8 @@ class Setting:
     data: Dataset
     links: LinkTimes
     value_bytes: int  # of one number of the tensors between layers
-    grouped: bool = (
-        False  # whether kept bytes are those of a rank in its TP group, not of its part alone
-    )
+    # whether kept bytes are those of a rank in its TP group, not of its part alone
+    grouped: bool = False
 
 
 def known_parts(

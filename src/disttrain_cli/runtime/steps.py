@@ -53,9 +53,8 @@ class Task:
     evaluation: Evaluation | None = None
     profiler: StepProfiler | None = None
     say: Callable[[str], None] = print  # what the user should know
-    idle_gib: float | None = (
-        None  # what the process held before it had a stage (`peak_gib`); None: not recorded
-    )
+    # what the process held before it had a stage (`peak_gib`); None: not recorded
+    idle_gib: float | None = None
 
 
 class Data(Protocol):

@@ -43,9 +43,8 @@ class TrainResult(BaseModel):
     steps: list[dict[str, Any]]
     skipped_samples: list[dict[str, str]]
     resumed_from_step: int | None
-    started_from: str | None = (
-        None  # folder of the checkpoint or export with whose weights it began
-    )
+    # folder of the checkpoint or export with whose weights it began
+    started_from: str | None = None
     checkpoint: str | None
     trace: str
     images: list[str]

@@ -35,9 +35,8 @@ class Pipeline:
     transfer_s: Floats  # [S-1] time of one crossing of each cut, either way
     reduce_s: Floats  # [S] gradient reduction at the end of the step
     step_s: float = 0.0  # optimizer step, after every reduction
-    load_s: Floats | None = (
-        None  # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
-    )
+    # [n, S, R] preparing a slot's data; None: they are always there (`feeding`)
+    load_s: Floats | None = None
     prefetch: int = 1  # slots that are prepared ahead of the one that a replica asks for
 
     @property
@@ -68,9 +67,8 @@ class Timeline:
     backward_start: Floats
     backward_end: Floats
     iteration_s: float
-    load_wait_s: Floats | None = (
-        None  # [n, S, R] from asking for a slot's data to having them, where they are prepared
-    )
+    # [n, S, R] from asking for a slot's data to having them, where they are prepared
+    load_wait_s: Floats | None = None
 
     @property
     def busy_s(self) -> Floats:

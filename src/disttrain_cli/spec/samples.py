@@ -26,9 +26,8 @@ class Written(BaseModel):
 
     prompt: str
     text: str
-    image: str | None = (
-        None  # its path, as given; or beside `samples.json`, where it is of the data
-    )
+    # its path, as given; or beside `samples.json`, where it is of the data
+    image: str | None = None
     recorded: str | None = None  # what the data say about it
     names_it: bool | None = None  # whether the text names what is recorded, where there is a judge
 

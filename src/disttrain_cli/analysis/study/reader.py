@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from disttrain_cli.analysis.sql import Table, answer, connect
+from disttrain_cli.analysis.sql import Table, answer, connect, literals, no_glob
 from disttrain_cli.analysis.study.operations import BACKWARD, FORWARD, KNOWN, TRANSFERS
 from disttrain_cli.analysis.views import documented_views, explain
 from disttrain_cli.analysis.walk import Floats, Ints
@@ -108,7 +108,8 @@ def open_study(files: list[Path]) -> tuple[DuckDBPyConnection, list[str]]:
     connection.execute(
         f"CREATE VIEW operations AS SELECT {casts} FROM read_parquet({_quoted(read)})"
     )
-    connection.execute(f"SET allowed_paths = {_quoted(read)}")
+    readable = literals((file.resolve() for file in read), str, no_glob)
+    connection.execute(f"SET allowed_paths = {readable}")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
     return connection, warnings
@@ -161,11 +162,7 @@ def _unit(connection: DuckDBPyConnection, files: list[Path]) -> tuple[str, int]:
 
 
 def _quoted(files: list[Path]) -> str:
-    names = (
-        "".join(f"[{letter}]" if letter in "*?[" else letter for letter in str(file.resolve()))
-        for file in files
-    )
-    return "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+    return literals((file.resolve() for file in files), no_glob)
 
 
 def read_study(files: list[Path]) -> StudyTrace:

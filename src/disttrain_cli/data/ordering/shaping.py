@@ -25,9 +25,8 @@ from disttrain_cli.simulation.timeline import Floats, Pipeline
 
 MOVES = (0.4, 0.2, 0.1, 0.05)  # of a slot's mean work, one after the other
 ROUNDS = 24  # of each size, at most; each evaluates every move once
-SLOT_ROUNDS = (
-    2400  # slots of the rounds of a size: pipelines of many slots have less to gain from their ends
-)
+# slots of the rounds of a size: pipelines of many slots have less to gain from their ends
+SLOT_ROUNDS = 2400
 ENDS = 8  # first and last slots whose weights move one by one, besides one for every two stages
 NEAR = 2  # places between which work moves directly; farther it moves by way of all slots
 LEAST_GAIN = 1e-5  # of a step

@@ -10,9 +10,8 @@ from disttrain_cli.data.ordering.orders import Orders, StepWork
 from disttrain_cli.data.slots import Assignment
 from disttrain_cli.spec.plan import Layout
 
-AT_ONCE = (
-    1024  # threads, made when needed: as many as requests under way, of which gRPC holds fewer
-)
+# threads, made when needed: as many as requests under way, of which gRPC holds fewer
+AT_ONCE = 1024
 
 
 class SharedOrders:

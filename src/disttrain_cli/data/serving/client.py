@@ -100,9 +100,8 @@ class Workers:
                 fail at it.
         """
         unread: dict[Connection, DisttrainError] = {}
-        lost_s: float | None = (
-            None  # since when; a slot at which every worker ends is lost for good
-        )
+        # since when; a slot at which every worker ends is lost for good
+        lost_s: float | None = None
         while True:
             connection = self._pick(number, unread, lost_s)
             try:

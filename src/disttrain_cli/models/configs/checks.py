@@ -22,9 +22,8 @@ class ModuleConfig:
     name: str
     kind: str
     architecture: str
-    config: (
-        Any  # of transformers' class; for generators a dict of all arguments of diffusers' class
-    )
+    # of transformers' class; for generators a dict of all arguments of diffusers' class
+    config: Any
     vae: dict[str, Any] | None = None  # all arguments of the generator's AutoencoderKL
     noise: Noise | None = None  # how the generator's images become noise
 

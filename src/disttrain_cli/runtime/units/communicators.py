@@ -32,9 +32,8 @@ class Communicator:
     kind: Literal["data parallel", "tensor parallel", "messages"]
     name: str
     ranks: tuple[int, ...]
-    way: tuple[int, int] | None = (
-        None  # of messages: numbers of the stage that sends and of the one that receives
-    )
+    # of messages: numbers of the stage that sends and of the one that receives
+    way: tuple[int, int] | None = None
 
 
 def in_order() -> bool:

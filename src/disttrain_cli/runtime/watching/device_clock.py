@@ -27,9 +27,8 @@ class Mark:
 
     def __init__(self, event: Any) -> None:
         self.event = event
-        self.ns: int | None = (
-            None  # when the device came there, by the host's clock; None until it is read
-        )
+        # when the device came there, by the host's clock; None until it is read
+        self.ns: int | None = None
         self.anchor_ns: int | None = None  # of an anchor: when it was set
 
     def passed(self) -> bool:
