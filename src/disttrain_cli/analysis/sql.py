@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -121,10 +121,14 @@ def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Tabl
         )
 
     with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
         try:
-            return pool.submit(run).result()
+            return running.result()
         except KeyboardInterrupt:
-            connection.interrupt()
+            # again and again: a query that has yet to begin does not hear of it
+            while not running.done():
+                connection.interrupt()
+                wait([running], timeout=0.1)
             raise
 
 

@@ -4,7 +4,7 @@ images."""
 import pytest
 
 from disttrain_cli.analysis.report.generated import generated
-from disttrain_cli.commands.analyze import _samples
+from disttrain_cli.api import _samples
 from disttrain_cli.spec.rundir import RunDir
 from disttrain_cli.spec.samples import FILE, Drawn, Judge, Samples, Written
 from tests.analysis.report.pages import ATTACK, png
