@@ -296,10 +296,7 @@ def layout_memory(profile: Profile, layout: Layout, limit_gib: float) -> list[St
             )
             appear = profile.precision == "fp32" and flight == layout.microbatches
             keeps, transient, absent = _fullest_moment(
-                activations[span],
-                working[span],
-                states[1][span] if appear else np.zeros(len(stage.layers)),
-                flight,
+                activations[span], working[span], states[1][span] * appear, flight
             )
             messages = float(moved.of_stage(stage.index == 0, stage.index == unit.pp - 1)[0])
             moving = keeps + transient + messages
