@@ -87,8 +87,5 @@ def run_kineto_sql(files: list[Path], query: str, progress: Progress = silent) -
         DataError: nothing can be read in `files`.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    return answer(
-        open_kineto(files, progress, strangers=True).connection,
-        query,
-        partial(documented_views, "kineto"),
-    )
+    with open_kineto(files, progress, strangers=True).connection as connection:
+        return answer(connection, query, partial(documented_views, "kineto"))

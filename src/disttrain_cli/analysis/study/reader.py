@@ -379,6 +379,6 @@ def run_study_sql(files: list[Path], query: str) -> Table:
         DataError: no file can be read.
         UsageError: the query is not one SELECT statement, or DuckDB refuses it.
     """
-    connection = open_study(files)[0]
-    explain(connection, "study")
-    return answer(connection, query, partial(documented_views, "study"))
+    with open_study(files)[0] as connection:
+        explain(connection, "study")
+        return answer(connection, query, partial(documented_views, "study"))
