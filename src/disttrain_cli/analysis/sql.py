@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from disttrain_cli.analysis.cache import cached, forget
@@ -114,22 +115,26 @@ def _interruptible(connection: DuckDBPyConnection, statement: Statement) -> Tabl
     """The first rows that a statement answers; Ctrl-C ends it, which DuckDB alone does not heed in
     every query."""
 
-    def run() -> Table:
-        cursor = connection.execute(statement)
-        return Table(
-            [column[0] for column in cursor.description or []], cursor.fetchmany(MOST_ANSWERED + 1)
-        )
+    answered: Future[Table] = Future()
 
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
+    def run() -> None:
         try:
-            return running.result()
-        except KeyboardInterrupt:
-            # again and again: a query that has yet to begin does not hear of it
-            while not running.done():
-                connection.interrupt()
-                wait([running], timeout=0.1)
-            raise
+            cursor = connection.execute(statement)
+            names = [column[0] for column in cursor.description or []]
+            answered.set_result(Table(names, cursor.fetchmany(MOST_ANSWERED + 1)))
+        except BaseException as error:  # for whoever asked
+            answered.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
+    try:
+        thread.start()
+        return answered.result()
+    except KeyboardInterrupt:
+        # again and again: a query that has yet to begin does not hear of it
+        while thread.is_alive():
+            connection.interrupt()
+            thread.join(0.1)
+        raise
 
 
 def _known(views: Iterable[str]) -> str:
