@@ -25,6 +25,8 @@ def test_an_endless_answer_is_refused_and_ctrl_c_ends_an_endless_query(clean, tm
     )
     code = (
         "import os, sys, signal, threading\nfrom pathlib import Path\n"
+        # ignored where the tests run in the background of a shell
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from disttrain_cli.analysis.analyze import ask\n"
         "ask([Path(sys.argv[1])], 'SELECT 1')\n"
         "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
